@@ -90,14 +90,14 @@ class LossScaler:
     Attributes
     ----------
     scale : float
-    good_steps : int
+    finite_steps : int
         Consecutive steps without an overflow since the scale last changed.
     skipped_steps : int
         Steps skipped in the current epoch.
     """
 
     scale: float = 2.0**16
-    good_steps: int = 0
+    finite_steps: int = 0
     skipped_steps: int = 0
 
     def update(self, overflow: bool) -> None:
@@ -109,16 +109,16 @@ class LossScaler:
             The scale would fall below 1: the gradients overflow at any scale.
         """
         if overflow:
-            self.scale, self.good_steps, self.skipped_steps = self.scale / 2, 0, self.skipped_steps + 1
+            self.scale, self.finite_steps, self.skipped_steps = self.scale / 2, 0, self.skipped_steps + 1
             if self.scale < 1:
                 raise NonFiniteError(
                     "precision: float16: the loss scale has fallen below 1, and gradients still overflow; lower"
                     " the learning rate, normalise the data, or set precision: bfloat16"
                 ).on_all_ranks()
             return
-        self.good_steps += 1
-        if self.good_steps == GROWTH_INTERVAL_STEPS:
-            self.scale, self.good_steps = min(2 * self.scale, MAX_LOSS_SCALE), 0
+        self.finite_steps += 1
+        if self.finite_steps == GROWTH_INTERVAL_STEPS:
+            self.scale, self.finite_steps = min(2 * self.scale, MAX_LOSS_SCALE), 0
 
     def reset_skipped_steps(self) -> None:
         """Reset the count of skipped steps."""
@@ -126,7 +126,7 @@ class LossScaler:
 
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
-        return {"scale": self.scale, "good": self.good_steps, "skipped": self.skipped_steps}
+        return {"scale": self.scale, "good": self.finite_steps, "skipped": self.skipped_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`; ValueError with the reason if it is invalid."""
@@ -137,7 +137,7 @@ class LossScaler:
             raise ValueError("'loss_scale' has invalid counts")
         if type(scale) not in (int, float) or not 1 <= scale <= MAX_LOSS_SCALE or math.frexp(scale)[0] != 0.5:
             raise ValueError("'loss_scale' is not a power of two of at least 1")
-        self.scale, self.good_steps, self.skipped_steps = float(scale), good, skipped
+        self.scale, self.finite_steps, self.skipped_steps = float(scale), good, skipped
 
 
 GROWTH_INTERVAL_STEPS = 2000  # consecutive steps without an overflow after which the scale doubles

@@ -134,19 +134,19 @@ class CellKernels:
         own = (x - self._broadcast_over_cells(norm.mean, x.ndim)) * x_factor + offset
         self.xp.add(self._gradient_before_clip(x, dy, norm) * dz_factor, own, out=dx)
 
-    def scale_and_shift(self, mean: Any, var: Any, learned: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
-        """Return mean, scale and shift of each channel, and the scale before it was learned, all (C,).
+    def scale_and_shift(self, mean: Any, var: Any, affine: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
+        """Return mean, scale and shift of each channel, and the scale without gamma, all (C,).
 
         Parameters
         ----------
-        learned : pair of array (C,)
+        affine : pair of array (C,)
             A factor and a summand.
         """
         root = 1 / self.xp.sqrt(var + var.dtype.type(eps))
-        return mean, learned[0] * root, learned[1].copy(), root
+        return mean, affine[0] * root, affine[1].copy(), root
 
     def batch_scale_and_shift(
-        self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
+        self, moments: Any, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
         """Return the `scale_and_shift` of a batch, and take it into the running mean and the running variance.
 
@@ -158,7 +158,7 @@ class CellKernels:
         count, (mean, squares) = moments[0], moments[1:].reshape(2, -1)
         for kept, new in zip(running, (mean, squares / self.xp.maximum(count - 1, 1)), strict=True):
             kept += momentum * (new - kept)
-        return self.scale_and_shift(mean.copy(), squares / count, learned, eps)
+        return self.scale_and_shift(mean.copy(), squares / count, affine, eps)
 
     def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
         """Return the factors of `normalise_backward`, (C,) each, from the gradients of gamma and beta (2 C,)."""

@@ -209,13 +209,13 @@ class CupyKernels(Kernels):
         return first, second
 
     def batch_scale_and_shift(
-        self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
+        self, moments: Any, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
         """Return mean, scale, shift and root of a batch, and update the running mean and variance, in one launch."""
-        if not self._has_cell_kernel(moments, *running, *learned):
-            return super().batch_scale_and_shift(moments, running, learned, momentum, eps)
-        result, scalars = self.xp.empty((4, len(learned[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
-        arguments, number = (moments, *running, *learned, result, *scalars), C_TYPES[str(moments.dtype)]
+        if not self._has_cell_kernel(moments, *running, *affine):
+            return super().batch_scale_and_shift(moments, running, affine, momentum, eps)
+        result, scalars = self.xp.empty((4, len(affine[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
+        arguments, number = (moments, *running, *affine, result, *scalars), C_TYPES[str(moments.dtype)]
         self._launch(BATCH_NORM_SCALE_SHIFT, number, "batch_scale_shift", result[0].size, *arguments)
         return result[0], result[1], result[2], result[3]
 

@@ -26,7 +26,7 @@ class CupyTorchKernels(TorchKernelMixin, CupyKernels):
 
     min_torch_elements = 0
     max_pool, max_pool_backward = CupyKernels.max_pool, CupyKernels.max_pool_backward
-    max_pool_back_into = CupyKernels.max_pool_back_into
+    max_pool_backward_into = CupyKernels.max_pool_backward_into
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; TF32 needs a GPU."""

@@ -49,12 +49,12 @@ class HostKernels(CompiledConvolution):
         done = self._try_max_pool(False, x, y, places, kernel, stride, clip_negative)
         return places if done else super().max_pool_into(y, x, kernel, stride, clip_negative)
 
-    def max_pool_back_into(
+    def max_pool_backward_into(
         self, dx: np.ndarray, dy: np.ndarray, max_positions: Any, kernel: Ints, stride: Ints
     ) -> None:
         """Write the gradient of x into dx, from the places of `max_pool_into`."""
         if isinstance(max_positions, list):
-            super().max_pool_back_into(dx, dy, max_positions, kernel, stride)
+            super().max_pool_backward_into(dx, dy, max_positions, kernel, stride)
         elif not self._try_max_pool(True, dx, dy, max_positions, kernel, stride):  # not contiguous
             whole = np.empty(dx.shape, dx.dtype)
             self._try_max_pool(True, whole, np.ascontiguousarray(dy, dx.dtype), max_positions, kernel, stride)

@@ -162,7 +162,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             part = self.conv_forward(x[strip.view_index], weights, *conv_args, bias, zeros)
             write_output(part, y[strip.output_index])
 
-    def conv_back_into(
+    def conv_backward_into(
         self,
         dx: Any | None,
         x: Any,
@@ -251,7 +251,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             places.append((place, best > 0 if clip_negative else None))
         return places
 
-    def max_pool_back_into(self, dx: Any, dy: Any, max_positions: Any, kernel: Ints, stride: Ints) -> None:
+    def max_pool_backward_into(self, dx: Any, dy: Any, max_positions: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
         accumulator = StripAccumulator(dx, dy, self._relu_gradient_writer(dx), stride[0])
         cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements)

@@ -54,9 +54,9 @@ class NarrowOperandKernels(Kernels):
         """Write the convolution plus bias into y by `write_output`, through the functions above."""
         Kernels.conv_into(self, *args)
 
-    def conv_back_into(self, *args: Any) -> tuple[Any, Any]:
+    def conv_backward_into(self, *args: Any) -> tuple[Any, Any]:
         """Return the gradients of weights and bias, and write that of x into dx, through the functions above."""
-        return Kernels.conv_back_into(self, *args)
+        return Kernels.conv_backward_into(self, *args)
 
     def product(self, a: Any, b: Any) -> Any:
         """Return the matrix product, not rounded, since ranks sum their parts."""

@@ -116,7 +116,7 @@ class RowKernels(CompiledCells, Kernels):
         if not done:
             super().conv_into(y, x, weights, stride, dilation, groups, bias, write_output, zero_sides)
 
-    def conv_back_into(
+    def conv_backward_into(
         self,
         dx: np.ndarray | None,
         x: np.ndarray,
@@ -138,7 +138,7 @@ class RowKernels(CompiledCells, Kernels):
         kernel, args = weights.shape[:-2], (stride, dilation, groups)
         pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
         if pointwise or not (self.has_compiled_kernel(x, weights.shape, groups) and dy.size):
-            return super().conv_back_into(
+            return super().conv_backward_into(
                 dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, clip_negative, needs_bias
             )
         sides, step, reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
@@ -163,7 +163,7 @@ class RowKernels(CompiledCells, Kernels):
                 if done and clip_negative:
                     self.relu_backward(crop_sides(x, sides)[strip.samples, rows], target, place)
             if not done:
-                return super().conv_back_into(
+                return super().conv_backward_into(
                     dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, clip_negative, needs_bias
                 )
         return by_weights, by_bias

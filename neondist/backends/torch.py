@@ -117,11 +117,11 @@ class TorchKernelMixin(Kernels):
         """Write the convolution plus bias into y by `write_output`, with the weights reordered for oneDNN once."""
         super().conv_into(y, x, self._reorder_weights_if_faster(x, weights), *args)
 
-    def conv_back_into(
+    def conv_backward_into(
         self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *args: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, as the base class does, with the weights reordered once."""
-        by_weights, by_bias = super().conv_back_into(dx, x, dy, self._reorder_weights_if_faster(x, weights), *args)
+        by_weights, by_bias = super().conv_backward_into(dx, x, dy, self._reorder_weights_if_faster(x, weights), *args)
         return (
             by_weights if by_weights.flags.c_contiguous else self.torch_calls.conv.restore_weight_order(by_weights)
         ), by_bias
@@ -140,7 +140,7 @@ class TorchKernelMixin(Kernels):
             return super().max_pool_backward(dy, max_positions, extent, kernel, stride)
         return self.torch_calls.pool.max_backward(dy, max_positions, extent, kernel, stride)
 
-    def max_pool_back_into(
+    def max_pool_backward_into(
         self, dx: np.ndarray, dy: np.ndarray, max_positions: Any, kernel: Ints, stride: Ints
     ) -> None:
         """Write the gradient of x into dx: without a copy if dx is contiguous and strips are whole images."""
@@ -148,7 +148,7 @@ class TorchKernelMixin(Kernels):
         whole = dx.flags.c_contiguous and all(part.is_last and not part.output_rows.start for part in parts)
         whole = whole and isinstance(max_positions, list) and all(positive is None for _, positive in max_positions)
         if not whole or not self._prefers_torch_pool(dy, dy.shape[1:-1]):
-            return super().max_pool_back_into(dx, dy, max_positions, kernel, stride)
+            return super().max_pool_backward_into(dx, dy, max_positions, kernel, stride)
         for part, (place, _) in zip(parts, max_positions, strict=True):
             self.torch_calls.pool.max_backward_into(dx[part.samples], dy[part.samples], place, kernel, stride)
 

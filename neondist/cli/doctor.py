@@ -147,7 +147,7 @@ def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
             warnings.append(
                 f"{name}={value} is more than {counted(cores, 'core')}; unset it, and neondist divides the cores"
             )
-    reason = pinning.explain_unpinned(os.environ)
+    reason = pinning.unpinned_reason(os.environ)
     pinned = f"ranks of `neondist run -n N` are pinned to their own cores, up to {counted(cores, 'thread')} in total"
     lines.append(("pinning", f"no: {reason}" if reason else f"{pinned}; {pinning.PIN_VARIABLE}=no switches it off"))
     lines += [("library", text) for text in _describe_thread_pools()]

@@ -76,7 +76,7 @@ class _GeneratorStates:
 
     def __init__(self) -> None:
         self.python_state = random.getstate()
-        self.numpy_words, self.numpy_state = _numpy_words(), np.random.get_state(legacy=False)
+        self.numpy_bytes, self.numpy_state = _numpy_bytes(), np.random.get_state(legacy=False)
         torch = sys.modules.get("torch")
         self.torch = None if torch is None else torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
@@ -85,7 +85,7 @@ class _GeneratorStates:
         """Return the current states; self, if unchanged."""
         torch = sys.modules.get("torch")
         same = (
-            self._words_are_complete() and self.numpy_words == _numpy_words() and self.python_state == random.getstate()
+            self._bytes_are_complete() and self.numpy_bytes == _numpy_bytes() and self.python_state == random.getstate()
         )
         if torch is not None:
             same = same and self.torch is not None and torch.equal(self.torch, torch.get_rng_state())
@@ -98,7 +98,7 @@ class _GeneratorStates:
             return
         random.setstate(self.python_state)
         if not (
-            self._words_are_complete() and current._words_are_complete() and self.numpy_words == current.numpy_words
+            self._bytes_are_complete() and current._bytes_are_complete() and self.numpy_bytes == current.numpy_bytes
         ):
             np.random.set_state(self.numpy_state)
         if self.torch is not None:
@@ -106,12 +106,12 @@ class _GeneratorStates:
         if self.cuda is not None:
             sys.modules["torch"].cuda.set_rng_state_all(self.cuda)
 
-    def _words_are_complete(self) -> bool:
+    def _bytes_are_complete(self) -> bool:
         """Return whether the words of NumPy's generator are its whole state."""
-        return self.numpy_words is not None and not self.numpy_state["has_gauss"]
+        return self.numpy_bytes is not None and not self.numpy_state["has_gauss"]
 
 
-def _numpy_words() -> bytes | None:
+def _numpy_bytes() -> bytes | None:
     """Return the memory of NumPy's generator, 100 times faster than its state; None: not the default generator."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):

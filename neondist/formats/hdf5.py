@@ -22,7 +22,7 @@ from ..io.hdf5 import (
 )
 from .axes import Cells, guess_axes, squeeze_channels
 from .base import TileSource
-from .placed import PlacedSink, Placement
+from .in_place import CellLayout, InPlaceSink
 from .tiles import default_chunks
 
 _DEFAULT_ARRAY_NAMES = ("images", "predictions")
@@ -121,7 +121,7 @@ class HDF5Source(TileSource):
         return out
 
 
-class HDF5Sink(PlacedSink):
+class HDF5Sink(InPlaceSink):
     """New HDF5 file with one uncompressed array, whose chunks every rank writes in place.
 
     Parameters
@@ -139,7 +139,7 @@ class HDF5Sink(PlacedSink):
         """Whether the file has an array for each channel."""
         return False
 
-    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
         names = self._new_array_names()
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype)
         axes, shape = squeeze_channels(self.axes, self.shape, self._options)
@@ -162,7 +162,7 @@ class HDF5Sink(PlacedSink):
                     array.id.chunk_iter(record_offset)
             finally:
                 new.close()
-        return Placement(axes, self.dtype.str, shape, chunks, tuple(offsets[at] for at in sorted(offsets)))
+        return CellLayout(axes, self.dtype.str, shape, chunks, tuple(offsets[at] for at in sorted(offsets)))
 
     def _create_array(self, file: Any, name: str, shape: Sequence[int], chunks: Sequence[int]) -> Any:
         """Return a new array, whose chunks are allocated at once."""

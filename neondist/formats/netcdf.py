@@ -154,7 +154,7 @@ class NetCDFSource(HDF5Source):
         ids = np.ravel(array.attrs[_DIMENSION_IDS]).tolist() if _has_numeric_attribute(array, _DIMENSION_IDS) else []
         ids = ids if "CLASS" in array.attrs and len(ids) == array.ndim else []
         for group in self._enclosing_groups():
-            users, scales = self._scales_in(group)
+            users, scales = self._dimensions_of_group(group)
             for axis, scale in [*users.get(own, ()), *((at, scales[id]) for at, id in enumerate(ids) if id in scales)]:
                 scale_of.setdefault(axis, scale)
         if not scale_of and array.ndim == 1 and "CLASS" in array.attrs:
@@ -162,7 +162,7 @@ class NetCDFSource(HDF5Source):
         self._dimensions_by_variable[array.name] = [scale_of.get(axis, ("", None)) for axis in range(array.ndim)]
         return self._dimensions_by_variable[array.name]
 
-    def _scales_in(self, group: str) -> tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]:
+    def _dimensions_of_group(self, group: str) -> tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]:
         """Return the dimensions of a group: by address of each variable that uses them, and by number."""
         if group not in self._scales_by_group:
             users, numbered = self._scales_by_group[group] = dict[int, list[tuple[int, Any]]](), dict[int, Any]()

@@ -17,8 +17,8 @@ from ..io.regular_file import check_regular, open_regular
 from .axes import Cells
 from .base import TileSource, convert_read_errors
 from .draft import COMPRESSED_SUFFIX
+from .in_place import CellLayout, InPlaceSink
 from .ome import base_unit, is_cell_size
-from .placed import PlacedSink, Placement
 
 _NIFTI_AXES = "XYZTC"  # in nibabel's order, the first one fastest
 _UNIT_CODES = {
@@ -80,10 +80,10 @@ class NIfTISource(TileSource):
         return np.asarray(self._array_proxy[tuple(index)], self._value_dtype)
 
 
-class NIfTISink(PlacedSink):
+class NIfTISink(InPlaceSink):
     """New NIfTI file with the affine of the `like` volume; a .nii.gz is compressed at the end, by rank 0."""
 
-    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
         import nibabel
 
         extents = {name: n for name, n in zip(self.axes, self.shape, strict=True) if name != "C" or n > 1}
@@ -112,7 +112,7 @@ class NIfTISink(PlacedSink):
         shape = tuple(extents[name] for name in names)
         self.chunks = None
         axes = names.replace("T", "N") if "N" in self.axes else names
-        return Placement(axes, self.dtype.str, shape, shape, (start,))
+        return CellLayout(axes, self.dtype.str, shape, shape, (start,))
 
     def _write_calibration(self, header: Any, like: TileSource | None, axes: list[str]) -> None:
         """Write metadata of the `like` image into a header: voxel sizes, units, affine, times."""

@@ -15,7 +15,7 @@ from ..io.hdf5 import size_and_mtime
 from ..io.regular_file import open_regular
 from .axes import Cells, guess_axes, squeeze_channels
 from .base import TileSource, convert_read_errors
-from .placed import PlacedSink, Placement, read_cells_in_place
+from .in_place import CellLayout, InPlaceSink, read_cells_in_place
 
 _HEADER_LOCK = Lock()
 """NumPy parses headers as Python, which is not thread-safe before CPython 3.11.8 and 3.12.2 (gh-106905)"""
@@ -28,8 +28,8 @@ class NPYSource(TileSource):
         with convert_read_errors(path):
             self._opened_state, self._file = size_and_mtime(path), open_regular(path)
             try:
-                self._placement = _read_placement(path, self._file, axes)
-                stored = self._placement
+                self._cell_layout = _read_cell_layout(path, self._file, axes)
+                stored = self._cell_layout
                 super().__init__(path, stored.axes, stored.shape, stored.dtype, axes_given=axes is not None)
             except BaseException:
                 self._file.close()
@@ -37,7 +37,7 @@ class NPYSource(TileSource):
 
     def _read(self, cells: Cells) -> np.ndarray:
         # not memory-mapped: truncating a mapped file would kill the process
-        array = read_cells_in_place(self._file, self.path, self._placement, cells)
+        array = read_cells_in_place(self._file, self.path, self._cell_layout, cells)
         if size_and_mtime(Path(self.path)) != self._opened_state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return array
@@ -47,16 +47,16 @@ class NPYSource(TileSource):
         self._file.close()
 
 
-class NPYSink(PlacedSink):
+class NPYSink(InPlaceSink):
     """New .npy file; if `channels` is False, a single channel axis is dropped."""
 
     default_options: ClassVar[dict[str, Any]] = {"channels": True}
 
-    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
         axes, shape = squeeze_channels(self.axes, self.shape, self._options)
         with open(draft, "xb") as file:
             npy.write_array_header_1_0(file, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
-            return Placement(axes, self.dtype.str, shape, shape, (file.tell(),))
+            return CellLayout(axes, self.dtype.str, shape, shape, (file.tell(),))
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -67,8 +67,8 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
         return read(file)
 
 
-def _read_placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
-    """Return the placement of the cells in an open file."""
+def _read_cell_layout(path: Path, file: BinaryIO, axes: str | None) -> CellLayout:
+    """Return the layout of the cells in an open file."""
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject or dtype.itemsize == 0:
         raise DataError(f"{path}: holds {dtype}, not numbers; give an array of numbers")
@@ -78,4 +78,4 @@ def _read_placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
     axes = axes or guess_axes(shape, path)
     if fortran:
         axes, shape = axes[::-1], shape[::-1]
-    return Placement(axes, dtype.str, shape, shape, (start,))
+    return CellLayout(axes, dtype.str, shape, shape, (start,))

@@ -14,7 +14,7 @@ from .base import TileSource
 from .class_colours import class_colours
 from .draft import COMPRESSED_SUFFIX
 from .image_loader import ImageLoader, image_files_in
-from .placed import PlacedSink, Placement
+from .in_place import CellLayout, InPlaceSink
 from .table import open_source
 
 _ENCODER_NAMES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -96,7 +96,7 @@ class FolderSource(TileSource):
         )
 
 
-class PictureSink(PlacedSink):
+class PictureSink(InPlaceSink):
     """New PNG or JPEG file, stored uncompressed until rank 0 encodes it at the end.
 
     Parameters
@@ -109,7 +109,7 @@ class PictureSink(PlacedSink):
 
     default_options: ClassVar[dict[str, Any]] = {"quality": 90, "palette": False}
 
-    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
         kind = _ENCODER_NAMES.get(self.path.suffix.lower())
         if kind is None:
             raise ConfigError(f"{self.path}: writing this format is not supported; choose .png or .tif")
@@ -125,7 +125,7 @@ class PictureSink(PlacedSink):
             raise ConfigError(f"{self.path}: a palette requires a PNG with one 8-bit channel; leave out palette")
         draft.touch(exist_ok=False)
         self.chunks = None
-        return Placement(self.axes, self.dtype.str, self.shape, self.shape, (0,))
+        return CellLayout(self.axes, self.dtype.str, self.shape, self.shape, (0,))
 
     def _finish_draft_file(self) -> Path:
         from PIL import Image

@@ -18,8 +18,8 @@ from ..io.regular_file import open_regular
 from ..terminal.console import counted
 from .axes import Cells
 from .base import MAX_CHUNK_BYTES, TileSource, convert_read_errors
+from .in_place import CellLayout, InPlaceSink, read_cells_in_place
 from .ome import axes_with_sizes, max_plane_count, sizes_for_xml
-from .placed import PlacedSink, Placement, read_cells_in_place
 from .tiff_segments import SegmentDecoder
 from .tiff_tags import (
     CENTIMETER_UNIT_CODE,
@@ -95,15 +95,15 @@ class TIFFSource(TileSource):
         if prod(leading) != count:
             pages = f"{counted(len(self._pages), 'page')} for an image of shape {list(series.shape)}"
             raise DataError(f"{path}: has {pages}; restore it from a good copy")
-        self._leading = leading
+        self._leading_shape = leading
         shape = (*leading, *(key.shaped[axis] for axis in self._page_axes))
         segment = self._decoder.segment_shape
         chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(segment[axis] for axis in self._page_axes))
         missing = nodata_value(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
         self._nodata = missing if series.dtype.kind == "f" else None
         self._value_of_unwritten_cells = _value_of_unwritten_cells(missing, series.dtype)
-        self._placement = self._find_placement(outer + inner, shape, series)
-        if self._placement is not None:
+        self._cell_layout = self._find_cell_layout(outer + inner, shape, series)
+        if self._cell_layout is not None:
             chunks = None
         else:
             self._decoder.check_compression()
@@ -161,14 +161,14 @@ class TIFFSource(TileSource):
             array[np.broadcast_to(self._mask_source.read((*cells[:-1], channels)) == 0, array.shape)] = np.nan
         return array
 
-    def _find_placement(self, axes: str, shape: tuple[int, ...], series: Any) -> Placement | None:
-        """Return the placement of the cells, or None if they are compressed."""
-        block = (*(1 for _ in self._leading), *shape[len(self._leading) :])
+    def _find_cell_layout(self, axes: str, shape: tuple[int, ...], series: Any) -> CellLayout | None:
+        """Return the layout of the cells, or None if they are compressed."""
+        block = (*(1 for _ in self._leading_shape), *shape[len(self._leading_shape) :])
         dtype = np.dtype(self._tiff.byteorder + series.dtype.char).str
         if series.dataoffset is not None:
-            return Placement(axes, dtype, shape, shape, (series.dataoffset,))
+            return CellLayout(axes, dtype, shape, shape, (series.dataoffset,))
         if all(page is not None and page.is_final for page in self._pages):
-            return Placement(axes, dtype, shape, block, tuple(page.dataoffsets[0] for page in self._pages))
+            return CellLayout(axes, dtype, shape, block, tuple(page.dataoffsets[0] for page in self._pages))
         return None
 
     def _read(self, cells: Cells) -> np.ndarray:
@@ -183,9 +183,9 @@ class TIFFSource(TileSource):
 
     def _read_stored(self, cells: Cells) -> np.ndarray:
         file = self._tiff.filehandle
-        if self._placement is not None:
-            return read_cells_in_place(file, self.path, self._placement, cells)
-        outer, inner = cells[: len(self._leading)], cells[len(self._leading) :]
+        if self._cell_layout is not None:
+            return read_cells_in_place(file, self.path, self._cell_layout, cells)
+        outer, inner = cells[: len(self._leading_shape)], cells[len(self._leading_shape) :]
         box = [slice(0, n) for n in self._keyframe.shaped]
         for axis, cut in zip(self._page_axes, inner, strict=True):
             box[axis] = cut
@@ -194,7 +194,7 @@ class TIFFSource(TileSource):
 
     def _read_page(self, place: tuple[int, ...], box: list[slice]) -> np.ndarray:
         """Return cells of one page, on the five axes of tifffile's pages."""
-        number = int(np.ravel_multi_index(place, self._leading)) if place else 0
+        number = int(np.ravel_multi_index(place, self._leading_shape)) if place else 0
         page, key, file = self._pages[number], self._keyframe, self._tiff.filehandle
         out = np.full([cut.stop - cut.start for cut in box], self._value_of_unwritten_cells, self.dtype)
         if page is None:
@@ -224,10 +224,10 @@ class TIFFSource(TileSource):
         return out
 
 
-class TIFFSink(PlacedSink):
+class TIFFSink(InPlaceSink):
     """New tiled BigTIFF, or OME-TIFF if named so, with the georeference of the `like` image."""
 
-    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
+    def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
         import tifffile
 
         extents = dict(zip(self.axes, self.shape, strict=True))
@@ -281,7 +281,7 @@ class TIFFSink(PlacedSink):
             dtype = np.dtype(file.byteorder + self.dtype.char).str
         block = (*(1 for name in axes if name not in "YXC"), *tile, *((extents["C"],) if channels else ()))
         self.chunks = (*block[: len(self.shape) - 1], extents["C"])
-        return Placement(axes, dtype, shape, block, offsets)
+        return CellLayout(axes, dtype, shape, block, offsets)
 
 
 def _mask_numbers(images: Any, image_number: int) -> list[int]:

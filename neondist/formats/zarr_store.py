@@ -12,7 +12,7 @@ import numpy as np
 from zarr.storage import LocalStore
 
 from ..errors import DataError
-from ..io.packed_size import decompressed_size, deflate_fits_limit
+from ..io.decompressed_size import decompressed_size, deflate_fits_limit
 from ..io.regular_file import open_regular
 from ..system.memory import format_bytes, require_memory
 

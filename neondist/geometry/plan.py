@@ -88,10 +88,10 @@ class HaloPlan(TransferPlan):
     @property
     def prefilled(self) -> list[Box]:
         """Parts of the buffer to set to the fill value before the exchange: `outside`, or all around the own cells."""
-        return self.buffer.difference(self.own) if self.has_unused else self.outside
+        return self.buffer.difference(self.own) if self.has_unused_cells else self.outside
 
     @property
-    def has_unused(self) -> bool:
+    def has_unused_cells(self) -> bool:
         """Whether `need` has cells that no output of the tile depends on."""
         used = self.used
         return used is not None and self.need.size != prod(sum(map(len, cells)) for cells in used)
@@ -193,8 +193,8 @@ class RepartitionPlan(TransferPlan):
         for peer, box in enumerate(source):
             owners[box].append(peer)
 
-        def sender(box: Box, needer: int) -> int:
-            return needer if source[needer] == box else owners[box][needer % len(owners[box])]
+        def sender(box: Box, receiver: int) -> int:
+            return receiver if source[receiver] == box else owners[box][receiver % len(owners[box])]
 
         def cut(pairs: Iterable[tuple[int, Box]]) -> list[Piece]:
             return [Piece(peer, *[Lattice.of(cells)] * 2) for peer, cells in pairs if not cells.empty]
@@ -219,7 +219,7 @@ class _AxisPlan:
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode, self.n = partition, axis, window.modes[axis], partition.extent[axis]
         self.own, step = partition.ranges_along(axis), window.stride[axis]
-        self.needs, axis_window = needs_along(outputs, window, axis), window.axis_window(axis)
+        self.needs, axis_window = needed_cells_along(outputs, window, axis), window.axis_window(axis)
         self.used = [axis_window.used_cells(lo, hi) for lo, hi in outputs.ranges_along(axis)]
         for part, ((lo, hi), (first, last)) in enumerate(zip(self.needs, self.own, strict=True)):
             if lo >= hi:  # an empty view lies within its own cells
@@ -287,7 +287,7 @@ def _axis_plans(partition: Partition, window: Window, outputs: Partition | None 
     return [_cached_axis_plan(partition, window, axis, outputs) for axis in range(len(partition.extent))]
 
 
-def needs_along(outputs: Partition, window: Window, axis: int) -> list[Range]:
+def needed_cells_along(outputs: Partition, window: Window, axis: int) -> list[Range]:
     """Return the cells of an axis in the windows of each part's outputs, including those outside the image."""
     ranges = outputs.ranges_along(axis)
     if window.pointwise:

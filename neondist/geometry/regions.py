@@ -8,7 +8,7 @@ from functools import cached_property
 from .box import Box
 from .lattice import Range
 from .partition import Partition
-from .plan import needs_along, sources_within
+from .plan import needed_cells_along, sources_within
 from .window import Window
 
 
@@ -46,7 +46,7 @@ def hull_partition(first: Partition, other: Partition) -> OverlappingPartition:
 
 def view_cells(outputs: Partition, window: Window, extent: tuple[int, ...]) -> OverlappingPartition:
     """Return the cells in the windows of each part's outputs, including those outside the image."""
-    ranges = tuple(tuple(needs_along(outputs, window, axis)) for axis in range(len(extent)))
+    ranges = tuple(tuple(needed_cells_along(outputs, window, axis)) for axis in range(len(extent)))
     return OverlappingPartition(extent, outputs.parts, outputs.num_copies_of_vector, ranges)
 
 

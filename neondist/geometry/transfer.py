@@ -102,7 +102,7 @@ class DimRequest:
                         yield AxisOverlap(owner, shift_range(cells, -offset), offset)
 
     @property
-    def needs_others(self) -> bool:
+    def needs_exchange(self) -> bool:
         """Whether a part needs cells of another; for at most one axis."""
         return self.source.axis is not None and any(part != overlap.part for part, overlap in self.needed)
 
@@ -215,7 +215,7 @@ class Transfer:
         return pieces
 
     @property
-    def has_unused(self) -> bool:
+    def has_unused_cells(self) -> bool:
         """Whether views may have unused cells, which are not sent."""
         return any(request.used is not None for request in self.requests)
 
@@ -230,16 +230,16 @@ class Transfer:
         """Whether no rank needs anything of another."""
         if not self.is_separable:
             return not self._sends
-        return not any(one.needs_others for one in self.requests) or not all(any(one.needed) for one in self.requests)
+        return not any(one.needs_exchange for one in self.requests) or not all(any(one.needed) for one in self.requests)
 
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:
         """Pieces sent by each rank, collected from the needs of all ranks."""
         result: dict[int, list[Piece]] = {}
-        for needer in range(prod(self.parts)):
-            for piece in self.receives(needer):
-                if piece.peer != needer:
-                    result.setdefault(piece.peer, []).append(replace(piece, peer=needer))
+        for receiver in range(prod(self.parts)):
+            for piece in self.receives(receiver):
+                if piece.peer != receiver:
+                    result.setdefault(piece.peer, []).append(replace(piece, peer=receiver))
         return result
 
     def shape(self, local: tuple[int, ...], rank: int) -> tuple[int, ...]:

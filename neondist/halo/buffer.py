@@ -145,11 +145,11 @@ class HaloBuffer:
         if not (halo.sends or halo.receives):
             run(halo)
             return
-        before = self._count_started(direction)
+        before = self._count_started_exchanges(direction)
         run(halo)
-        policy.check_exchanges(self._count_started(direction) - before, direction)
+        policy.check_exchanges(self._count_started_exchanges(direction) - before, direction)
 
-    def _count_started(self, direction: str) -> int:
+    def _count_started_exchanges(self, direction: str) -> int:
         """Return the number of started exchanges of the array, over all its buffers."""
         return sum(exchange.run_count for pass_, exchange in self.owner.recorded_exchanges if pass_ == direction)
 

@@ -24,12 +24,12 @@ def pinning_environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that bind `ranks` ranks with the threads in `env` to cores; empty if unbound."""
     setting = next((env[name] for name in threads.THREAD_COUNT_VARIABLES if name in env), "")
     thread_count = int(setting) if setting.isdecimal() else threads.threads_per_rank(ranks)
-    if explain_unpinned(env) or ranks * thread_count > threads.count_cores():
+    if unpinned_reason(env) or ranks * thread_count > threads.count_cores():
         return {}
     return {CPUS_VARIABLE: ",".join(map(str, sort_cpus(os.sched_getaffinity(0))))}
 
 
-def explain_unpinned(env: Mapping[str, str]) -> str:
+def unpinned_reason(env: Mapping[str, str]) -> str:
     """Return the reason why ranks stay unbound regardless of their number; '' if there is none."""
     if env.get(PIN_VARIABLE, "").lower() in ("no", "0", "off", "false"):
         return f"{PIN_VARIABLE}={env[PIN_VARIABLE]}"

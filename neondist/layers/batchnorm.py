@@ -65,13 +65,13 @@ class BatchNormLayer(NormLayer):
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
-        learned = ctx.params["gamma"], ctx.params["beta"]
+        affine = ctx.params["gamma"], ctx.params["beta"]
         if ctx.training:
             ctx.save(count=ctx.reduced[0])
             running = ctx.state["mean"], ctx.state["var"]
-            channel_arrays = self.kernels.batch_scale_and_shift(ctx.reduced, running, learned, self.momentum, self.eps)
+            channel_arrays = self.kernels.batch_scale_and_shift(ctx.reduced, running, affine, self.momentum, self.eps)
         else:
-            channel_arrays = self.kernels.scale_and_shift(ctx.state["mean"].copy(), ctx.state["var"], learned, self.eps)
+            channel_arrays = self.kernels.scale_and_shift(ctx.state["mean"].copy(), ctx.state["var"], affine, self.eps)
         ctx.save(scale=channel_arrays[3])
         return self.normalise_view(ctx, view, *(array[None] for array in channel_arrays[:3]))
 

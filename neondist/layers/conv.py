@@ -136,7 +136,7 @@ class ConvLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view; fill those of weights and bias."""
         dview = ctx.out if ctx.needs_input_gradient else None
-        by_weights, by_bias = self.kernels.conv_back_into(
+        by_weights, by_bias = self.kernels.conv_backward_into(
             dview,
             ctx.view,
             dy,

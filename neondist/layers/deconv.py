@@ -125,7 +125,7 @@ class DeconvLayer(Layer):
         shape = len(view), *self.scattered_output_array.need.shape, self.out_channels
         y = ctx.out if self.scattered_output_array.plan.trivial else ctx.xp.empty(shape, view.dtype)
         weights, kernels = self._swap_channels(ctx.params["weights"]), self.kernels
-        kernels.conv_back_into(
+        kernels.conv_backward_into(
             y, y, view, weights, *self._conv_args, lambda part: kernels.contiguous(view[part]), None, False
         )
         return y

@@ -76,7 +76,7 @@ class MaxPoolingLayer(PoolingLayer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Pass each gradient to the position of the maximum."""
         dview = ctx.out
-        self.kernels.max_pool_back_into(dview, dy, ctx.places, *self._kernel_and_stride)
+        self.kernels.max_pool_backward_into(dview, dy, ctx.places, *self._kernel_and_stride)
         return dview
 
 

@@ -118,14 +118,14 @@ class GB(Convnet):
         super().build(input_shape, batch_size, grid, plan)
         rest = range(self.stage_starts[-1] + 1, len(self.layers))
         trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
-        self.head_start_index = next(trained, len(self.layers))
+        self.first_head_index = next(trained, len(self.layers))
         cost = ReconstructionCost(self.sparsity, self.epsilon)
         self.stages = [
             Autoencoder(self, number, range(*ends), cost, self.pretrain_optimizer, self.orthonormal)
-            for number, ends in enumerate(pairwise([*self.stage_starts, self.head_start_index]), start=1)
+            for number, ends in enumerate(pairwise([*self.stage_starts, self.first_head_index]), start=1)
         ]
-        inside = [leaf for layer in self.layers[self.head_start_index :] for leaf in layer.leaves]
-        self.head_parameters = TrainedSubset(self.built_parameters, inside, self.head_start_index)
+        inside = [leaf for layer in self.layers[self.first_head_index :] for leaf in layer.leaves]
+        self.head_parameters = TrainedSubset(self.built_parameters, inside, self.first_head_index)
         self.trains_head_only = False
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:

@@ -148,13 +148,13 @@ def plan_memory(
     restored = graph.recomputing_steps if backward and may_recompute else {}
     saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
 
-    def is_private(value: int) -> bool:
+    def owns_gradient(value: int) -> bool:
         """Return whether a value's gradient is in memory that nothing else uses."""
         readers = graph.readers[value]
         if len(readers) != 1:
             return bool(readers)
         (at,) = readers
-        return is_private(steps[at].output_value) if at in graph.fused_activations else steps[at].layer is not None
+        return owns_gradient(steps[at].output_value) if at in graph.fused_activations else steps[at].layer is not None
 
     @cache
     def can_accumulate_in_first(value: int) -> bool:
@@ -163,7 +163,7 @@ def plan_memory(
         step = steps[first]
         others = [v for v in step.inputs if v != value]
         output = step.output_value
-        disjoint = value_elements[value] == value_elements[output] and is_private(output) and previous < first
+        disjoint = value_elements[value] == value_elements[output] and owns_gradient(output) and previous < first
         unread = (len(graph.readers[v]) == 1 and gradient_end(v) < end - previous for v in others)
         return step.layer is not None or (disjoint and all(unread))
 
@@ -180,13 +180,13 @@ def plan_memory(
         at = producers[value]
         last = end - at
         if steps[at].join is not None and (
-            value == steps[at].output_value or at in graph.deferred_relu_gradients or is_private(value)
+            value == steps[at].output_value or at in graph.deferred_relu_gradients or owns_gradient(value)
         ):
             last = max([last, *(gradient_end(v) for v in steps[at].inputs if remains_in_place(v, at))])
         return last
 
-    def rereads(value: int) -> list[int]:
-        """Return the times at which the producer of a value rereads it."""
+    def reread_times(value: int) -> list[int]:
+        """Return the times at which the producer of a value reads it again."""
         return [end - producers[value]] if graph.producer_reads_output(value) else []
 
     for value, readers in enumerate(graph.readers):
@@ -196,7 +196,7 @@ def plan_memory(
         elif value and value not in absorbed:
             first = producers[value]
             saved = [end - at for at in readers if not has_window[at] and saves[at]]
-            kept = [*saved, *rereads(value)] if backward else []
+            kept = [*saved, *reread_times(value)] if backward else []
             plan.value_ranges[value] = plan.add(value_elements[value], first, max([first, *readers, *kept]))
         if backward and (value or needs_input_gradient) and len(readers) > 1:
             if can_accumulate_in_first(value):
@@ -206,7 +206,7 @@ def plan_memory(
     for at, step in enumerate(steps):
         host = graph.fused_activations.get(at)
         in_join = host is not None and steps[host].join is not None and host not in graph.deferred_relu_gradients
-        if step.layer is None or (host is not None and (not in_join or is_private(step.output_value))):
+        if step.layer is None or (host is not None and (not in_join or owns_gradient(step.output_value))):
             continue
         (value,) = step.inputs
         back, holds_value = end - at, plan.view_of_value.get(value) == at
@@ -214,7 +214,7 @@ def plan_memory(
             first = producers.get(value, at) if holds_value else at
             readers = graph.readers[value] if holds_value else [at]
             kept = [end - reader for reader in readers if saves[reader] and (reader == at or not has_window[reader])]
-            kept += rereads(value) if holds_value else []
+            kept += reread_times(value) if holds_value else []
             plan.view_ranges[at] = plan.add(view_elements[at], first, max([*readers, *(kept if backward else [])]))
         if at in restored:
             plan.rebuilt_view_ranges[at] = plan.add(view_elements[at], back, back)

@@ -106,7 +106,7 @@ class JoinTask(Task):
     def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
         gradients: list[Any] = [
-            list(self.join.split(self._joined_dy(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
+            list(self.join.split(self._dy_of_join(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
         ]
         for parts in gradients:
             for at, (shape, cells) in self.wider_inputs.items():
@@ -115,7 +115,7 @@ class JoinTask(Task):
                 parts[at][cells] = part
         return gradients
 
-    def _joined_dy(self, run: SectionPass, dy: Any) -> Any:
+    def _dy_of_join(self, run: SectionPass, dy: Any) -> Any:
         """Return the gradient of the join, before its activation."""
         if self.fused_activation(run) is None or self.is_relu_gradient_deferred(run):
             return dy

@@ -36,7 +36,7 @@ class JobService(Service):
         self._condition = threading.Condition()
         self._start_time, self._heartbeats = clock(), dict[str, float]()
         self._first_step: int | None = None
-        self._stopping = self._is_over = self._any_worker_joined = False
+        self._stopping = self._has_ended = self._any_worker_joined = False
 
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
@@ -79,7 +79,7 @@ class JobService(Service):
     def stop_waiting_for_end(self) -> None:
         """Let `wait_for_end` return."""
         with self._condition:
-            self._is_over = True
+            self._has_ended = True
             self._condition.notify_all()
 
     def wait_for_end(self) -> None:
@@ -92,7 +92,7 @@ class JobService(Service):
         """
         while not self.remove_lost_workers_and_check_end():
             with self._condition:
-                self._condition.wait_for(lambda: self._is_over, 1.0)
+                self._condition.wait_for(lambda: self._has_ended, 1.0)
 
     def remove_lost_workers_and_check_end(self) -> bool:
         """Return whether the job is over, and remove lost workers; LaunchError if none is left."""
@@ -101,7 +101,7 @@ class JobService(Service):
             lost_workers = [name for name, last in self._heartbeats.items() if now - last > WORKER_LEASE_SECONDS]
             for worker in lost_workers:
                 del self._heartbeats[worker]
-            over, is_empty = self._is_over, not self._heartbeats
+            over, is_empty = self._has_ended, not self._heartbeats
         for worker in lost_workers:
             self._on_worker_lost(worker)
         if not over and is_empty and self._any_worker_joined:

@@ -217,7 +217,7 @@ class ParameterServer(Service):
         with self._condition:
             state = self._require_state()
             if time.monotonic() > self._hold_deadline:
-                raise ConfigError("save_checkpoint: gradients are not held; call hold first")
+                raise ConfigError("save_checkpoint: gradients are not held; send a 'hold' request first")
             write = make_state_writer(state, self._update_rule, folder, request.text("save"))
             self._running_saves += 1
         try:

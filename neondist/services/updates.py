@@ -17,7 +17,7 @@ from .message import MessageError
 from .placement import construct_from_message
 
 if TYPE_CHECKING:
-    from ..torch.training.by_name import TorchOptimizer
+    from ..torch.training.losses_and_optimizers import TorchOptimizer
 
 Slots = dict[str, np.ndarray]
 """Arrays of the length of the values, or scalars (shape ())."""
@@ -169,7 +169,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
         return {"kind": "neondist", "name": type(optimizer).__name__, "arguments": arguments}
     import torch
 
-    from ..torch.training.by_name import TorchOptimizer
+    from ..torch.training.losses_and_optimizers import TorchOptimizer
 
     if isinstance(optimizer, TorchOptimizer) and not isinstance(optimizer.constructor, type):
         # a function of parameters: create it for weights and a bias to detect parameter groups
@@ -209,7 +209,7 @@ def make_updater(description: Mapping[str, Any]) -> Updater:
         if name not in optimizers or arguments.get("schedule") is not None:
             raise ConfigError(f"optimizer: servers have no optimiser named '{name}'{suggest(name, optimizers)}")
         return NeondistUpdater(construct_from_message("optimizer", optimizers[name], arguments))
-    from ..torch.training.by_name import TorchOptimizer
+    from ..torch.training.losses_and_optimizers import TorchOptimizer
 
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
     return TorchUpdater(TorchOptimizer(name, arguments))

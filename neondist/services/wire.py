@@ -155,7 +155,7 @@ class ServiceHost:
         max_bytes: int = MAX_ARRAY_BYTES,
         threads: int = 256,
     ) -> None:
-        host = _host_of_free_address(address)
+        host = _require_free_address(address)
         self._server = grpc.server(
             ThreadPoolExecutor(threads, "service"), options=_HOST_OPTIONS, maximum_concurrent_rpcs=threads
         )
@@ -318,7 +318,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _host_of_free_address(address: str) -> str:
+def _require_free_address(address: str) -> str:
     """Return the host of an address; ConfigError unless it is free."""
     host, port = split_address(address)
     try:

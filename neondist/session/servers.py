@@ -61,7 +61,7 @@ class JobServersClient:
         self._assignment = WorkerAssignment(task.shard_index or 0, tuple(task.ps_hosts), "", token)
         self._num_workers = task.num_workers
         self._strategy = model.strategy or PSLoadBalancing(sync=False)
-        self._remote: ServerUpdate | None = None
+        self._updates: ServerUpdate | None = None
         self._clients: list[ServiceClient] = []
         self._closed, self._stop_requested = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -81,33 +81,33 @@ class JobServersClient:
                 self._connect()
                 if not self._is_master:
                     self._first_step = self._wait_for_master()
-        self._remote = ServerUpdate(self._assignment, self._strategy, model.built_parameters, model.optimizer, world)
+        self._updates = ServerUpdate(self._assignment, self._strategy, model.built_parameters, model.optimizer, world)
         with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 reply = self._clients[0].call("begin", {"first_step": self._state.step})
                 self._first_step = reply.integer("first_step")
         self._first_step = world.bcast(self._first_step)
-        model.remote_update = self._remote
+        model.remote_update = self._updates
         self.synchronise_step()
 
     def synchronise_step(self) -> None:
         """Set the step to the number of updates by all workers; request a stop if the master has requested one."""
-        assert self._remote is not None
+        assert self._updates is not None
         model = self._state.model
-        model.step = self._first_step + self._remote.version
+        model.step = self._first_step + self._updates.version
         model.steps_without_optimizer = model.step  # its own optimiser would resume in a job without servers
         if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 
     def leave_or_end_job(self) -> None:
         """Leave the job; on the master, stop all other workers and load the final values."""
-        assert self._remote is not None
+        assert self._updates is not None
         world = self._state.grid.world
         with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 self._clients[0].call("stop")
-        self._remote.leave_and_wait_for_others(self._num_workers, self._grace_seconds)
-        self._remote.pull_final_values()
+        self._updates.leave_and_wait_for_others(self._num_workers, self._grace_seconds)
+        self._updates.pull_final_values()
         self.synchronise_step()
 
     def stop_servers(self) -> None:
@@ -120,8 +120,8 @@ class JobServersClient:
         """Close the connections; after an error, servers detect the loss of this worker by its missing heartbeats."""
         self._state.model.remote_update = None
         self._closed.set()
-        if self._remote is not None:
-            self._remote.close()
+        if self._updates is not None:
+            self._updates.close()
         for client in self._clients:
             client.close()
         if self._thread.is_alive():

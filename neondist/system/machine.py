@@ -120,15 +120,16 @@ class Machine:
         """Return a machine with typical values: 8 cores per node, 25 Gbit/s network."""
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
-    def compute_seconds(self, alone_seconds: float, ranks: int, moved_bytes: float = 0.0) -> float:
-        """Return the seconds of work that takes `alone_seconds` on one core here and moves `moved_bytes` of memory."""
-        by_memory = min(1.0, moved_bytes / self.memory_bandwidth / alone_seconds) if alone_seconds else 0.0
+    def compute_seconds(self, uncontended_seconds: float, ranks: int, moved_bytes: float = 0.0) -> float:
+        """Return the seconds of work that takes `uncontended_seconds` on one core here and moves `moved_bytes`."""
+        by_memory = min(1.0, moved_bytes / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
         most = (1 - by_memory) * self.slowdown + by_memory * self.memory_slowdown
         # linear between one busy core and all cores
         busy = min(ranks, self.cores_per_node) - 1
         slowdown = 1 + (most - 1) * busy / max(1, self.cores_per_node - 1)
         sharing = self.ranks_per_core(ranks)
-        return alone_seconds * self.compute_factor * slowdown * sharing * (self.shared_slowdown if sharing > 1 else 1.0)
+        contention = slowdown * sharing * (self.shared_slowdown if sharing > 1 else 1.0)
+        return uncontended_seconds * self.compute_factor * contention
 
     def ranks_per_core(self, ranks: int) -> float:
         """Return the number of ranks per core."""

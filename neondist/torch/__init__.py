@@ -30,9 +30,9 @@ try:
     from .module.loader import loader
     from .module.module import DistributedModule
     from .module.weights import load_weights, save_weights
-    from .training.by_name import TorchLoss, TorchOptimizer
     from .training.distributed_optimizer import DistributedOptimizer
     from .training.experiment import TorchModel
+    from .training.losses_and_optimizers import TorchLoss, TorchOptimizer
 except (ImportError, AttributeError) as error:  # a newer PyTorch may work
     if not _version_remedy:
         raise

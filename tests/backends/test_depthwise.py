@@ -55,8 +55,8 @@ def test_depthwise_backward_in_strips(window, clears):
     clear_sides(x, sides)
     arguments = stride, dilation, 8, lambda part: dy[part], sides, True, clears
     in_place, expected = x.copy(), np.empty_like(x)
-    gradients = host.conv_back_into(in_place, in_place, dy, w, *arguments)
-    expected_gradients = reference.conv_back_into(expected, x, dy, w, *arguments)
+    gradients = host.conv_backward_into(in_place, in_place, dy, w, *arguments)
+    expected_gradients = reference.conv_backward_into(expected, x, dy, w, *arguments)
     inner = (slice(None), *(slice(a, -b) for a, b in sides))
     for actual, desired in ((in_place[inner], expected[inner]), *zip(gradients, expected_gradients, strict=True)):
         np.testing.assert_allclose(actual, desired, rtol=1e-12, atol=1e-12)

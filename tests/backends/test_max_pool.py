@@ -58,7 +58,7 @@ def check_pooling(kernels, x, kernel, stride, layouts=("whole",) * 4):
     assert nan_count is None or np.isnan(buffer).sum() == nan_count
     dy[...] = np.random.default_rng(1).integers(-9, 9, shape)
     dx = with_layout(np.full(x.shape, 7, x.dtype), layouts[3])
-    kernels.max_pool_back_into(dx, dy, positions, kernel, stride)
+    kernels.max_pool_backward_into(dx, dy, positions, kernel, stride)
     np.testing.assert_array_equal(
         dx, REFERENCE.max_pool_backward(dy, expected_positions, x.shape[1:-1], kernel, stride)
     )
@@ -67,7 +67,7 @@ def check_pooling(kernels, x, kernel, stride, layouts=("whole",) * 4):
     for kernels_ in (kernels, REFERENCE):  # outputs that are not positive have no gradient
         clipped_positions = kernels_.max_pool_into(y, x, kernel, stride, clip_negative=True)
         cleared = np.full(x.shape, 7, x.dtype)
-        kernels_.max_pool_back_into(cleared, dy, clipped_positions, kernel, stride)
+        kernels_.max_pool_backward_into(cleared, dy, clipped_positions, kernel, stride)
         clipped_dy = dy * (expected > 0)
         np.testing.assert_array_equal(
             cleared, REFERENCE.max_pool_backward(clipped_dy, expected_positions, x.shape[1:-1], kernel, stride)
@@ -116,7 +116,7 @@ def test_nan_is_selected_as_in_pytorch(kernels, channels, dtype):
         dy, dx = rng.integers(-9, 9, y.shape).astype(dtype), np.empty_like(x)
         positions = kernels.max_pool_into(y, x, kernel, stride)
         np.testing.assert_array_equal(y, pooled.detach().movedim(1, -1).numpy())
-        kernels.max_pool_back_into(dx, dy, positions, kernel, stride)
+        kernels.max_pool_backward_into(dx, dy, positions, kernel, stride)
         pooled.backward(torch.from_numpy(dy).movedim(-1, 1))
         np.testing.assert_array_equal(dx, tensor.grad.movedim(1, -1).numpy())
 
@@ -127,14 +127,14 @@ def test_unsupported_arrays_use_the_fallback(kernels):
     half, y = x.astype("float16"), np.empty((2, 3, 3, 4), "float16")
     positions = kernels.max_pool_into(y, half, (2, 2), (2, 2))
     dx = np.full_like(half, 7)
-    kernels.max_pool_back_into(dx, np.ones_like(y), positions, (2, 2), (2, 2))
+    kernels.max_pool_backward_into(dx, np.ones_like(y), positions, (2, 2), (2, 2))
     assert dx.sum() == y.size
     y = np.empty((2, 3, 3, 4))
     positions = kernels.max_pool_into(y, x, (2, 2), (2, 2))
     strided = np.empty((2, 4, 6, 6)).transpose(0, 2, 3, 1)
-    kernels.max_pool_back_into(strided, y[::-1, ..., ::-1], positions, (2, 2), (2, 2))
+    kernels.max_pool_backward_into(strided, y[::-1, ..., ::-1], positions, (2, 2), (2, 2))
     contiguous = np.empty_like(x)
-    kernels.max_pool_back_into(contiguous, y[::-1, ..., ::-1].copy(), positions, (2, 2), (2, 2))
+    kernels.max_pool_backward_into(contiguous, y[::-1, ..., ::-1].copy(), positions, (2, 2), (2, 2))
     np.testing.assert_array_equal(strided, contiguous)
     for mismatched in x.astype("float32"), x[:, :2], x[..., :3]:
         assert not kernels._try_max_pool(False, x, mismatched, np.empty(mismatched.shape, "uint8"), (2, 2), (2, 2))

@@ -40,9 +40,9 @@ def test_strips_match_complete_convolutions(backend, strip, case):
         dy = rng.normal(size=y.shape)
         dz = dy * (y > 0)
         backward_part = lambda part: kernels.relu_backward(y[part], dy[part])  # noqa: E731
-        gradients = kernels.conv_back_into(dx, x, dy, weights, *options, backward_part)
+        gradients = kernels.conv_backward_into(dx, x, dy, weights, *options, backward_part)
         in_place = x.copy()
-        in_place_gradients = kernels.conv_back_into(
+        in_place_gradients = kernels.conv_backward_into(
             in_place, in_place, dy, weights, *options, backward_part, None, True, True
         )
     weight_gradient = kernels.conv_backward_weights(x, dz, kernel, *options)
@@ -63,7 +63,7 @@ def test_large_windows_in_place(backend, kernel):
     dy = rng.normal(size=kernels.conv_forward(x, weights, *options).shape)
     in_place = x.copy()
     sides = [(1, 0), (1, 0)]
-    weight_gradient, _ = kernels.conv_back_into(
+    weight_gradient, _ = kernels.conv_backward_into(
         in_place, in_place, dy, weights, *options, lambda part: dy[part].copy(), sides
     )
     clear_sides(x, sides)

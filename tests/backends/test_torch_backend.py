@@ -121,7 +121,7 @@ def test_known_padding_is_skipped(monkeypatch, dtype, sides, ndim):
             monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda cpu=cpu: cpu)
             input_gradient = np.full(x.shape, np.nan, dtype)
             backward_part = lambda part, dy=dy: np.ascontiguousarray(dy[part])  # noqa: E731
-            gradients = torch_kernels.conv_back_into(input_gradient, x, dy, w, *options, 1, backward_part, sides)
+            gradients = torch_kernels.conv_backward_into(input_gradient, x, dy, w, *options, 1, backward_part, sides)
             assert_close(crop_sides(input_gradient, sides), crop_sides(dx, sides))
             assert_close(gradients[0], dw)
             assert np.isfinite(input_gradient).all()
@@ -158,7 +158,7 @@ def test_windows(dtype, ndim, channels):
                     patch.setattr(torch_kernels, "strip_elements", strip)
                     strip_positions = torch_kernels.max_pool_into(y, x, *options)
                     target[...] = np.nan
-                    torch_kernels.max_pool_back_into(target, dy, strip_positions, *options)
+                    torch_kernels.max_pool_backward_into(target, dy, strip_positions, *options)
                 assert_close(target, gradient)
         assert_close(torch_kernels.window_sum(x, *options), reference.window_sum(x, *options))
         assert_close(

@@ -129,9 +129,9 @@ def test_strips_match_complete_convolutions(kernels, dtype, strip, case, strided
         )
         dx, dz = dx[..., :inner], dy * (y > 0)
         backward_part = lambda part: kernels.relu_backward(y[part], dy[part])  # noqa: E731
-        gradients = kernels.conv_back_into(dx, x, dy, weights, *options, backward_part, sides)
+        gradients = kernels.conv_backward_into(dx, x, dy, weights, *options, backward_part, sides)
         in_place = x.copy()
-        in_place_gradients = kernels.conv_back_into(
+        in_place_gradients = kernels.conv_backward_into(
             in_place, in_place, dy, weights, *options, backward_part, sides, True, True
         )
     assert_close(

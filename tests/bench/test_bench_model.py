@@ -256,14 +256,14 @@ def test_prediction_on_a_machine_whose_speed_changes():
     """The times of the rank around a measurement replace those of the prediction; the messages stay."""
     cluster = machine.Machine(2, NODE_LINK, NETWORK_LINK, slowdown=1.5)
     before, after = (predict.predict_step(GridShape(1, 1, 2), cluster, RankProfile(t)) for t in (2.0, 3.0))
-    alone = predict.measure_alone_seconds(
+    alone = predict.measure_uncontended_seconds(
         before, make_experiment(), lambda experiment, shape, least: RankProfile(3.0 * (shape.cols == 2))
     )
-    row = predict.replace_alone_seconds(cluster, before, [alone, 3.0])
+    row = predict.replace_uncontended_seconds(cluster, before, [alone, 3.0])
     assert all(
         row[name] == value if name == "grid" else row[name] == pytest.approx(value) for name, value in after.items()
     )
-    assert predict.replace_alone_seconds(cluster, before, [2.0, 4.0])["noise"] == 1.0
+    assert predict.replace_uncontended_seconds(cluster, before, [2.0, 4.0])["noise"] == 1.0
 
 
 def test_fixed_dimensions_of_grids_are_kept():

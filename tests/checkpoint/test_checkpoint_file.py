@@ -10,7 +10,7 @@ from checkpoint_runs import collect_arrays, forge_checkpoint, load_run, make_exp
 import neondist as nd
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError, OutputError
-from neondist.io.checkpoint import checksum, keep, pieces
+from neondist.io.checkpoint import checksum, pieces, retention
 from neondist.train import TrainState
 from neondist.train.callbacks.checkpoint import Checkpoint, restore_checkpoint
 
@@ -237,7 +237,7 @@ def test_disk_space_is_checked_before_writing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("links", [True, False])
 def test_last_three_are_kept(tmp_path, monkeypatch, links):
     if not links:
-        monkeypatch.setattr(keep.os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError()))
+        monkeypatch.setattr(retention.os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError()))
     schedule = nd.train.callbacks.checkpoint.CheckpointSchedule(keep=3)
     hook, run = Checkpoint(tmp_path / "c.h5", schedule), start_run(nd.ProcessGrid(SingleTransport()))
     for step in (5, 20, 100, 7):  # the last one after a return to an earlier checkpoint
@@ -246,4 +246,4 @@ def test_last_three_are_kept(tmp_path, monkeypatch, links):
         assert (tmp_path / "c.h5").read_bytes() == (tmp_path / f"c-{step:08d}.h5").read_bytes()
     names = ["c-00000007.h5", "c-00000020.h5", "c-00000100.h5", "c.h5"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert [path.name for path in keep.checkpoints_by_step(tmp_path / "c.h5")] == [names[0], names[2], names[1]]
+    assert [path.name for path in retention.checkpoints_by_step(tmp_path / "c.h5")] == [names[0], names[2], names[1]]

@@ -228,7 +228,7 @@ def test_zstandard_frames(tmp_path, version):
 
 @pytest.mark.parametrize("codec", ["gzip", "bz2", "lzma"])
 def test_concatenated_streams(tmp_path, monkeypatch, codec):
-    monkeypatch.setattr("neondist.io.packed_size._ALWAYS_ACCEPTED_BYTES", 0)
+    monkeypatch.setattr("neondist.io.decompressed_size._ALWAYS_ACCEPTED_BYTES", 0)
     path = tmp_path / "a.zarr"
     chunk, encode = write_zarr(path, 2, codec), get_codec(codec).encode
     chunk.write_bytes(encode(RAW[:512]) + encode(RAW[512:]))

@@ -197,7 +197,7 @@ def test_unknown_axes_name_the_file(tmp_path):
 def test_chunks_with_too_many_bytes(tmp_path, monkeypatch, codec):
     """Refuse a chunk that exceeds its shape before it is decompressed completely."""
     numcodecs = pytest.importorskip("numcodecs")
-    monkeypatch.setattr("neondist.io.packed_size._ALWAYS_ACCEPTED_BYTES", 0)
+    monkeypatch.setattr("neondist.io.decompressed_size._ALWAYS_ACCEPTED_BYTES", 0)
     compressor, path = numcodecs.get_codec({"id": codec}), tmp_path / "a.zarr"
     array = zarr.create_array(
         path, shape=(2, 90, 90), chunks=(1, 90, 90), dtype="u1", compressors=[compressor], zarr_format=2

@@ -42,7 +42,7 @@ class _PerturbingRunner(Runner):
 
     def _lines(self, step, tensors, index, view):
         padding = {dim: first for dim, first, _ in view.pads}
-        pieces = [piece for arriving in self.channels[id(view)].arriving.values() for piece in arriving]
+        pieces = [piece for incoming in self.channels[id(view)].incoming.values() for piece in incoming]
         result = step.run(*tensors)
 
         def is_idle(cells, perturbed):

@@ -60,7 +60,7 @@ def test_ranks_are_unbound_under_a_quota(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text("200000 100000")
     assert list_cpus(2) is None
-    assert "quota" in pinning.explain_unpinned({})
+    assert "quota" in pinning.unpinned_reason({})
 
 
 @pytest.mark.parametrize(("ranks", "shares"), [(2, [[0, 4, 2, 6], [1, 5, 3, 7]]), (3, [[0, 4, 2], [6, 1, 5], [3, 7]])])

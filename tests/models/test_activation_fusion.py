@@ -8,7 +8,7 @@ from neondist.comm import loopback
 from neondist.errors import PassError
 from neondist.halo import Phase
 from neondist.observer import Observer
-from neondist.runtime.debug.guard import GuardedTask
+from neondist.runtime.debug.guard import GuardedLayerTask
 
 
 class UnfusedReLU(nd.ReLU):
@@ -150,7 +150,7 @@ def test_fusion_on_grids(unfused_results, ranks, replicas):
 def test_fusion_under_guard(unfused_results):
     """No array is overwritten while it is still read."""
     model = build_model(nd.ReLU, "Dist", nd.ProcessGrid.serial())
-    model.executor = model.executor.with_layer_tasks(GuardedTask)
+    model.executor = model.executor.with_layer_tasks(GuardedLayerTask)
     assert compute_difference(run_passes(model), unfused_results) < 1e-10
 
 

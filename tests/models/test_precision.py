@@ -44,15 +44,15 @@ def test_rounding_matches_pytorch(name, bits):
 def test_loss_scale_matches_pytorch(run_lengths):
     """Run sequences of finite steps, each followed by an overflow."""
     torch = pytest.importorskip("torch")
-    scaler, scale, good_steps = LossScaler(), torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    scaler, scale, finite_steps = LossScaler(), torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
     overflow_flags = torch.tensor(0.0), torch.tensor(1.0)
     for count in run_lengths:
         for overflow in [False] * count + [True]:
             scaler.update(overflow)
             torch._amp_update_scale_(
-                scale, good_steps, overflow_flags[overflow], 2.0, 0.5, precisions.GROWTH_INTERVAL_STEPS
+                scale, finite_steps, overflow_flags[overflow], 2.0, 0.5, precisions.GROWTH_INTERVAL_STEPS
             )
-        assert (scaler.scale, scaler.good_steps) == (float(scale), int(good_steps))
+        assert (scaler.scale, scaler.finite_steps) == (float(scale), int(finite_steps))
     assert scaler.skipped_steps == len(run_lengths)
     resumed = LossScaler()
     resumed.load_state(json.loads(json.dumps(scaler.state())))
@@ -60,9 +60,9 @@ def test_loss_scale_matches_pytorch(run_lengths):
 
 
 def test_loss_scale_bounds():
-    scaler = LossScaler(scale=precisions.MAX_LOSS_SCALE, good_steps=precisions.GROWTH_INTERVAL_STEPS - 1)
+    scaler = LossScaler(scale=precisions.MAX_LOSS_SCALE, finite_steps=precisions.GROWTH_INTERVAL_STEPS - 1)
     scaler.update(overflow=False)
-    assert (scaler.scale, scaler.good_steps) == (precisions.MAX_LOSS_SCALE, 0)
+    assert (scaler.scale, scaler.finite_steps) == (precisions.MAX_LOSS_SCALE, 0)
     scaler = LossScaler(scale=1.0)
     with pytest.raises(NonFiniteError, match=r"fallen below 1.*precision: bfloat16") as caught:
         scaler.update(overflow=True)
@@ -175,7 +175,7 @@ def test_gradients_are_cleared_at_zero_operands():
     kernels = get_backend("numpy").in_precision(ComputePrecision("float16")).kernels
     x, weights = np.array([1e-9, 1.0], "f4").reshape(1, 2, 1, 1), np.ones((1, 1, 1, 1), "f4")
     dx, dy = np.empty_like(x), np.ones_like(x)
-    kernels.conv_back_into(dx, x, dy, weights, (1, 1), (1, 1), 1, lambda part: dy[part], None, True, True)
+    kernels.conv_backward_into(dx, x, dy, weights, (1, 1), (1, 1), 1, lambda part: dy[part], None, True, True)
     assert dx.ravel().tolist() == [0, 1]
 
 
@@ -209,7 +209,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ranks, options):
                 assert "the loss scale is 32768" in model.nonfinite_monitor.nonfinite_value
             else:
                 assert train_step(model, number) == train_step(other, number)
-        assert (model.loss_scaler.scale, model.loss_scaler.good_steps, model.loss_scaler.skipped_steps) == (
+        assert (model.loss_scaler.scale, model.loss_scaler.finite_steps, model.loss_scaler.skipped_steps) == (
             2.0**15,
             1,
             1,

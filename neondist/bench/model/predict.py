@@ -131,7 +131,7 @@ def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Ro
         "bytes_summed": sum(count for _, count in sums),
         "bytes_held": profile.held_bytes,
         "recomputed": profile.recomputed_fraction,
-        "alone_seconds": profile.seconds,
+        "uncontended_seconds": profile.seconds,
         "noise": profile.noise,
     }
 
@@ -185,17 +185,17 @@ def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
     return row | updates | {"mpi_share": (total - compute) / total}
 
 
-def measure_alone_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
+def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
     """Return the seconds that the rank of a row takes now, alone."""
     return profile(experiment, GridShape(**row["grid"]), COMPARISON_SECONDS).seconds
 
 
-def replace_alone_seconds(machine: Machine, row: Row, alone_seconds: Sequence[float]) -> Row:
+def replace_uncontended_seconds(machine: Machine, row: Row, uncontended_seconds: Sequence[float]) -> Row:
     """Return a row of `predict` for the mean of other times of the rank alone; its noise is at least their spread."""
-    alone = float(np.mean(alone_seconds))
-    now = replace(machine, compute_factor=machine.compute_factor * alone / row["alone_seconds"])
-    noise = max(row["noise"], max(alone_seconds) / min(alone_seconds) - 1)
-    return rescale_row(now, row, machine) | {"alone_seconds": alone, "noise": noise}
+    alone = float(np.mean(uncontended_seconds))
+    now = replace(machine, compute_factor=machine.compute_factor * alone / row["uncontended_seconds"])
+    noise = max(row["noise"], max(uncontended_seconds) / min(uncontended_seconds) - 1)
+    return rescale_row(now, row, machine) | {"uncontended_seconds": alone, "noise": noise}
 
 
 def fastest_rank_count(rows: Sequence[Row]) -> int:

@@ -201,7 +201,7 @@ class _SideMeasurement:
         try:
             if model in self._errors:
                 raise self._errors[model]
-            result = self._run_turn(model, side, ["--profile"] if first and side != "compile" else [])
+            result = self._measure_in_subprocess(model, side, ["--profile"] if first and side != "compile" else [])
         except UserError as error:
             if side == "ranks":
                 self._errors[model] = error
@@ -210,7 +210,7 @@ class _SideMeasurement:
         self.progress.add_done_parts(1)
         return result
 
-    def _run_turn(self, model: str, side: str, extra: list[str]) -> dict[str, Any]:
+    def _measure_in_subprocess(self, model: str, side: str, extra: list[str]) -> dict[str, Any]:
         from ...bench.suite import WARM_ALLOCATOR_ENV
 
         arguments = self.arguments

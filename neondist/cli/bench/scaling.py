@@ -319,14 +319,14 @@ def _measure_row(
     """Return a row with the measured step, and predicted from times of the rank alone just before and after it."""
     from threadpoolctl import threadpool_limits
 
-    from ...bench.model.predict import measure_alone_seconds, replace_alone_seconds
+    from ...bench.model.predict import measure_uncontended_seconds, replace_uncontended_seconds
 
     with threadpool_limits(1):
-        before = measure_alone_seconds(row, _load_with_sample_shape(arguments))
+        before = measure_uncontended_seconds(row, _load_with_sample_shape(arguments))
     measured_seconds = _measure_step_seconds(arguments, row, progress_file)
     with threadpool_limits(1):
-        after = measure_alone_seconds(row, _load_with_sample_shape(arguments))
-    return replace_alone_seconds(machine, row, [before, after]) | {"measured_seconds": measured_seconds}
+        after = measure_uncontended_seconds(row, _load_with_sample_shape(arguments))
+    return replace_uncontended_seconds(machine, row, [before, after]) | {"measured_seconds": measured_seconds}
 
 
 def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any], progress_file: Path) -> float:

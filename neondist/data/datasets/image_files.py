@@ -170,8 +170,8 @@ class ImageFiles(Dataset):
         content = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._images, *(self._masks or [])]]
         self.content_hash = f"{checksum(np.frombuffer(repr(content).encode(), np.uint8)):08x}"
         by_split = self._image_numbers_by_split()
-        fitted = self._fit_normalisation(by_split[0])
-        train, *rest = (self._make_split(grid, samples, fitted) if len(samples) else None for samples in by_split)
+        normalisation = self._fit_normalisation(by_split[0])
+        train, *rest = (self._make_split(grid, part, normalisation) if len(part) else None for part in by_split)
         assert train is not None
         return train, rest[0], rest[1]
 
@@ -192,7 +192,7 @@ class ImageFiles(Dataset):
             )
         return [np.sort(image_numbers) for image_numbers in (drawn[last:], drawn[:first], rest)]
 
-    def _make_split(self, grid: ProcessGrid, image_numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
+    def _make_split(self, grid: ProcessGrid, image_numbers: np.ndarray, normalisation: dict[str, Any]) -> Split:
         """Return the crops of some images as a split."""
         samples = np.repeat(image_numbers, self.crops_per_image)
         keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(image_numbers))
@@ -206,7 +206,7 @@ class ImageFiles(Dataset):
             classes = None if self._given_classes is None else (self._given_classes, self.ignore_index)
             masks = [self._masks[n] for n in samples]
             labels = CropTiles(crops, masks, tile, open_mask, classes=classes, cache=self._cache_bytes)
-        return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **fitted)
+        return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **normalisation)
 
     def _fit_normalisation(self, image_numbers: np.ndarray) -> dict[str, Any]:
         """Return the mean and std of each channel, computed from random boxes of the training images."""

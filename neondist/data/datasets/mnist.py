@@ -163,14 +163,14 @@ def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[
     return np.concatenate(tiles), targets, bytes.fromhex(pixels.md5)
 
 
-def _check_headers(images: Path, labels: Path, pixels: IdxHeader, digits: IdxHeader) -> None:
-    if pixels.sample_shape != _IMAGE_SIZE:
-        size = " x ".join(map(str, pixels.sample_shape))
+def _check_headers(images: Path, labels: Path, image_header: IdxHeader, label_header: IdxHeader) -> None:
+    if image_header.sample_shape != _IMAGE_SIZE:
+        size = " x ".join(map(str, image_header.sample_shape))
         raise DataError(f"{images}: images of {size} pixels, MNIST has 28 x 28; {REMEDY}")
-    if pixels.count != digits.count:
+    if image_header.count != label_header.count:
         raise DataError(
-            f"{images} has {pixels.count} images but {labels} has {digits.count} labels; take both from the same set,"
-            f" or {REMEDY}"
+            f"{images} has {image_header.count} images but {labels} has {label_header.count} labels; take both from the"
+            f" same set, or {REMEDY}"
         )
 
 

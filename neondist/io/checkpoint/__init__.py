@@ -7,9 +7,9 @@
 * snapshots: files in the shared memory of nodes
 """
 
-from .keep import checkpoints_by_step
 from .pieces import ArrayPart
 from .read import CheckpointContents, open_checkpoint, read_checkpoint_texts
+from .retention import checkpoints_by_step
 from .scheme_memory import SCHEME_MEMORY_TEXT_NAME, collect_scheme_memory, restore_scheme_memory
 from .settings import from_plain, to_plain
 from .snapshots import SnapshotStore

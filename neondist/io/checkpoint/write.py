@@ -15,8 +15,8 @@ from ...errors import OutputError
 from ..files import DraftFile, short_reason
 from ..hdf5 import DeferredErrorFile
 from .checksum import USER_BLOCK_SIZE, add_checksum
-from .keep import keep_copy_by_step
 from .pieces import ArrayPart, Slices
+from .retention import keep_copy_by_step
 from .stream import gather_to_root
 
 HDF5_TABLES_BYTES = 1 << 16  # bytes for HDF5's own tables, plus HDF5_TABLES_BYTES_PER_ARRAY for each array

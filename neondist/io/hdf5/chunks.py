@@ -16,7 +16,7 @@ from math import ceil, prod
 from typing import Any
 
 from ...errors import DataError
-from ..packed_size import decompressed_size, deflate_fits_limit
+from ..decompressed_size import decompressed_size, deflate_fits_limit
 
 _DEFLATE, _SHUFFLE, _FLETCHER32, _SZIP, _SCALEOFFSET = 1, 2, 3, 4, 6
 _LZF, _BLOSC, _BZIP2, _LZ4, _ZSTD = 32000, 32001, 307, 32004, 32015

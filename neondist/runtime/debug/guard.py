@@ -30,7 +30,7 @@ def guard_executor(executor: Executor, layers: Sequence[Layer], seed: int) -> Ex
         array.grid = copy.copy(array.grid)
         array.grid.tile_comm = tiles
         array.renew_buffers()
-    return executor.with_layer_tasks(GuardedTask)
+    return executor.with_layer_tasks(GuardedLayerTask)
 
 
 class GuardedContext(StepContext):
@@ -125,7 +125,7 @@ class GuardedContext(StepContext):
             )
 
 
-class GuardedTask(LayerTask):
+class GuardedLayerTask(LayerTask):
     """Layer task that passes copies surrounded by marks, and checks them afterwards."""
 
     context_class = GuardedContext

@@ -40,7 +40,7 @@ def bytes_checksum(array: Any) -> int:
 def mask_of_unfilled(view: Any, plan: HaloPlan) -> Any:
     """Return a mask of the marked cells of a view, among those that outputs depend on."""
     missing = mask_of_marks(view)
-    if plan.has_unused and plan.used is not None:
+    if plan.has_unused_cells and plan.used is not None:
         parts = zip(plan.used, plan.need.lo, strict=True)
         axes = [[cell - first for part in cells for cell in part] for cells, first in parts]
         seen = np.zeros(missing.shape, bool)

@@ -92,7 +92,7 @@ class ReachableState:
         count = -1
         while count < len(names):  # code reached may use further names
             count = len(names)
-            self._reads_all = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
+            self._has_dynamic_access = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
             self.holders: list[ValueHolder] = []
             self.key_by_path: dict[str, Any] = {}
             self.tensors: list[torch.Tensor] = []
@@ -190,7 +190,7 @@ class ReachableState:
                 self._visit_registered(members, name, path, module)
             else:
                 self.holders.append(ValueHolder(f"{path}.{name}", module, members, in_nn_module=True, is_watched=False))
-        reads_all = self._reads_all or not _is_user_class(cast(Any, type(module)))
+        reads_all = self._has_dynamic_access or not _is_user_class(cast(Any, type(module)))
         names = [name for name in attributes if name not in NN_MODULE_ATTRIBUTES and (reads_all or name in self.names)]
         names += ["training"] * ("training" in attributes)
         self.holders.append(ValueHolder(path, module, attributes, separator=".", is_watched=False))
@@ -259,7 +259,7 @@ class ReachableState:
         ):
             self.key_by_path[path] = IdentityKey(value)
             return
-        every = self._reads_all or not (_is_user_class(cast(Any, cls)) or of_torch)
+        every = self._has_dynamic_access or not (_is_user_class(cast(Any, cls)) or of_torch)
         if hasattr(value, "__dict__"):
             attributes = vars(value)
             self.holders.append(ValueHolder(path, module, attributes, is_watched=False))

@@ -44,18 +44,18 @@ class RegionConversion:
 
     def enter(self, node: Node) -> None:
         """Prepare the lowering for the rule of a node."""
-        self.lowering.partitions_channels = self._of_node(node) is Partitioning.CHANNELS
+        self.lowering.partitions_channels = self._partitioning_of(node) is Partitioning.CHANNELS
 
     def record(self, result: Any, node: Node) -> None:
         """Record how the results of a node are partitioned."""
-        partitioning = self._of_node(node)
+        partitioning = self._partitioning_of(node)
         if partitioning is not Partitioning.TILES:
             values = (value for value in pytree.tree_leaves(result) if isinstance(value, Value))
             self._partitionings.update((value.id, partitioning) for value in values)
 
     def convert(self, value: Any, node: Node | None = None) -> Any:
         """Return a value, or the values in a list, for the use in a node; None: after the program."""
-        wanted = Partitioning.TILES if node is None else self._of_node(node)
+        wanted = Partitioning.TILES if node is None else self._partitioning_of(node)
         if isinstance(value, (tuple, list)):
             return type(value)(self.convert(item, node) for item in value)
         if not isinstance(value, Value) or value.kind == "parameter":
@@ -88,7 +88,7 @@ class RegionConversion:
                 first += count
         return [gathered.get(v.id) or lowering.gather(self.convert(v)) for v in values]
 
-    def _of_node(self, node: Node) -> Partitioning:
+    def _partitioning_of(self, node: Node) -> Partitioning:
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         if any(path in self.gather_at for path in [*stack, *([""] if "" in self.gather_at else [])]):
             return Partitioning.WHOLE if node.op == "call_function" else Partitioning.TILES

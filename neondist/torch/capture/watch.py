@@ -100,7 +100,7 @@ class StateWatch:
 
     def _is_unchanged(self) -> bool:
         """Return whether nothing has changed since the last inspection; takes a microsecond for dozens of values."""
-        if (list(map(len, self._sized_stores)), self._dtypes_and_devices()) != self._known_sizes_and_properties:
+        if (list(map(len, self._sized_containers)), self._dtypes_and_devices()) != self._known_sizes_and_properties:
             return False
         values = self._read_values()
         if len(values) != len(self._last_values):
@@ -130,7 +130,7 @@ class StateWatch:
         self._views: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_names: list[Collection[Any]] = []
-        self._sized_stores: list[Any] = []
+        self._sized_containers: list[Any] = []
         for holder in reach.holders:
             if not holder.is_watched:
                 continue
@@ -145,7 +145,7 @@ class StateWatch:
                 self._views.append(holder.container)
             store = vars(holder.container) if isinstance(holder.container, type) else holder.container
             if holder.value_of_name is None or isinstance(store, (dict, MappingProxyType)):
-                self._sized_stores.append(store)
+                self._sized_containers.append(store)
         self._last_values = self._read_values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
@@ -155,7 +155,7 @@ class StateWatch:
                 for entries, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                     entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
         self._registered_tensors = [*self._parameters, *self._buffers]
-        self._known_sizes_and_properties = list(map(len, self._sized_stores)), self._dtypes_and_devices()
+        self._known_sizes_and_properties = list(map(len, self._sized_containers)), self._dtypes_and_devices()
 
 
 def _tensor_bytes(tensor: torch.Tensor | None) -> bytes:

@@ -27,13 +27,13 @@ class Channel:
     def __init__(self, comm: MeshComm, name: str, transfer: Transfer, kind: str) -> None:
         self.comm, self.name, self.transfer, self.kind = comm, name, transfer, kind
         rank, part = comm.grid.rank, [-request.source.range(comm.place)[0] for request in transfer.requests]
-        self.own, leaving = (  # in coordinates of this rank's part
+        self.own, outgoing = (  # in coordinates of this rank's part
             [replace(piece, source=piece.source.shift(part)) for piece in pieces]
             for pieces in (transfer.local(rank), transfer.sends(rank))
         )
         self.includes_own_part = transfer.includes_own_part(rank)
-        self.arriving = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
-        self.leaving = _by_peer(leaving)
+        self.incoming = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
+        self.outgoing = _by_peer(outgoing)
         self.group, self.first = comm.message_group({axis for request in transfer.requests for axis in request.axes})
         self._moved_dims = {request.dim for request in transfer.requests}
         self._buffers: dict[Any, Any] = {}
@@ -68,7 +68,7 @@ class Channel:
 
     def _margin_views(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the parts of a view around the rank's own one, if they may have indices that are not received."""
-        if not self.transfer.has_unused:
+        if not self.transfer.has_unused_cells:
             return
         own = [piece.target.ranges for piece in self.own]
         for at, request in enumerate(self.transfer.requests):
@@ -137,7 +137,7 @@ class Channel:
             # keep the buffers of one batch size only
             self._buffers = {k: kept for k, kept in self._buffers.items() if k[1:] == key[1:]}
             buffers = self._buffers[key] = _MessageBuffers(self, tensor, direction == "forward")
-        for piece, cells in buffers.leaving:
+        for piece, cells in buffers.outgoing:
             cells.copy_(self._lattice_view(tensor, piece.source if direction == "forward" else piece.target))
         for message in buffers.staged.exchange.sends:
             self.comm.record_traffic(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
@@ -153,7 +153,7 @@ class _MessageBuffers:
 
     Attributes
     ----------
-    leaving, arriving : list of (Piece, torch.Tensor)
+    outgoing, incoming : list of (Piece, torch.Tensor)
         Views into the buffers, one per piece, in its shape.
     """
 
@@ -173,15 +173,15 @@ class _MessageBuffers:
                 places += zip(parts, (part.view(shape) for part, shape in flat), strict=True)
             return flats, places
 
-        out, back = (channel.leaving, channel.arriving) if is_forward else (channel.arriving, channel.leaving)
-        leaving, self.leaving = allocate(out)
-        arriving, self.arriving = allocate(back)
-        self.staged = channel.comm.create_staged_exchange(channel.group, leaving, arriving, channel.first)
+        out, back = (channel.outgoing, channel.incoming) if is_forward else (channel.incoming, channel.outgoing)
+        outgoing, self.outgoing = allocate(out)
+        incoming, self.incoming = allocate(back)
+        self.staged = channel.comm.create_staged_exchange(channel.group, outgoing, incoming, channel.first)
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:
         """Wait for the messages of others, and return their contents by piece."""
         self.staged.finish()
-        return self.arriving
+        return self.incoming
 
 
 def without_padding(view: torch.Tensor, pads: Sequence[tuple[int, int, int]]) -> torch.Tensor:

@@ -198,9 +198,9 @@ class StagedExchange:
                     staged.append((flat, buffer))
             return create_messages(by_peer, first, bool(group.tensor_device_types))
 
-        self._leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.exchange = group.create_exchange(stage(out, self._leaving), stage(back, self._arriving))
+        self._outgoing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._incoming: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.exchange = group.create_exchange(stage(out, self._outgoing), stage(back, self._incoming))
         self.exchange.observers = comm.grid.observers
 
     def run(self) -> None:
@@ -210,14 +210,14 @@ class StagedExchange:
 
     def start(self) -> None:
         """Send the current contents of the outgoing tensors."""
-        for flat, host in self._leaving:
+        for flat, host in self._outgoing:
             host.copy_(flat)
         self.exchange.start()
 
     def finish(self) -> None:
         """Fill the incoming tensors."""
         self.exchange.finish()
-        for flat, host in self._arriving:
+        for flat, host in self._incoming:
             flat.copy_(host)
 
 

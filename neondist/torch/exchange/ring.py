@@ -111,10 +111,10 @@ class RingChannel:
         count, sizes = len(self.ranks), [elements * len(columns) for columns in self.key_indices]
         flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
         for hop in range(count - 1 + back):
-            leaving, arriving = (sizes[(self.own_position - step) % count] for step in (hop, hop + 1))
+            outgoing, incoming = (sizes[(self.own_position - step) % count] for step in (hop, hop + 1))
             if hop == count - 1:  # only gradients return to their owner
-                leaving, arriving = leaving // 2, arriving // 2
-            ends = ((1, flats[hop % 2][:leaving]), (-1, flats[(hop + 1) % 2][:arriving]))
+                outgoing, incoming = outgoing // 2, incoming // 2
+            ends = ((1, flats[hop % 2][:outgoing]), (-1, flats[(hop + 1) % 2][:incoming]))
             out, into = ({self.ranks[(self.own_position + by) % count]: flat} for by, flat in ends)
             exchanges.append(self.comm.create_staged_exchange(self.group, out, into, self.first))
         return flats, exchanges

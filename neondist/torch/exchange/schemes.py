@@ -40,7 +40,7 @@ class _BufferOwner:
     recorded_exchanges: list[tuple[str, Exchange]] = field(default_factory=list)
     swaps_directions: bool = False
     #: number of runs of each exchange recorded in the ledger
-    counted_runs: list[int] = field(default_factory=list)
+    recorded_run_counts: list[int] = field(default_factory=list)
 
 
 class SchemeChannel:
@@ -139,14 +139,14 @@ class SchemeChannel:
 
     def _record_messages(self, owner: _BufferOwner) -> None:
         """Record the messages since the last call."""
-        recorded, counted_runs = owner.recorded_exchanges, owner.counted_runs
-        counted_runs += [0] * (len(recorded) - len(counted_runs))
+        recorded, recorded_run_counts = owner.recorded_exchanges, owner.recorded_run_counts
+        recorded_run_counts += [0] * (len(recorded) - len(recorded_run_counts))
         for at, (direction, exchange) in enumerate(recorded):
-            for _ in range(counted_runs[at], exchange.run_count):
+            for _ in range(recorded_run_counts[at], exchange.run_count):
                 for message in exchange.sends:
                     peer = self.grid.rank - self.grid.tile + message.peer
                     self.comm.record_traffic("halo", self.name, direction, peer, message.nbytes)
-            counted_runs[at] = exchange.run_count
+            recorded_run_counts[at] = exchange.run_count
 
 
 def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:

@@ -245,8 +245,8 @@ class TorchTransport(Transport):
         """Send an array to every rank, and return what every rank sent to this one, without pickling."""
         received = [np.empty(shape, sends[0].dtype) for shape in receive_shapes]
         received[self.rank][...] = sends[self.rank]
-        leaving = [(peer, as_uint8_tensor(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]
-        self.sendrecv(leaving, [(peer, as_uint8_tensor(received[peer])) for peer in self.peers])
+        outgoing = [(peer, as_uint8_tensor(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]
+        self.sendrecv(outgoing, [(peer, as_uint8_tensor(received[peer])) for peer in self.peers])
         return received
 
     def allgather(self, value: Any) -> list[Any]:
@@ -341,10 +341,10 @@ class _Reduction(Request):
 
     def _post(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: int) -> Request:
         transport = self.transport
-        leaving, arriving = (
+        outgoing, incoming = (
             [(peer, as_uint8_tensor(ends[peer])) for peer in transport.peers] for ends in (sends, receives)
         )
-        return transport.post(leaving, arriving, kind)
+        return transport.post(outgoing, incoming, kind)
 
 
 class _TorchExchange(Exchange):
@@ -352,19 +352,19 @@ class _TorchExchange(Exchange):
 
     def __init__(self, transport: TorchTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
-        self.leaving, self.arriving = ([_with_buffer(m.cells) for m in group] for group in (self.sends, self.receives))
-        self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.leaving, strict=True)]
-        self.incoming = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.arriving, strict=True)]
+        self.sent, self.received = ([_with_buffer(m.cells) for m in group] for group in (self.sends, self.receives))
+        self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.sent, strict=True)]
+        self.incoming = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.received, strict=True)]
 
     def _start(self) -> None:
-        for cells, data in self.leaving:
+        for cells, data in self.sent:
             if data is not cells:
                 data[...] = cells
         self.request = self.transport.post(self.outgoing, self.incoming, MESSAGES)
 
     def _finish(self) -> None:
         self.request.wait()
-        for cells, data in self.arriving:
+        for cells, data in self.received:
             if data is not cells:
                 cells[...] = data
 

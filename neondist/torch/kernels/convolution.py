@@ -122,7 +122,7 @@ class _Convolution(torch.autograd.Function):
         else:
             dy, into = slopes.numpy(), None if dx is None else dx.numpy()
             sides = tuple((p, p) for p in padding)
-            computed = _kernels(torch.get_num_threads()).conv_back_into(
+            computed = _kernels(torch.get_num_threads()).conv_backward_into(
                 into, cells.numpy(), dy, _channels_last(weight), stride, dilation, groups,
                 lambda index: np.ascontiguousarray(dy[index]), sides, needed[1], False, needed[2],
             )  # fmt: skip

@@ -14,9 +14,9 @@ from torch import nn
 from ...data.records import FeedFunction
 from ...errors import ConfigError
 from ...metrics import Metric
-from .by_name import TorchLoss, TorchOptimizer
 from .experiment import TorchModel
-from .feeding import channels_first
+from .losses_and_optimizers import TorchLoss, TorchOptimizer
+from .module_inputs import channels_first
 
 REQUIRED_FUNCTIONS = {
     "loss": "loss(labels, predictions)",
@@ -50,7 +50,7 @@ class ModelDefinition:
         for name, actual in self._names.items():
             if not hasattr(module, actual):
                 raise ConfigError(
-                    f"{path}: has no {actual}, given as {name}; it has {', '.join(self._defined()) or 'nothing'}"
+                    f"{path}: has no {actual}, given as {name}; it has {', '.join(self._public_names()) or 'nothing'}"
                 )
         self._feed = self._optional("feed") or self._optional("dataset_fn")
         functions = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED_FUNCTIONS}
@@ -60,8 +60,8 @@ class ModelDefinition:
             absent = [*missing, *(["model"] if self.factory is None else [])]
             required = [REQUIRED_FUNCTIONS.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
             raise ConfigError(
-                f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._defined()) or 'nothing'}. Define"
-                f" {', '.join(required)}"
+                f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._public_names()) or 'nothing'}."
+                f" Define {', '.join(required)}"
             )
         self._loss, self._optimizer = functions["loss"], functions["optimizer"]
 
@@ -77,9 +77,10 @@ class ModelDefinition:
         arity = len(inspect.signature(function).parameters)
         if arity > 2:  # ElasticDL's third argument: metadata of the reader
             return FeedFunction(
-                _rename_function(function, lambda records, mode: function(records, mode, None)), self._site_of(function)
+                _rename_function(function, lambda records, mode: function(records, mode, None)),
+                self._source_line(function),
             )
-        return FeedFunction(function, self._site_of(function))
+        return FeedFunction(function, self._source_line(function))
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of eval_metrics_fn."""
@@ -87,7 +88,7 @@ class ModelDefinition:
         functions = {} if function is None else self._call(function)
         if not isinstance(functions, dict) or not all(callable(metric) for metric in functions.values()):
             raise ConfigError(f"{self.path}: eval_metrics_fn must return a dict of functions of (labels, predictions)")
-        return [_FunctionMetric(name, metric, self._site_of(metric)) for name, metric in functions.items()]
+        return [_FunctionMetric(name, metric, self._source_line(metric)) for name, metric in functions.items()]
 
     def callbacks(self) -> list[Any]:
         """Return the hooks of callbacks()."""
@@ -110,7 +111,7 @@ class ModelDefinition:
             raise ConfigError(f"{self.path}: {name} is a {type(value).__name__}; define a function")
         return value
 
-    def _defined(self) -> list[str]:
+    def _public_names(self) -> list[str]:
         """Return the public names that the file itself defines."""
         members = inspect.getmembers(self.module)
         return [n for n, value in members if n[0] != "_" and getattr(value, "__module__", None) == self.module.__name__]
@@ -118,7 +119,7 @@ class ModelDefinition:
     def _find_model(self) -> Callable[..., Any] | None:
         if (function := self._optional("custom_model")) is not None:
             return function
-        values = {name: getattr(self.module, name) for name in self._defined()}
+        values = {name: getattr(self.module, name) for name in self._public_names()}
         classes = {n: value for n, value in values.items() if isinstance(value, type) and issubclass(value, nn.Module)}
         if "CustomModel" in classes or len(classes) == 1:
             return classes.get("CustomModel", next(iter(classes.values())))
@@ -128,7 +129,7 @@ class ModelDefinition:
             )
         return None
 
-    def _site_of(self, function: Any) -> str:
+    def _source_line(self, function: Any) -> str:
         code = getattr(function, "__code__", None)
         return self.path if code is None else f"{self.path}:{code.co_firstlineno}"
 
@@ -137,7 +138,7 @@ class ModelDefinition:
             return function(*args)
         except Exception as error:
             message = f"{function.__name__} failed: {type(error).__name__}: {error}"
-            raise ConfigError(f"{self._site_of(function)}: {message}") from error
+            raise ConfigError(f"{self._source_line(function)}: {message}") from error
 
     def _make_loss(self) -> Callable[..., Any]:
         loss = self._loss
@@ -153,7 +154,7 @@ class ModelDefinition:
         assert function is not None
         arguments = list(inspect.signature(function).parameters.values())
         takes_parameters = bool(arguments) and arguments[0].default is arguments[0].empty
-        place = self._site_of(function)
+        site = self._source_line(function)
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             result: Any = self._call(function, *([parameters] if takes_parameters else []))
@@ -161,11 +162,11 @@ class ModelDefinition:
                 result = result(parameters)
             elif not takes_parameters:
                 raise ConfigError(
-                    f"{place}: optimizer takes no parameters, so it must return a function of them, such as lambda"
+                    f"{site}: optimizer takes no parameters, so it must return a function of them, such as lambda"
                     " parameters: torch.optim.SGD(parameters, lr)"
                 )
             if not isinstance(result, torch.optim.Optimizer):
-                raise ConfigError(f"{place}: optimizer must return a torch optimizer, got {type(result).__name__}")
+                raise ConfigError(f"{site}: optimizer must return a torch optimizer, got {type(result).__name__}")
             return result
 
         return TorchOptimizer(optimizer)
@@ -174,8 +175,8 @@ class ModelDefinition:
 class _FunctionMetric(Metric):
     """A function of the labels and predictions of an evaluation batch, averaged over samples."""
 
-    def __init__(self, name: str, function: Callable[..., Any], place: str) -> None:
-        self.name, self._function, self._site_of = name, function, place
+    def __init__(self, name: str, function: Callable[..., Any], definition_site: str) -> None:
+        self.name, self._function, self._source_line = name, function, definition_site
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the function's value times the number of samples, and that number."""
@@ -185,7 +186,7 @@ class _FunctionMetric(Metric):
         try:
             value = float(torch.as_tensor(self._function(labels, outputs), dtype=torch.float64).mean())
         except Exception as error:
-            raise ConfigError(f"{self._site_of}: {self.name} failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{self._source_line}: {self.name} failed: {type(error).__name__}: {error}") from error
         return value * len(y), len(y)
 
 

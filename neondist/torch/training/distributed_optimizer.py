@@ -19,7 +19,7 @@ from ...strategies import Strategy, StrategyBuilder
 from ..module.module import DistributedModule
 from ..module.parameters import ModuleParameters, plan_parameters, sparse_embedding_weights
 from ..module.weights import as_array, create_optimizer_state
-from .by_name import TorchOptimizer, updates_any
+from .losses_and_optimizers import TorchOptimizer, updates_any
 
 _PLAIN = bool, int, float, str, tuple
 

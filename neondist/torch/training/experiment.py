@@ -36,10 +36,10 @@ from ..module.distributing import distribute
 from ..module.module import DistributedModule
 from ..module.parameters import MODULE_KEY, ModuleParameters, sparse_embedding_weights
 from ..module.weights import as_array, create_optimizer_state, load_weights, save_weights, state_tensors
-from .by_name import TorchLoss, TorchOptimizer, unwrap
 from .factory import ModuleFactory
-from .feeding import apply_feed, channels_first
-from .judging import CellLoss, OwnedTotals, channels_last, metric_targets
+from .losses_and_optimizers import TorchLoss, TorchOptimizer, unwrap
+from .module_inputs import apply_feed, channels_first
+from .module_outputs import CellLoss, OwnedTotals, channels_last, metric_targets
 from .module_plan import ModulePlan
 from .train_step import ModuleStep, compute_in
 

@@ -13,7 +13,7 @@ from ...arrays.rng import key
 from ...errors import ConfigError
 from ..capture.capture import capture_module
 from ..ir.registry import TRACING
-from .by_name import call_checked, unwrap
+from .losses_and_optimizers import call_checked, unwrap
 
 
 class ModuleFactory:

@@ -30,7 +30,7 @@ from ..lowering.plan import TorchPlan, Traffic
 from ..lowering.traffic import BackwardSteps
 from ..lowering.training_memory import TrainingMemory
 from ..module.parameters import MODULE_KEY, describe_parameters, sparse_embedding_weights
-from .by_name import TorchOptimizer
+from .losses_and_optimizers import TorchOptimizer
 
 MAX_TABLE_ROWS = 40
 """Maximum number of rows of the table; beyond it, nested modules are merged."""

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...plan import ParameterPlan
 from ..module.parameters import ModuleParameters
 from ..module.weights import as_array
-from .by_name import TorchOptimizer, updates_any
+from .losses_and_optimizers import TorchOptimizer, updates_any
 
 
 class OwnerSteps:
@@ -46,13 +46,13 @@ class OwnerSteps:
         self._part_by_id = {id(tensor): part for tensor, part in pairs}
         self._whole_by_part_id = {id(part): tensor for tensor, part in pairs}
         self._name_by_part_id = {id(part): name for name, part in self.parameters.updated.items()}
-        self._adopted: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._exposes_parts = False
+        self._adopted_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._is_exposing_parts = False
         grid.on_close(hooks.register_optimizer_step_pre_hook(self._begin_step).remove)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Replace an optimiser's parameters by this rank's parts, with their gradients."""
-        if self._exposes_parts or not updates_any(optimizer, self._part_by_id):
+        if self._is_exposing_parts or not updates_any(optimizer, self._part_by_id):
             return
         if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise ConfigError(
@@ -71,7 +71,7 @@ class OwnerSteps:
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the whole parameters, with the values of their owners."""
-        if optimizer in self._adopted and not self._exposes_parts:
+        if optimizer in self._adopted_optimizers and not self._is_exposing_parts:
             self._replace_parameters(optimizer, self._whole_by_part_id)
             self.parameters.broadcast_from_owners()
 
@@ -80,16 +80,16 @@ class OwnerSteps:
         """Context in which an optimiser has this rank's parts and steps without hooks."""
         self._adopt_optimizer(optimizer)
         self._replace_parameters(optimizer, self._part_by_id)
-        self._exposes_parts = True
+        self._is_exposing_parts = True
         try:
             yield
         finally:
-            self._exposes_parts = False
+            self._is_exposing_parts = False
             self._replace_parameters(optimizer, self._whole_by_part_id)
 
     def _adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Partition an optimiser's existing state, and register hooks that keep its `state_dict` unpartitioned."""
-        if optimizer in self._adopted:
+        if optimizer in self._adopted_optimizers:
             return
         if not _is_elementwise(optimizer):
             raise ConfigError(
@@ -105,7 +105,7 @@ class OwnerSteps:
         optimizer.register_state_dict_post_hook(self._end_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._begin_load_state_dict)
         optimizer.register_load_state_dict_post_hook(self._end_load_state_dict)
-        self._adopted.add(optimizer)
+        self._adopted_optimizers.add(optimizer)
 
     def _begin_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self.grid.check("state_dict of an optimizer")

@@ -13,7 +13,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...geometry import Box
 from ...plan.blocks import OutputBlocks
-from .judging import channels_last
+from .module_outputs import channels_last
 
 MAX_CELLS_PER_BATCH = 1 << 21
 """Cells of all windows of one call of the module."""

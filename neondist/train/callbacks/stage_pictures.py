@@ -129,7 +129,7 @@ def _assemble_images(grid: ProcessGrid, tiles: Any, tile_start: Sequence[int], s
     return whole
 
 
-SEAM_VALUE = 1.0  # the white between pictures
+GAP_VALUE = 1.0  # the white between pictures
 
 
 def write_picture_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
@@ -144,7 +144,7 @@ def write_filter_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray]
     lines = []
     for row in rows:
         line = [_arrange_in_square(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]
-        lines.append(np.concatenate([_add_seam(block, 2) for block in line], axis=1))
+        lines.append(np.concatenate([_add_gap(block, 2) for block in line], axis=1))
     _write_figure(path, np.concatenate(lines), title)
 
 
@@ -162,12 +162,12 @@ def _scale_to_rgb(picture: np.ndarray, largest_magnitude: float) -> np.ndarray:
     return np.broadcast_to(grey, (*picture.shape[:2], 3))
 
 
-def _join_in_row(pictures: Sequence[np.ndarray], seam_pixels: int) -> np.ndarray:
-    return np.concatenate([_add_seam(p, seam_pixels) for p in pictures], axis=1)
+def _join_in_row(pictures: Sequence[np.ndarray], gap_pixels: int) -> np.ndarray:
+    return np.concatenate([_add_gap(p, gap_pixels) for p in pictures], axis=1)
 
 
-def _add_seam(picture: np.ndarray, seam_pixels: int) -> np.ndarray:
-    return np.pad(picture, ((0, seam_pixels), (0, seam_pixels), (0, 0)), constant_values=SEAM_VALUE)
+def _add_gap(picture: np.ndarray, gap_pixels: int) -> np.ndarray:
+    return np.pad(picture, ((0, gap_pixels), (0, gap_pixels), (0, 0)), constant_values=GAP_VALUE)
 
 
 def _write_figure(path: Path, pixels: np.ndarray, title: str) -> None:

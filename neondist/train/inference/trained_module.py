@@ -72,7 +72,7 @@ class TrainedModule:
         memory: int | str | None = None,
     ) -> None:
         from ...torch import TorchModel, load_weights
-        from ...torch.training.feeding import expected_image
+        from ...torch.training.module_inputs import expected_image
 
         if stride is not None and windows is None:
             raise ConfigError("--stride requires --windows CELLS; give it, or leave out --stride")

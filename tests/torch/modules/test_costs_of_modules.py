@@ -52,10 +52,10 @@ def test_sends_match_receives(seed):
     )
     assert transfer.is_separable is not odd
     expected = {rank: Counter() for rank in range(mesh.size)}
-    for needer in range(mesh.size):
-        for piece in transfer.receives(needer):
-            if piece.peer != needer:
-                expected[piece.peer][replace(piece, peer=needer)] += 1
+    for receiver in range(mesh.size):
+        for piece in transfer.receives(receiver):
+            if piece.peer != receiver:
+                expected[piece.peer][replace(piece, peer=receiver)] += 1
     for rank in range(mesh.size):
         assert Counter(transfer.sends(rank)) == expected[rank]
         if transfer.is_separable:

@@ -85,7 +85,7 @@ def test_losses_match_autocast(name):
             model = build_model(transport, name, **options)
             losses = [run_step(model, number) for number in range(STEPS)]
             assert model.bytes_sent == STEPS * model.compiled.bytes(model.grid.rank)
-            assert model.loss_scaler == (LossScaler(good_steps=STEPS) if name == "float16" else None)
+            assert model.loss_scaler == (LossScaler(finite_steps=STEPS) if name == "float16" else None)
             return losses
 
         for losses in loopback.run(ranks, body):
@@ -141,7 +141,7 @@ def test_loss_scale_is_logged_and_resumed(tmp_path):
         run("parts", 1),
         run("parts", 3, resume=True),
     )
-    assert scaler == resumed == LossScaler(good_steps=6)
+    assert scaler == resumed == LossScaler(finite_steps=6)
     assert all(torch.equal(tensor, resumed_state[name]) for name, tensor in uninterrupted.items())
     records = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
     assert [(record["loss_scale"], record["skipped_steps"]) for record in records] == [(2.0**16, 0)] * 3

@@ -392,7 +392,7 @@ def test_neondist_does_not_import_torch():
 
 
 def test_ignored_cells_have_no_metric():
-    from neondist.torch.training.judging import metric_targets
+    from neondist.torch.training.module_outputs import metric_targets
 
     y, labels = np.zeros((2, 3, 4)), torch.tensor([[0, 3, 255], [255, 1, 2]])
     assert nd.torch.TorchLoss("CrossEntropyLoss", {"ignore_index": 255}).ignore_index == 255

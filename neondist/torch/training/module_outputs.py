@@ -15,8 +15,8 @@ from ...comm import ProcessGrid, Reductions
 from ...costs.labels import are_dense_targets
 from ...errors import ConfigError
 from ..ir.graph import ACCUMULATION_DTYPES
-from .by_name import TorchLoss
-from .feeding import channels_first
+from .losses_and_optimizers import TorchLoss
+from .module_inputs import channels_first
 
 
 def channels_last(output: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ConfigError
 from ...halo import GlobalArray
 from ...models.targets import own_slices_in_tile
-from .by_name import call_checked
+from .losses_and_optimizers import call_checked
 
 
 def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:

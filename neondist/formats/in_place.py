@@ -24,7 +24,7 @@ from .draft import DraftSink
 
 
 @dataclass(frozen=True)
-class Placement:
+class CellLayout:
     """Position of the cells of an array in a file.
 
     Attributes
@@ -65,12 +65,12 @@ class Placement:
             yield relative_slices(part, cells), offsets, item * prod(extents[first_full_axis - 1 :])
 
 
-class PlacedSink(DraftSink):
+class InPlaceSink(DraftSink):
     """Sink that lays out the file first, and then writes cells in place."""
 
     @abstractmethod
-    def _create_layout(self, draft: Path, like: TileSource | None) -> Placement:
-        """Create the file without its cells, and return their placement; set `chunks` to those of the file."""
+    def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
+        """Create the file without its cells, and return their layout; set `chunks` to those of the file."""
 
     def flush(self) -> None:
         """Flush everything this rank has written to disk."""
@@ -88,8 +88,8 @@ class PlacedSink(DraftSink):
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in open_arguments.items()
         }
-        self._placement = Placement(**fields)
-        self._stored_axes = Axes(self._placement.axes)
+        self._cell_layout = CellLayout(**fields)
+        self._stored_axes = Axes(self._cell_layout.axes)
         self._descriptor = os.open(self._temp_path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
 
     def _close_file(self) -> None:
@@ -97,8 +97,8 @@ class PlacedSink(DraftSink):
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
         stored = self._stored_axes.to_file(array)
-        for inner, offsets, size in self._placement.byte_runs(self._stored_axes.to_stored(cells)):
-            values = np.ascontiguousarray(stored[inner], self._placement.dtype)
+        for inner, offsets, size in self._cell_layout.byte_runs(self._stored_axes.to_stored(cells)):
+            values = np.ascontiguousarray(stored[inner], self._cell_layout.dtype)
             rest = memoryview(values.reshape(-1).view(np.uint8).data)
             for offset in offsets.tolist():
                 run, rest = rest[:size], rest[size:]
@@ -107,10 +107,10 @@ class PlacedSink(DraftSink):
                     run, offset = run[count:], offset + count
 
 
-def read_cells_in_place(file: Any, path: str, placement: Placement, cells: Cells) -> np.ndarray:
+def read_cells_in_place(file: Any, path: str, layout: CellLayout, cells: Cells) -> np.ndarray:
     """Return cells of an open file; DataError if it has been truncated."""
-    out = np.empty([cut.stop - cut.start for cut in cells], placement.dtype)
-    for inner, offsets, size in placement.byte_runs(cells):
+    out = np.empty([cut.stop - cut.start for cut in cells], layout.dtype)
+    for inner, offsets, size in layout.byte_runs(cells):
         buffer = bytearray(size * len(offsets))
         view = memoryview(buffer)
         for offset in offsets.tolist():
@@ -118,5 +118,5 @@ def read_cells_in_place(file: Any, path: str, placement: Placement, cells: Cells
             if file.readinto(view[:size]) != size:
                 raise DataError(f"{path}: ends early, or has changed since it was opened; run the command again")
             view = view[size:]
-        out[inner] = np.frombuffer(buffer, placement.dtype).reshape(out[inner].shape)
+        out[inner] = np.frombuffer(buffer, layout.dtype).reshape(out[inner].shape)
     return out
