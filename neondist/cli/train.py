@@ -19,7 +19,7 @@ from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.ranks import run_on_ranks
 from ..launcher.scaling import reject_unreachable_maximum
-from ..launcher.slots import Demand
+from ..launcher.slots import WorkerBounds
 from ..launcher.workers import check_worker_options, open_job_fork_server, read_worker_assignment, run_workers
 from ..strategies import PSLoadBalancing
 from ..terminal.console import counted, emit
@@ -295,7 +295,9 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
                     f"--hosts-from {source.path}: its SSH settings apply to neondist launch and run only; give a"
                     " list of HOST:SLOTS, with these settings in ~/.ssh/config"
                 )
-        reject_unreachable_maximum(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
+        reject_unreachable_maximum(
+            WorkerBounds(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from
+        )
 
 
 def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:

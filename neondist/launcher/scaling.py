@@ -15,7 +15,7 @@ from ..system import threads
 from ..terminal.console import counted, say
 from .members import HOST_COOL_DOWN_SECONDS, HOST_LIST_POLL_SECONDS, HOST_WAIT_SECONDS
 from .monitor import LOOPBACK_ADDRESS
-from .slots import Demand, SlotTable
+from .slots import SlotTable, WorkerBounds
 
 LOCAL_HOST = "localhost"
 SLOT_CHECK_SECONDS = 0.25
@@ -42,20 +42,20 @@ def read_slots(source: HostSource | None, reread: bool = False) -> dict[str, int
     return slots_by_host
 
 
-def reject_unreachable_maximum(demand: Demand, source: HostSource | None) -> None:
+def reject_unreachable_maximum(bounds: WorkerBounds, source: HostSource | None) -> None:
     """Raise an error if a job can never reach its maximum.
 
     Lists produced by a script are exempt, since they may grow.
     """
     hosts = read_slots(source)
-    slots, capacity = sum(hosts.values()), sum(slots // demand.slots_per_worker for slots in hosts.values())
-    if demand.max_workers > capacity and (source is None or not source.is_script):
+    slots, capacity = sum(hosts.values()), sum(slots // bounds.slots_per_worker for slots in hosts.values())
+    if bounds.max_workers > capacity and (source is None or not source.is_script):
         place = f"{source.path} lists" if source is not None else "this machine has"
-        tiles_text = f" with {demand.slots_per_worker} tiles each" if demand.slots_per_worker > 1 else ""
+        tiles_text = f" with {bounds.slots_per_worker} tiles each" if bounds.slots_per_worker > 1 else ""
         remedy = f"give at most {capacity}, or more slots with --hosts-from FILE" if capacity else "list more slots"
         raise LaunchError(
-            f"--num-workers {demand.min_workers}:{demand.max_workers}: {place} {counted(slots, 'slot')}, too few for"
-            f" {counted(demand.max_workers, 'worker')}{tiles_text}; {remedy} (localhost:SLOTS or HOST:SLOTS)"
+            f"--num-workers {bounds.min_workers}:{bounds.max_workers}: {place} {counted(slots, 'slot')}, too few for"
+            f" {counted(bounds.max_workers, 'worker')}{tiles_text}; {remedy} (localhost:SLOTS or HOST:SLOTS)"
         )
 
 
@@ -129,7 +129,7 @@ class ElasticSlots:
 
     def release_reason(self) -> str:
         """Describe the reason for the release of workers."""
-        used = self._table.workers * self._table.demand.slots_per_worker
+        used = self._table.workers * self._table.bounds.slots_per_worker
         return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job is waiting"
 
     def free_worker_slots(self, host: str, permanently: bool) -> None:
@@ -156,7 +156,7 @@ class ElasticSlots:
 
 @contextmanager
 def open_elastic_slots(
-    demand: Demand, source: HostSource | None, wait_limit: float = HOST_WAIT_SECONDS
+    bounds: WorkerBounds, source: HostSource | None, wait_limit: float = HOST_WAIT_SECONDS
 ) -> Iterator[ElasticSlots]:
     """Yield the slots of a job, which shares them with other jobs; the list of hosts is polled meanwhile.
 
@@ -190,7 +190,7 @@ def open_elastic_slots(
             if joined := hosts.keys() - checked - pool.excluded_hosts().keys():
                 check(joined)
 
-    with SlotTable(demand) as table:
+    with SlotTable(bounds) as table:
         if source is not None:
             threading.Thread(target=watch, name="hosts", daemon=True).start()
         try:

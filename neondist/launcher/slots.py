@@ -33,8 +33,8 @@ _MAX_COUNT = 1 << 22
 
 
 @dataclass(frozen=True)
-class Demand:
-    """Bounds of a job.
+class WorkerBounds:
+    """Bounds on the number of workers of a job, and their size.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Demand:
     slots_per_worker: int = 1
 
 
-def fair_shares(slots: int, demands: Sequence[Demand]) -> list[int]:
+def fair_shares(slots: int, jobs: Sequence[WorkerBounds]) -> list[int]:
     """Return the number of workers of each job, in order of arrival.
 
     Jobs get their minimum in this order, up to the first one whose minimum does not fit: it and later ones get 0.
@@ -58,22 +58,22 @@ def fair_shares(slots: int, demands: Sequence[Demand]) -> list[int]:
     Parameters
     ----------
     slots : int
-    demands : sequence of Demand
+    jobs : sequence of WorkerBounds
     """
-    shares, free = [0] * len(demands), slots
+    shares, free = [0] * len(jobs), slots
     admitted: list[int] = []
-    for index, demand in enumerate(demands):
-        if demand.min_workers * demand.slots_per_worker > free:
+    for index, bounds in enumerate(jobs):
+        if bounds.min_workers * bounds.slots_per_worker > free:
             break
-        shares[index] = demand.min_workers
-        free -= demand.min_workers * demand.slots_per_worker
+        shares[index] = bounds.min_workers
+        free -= bounds.min_workers * bounds.slots_per_worker
         admitted.append(index)
     while admitted:
-        admitted = [i for i in admitted if shares[i] < demands[i].max_workers and demands[i].slots_per_worker <= free]
+        admitted = [i for i in admitted if shares[i] < jobs[i].max_workers and jobs[i].slots_per_worker <= free]
         if admitted:
-            poorest = min(admitted, key=lambda index: shares[index] * demands[index].slots_per_worker)
+            poorest = min(admitted, key=lambda index: shares[index] * jobs[index].slots_per_worker)
             shares[poorest] += 1
-            free -= demands[poorest].slots_per_worker
+            free -= jobs[poorest].slots_per_worker
     return shares
 
 
@@ -82,16 +82,16 @@ class _JobEntry:
     """Contents of a job's file: its place in the order of jobs, its bounds, and its workers on each host."""
 
     order: int
-    demand: Demand
+    bounds: WorkerBounds
     workers_by_host: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_waiting(self) -> bool:
         """Whether the job has less than its minimum."""
-        return self.workers_by_host.total() < self.demand.min_workers
+        return self.workers_by_host.total() < self.bounds.min_workers
 
     def format(self) -> bytes:
-        bounds = dict(zip(("low", "high", "width"), astuple(self.demand), strict=True))
+        bounds = dict(zip(("low", "high", "width"), astuple(self.bounds), strict=True))
         return json.dumps({"order": self.order, **bounds, "held": dict(self.workers_by_host)}).encode()
 
     @classmethod
@@ -104,7 +104,7 @@ class _JobEntry:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         counts = [order, low, high, width, *held.values()]
-        return cls(order, Demand(low, high, width), held) if all(map(_is_count, counts)) else None
+        return cls(order, WorkerBounds(low, high, width), held) if all(map(_is_count, counts)) else None
 
 
 class SlotTable:
@@ -112,7 +112,7 @@ class SlotTable:
 
     Parameters
     ----------
-    demand : Demand
+    bounds : WorkerBounds
     folder : Path, optional
         Folder of the files of jobs that share slots. Default: that of the user.
 
@@ -122,10 +122,10 @@ class SlotTable:
         The folder cannot be used.
     """
 
-    def __init__(self, demand: Demand, folder: Path | None = None) -> None:
+    def __init__(self, bounds: WorkerBounds, folder: Path | None = None) -> None:
         self._folder = shared_slots_folder() if folder is None else folder
         self._own_path = self._folder / f"job-{os.getpid()}-{secrets.token_hex(4)}.json"
-        self._own_entry, self._own_descriptor = _JobEntry(0, demand), -1
+        self._own_entry, self._own_descriptor = _JobEntry(0, bounds), -1
 
     def __enter__(self) -> SlotTable:
         with _translate_os_errors(self._folder), self._hold_lock() as locked:
@@ -145,9 +145,9 @@ class SlotTable:
         os.close(self._own_descriptor)
 
     @property
-    def demand(self) -> Demand:
+    def bounds(self) -> WorkerBounds:
         """The bounds of this job."""
-        return self._own_entry.demand
+        return self._own_entry.bounds
 
     @property
     def workers(self) -> int:
@@ -184,8 +184,8 @@ class SlotTable:
         self._own_entry.workers_by_host[host] -= 1  # first: if the files are locked, the next update records it
         self._own_entry.workers_by_host += Counter()
         if permanently:
-            low, high = (min(bound, self.workers) for bound in (self.demand.min_workers, self.demand.max_workers))
-            self._own_entry.demand = Demand(low, high, self.demand.slots_per_worker)
+            low, high = (min(bound, self.workers) for bound in (self.bounds.min_workers, self.bounds.max_workers))
+            self._own_entry.bounds = WorkerBounds(low, high, self.bounds.slots_per_worker)
         with self._update_entries():
             pass
 
@@ -194,28 +194,28 @@ class SlotTable:
         with self._update_entries() as others:
             if others is None:
                 return 0
-            return max(0, self.workers - max(self.demand.min_workers, self._fair_share(hosts, others)))
+            return max(0, self.workers - max(self.bounds.min_workers, self._fair_share(hosts, others)))
 
     def describe_users(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
         with self._update_entries() as others:
-            used = sum(entry.workers_by_host.total() * entry.demand.slots_per_worker for entry in others or [])
+            used = sum(entry.workers_by_host.total() * entry.bounds.slots_per_worker for entry in others or [])
         total, count = sum(hosts.values()), sum(1 for entry in others or [])
         jobs = "another job" if count == 1 else f"{count} other jobs"
-        needed = self.demand.min_workers * self.demand.slots_per_worker
+        needed = self.bounds.min_workers * self.bounds.slots_per_worker
         return f"{used} of {total} slots are in use by {jobs}, and at least {needed} are needed"
 
     def _hosts_of_new_workers(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> list[str]:
         missing = self._fair_share(hosts, others) - self.workers
         available: list[str] = []
         for host, slots in _count_free_slots(hosts, [self._own_entry, *others]).items():
-            available += [host] * max(0, min(slots // self.demand.slots_per_worker, missing - len(available)))
-        return available if self.workers + len(available) >= self.demand.min_workers else []
+            available += [host] * max(0, min(slots // self.bounds.slots_per_worker, missing - len(available)))
+        return available if self.workers + len(available) >= self.bounds.min_workers else []
 
     def _fair_share(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> int:
         """Return the fair share of this job, in workers; running jobs precede waiting ones."""
         entries = sorted([self._own_entry, *others], key=lambda entry: (entry.is_waiting, entry.order))
-        shares = fair_shares(sum(hosts.values()), [entry.demand for entry in entries])
+        shares = fair_shares(sum(hosts.values()), [entry.bounds for entry in entries])
         return next(share for share, entry in zip(shares, entries, strict=True) if entry is self._own_entry)
 
     @contextmanager
@@ -325,7 +325,7 @@ def _count_free_slots(hosts: Mapping[str, int], entries: Sequence[_JobEntry]) ->
     used: Counter[str] = Counter()
     for entry in entries:
         for host, workers in entry.workers_by_host.items():
-            used[host] += workers * entry.demand.slots_per_worker
+            used[host] += workers * entry.bounds.slots_per_worker
     return {host: max(0, slots - used[host]) for host, slots in hosts.items()}
 
 

@@ -29,7 +29,7 @@ from .mpirun import YIELD_WHEN_IDLE_VARIABLES
 from .parent_watch import end_with_parent
 from .scaling import ElasticSlots, open_elastic_slots
 from .service_process import ServiceProcess
-from .slots import Demand
+from .slots import WorkerBounds
 from .worker_processes import TaskProgress, WorkerProcesses, worker_indices
 
 if TYPE_CHECKING:
@@ -138,9 +138,9 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
         hosts = [host for host, count in places.items() for _ in range(count)]
         if arguments.bounds is not None:
             low, high = arguments.bounds
-            demand = Demand(low, high, shape.tiles)
+            bounds = WorkerBounds(low, high, shape.tiles)
             elastic_slots = stack.enter_context(
-                open_elastic_slots(demand, arguments.slots_from, arguments.slots_wait or HOST_WAIT_SECONDS)
+                open_elastic_slots(bounds, arguments.slots_from, arguments.slots_wait or HOST_WAIT_SECONDS)
             )
             slots = _wait_for_slots(arguments, elastic_slots, log)
             if isinstance(slots, int):

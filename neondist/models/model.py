@@ -21,7 +21,7 @@ from ..layers import Context, Node, Sequential, declared_with
 from ..optim import SGD, Optimizer
 from ..parallel import SYNC_CLASSES_BY_NAME, GradientSync, LayerParameters, ParameterShard, TrainedSubset
 from ..parallel.parameters import gather_arrays, load_arrays
-from ..plan import Plan, Training, compile_plan, max_micro_batch_size, micro_batch_ranges
+from ..plan import Plan, TrainingSettings, compile_plan, max_micro_batch_size, micro_batch_ranges
 from ..plan.choices import set_schemes
 from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index
@@ -226,7 +226,7 @@ class Model(LayerModel):
         memory = None if self.memory is None else model_bytes_per_rank(self.memory, count_local_ranks(grid.size))
         execution = self.accumulate, self.recompute, self.strips, memory
         options: Any = {"may_halve_memory": not self.strips_blocker, "strategy": self.strategy}
-        training = Training(self.cost, self.optimizer, self.dtype, *execution, **options)
+        training = TrainingSettings(self.cost, self.optimizer, self.dtype, *execution, **options)
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
         available, fixed = self.available_bytes_per_rank, bool(memory is not None or self.strips_blocker)
         if available is None or fixed or plan.needed_bytes <= available:

@@ -14,7 +14,7 @@ from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
 from .model_plan import ModelPlan
 from .parameters import ParameterPlan
-from .plan import GRADIENTS, LOSS, Plan, Training, max_micro_batch_size, micro_batch_ranges
+from .plan import GRADIENTS, LOSS, Plan, TrainingSettings, max_micro_batch_size, micro_batch_ranges
 from .section import PlannedSection
 from .stream import Stream
 
@@ -31,7 +31,7 @@ __all__ = [
     "PlannedSection",
     "Step",
     "Stream",
-    "Training",
+    "TrainingSettings",
     "compile_plan",
     "max_micro_batch_size",
     "micro_batch_ranges",

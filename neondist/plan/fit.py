@@ -13,7 +13,7 @@ from ..layers import Layer, Sequential
 from ..system.memory import format_bytes
 from .graph import Graph, GraphBuilder, Step, prefix_error_with_layer
 from .layer import LayerPlan
-from .plan import Plan, Training
+from .plan import Plan, TrainingSettings
 from .section import Rows
 from .segments import LayerRegions, find_regions
 from .stream import Stream, work_per_sample
@@ -25,7 +25,7 @@ MAX_WORK_FACTOR_OF_HALVING = 1.3  # maximum factor of work for halving the memor
 
 
 def compile_plan(
-    chain: Sequential, input_shape: Shape, grid: GridShape, batch_size: int | None, training: Training
+    chain: Sequential, input_shape: Shape, grid: GridShape, batch_size: int | None, training: TrainingSettings
 ) -> Plan:
     """Return the plan of a chain of layers.
 

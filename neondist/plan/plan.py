@@ -36,7 +36,7 @@ LOSS, GRADIENTS = "loss", "gradients"
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     """Properties of a training step that a plan needs in addition to the layers."""
 
     cost: Cost
@@ -68,7 +68,7 @@ class Plan(Sequence[LayerPlan]):
     grid : GridShape
     batch_size : int
         Global.
-    training : Training
+    training : TrainingSettings
     pretraining : dict of name to list
         For each pretraining stage, the elements per sample that each tile sends in a step.
     stream : Stream or None
@@ -81,7 +81,7 @@ class Plan(Sequence[LayerPlan]):
     layers: list[LayerPlan]
     grid: GridShape
     batch_size: int
-    training: Training
+    training: TrainingSettings
     pretraining: dict[str, list[int]] = field(default_factory=dict)
     stream: Stream | None = None
     skipped_nodes: int = 0

@@ -30,7 +30,7 @@ PER_RANK_LEGEND = "\nparameters/rank: maximum over ranks; each rank keeps the pa
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its head, a cell per layer, and the foot."""
+    """A column: its header, one cell per layer, and the footer."""
 
     head: str
     cells: list[str]

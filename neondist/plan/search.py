@@ -110,7 +110,7 @@ def sort_choices(
 
 
 def choose_fastest(
-    candidates: Sequence[GridChoice], limit: int | None, within: Callable[[ModelPlan, int], ModelPlan] | None = None
+    candidates: Sequence[GridChoice], limit: int | None, fit_plan: Callable[[ModelPlan, int], ModelPlan] | None = None
 ) -> tuple[GridChoice, GridChoice | None, list[str]]:
     """Return the fastest choice within the memory limit, the runner-up, and why faster ones were excluded.
 
@@ -118,7 +118,7 @@ def choose_fastest(
     ----------
     limit : int or None
         Bytes per rank.
-    within : callable, optional
+    fit_plan : callable, optional
         Returns a plan in strips that fits, for the case that no choice does.
 
     Raises
@@ -139,12 +139,12 @@ def choose_fastest(
             )
         if len(fitting) == 2:
             break
-    if not fitting and limit is not None and within is not None:
+    if not fitting and limit is not None and fit_plan is not None:
         for choice in candidates:
-            if choice.strategy.schemes:  # strips come with plain halos
+            if choice.strategy.schemes:  # strips require the scheme halo
                 continue
             try:
-                return replace(choice, plan=within(choice.plan, limit)), None, excluded
+                return replace(choice, plan=fit_plan(choice.plan, limit)), None, excluded
             except UserError:
                 continue
     if not fitting:

@@ -30,7 +30,7 @@ _LOCK_TIMEOUT = 30.0
 
 
 class TaskRow(NamedTuple):
-    """Row of the table of tasks. States: todo, doing, done, failed, and parted (continued in other rows)."""
+    """Row of the table of tasks. States: todo, doing, done, failed, and reissued (continued in other rows)."""
 
     id: int
     kind: str
@@ -146,7 +146,7 @@ class TaskDatabase:
     def reissue_ranges(self, task: TaskRow, ranges: Sequence[tuple[int, int]]) -> None:
         """Reissue ranges of a task under new ids; without ranges it is done."""
         self._connection.execute(
-            "UPDATE tasks SET state = ?, worker = NULL WHERE id = ?", ("parted" if ranges else "done", task.id)
+            "UPDATE tasks SET state = ?, worker = NULL WHERE id = ?", ("reissued" if ranges else "done", task.id)
         )
         self._insert_tasks(task.kind, task.epoch, ranges)
 

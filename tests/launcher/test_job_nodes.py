@@ -27,7 +27,7 @@ from neondist.errors import LaunchError
 from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, assign_workers_to_slots, checked_job_nodes
 from neondist.launcher.remote import remote_side_command
 from neondist.launcher.scaling import open_elastic_slots, reject_unreachable_maximum
-from neondist.launcher.slots import Demand
+from neondist.launcher.slots import WorkerBounds
 from neondist.version import __version__ as VERSION
 
 EXPERIMENT = """!FitExperiment
@@ -225,10 +225,10 @@ def test_host_list_is_read_once_at_the_start(folder, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     (folder / "hosts").write_text("#!/bin/sh\necho run >> runs\necho localhost:2\necho far\n")
     (folder / "hosts").chmod(0o755)
-    source, demand = HostSource("hosts"), Demand(1, 3)
-    reject_unreachable_maximum(demand, source)
+    source, bounds = HostSource("hosts"), WorkerBounds(1, 3)
+    reject_unreachable_maximum(bounds, source)
     arguments = argparse.Namespace(resources=None, source=None, slots_from=source, fork_server=None)
-    with open_elastic_slots(demand, source) as scaling:
+    with open_elastic_slots(bounds, source) as scaling:
         hosts = scaling.wait_for_minimum(lambda: False, print)
         with checked_job_nodes(arguments, hosts, 1) as nodes:
             assert nodes.workers == ["localhost", "localhost", "far"]
@@ -246,7 +246,7 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", shlex.quote(str(folder / "agent")))
     (folder / "hosts").write_text("localhost:1\n")
     source = HostSource("hosts")
-    with open_elastic_slots(Demand(1, 4), source) as scaling:
+    with open_elastic_slots(WorkerBounds(1, 4), source) as scaling:
         assert scaling.wait_for_minimum(lambda: False, print) == ["localhost"]
         (folder / "hosts").write_text("localhost:1\nbare:2\nfar:1\n")
         joined = []

@@ -10,40 +10,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neondist.errors import LaunchError
-from neondist.launcher.slots import Demand, SlotTable, fair_shares, shared_slots_folder
+from neondist.launcher.slots import SlotTable, WorkerBounds, fair_shares, shared_slots_folder
 
-DEMANDS = st.builds(
-    lambda low, extra, width: Demand(low, low + extra, width), st.integers(1, 5), st.integers(0, 8), st.integers(1, 3)
+BOUNDS = st.builds(
+    lambda low, extra, width: WorkerBounds(low, low + extra, width),
+    st.integers(1, 5),
+    st.integers(0, 8),
+    st.integers(1, 3),
 )
 
 
-@given(st.integers(0, 40), st.lists(DEMANDS, max_size=6))
-def test_shares_are_bounded_and_fair(slots, demands):
-    shares = fair_shares(slots, demands)
-    used = sum(share * demand.slots_per_worker for share, demand in zip(shares, demands, strict=True))
+@given(st.integers(0, 40), st.lists(BOUNDS, max_size=6))
+def test_shares_are_bounded_and_fair(slots, jobs):
+    shares = fair_shares(slots, jobs)
+    used = sum(share * bounds.slots_per_worker for share, bounds in zip(shares, jobs, strict=True))
     assert used <= slots
-    admitted = [(share, demand) for share, demand in zip(shares, demands, strict=True) if share]
-    assert all(demand.min_workers <= share <= demand.max_workers for share, demand in admitted)
-    assert [share > 0 for share in shares] == [i < len(admitted) for i in range(len(demands))], "admission is in order"
-    if len(admitted) < len(demands):
-        least = sum(demand.min_workers * demand.slots_per_worker for demand in demands[: len(admitted) + 1])
+    admitted = [(share, bounds) for share, bounds in zip(shares, jobs, strict=True) if share]
+    assert all(bounds.min_workers <= share <= bounds.max_workers for share, bounds in admitted)
+    assert [share > 0 for share in shares] == [i < len(admitted) for i in range(len(jobs))], "admission is in order"
+    if len(admitted) < len(jobs):
+        least = sum(bounds.min_workers * bounds.slots_per_worker for bounds in jobs[: len(admitted) + 1])
         assert least > slots, "the minimum of the first waiting job would fit"
-    for share, demand in admitted:
-        assert share == demand.max_workers or demand.slots_per_worker > slots - used, "free slots could serve a job"
+    for share, bounds in admitted:
+        assert share == bounds.max_workers or bounds.slots_per_worker > slots - used, "free slots could serve a job"
         for (
             other_share,
-            other_demand,
+            other_bounds,
         ) in admitted:  # a job above its minimum got its last worker while it had no larger share
             if (
-                share < demand.max_workers
-                and demand.slots_per_worker <= other_demand.slots_per_worker
-                and other_share > other_demand.min_workers
+                share < bounds.max_workers
+                and bounds.slots_per_worker <= other_bounds.slots_per_worker
+                and other_share > other_bounds.min_workers
             ):
-                assert (other_share - 1) * other_demand.slots_per_worker <= share * demand.slots_per_worker
+                assert (other_share - 1) * other_bounds.slots_per_worker <= share * bounds.slots_per_worker
 
 
 @pytest.mark.parametrize(
-    ("slots", "demands", "expected"),
+    ("slots", "jobs", "expected"),
     [
         (6, [(1, 4), (1, 4)], [3, 3]),
         (6, [(1, 4), (4, 4)], [2, 4]),
@@ -54,36 +57,36 @@ def test_shares_are_bounded_and_fair(slots, demands):
         (6, [(1, 9, 2), (1, 9)], [2, 2]),
     ],
 )
-def test_shares(slots, demands, expected):
-    assert fair_shares(slots, [Demand(*demand) for demand in demands]) == expected
+def test_shares(slots, jobs, expected):
+    assert fair_shares(slots, [WorkerBounds(*bounds) for bounds in jobs]) == expected
 
 
 def test_jobs_share_and_return_slots(tmp_path):
     hosts = {"localhost": 6}
-    with SlotTable(Demand(1, 4), tmp_path) as first:
+    with SlotTable(WorkerBounds(1, 4), tmp_path) as first:
         assert first.take_slots(hosts) == ["localhost"] * 4
         assert first.take_slots(hosts) == []
-        with SlotTable(Demand(1, 4), tmp_path) as second:
+        with SlotTable(WorkerBounds(1, 4), tmp_path) as second:
             assert first.surplus_workers(hosts) == 1
             assert second.take_slots(hosts) == ["localhost"] * 2, "slots that are free now"
             assert second.take_slots(hosts) == []
             first.free_worker_slots("localhost")
             assert (first.surplus_workers(hosts), first.take_slots(hosts)) == (0, [])
             assert second.take_slots(hosts) == ["localhost"]
-            with SlotTable(Demand(4, 4), tmp_path) as third:
+            with SlotTable(WorkerBounds(4, 4), tmp_path) as third:
                 assert (first.surplus_workers(hosts), second.surplus_workers(hosts)) == (2, 2)
                 first.free_worker_slots("localhost")
                 assert third.take_slots(hosts) == [], "the full minimum, or nothing"
                 users = third.describe_users(hosts)
                 assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in users
             first.free_worker_slots("localhost", permanently=True)
-            assert (first.demand, first.take_slots(hosts)) == (Demand(1, 1), [])
+            assert (first.bounds, first.take_slots(hosts)) == (WorkerBounds(1, 1), [])
         assert first.take_slots(hosts) == []
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_workers_fill_hosts_in_order(tmp_path):
-    with SlotTable(Demand(1, 9, 2), tmp_path) as table:
+    with SlotTable(WorkerBounds(1, 9, 2), tmp_path) as table:
         assert table.take_slots({"a": 3, "b": 5}) == ["a", "b", "b"]
         assert table.take_slots({"a": 3, "b": 5}) == []
         table.free_worker_slots("a")
@@ -93,7 +96,7 @@ def test_workers_fill_hosts_in_order(tmp_path):
 
 def test_removed_folder_leaves_a_job_unchanged(tmp_path):
     (tmp_path / "slots").mkdir()
-    with SlotTable(Demand(1, 2), tmp_path / "slots") as table:
+    with SlotTable(WorkerBounds(1, 2), tmp_path / "slots") as table:
         assert table.take_slots({"localhost": 2}) == ["localhost"] * 2
         shutil.rmtree(tmp_path / "slots")
         table.free_worker_slots("localhost")
@@ -107,8 +110,8 @@ def test_removed_folder_leaves_a_job_unchanged(tmp_path):
 JOB_SCRIPT = """
 import sys, time
 from pathlib import Path
-from neondist.launcher.slots import Demand, SlotTable
-with SlotTable(Demand(2, 2), Path(sys.argv[1])) as table:
+from neondist.launcher.slots import WorkerBounds, SlotTable
+with SlotTable(WorkerBounds(2, 2), Path(sys.argv[1])) as table:
     print(table.take_slots({"localhost": 2}), flush=True)
     time.sleep(60)
 """
@@ -117,7 +120,7 @@ with SlotTable(Demand(2, 2), Path(sys.argv[1])) as table:
 def test_slots_of_a_killed_job_are_free(tmp_path):
     with subprocess.Popen([sys.executable, "-c", JOB_SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "['localhost', 'localhost']\n"
-        with SlotTable(Demand(1, 2), tmp_path) as table:
+        with SlotTable(WorkerBounds(1, 2), tmp_path) as table:
             assert table.take_slots({"localhost": 2}) == []
             job.send_signal(signal.SIGKILL)
             job.wait()
@@ -128,7 +131,7 @@ def test_slots_of_a_killed_job_are_free(tmp_path):
 def test_damaged_entries_and_dead_jobs_are_ignored(tmp_path):
     (tmp_path / "job-1-dead.json").write_text('{"order": 1, "low": 6, "high": 6, "width": 1, "held": {"localhost": 6}}')
     (tmp_path / "job-2-dead.json").write_text("{")
-    with SlotTable(Demand(1, 2), tmp_path) as table, SlotTable(Demand(1, 2), tmp_path) as other:
+    with SlotTable(WorkerBounds(1, 2), tmp_path) as table, SlotTable(WorkerBounds(1, 2), tmp_path) as other:
         other._own_path.write_text('{"order": true, "held": []}')
         assert table.take_slots({"localhost": 3}) == ["localhost"] * 2
         assert len(list(tmp_path.glob("job-*"))) == 2

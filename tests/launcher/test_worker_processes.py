@@ -12,7 +12,7 @@ import pytest
 from neondist.launcher import worker_processes
 from neondist.launcher.job_nodes import JobNode, JobNodes
 from neondist.launcher.scaling import ElasticSlots
-from neondist.launcher.slots import Demand, SlotTable
+from neondist.launcher.slots import SlotTable, WorkerBounds
 from neondist.launcher.worker_processes import TaskProgress, WorkerProcesses
 
 WORKER_SCRIPT = """
@@ -28,10 +28,10 @@ sys.exit(int(sys.stdin.read() or 0))
 class FakeJob:
     """Workers that run until `end`, and the pool that manages them."""
 
-    def __init__(self, folder, demand, slots, kind="good"):
+    def __init__(self, folder, bounds, slots, kind="good"):
         self.slots, self.kind, self.events, self.lost, self.started = slots, kind, [], [], []
         self.progress, self.processes, self.host_of_worker = TaskProgress(9, frozenset(range(9))), {}, {}
-        self.table = SlotTable(demand, folder).__enter__()
+        self.table = SlotTable(bounds, folder).__enter__()
         self.failed, self.hosts, self.missed_reports = [], {}, 0
         self.scaling = ElasticSlots(self.table, self.list_hosts, self.failed.append)
         nodes = JobNodes([JobNode()], self.table.take_slots({"localhost": slots}))
@@ -106,9 +106,9 @@ def start_job(tmp_path):
 
 
 def test_two_jobs_share_six_slots(start_job):
-    first = start_job(Demand(1, 4), 6)
+    first = start_job(WorkerBounds(1, 4), 6)
     first.wait([0, 1, 2, 3])
-    second = start_job(Demand(1, 4), 6)
+    second = start_job(WorkerBounds(1, 4), 6)
     assert second.started[0] == (0, False), "second job starts at once"
     first.wait([0, 1, 2])
     second.wait([0, 1, 2])
@@ -124,7 +124,7 @@ def test_two_jobs_share_six_slots(start_job):
 
 
 def test_changing_numbers_of_slots(start_job):
-    job = start_job(Demand(1, 3), 2)
+    job = start_job(WorkerBounds(1, 3), 2)
     job.wait([0, 1])
     job.slots = 3
     job.wait([0, 1, 2])
@@ -137,7 +137,7 @@ def test_changing_numbers_of_slots(start_job):
 
 
 def test_workers_need_tasks(start_job):
-    job = start_job(Demand(1, 3), 1)
+    job = start_job(WorkerBounds(1, 3), 1)
     job.progress = TaskProgress(0, frozenset({0}))
     job.slots = 3
     time.sleep(0.6)
@@ -145,7 +145,7 @@ def test_workers_need_tasks(start_job):
 
 
 def test_workers_that_have_not_started_are_killed(start_job):
-    job = start_job(Demand(1, 3), 3, "stuck")
+    job = start_job(WorkerBounds(1, 3), 3, "stuck")
     job.progress = TaskProgress(0, frozenset({0, 1}))
     job.slots = 2
     job.wait([0, 1])
@@ -159,7 +159,7 @@ def test_workers_that_have_not_started_are_killed(start_job):
 
 def test_unresponsive_worker_is_killed(start_job, monkeypatch):
     monkeypatch.setattr(worker_processes, "RELEASE_TIMEOUT", 0.5)
-    job = start_job(Demand(1, 2), 2, "stuck")
+    job = start_job(WorkerBounds(1, 2), 2, "stuck")
     job.slots = 1
     job.wait([0])
     assert job.processes[1].returncode == -signal.SIGKILL
@@ -167,7 +167,7 @@ def test_unresponsive_worker_is_killed(start_job, monkeypatch):
 
 
 def test_killed_worker_keeps_its_slot_and_a_signal_ends_all(start_job):
-    job = start_job(Demand(1, 3), 2)
+    job = start_job(WorkerBounds(1, 3), 2)
     before = job.processes[1]
     before.kill()
     while job.processes[1] is before:
@@ -185,7 +185,7 @@ def test_killed_worker_keeps_its_slot_and_a_signal_ends_all(start_job):
 
 
 def test_workers_of_lost_hosts_move_or_wait_for_hosts(start_job):
-    job = start_job(Demand(2, 3), 2)
+    job = start_job(WorkerBounds(2, 3), 2)
     job.wait([0, 1])
     job.hosts = {"b": 1}
     job.wait([0, 1, 2])

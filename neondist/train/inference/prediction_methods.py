@@ -16,7 +16,7 @@ from ...formats import TileSource
 from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...models import Model, TrainableModel
-from ...plan import Plan, Training, compile_plan
+from ...plan import Plan, TrainingSettings, compile_plan
 from ...plan.blocks import IMAGE_COPIES, find_blockwise_obstacles, fit_blocks, shrink_to_fit
 from ...runtime.blocks import BlockwiseExecutor
 from ...system.memory import PROCESS_OVERHEAD_BYTES, count_local_ranks, format_bytes, free_bytes, model_bytes_per_rank
@@ -306,7 +306,7 @@ def _max_block_extents(block_extent: int | None, ndim: int) -> list[int]:
 
 def compile_forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch_size: int) -> Plan:
     """Return the forward-only plan of a model of neondist's layers, with whole tiles."""
-    training = Training(model.cost, model.optimizer, model.dtype, backward=False)
+    training = TrainingSettings(model.cost, model.optimizer, model.dtype, backward=False)
     return compile_plan(model.chain, shape, grid, batch_size, training)
 
 
