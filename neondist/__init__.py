@@ -1,4 +1,4 @@
-"""neondist: convolutional networks whose samples are split over MPI ranks, with the numbers of one process.
+"""neondist: convolutional networks on samples split over MPI ranks, with the results of one process.
 
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """

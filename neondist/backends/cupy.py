@@ -139,7 +139,7 @@ class CupyKernels(Kernels):
         return crop_sides(dx, crop)
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
-        """Return the maxima and the places, in one launch."""
+        """Return the maxima and their positions, in one launch."""
         out, xp = output_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
         if not self._has_window_kernel(x.dtype, kernel, (len(x), *out, x.shape[-1])):
             return super().max_pool(x, kernel, stride)

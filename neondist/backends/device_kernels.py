@@ -103,7 +103,7 @@ KERNEL void max_pool(const T *x, T *best, unsigned char *place, const INDEX *tab
     }
 }
 """
-"""Maxima (N, *out, C), and their places in windows; the table: extents, outputs, kernel, steps, C, strides of x"""
+"""Maxima (N, *out, C), and their positions in windows; the table: extents, outputs, kernel, steps, C, strides of x"""
 
 MAX_POOL_BACK = """
 KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const INDEX *table, long long total) {

@@ -44,7 +44,7 @@ class HostKernels(CompiledConvolution):
     def max_pool_into(
         self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, clip_negative: bool = False
     ) -> Any:
-        """Write the maxima into y; return the places: one byte each if compiled."""
+        """Write the maxima into y; return their positions, one byte each if compiled."""
         places = np.empty(y.shape, np.uint8)
         done = self._try_max_pool(False, x, y, places, kernel, stride, clip_negative)
         return places if done else super().max_pool_into(y, x, kernel, stride, clip_negative)

@@ -1,4 +1,4 @@
-"""PyTorch as a library of kernels over NumPy arrays: nothing is copied, nothing is recorded for autograd.
+"""PyTorch kernels over NumPy arrays, without copies and without autograd.
 
 PyTorch is imported when one of its kernels is first needed: a process is 200 MiB smaller without it.
 """
@@ -30,12 +30,12 @@ _MIN_POOL_CHANNELS = 4  # with fewer, torch's pooling does not fill a vector, an
 class TorchKernelMixin(Kernels):
     """PyTorch's kernels where they are faster than NumPy's; arrays stay NumPy's.
 
-    The numbers below are NumPy's time over PyTorch's: float32, one thread, AVX2.
+    Speed-ups over NumPy are given for float32, one thread and AVX2.
     """
 
     #: Numbers, or multiplications, below which the overhead of a torch call exceeds NumPy's time
     min_torch_elements = 1 << 15
-    #: Multiplications from which on torch's threads are worth its import
+    #: Multiplications above which torch's threads are worth its import
     min_threaded_products = 1 << 28
 
     @cached_property
@@ -72,7 +72,7 @@ class TorchKernelMixin(Kernels):
         bias: np.ndarray | None = None,
         zeros: Sides | None = None,
     ) -> np.ndarray:
-        """Return the valid convolution plus bias (N, *out, C_out): 1.3 to 4, depthwise 30."""
+        """Return the valid convolution plus bias (N, *out, C_out); speed-up 1.3 to 4, depthwise 30."""
         out = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
         few = weights.size * prod(out) * len(x) < self.min_torch_elements
         if few or not self._prefers_torch_conv(x, (len(x), *out, weights.shape[-1]), weights.shape[:-2], stride):
@@ -90,7 +90,7 @@ class TorchKernelMixin(Kernels):
         groups: int,
         crop: Sides | None = None,
     ) -> np.ndarray:
-        """Return the gradient of x (N, *extent, C_in), without `crop`: 1.6 to 3.4, depthwise 37."""
+        """Return the gradient of x (N, *extent, C_in), without `crop`; speed-up 1.6 to 3.4, depthwise 37."""
         if not self._prefers_torch_conv(dy, dy.shape, weights.shape[:-2], stride):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         sides = crop or ((0, 0),) * len(stride)
@@ -106,7 +106,7 @@ class TorchKernelMixin(Kernels):
         groups: int,
         zeros: Sides | None = None,
     ) -> np.ndarray:
-        """Return the gradient of the weights: 1 to 1.5, few channels 2 to 4, depthwise 15."""
+        """Return the gradient of the weights; speed-up 1 to 1.5, with few channels 2 to 4, depthwise 15."""
         few = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_torch_elements
         if few or not self._prefers_torch_conv(x, dy.shape, kernel, stride):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
@@ -127,7 +127,7 @@ class TorchKernelMixin(Kernels):
         ), by_bias
 
     def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, Any]:
-        """Return the maxima and their places: 4 to 14."""
+        """Return the maxima and their positions; speed-up 4 to 14."""
         if not self._prefers_torch_pool(x, output_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel))):
             return super().max_pool(x, kernel, stride)
         return self.torch_calls.pool.max_forward(x, kernel, stride)
@@ -135,7 +135,7 @@ class TorchKernelMixin(Kernels):
     def max_pool_backward(
         self, dy: np.ndarray, max_positions: Any, extent: Ints, kernel: Ints, stride: Ints
     ) -> np.ndarray:
-        """Return the gradient of x: 2 where windows do not overlap, 5 to 14 where they do."""
+        """Return the gradient of x; speed-up 2 if windows do not overlap, 5 to 14 if they do."""
         if not self._prefers_torch_pool(dy, dy.shape[1:-1]):
             return super().max_pool_backward(dy, max_positions, extent, kernel, stride)
         return self.torch_calls.pool.max_backward(dy, max_positions, extent, kernel, stride)
@@ -153,14 +153,14 @@ class TorchKernelMixin(Kernels):
             self.torch_calls.pool.max_backward_into(dx[part.samples], dy[part.samples], place, kernel, stride)
 
     def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
-        """Return the sum over every window: 1.2 to 3."""
+        """Return the sum over every window; speed-up 1.2 to 3."""
         out = output_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel))
         if not (self._prefers_torch_pool(x, out) and self._prefers_torch_conv(x, x.shape, kernel, stride)):
             return super().window_sum(x, kernel, stride)
         return self.torch_calls.pool.window_sum(x, kernel, stride)
 
     def window_sum_adjoint(self, dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
-        """Return the adjoint of `window_sum`: 1.2 to 3."""
+        """Return the adjoint of `window_sum`; speed-up 1.2 to 3."""
         if len(stride) > 2 or not (
             self._prefers_torch_pool(dy, dy.shape[1:-1]) and self._prefers_torch_conv(dy, dy.shape)
         ):
@@ -168,7 +168,7 @@ class TorchKernelMixin(Kernels):
         return self.torch_calls.pool.window_sum_adjoint(dy, extent, kernel, stride)
 
     def separable_filter(self, x: np.ndarray, taps: Taps) -> np.ndarray:
-        """Return the valid correlation with the product of `taps`: 2 to 8."""
+        """Return the valid correlation with the product of `taps`; speed-up 2 to 8."""
         kernel = [len(weights) for weights in taps]
         out = output_extent(x.shape[1:-1], kernel, (1,) * len(taps), (1,) * len(taps))
         if not (self._prefers_torch_pool(x, out) and self._prefers_torch_conv(x, x.shape)):
@@ -176,7 +176,7 @@ class TorchKernelMixin(Kernels):
         return self.torch_calls.pool.separable_filter(x, taps)
 
     def separable_filter_adjoint(self, dy: np.ndarray, extent: Ints, taps: Taps) -> np.ndarray:
-        """Return the adjoint of `separable_filter`: 2 to 9."""
+        """Return the adjoint of `separable_filter`; speed-up 2 to 9."""
         if len(taps) != 2 or not (
             self._prefers_torch_pool(dy, dy.shape[1:-1]) and self._prefers_torch_conv(dy, dy.shape)
         ):
@@ -191,7 +191,7 @@ class TorchKernelMixin(Kernels):
     def _prefers_torch_conv(self, x: np.ndarray, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
         """Return whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow.
 
-        Kernels of one cell with a stride crash in the backward of PyTorch 2.13, channels-last, on some processors.
+        Kernels of one cell with a stride crash in the backward pass of PyTorch 2.13, channels-last, on some processors.
         """
         if max(stride) > 1 and prod(kernel) == 1:
             return False

@@ -1,4 +1,4 @@
-"""Least times of training steps on this machine, from which benchmarks estimate early how long they take."""
+"""Minimum times of training steps on this machine, from which benchmarks estimate early how long they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between times of the same work, and the warning about them."""
+"""Variation between timings of the same work, and the warning about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changing lists of hosts: their source, and the currently usable hosts."""
+"""Lists of hosts that may change: their source, and the currently usable hosts."""
 
 from __future__ import annotations
 

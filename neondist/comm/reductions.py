@@ -139,7 +139,7 @@ class Reductions:
         return np.concatenate(parts), slice(lo, hi), total - decode(own_codes)
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Send an array to every rank of one of GROUP_NAMES, and return what each sent here. Collective there."""
+        """Send an array to each rank of one of GROUP_NAMES, and return what each sent to this one. Collective there."""
         transport = self.grid.group(group)
         others = [(peer, array.nbytes) for peer, array in enumerate(sends) if peer != transport.rank]
         self.redistribution_counts.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)

@@ -44,7 +44,7 @@ class Dataset(Registered, ABC):
     train : Split
         Available after `open`, as are the next two.
     validation, test : Split or None
-        The validation split selects settings; the test split is for reported results. None if absent.
+        The validation split is used to select settings, the test split for reported results. None if absent.
     content_hash : str
         Set by `open_splits`: a hash of the source data, independent of tiles and ranks. It is compared between
         ranks before training; '' (the default) compares only labels.

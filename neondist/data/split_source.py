@@ -16,7 +16,7 @@ BLOCK_BYTES = 1 << 24  # bytes of images in memory at once, or one image if larg
 
 @dataclass(frozen=True)
 class SplitSource:
-    """Samples of one shape, and their labels.
+    """Samples of a split, all of one shape, and their labels.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""CIFAR-10, small colour photographs of ten kinds: the official binary batches."""
+"""CIFAR-10, small colour photographs of ten classes: the official binary batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers of the values that the forward of a module can reach."""
+"""Containers of the values that the `forward` of a module can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that the forward of a module can reach, and their restoration.
+"""Values that the `forward` of a module can reach, and their restoration.
 
 Attributes of modules and objects, items of containers, closures, defaults, class attributes and global variables, as
 far as the user's code, of all functions reached, refers to them by name.

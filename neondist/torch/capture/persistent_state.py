@@ -1,4 +1,4 @@
-"""Detection of state that a forward keeps for the next one; a captured module computes the same in every pass.
+"""Detection of state that a forward pass keeps for the next one; a captured module computes the same in every pass.
 
 Counters, caches and stored results are harmless; state that the next forward would read is rejected.
 """

@@ -1,4 +1,4 @@
-"""Regions of a program whose values are partitioned otherwise than into tiles, and conversions at their borders."""
+"""Regions of a program whose values are not partitioned into tiles, and conversions at their borders."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients taken in a forward.
+"""Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients taken in a forward pass.
 
-Export records the forward of a Function and drops its backward. So Functions become custom operators here, which run
-the user's code; other gradients that would be dropped are rejected.
+Export records the forward of a Function and drops its backward. Therefore, Functions become custom operators here,
+which run the user's code; other gradients that would be dropped are rejected.
 """
 
 from __future__ import annotations

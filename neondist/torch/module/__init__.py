@@ -1,1 +1,1 @@
-"""The distributed module that users hold, and what they use with it: losses, loaders, weights files."""
+"""The user-facing distributed module, with its losses, loaders and weights files."""
