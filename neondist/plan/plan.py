@@ -129,7 +129,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def min_extent(self) -> int:
-        """Smallest extent, along the last two axes, of any layer's input image; 1 if the model's input is not one."""
+        """Smallest extent of any layer's input image along the last two axes; 1 if the model has no input image."""
         images = [plan.input_shape for plan in self]
         least = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
         return least if len(images[0]) > 2 else 1

@@ -35,7 +35,7 @@ _SERVER_FILE_PATTERN = re.compile(r"server-(\d+)-of-(\d+)\.h5")
 def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save_id: str) -> Callable[[], None]:
     """Return a function that writes the file of a server in its current state.
 
-    New table rows do not affect it until it has run; updates would.
+    Before it has run, table rows may be added, but values must not be updated.
 
     Parameters
     ----------

@@ -195,7 +195,7 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
         description = json.loads(text, parse_constant=_refuse_nan_constant)
         fields, descriptions = description["fields"], description["arrays"]
         if not isinstance(fields, dict) or not isinstance(descriptions, list) or len(description) != 2:
-            raise MessageError("invalid description")
+            raise MessageError("invalid description of the message")
         arrays: dict[str, MessageArray] = {}
         start = 0
         for name, dtype, shape in descriptions:
@@ -218,7 +218,7 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
     except MessageError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise MessageError(f"invalid description ({type(error).__name__})") from None
+        raise MessageError(f"invalid description of the message ({type(error).__name__})") from None
     return Message(fields, arrays)
 
 

@@ -88,9 +88,9 @@ class JobServersClient:
                 self._first_step = reply.integer("first_step")
         self._first_step = world.bcast(self._first_step)
         model.remote_update = self._updates
-        self.synchronise_step()
+        self.synchronise_step_count()
 
-    def synchronise_step(self) -> None:
+    def synchronise_step_count(self) -> None:
         """Set the step to the number of updates by all workers; request a stop if the master has requested one."""
         assert self._updates is not None
         model = self._state.model
@@ -108,7 +108,7 @@ class JobServersClient:
                 self._clients[0].call("stop")
         self._updates.leave_and_wait_for_others(self._num_workers, self._grace_seconds)
         self._updates.pull_final_values()
-        self.synchronise_step()
+        self.synchronise_step_count()
 
     def stop_servers(self) -> None:
         """Stop the servers, on the master."""

@@ -130,7 +130,7 @@ class TrainingRole:
         state.loss = _to_loss(result)
         stepped = state.step != previous
         if self.servers is not None:
-            self.servers.synchronise_step()
+            self.servers.synchronise_step_count()
         if stepped:
             if self.position is not None and (size := self.position.advance_past_batch()):
                 totals = state.totals

@@ -79,7 +79,7 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
                 if not tied:
                     raise
                 raise CaptureError(
-                    f"the forward writes into a part of the buffer {tied[0]}, which has several names, or reads it"
+                    f"the forward pass writes into a part of the buffer {tied[0]}, which has several names, or reads it"
                     " through an alias made before the write; keep one name"
                 ) from None
         program.functions, program.reads, program.unregistered = calls, values.reads, values.unregistered

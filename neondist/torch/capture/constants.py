@@ -118,8 +118,8 @@ class KnownValueTracker(TorchDispatchMode):
         writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
         if any(map(self._outlives_capture, writes)):  # a captured pass would not repeat the write
             raise CaptureError(
-                "the forward writes into a tensor that is not a buffer of the module, or reaches a buffer by another"
-                " name; register it as a buffer, and write into that"
+                "the forward pass writes into a tensor that is not a buffer of the module, or reaches a buffer by"
+                " another name; register it as a buffer, and write into that"
             )
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

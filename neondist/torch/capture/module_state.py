@@ -198,7 +198,7 @@ class ReachableState:
         self._visit_classes_of(type(module), path, module)
 
     def _visit_registered(self, members: Any, name: str, path: str, module: nn.Module) -> None:
-        buffers = name == "_buffers"  # a forward may replace them
+        buffers = name == "_buffers"  # a forward pass may replace them
         self.holders.append(ValueHolder(f"{path}.{name}", module, members, in_nn_module=True, is_watched=not buffers))
         for key, value in members.items():
             place = f"{path}.{key}".removeprefix(".")

@@ -1,6 +1,6 @@
 """Detection of state that a forward pass keeps for the next one; a captured module computes the same in every pass.
 
-Counters, caches and stored results are harmless; state that the next forward would read is rejected.
+Counters, caches and stored results are harmless; state that the next forward pass would read is rejected.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
     before = RestorableState(module)
     if before.iterators:
         raise CaptureError(
-            f"the forward may read from the iterator {next(iter(before.iterators))}, whose next value would be"
+            f"the forward pass may read from the iterator {next(iter(before.iterators))}, whose next value would be"
             " captured as a constant; read it before the pass",
             _location(module),
         )
@@ -203,7 +203,9 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
         for kind, name, side in {**snapshots[0], **snapshots[-1]} if snapshots else ():
             old, new = (items.get((kind, name, side), []) for items in (snapshots[0], snapshots[-1]))
             if old != new:
-                raise CaptureError(f"the forward changes the {kind} {name}; {_REMEDY_BY_KIND[kind]}", _location(module))
+                raise CaptureError(
+                    f"the forward pass changes the {kind} {name}; {_REMEDY_BY_KIND[kind]}", _location(module)
+                )
         if changed:
             _reject_state_kept_between_passes(module, inputs)
         if (_global_generator_hash(), before.own_generator_hash()) != random_state:
@@ -251,9 +253,9 @@ def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.
         before.insert_probe_numbers(persistent, probe)
         if _run_or_none(passes.run) != expected:
             raise CaptureError(
-                f"the forward changes {', '.join(persistent or changes)}, which the next forward reads; every pass of a"
-                " distributed module runs the captured graph; keep it in a buffer, or, if only the first pass"
-                " changes it, call the module once before distribute",
+                f"the forward pass changes {', '.join(persistent or changes)}, which the next forward pass reads; every"
+                " pass of a distributed module runs the captured graph; keep it in a buffer, or, if only the first"
+                " pass changes it, call the module once before distribute",
                 _location(next(iter((persistent or changes).values()))[0] or module),
             )
 

@@ -145,12 +145,12 @@ _POINTWISE_IF_SAME_SHAPE = {
 
 
 class _UnrecordedFunctionGuard(TorchFunctionMode):
-    """Refuse operations of a forward that are not recorded."""
+    """Reject operations of a forward pass that are not recorded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         applies = func not in _DATA_ACCESSORS or isinstance(args[0], FakeTensor)  # PyTorch reads data of real tensors
         if func in _UNRECORDED_NAMES and applies:
-            raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward is not recorded{_REMEDIES.get(func, '')}")
+            raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward pass is not recorded{_REMEDIES.get(func, '')}")
         return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 

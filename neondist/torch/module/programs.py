@@ -33,7 +33,7 @@ class CompiledProgram:
     runs_module : bool
         Whether the module itself runs instead of the steps.
     changes_module : bool
-        Whether a forward may change the module's own attributes.
+        Whether a forward pass may change the module's own attributes.
     target_layouts : dict of shape to Layout
         Layouts of targets by shape.
     widened_ranges : sequence of NeededRanges

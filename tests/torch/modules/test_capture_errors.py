@@ -59,7 +59,7 @@ def test_tensor_data():
     def body(grid):
         ndt.distribute(ConvolvedFunction(lambda x: torch.cat([x, x.data])), IMAGES, grid)
 
-    check_rejected(body, "Tensor.data in a forward is not recorded; use .detach() instead")
+    check_rejected(body, "Tensor.data in a forward pass is not recorded; use .detach() instead")
 
 
 @pytest.mark.parametrize("prepare", [lambda x: x, lambda x: x.mean((2, 3))], ids=["tiles", "replicated"])

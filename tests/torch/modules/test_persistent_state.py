@@ -158,7 +158,7 @@ def test_persistent_state_is_rejected(name):
     original = dict(vars(module))
     with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError) as caught:
         ndt.distribute(module, IMAGES, grid)
-    assert f"the forward changes {name.strip()}, which the next forward reads" in str(caught.value)
+    assert f"the forward pass changes {name.strip()}, which the next forward pass reads" in str(caught.value)
     assert str(caught.value).startswith(f"{__file__}:")
     assert vars(module) == original
     assert (module.history, module.dictionary, module.counter.calls) == ([], {}, 0)
@@ -202,7 +202,7 @@ MODULE_CHANGES = {
 def test_module_changes_are_rejected(message):
     module = StatefulModule(MODULE_CHANGES[message])
     original, hooks = dict(module.named_parameters()), len(module.conv._forward_hooks)
-    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError, match=f"the forward changes {message}"):
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError, match=f"the forward pass changes {message}"):
         ndt.distribute(module, IMAGES, grid)
     assert all(p is original[name] and p.requires_grad for name, p in module.named_parameters())
     assert (module.empty, len(module.conv._forward_hooks)) == (None, hooks)
