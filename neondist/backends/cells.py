@@ -82,7 +82,7 @@ class CellKernels:
             self.relu(y, y)
 
     def channel_sum(self, x: Any) -> Any:
-        """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""
+        """Return the sum over everything but the channels, (C,), by GEMM, whose blocked sums are more accurate."""
         cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
         ones = self.xp.ones((1, min(self.sum_block_elements, len(cells))), x.dtype)
         for start in range(0, len(cells), self.sum_block_elements):
@@ -148,7 +148,7 @@ class CellKernels:
     def batch_scale_and_shift(
         self, moments: Any, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
-        """Return the `scale_and_shift` of a batch, and take it into the running mean and the running variance.
+        """Return the `scale_and_shift` of a batch, and update the running mean and variance with it.
 
         Parameters
         ----------

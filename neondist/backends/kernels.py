@@ -22,10 +22,10 @@ from .pool import Pooling
 from .windows import (
     Sides,
     StripAccumulator,
-    clear_sides,
     crop_sides,
     split_into_strips,
     strided_index,
+    zero_borders,
     zero_cells_between_strides,
 )
 
@@ -202,7 +202,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             dx, x, stride, zero_sides = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
         rows, *columns = zero_sides or ((0, 0),) * len(kernel)
         by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
-        inside = None if dx is None else clear_sides(dx, (rows, *columns))
+        inside = None if dx is None else zero_borders(dx, (rows, *columns))
         accumulator = None
         if inside is not None:
             write = self._relu_gradient_writer(inside, crop_sides(x, (rows, *columns)) if clip_negative else None)
@@ -231,7 +231,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         return lambda part, index: self.relu_backward(x[index], part, dx[index])
 
     def _conv_strip_size(self, x: Any, y: Any, weights: Any, stride: Ints, dilation: Ints) -> int:
-        """Return the numbers of a strip: more where the overlap, or the cost of weights per strip, would matter."""
+        """Return the elements of a strip: more if the overlap, or the cost of weights per strip, would matter."""
         step, span = stride[0], dilation[0] * (weights.shape[0] - 1) + 1
         row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
         return max(self.strip_elements, min(4 * self.strip_elements, max(4 * (span - step) * row, 8 * weights.size)))

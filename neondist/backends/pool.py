@@ -18,7 +18,7 @@ class Pooling:
     xp: Any
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
-        """Return the maxima and, for the backward pass, the place of each window's first maximum in row-major order.
+        """Return the maxima and, for the backward pass, the position of each window's first maximum (row-major).
 
         Ties therefore do not depend on tiles. The encoding of places is private to these kernels.
         """

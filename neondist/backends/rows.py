@@ -10,7 +10,7 @@ import numpy as np
 
 from .cells import CompiledCells
 from .kernels import Kernels
-from .windows import Sides, clear_sides, crop_sides, output_extent, split_into_strips
+from .windows import Sides, crop_sides, output_extent, split_into_strips, zero_borders
 
 Ints = Sequence[int]
 ConvArgs = tuple[Ints, Ints, int]
@@ -143,7 +143,7 @@ class RowKernels(CompiledCells, Kernels):
             )
         sides, step, reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
         by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
-        inside = None if dx is None else clear_sides(dx, sides)
+        inside = None if dx is None else zero_borders(dx, sides)
         (skipped, _), *columns = sides
         for strip in split_into_strips(x, dy, kernel, *args[:2], self._conv_strip_size(x, dy, weights, *args[:2])):
             rows, done = strip.output_rows, True
@@ -208,7 +208,7 @@ class RowKernels(CompiledCells, Kernels):
         return done
 
     def _try_grad_input(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: ConvArgs, crop: Ints) -> bool:
-        """Write the gradient of x but for `crop` cells before dx into dx; False: these arrays are not supported."""
+        """Write the gradient of x, without its first `crop` cells, into dx; False: these arrays are not supported."""
         stride, dilation, _ = args
         joined = dilation[-1] == 1 and dy.strides[-2] == dy.shape[-1] * dy.itemsize
         many = prod(weights.shape[: -3 if joined else -2]) > _MAX_WINDOW_PIECES  # checked before anything is written

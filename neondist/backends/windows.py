@@ -47,7 +47,7 @@ def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
 
 
 def window_cells(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[tuple[tuple[int, ...], tuple]]:
-    """Yield, for every cell of a window in row-major order, its place and the index of that cell in all windows."""
+    """Yield, for every cell of a window in row-major order, its position and the index of that cell in all windows."""
     for place in product(*map(range, kernel)):
         starts = [p * d for p, d in zip(place, dilation, strict=True)]
         spans = [slice(a, a + (n - 1) * s + 1 if n else a, s) for a, s, n in zip(starts, stride, out, strict=True)]
@@ -122,7 +122,7 @@ def crop_sides(array: Any, sides: Sides | None) -> Any:
     return array[(slice(None), *(slice(before, n - after) for (before, after), n in ends))]
 
 
-def clear_sides(dx: Any, sides: Sides) -> Any:
+def zero_borders(dx: Any, sides: Sides) -> Any:
     """Fill the ends of all spatial axes with zeros; return the interior."""
     for axis, (before, after) in enumerate(sides, start=1):
         whole = (slice(None),) * axis

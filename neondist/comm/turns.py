@@ -112,7 +112,7 @@ class _GeneratorStates:
 
 
 def _numpy_bytes() -> bytes | None:
-    """Return the memory of NumPy's generator, 100 times faster than its state; None: not the default generator."""
+    """Return the raw memory of NumPy's generator, read 100 times faster than its state; None for other generators."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return None

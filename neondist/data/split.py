@@ -177,45 +177,45 @@ class Split:
 
 class _LazyImages(LazyTile):
     def __init__(self, split: Split, sample_numbers: np.ndarray, dtype: np.dtype) -> None:
-        self._split, self._numbers, self.dtype = split, sample_numbers, dtype
+        self._split, self._sample_numbers, self.dtype = split, sample_numbers, dtype
         tile = split._augmented
         own = tile_shape(split.tiles) if tile is None else (*tile.box.shape, tile.shape[-1])
         self.shape = (len(sample_numbers), *own)
 
     def samples(self, chosen: range) -> LazyTile:
         """Return some of the samples."""
-        return _LazyImages(self._split, self._numbers[chosen.start : chosen.stop : chosen.step], self.dtype)
+        return _LazyImages(self._split, self._sample_numbers[chosen.start : chosen.stop : chosen.step], self.dtype)
 
     def read(self, cells: Sequence[slice]) -> np.ndarray:
         """Return normalised cells (n, *cells, C)."""
         read = partial(self._split._read_cells, self.dtype)
         if self._split._augmented is None:
-            return read(self._numbers, tuple(cells))
-        return self._split._augmented.images(read, self._numbers, self._split.epoch, cells)
+            return read(self._sample_numbers, tuple(cells))
+        return self._split._augmented.images(read, self._sample_numbers, self._split.epoch, cells)
 
 
 class _Subset:
     """Subset of samples that are computed or read on demand."""
 
     def __init__(self, samples: TileArray, first: int, end: int, step: int = 1) -> None:
-        self._samples, self._numbers = samples, np.arange(first, end, step)
+        self._samples, self._sample_numbers = samples, np.arange(first, end, step)
 
     @classmethod
     def of(cls, samples: TileArray, first: int, end: int, step: int = 1) -> TileArray:
         return samples[first:end:step] if isinstance(samples, np.ndarray) else cls(samples, first, end, step)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._sample_numbers)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        return self._samples[self._numbers[indices]]
+        return self._samples[self._sample_numbers[indices]]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self), *tile_shape(self._samples))
 
     def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-        return read_cells(self._samples, self._numbers[indices], cells)
+        return read_cells(self._samples, self._sample_numbers[indices], cells)
 
 
 def read_cells(tiles: TileArray, samples: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:

@@ -46,7 +46,7 @@ class HDF5Source(TileSource):
     wrong_type_message: ClassVar[str | None] = None
 
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
-        self._file, self._opened_state = open_hdf5(path, self.wrong_type_message), size_and_mtime(path)
+        self._file, self._file_state = open_hdf5(path, self.wrong_type_message), size_and_mtime(path)
         self._whole_array: CheckedArray | None = None
         try:
             with convert_hdf5_errors(path):
@@ -116,7 +116,7 @@ class HDF5Source(TileSource):
             if self._tile_reader.tile != tuple(tile):
                 self._tile_reader = self._whole_array.part(tuple(tile))
             self._tile_reader.read(first.start, out)
-        if size_and_mtime(path) != self._opened_state:
+        if size_and_mtime(path) != self._file_state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return out
 

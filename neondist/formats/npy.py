@@ -26,7 +26,7 @@ class NPYSource(TileSource):
 
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         with convert_read_errors(path):
-            self._opened_state, self._file = size_and_mtime(path), open_regular(path)
+            self._file_state, self._file = size_and_mtime(path), open_regular(path)
             try:
                 self._cell_layout = _read_cell_layout(path, self._file, axes)
                 stored = self._cell_layout
@@ -38,7 +38,7 @@ class NPYSource(TileSource):
     def _read(self, cells: Cells) -> np.ndarray:
         # not memory-mapped: truncating a mapped file would kill the process
         array = read_cells_in_place(self._file, self.path, self._cell_layout, cells)
-        if size_and_mtime(Path(self.path)) != self._opened_state:
+        if size_and_mtime(Path(self.path)) != self._file_state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return array
 

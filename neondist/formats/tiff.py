@@ -316,7 +316,7 @@ def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
 
 
 def check_ome_xml(path: Path, ome: str | None) -> None:
-    """Refuse an OME-TIFF of several files, or with too many planes: tifffile would list all of them."""
+    """Reject an OME-TIFF of several files, or with too many planes: tifffile would list all of them."""
     with suppress(ElementTree.ParseError):
         root = ElementTree.fromstring(ome or "<none/>")
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}

@@ -32,7 +32,7 @@ class FolderStore(LocalStore):
         self.shard_index: ShardIndex | None = None
 
     def limit_chunks_to(self, array: Any) -> None:
-        """From now on, refuse chunks that are empty, or that decompress to much more than those of an array."""
+        """From now on, reject chunks that are empty, or that decompress to much more than those of an array."""
         metadata = array.metadata
         codecs = list(metadata.codecs) if metadata.zarr_format == 3 else []
         if shards := [one for one in codecs if hasattr(one, "index_codecs")]:

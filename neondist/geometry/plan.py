@@ -171,7 +171,7 @@ class PartKinds(NamedTuple):
     by_axis: Sequence[Sequence[Hashable]]
 
     @property
-    def tiles_of_every_kind(self) -> list[int]:
+    def representative_tiles(self) -> list[int]:
         """Tiles that together cover every kind of each axis: some of those on the axes through tile 0."""
         tiles = {0}
         for axis, kinds in enumerate(self.by_axis):

@@ -115,9 +115,9 @@ class ElasticSlots:
         self._next_check = time.monotonic() + SLOT_CHECK_SECONDS
         return True
 
-    def has_room(self) -> bool:
+    def has_free_slots(self) -> bool:
         """Whether more workers may be started now."""
-        return self._table.has_room(self._read_hosts())
+        return self._table.has_free_slots(self._read_hosts())
 
     def take_slots(self) -> list[str]:
         """Return the hosts of workers that may be started now."""

@@ -174,7 +174,7 @@ class SlotTable:
             self._own_entry.workers_by_host.update(assigned)
             return assigned
 
-    def has_room(self, hosts: Mapping[str, int]) -> bool:
+    def has_free_slots(self, hosts: Mapping[str, int]) -> bool:
         """Whether `take_slots` would return anything."""
         with self._update_entries() as others:
             return bool(others is not None and self._hosts_of_new_workers(hosts, others))

@@ -231,7 +231,7 @@ class WorkerProcesses:
 
     def _add_workers(self, elastic_slots: ElasticSlots) -> None:
         """Start more workers if slots and tasks are available."""
-        if not elastic_slots.has_room():
+        if not elastic_slots.has_free_slots():
             return
         progress = self._fetch_progress()
         if progress is None or not progress.unassigned_tasks:

@@ -21,19 +21,19 @@ class TileClasses(NamedTuple):
 
     Attributes
     ----------
-    class_of_tile : array (tiles,)
+    class_by_tile : array (tiles,)
         The number of each tile's class.
     representatives : list of int
         The first tile of each class.
     """
 
-    class_of_tile: np.ndarray
+    class_by_tile: np.ndarray
     representatives: list[int]
 
     def per_tile(self, value: Callable[[int], T]) -> list[T]:
         """Return a value for every tile, computed once for each class."""
         values = [value(tile) for tile in self.representatives]
-        return [values[number] for number in self.class_of_tile.tolist()]
+        return [values[number] for number in self.class_by_tile.tolist()]
 
 
 def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
@@ -61,8 +61,8 @@ def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np
         codes = _combine_codes(codes, whole.reshape(-1))
     for tile_codes in extra_keys:
         codes = _combine_codes(codes, tile_codes)
-    _, first, class_of_tile = np.unique(codes, return_index=True, return_inverse=True)
-    return TileClasses(class_of_tile.reshape(-1), first.tolist())
+    _, first, class_by_tile = np.unique(codes, return_index=True, return_inverse=True)
+    return TileClasses(class_by_tile.reshape(-1), first.tolist())
 
 
 @lru_cache(maxsize=256)
@@ -72,7 +72,7 @@ def axis_part_keys(cells: Partition) -> PartKinds:
     return PartKinds(cells.parts[: len(axes)], axes)
 
 
-def kinds_of_tiles(kinds: PartKinds, strips: int) -> PartKinds:
+def tile_kinds(kinds: PartKinds, strips: int) -> PartKinds:
     """Return the kinds of tiles from the kinds of their strips; each tile has `strips` strips along the first axis."""
     first, *others = kinds.by_axis
     tiles = [tuple(first[at : at + strips]) for at in range(0, len(first), strips)]

@@ -234,7 +234,7 @@ class LayerPlan:
     def representative_tiles(self) -> list[int]:
         """Tiles that together have all extents of views and outputs along each axis."""
         inputs = self._view.tile_class_keys("extents")
-        return sorted({*inputs.tiles_of_every_kind, *axis_part_keys(self.output_partition).tiles_of_every_kind})
+        return sorted({*inputs.representative_tiles, *axis_part_keys(self.output_partition).representative_tiles})
 
     @cached_property
     def max_view_cells(self) -> int:

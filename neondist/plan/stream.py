@@ -12,7 +12,7 @@ from operator import ge, lt
 from ..geometry import Box, GridShape, OverlappingPartition, Partition, PartKinds, StripGrid, hull_partition
 from ..layers import Layer, declared_with
 from ..terminal.console import counted
-from .classes import axis_part_keys, kinds_of_tiles
+from .classes import axis_part_keys, tile_kinds
 from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .planner import TRAINING_COST_FACTOR, forward_operations_per_cell
 from .section import PlannedSection
@@ -380,7 +380,7 @@ class Stream:
         strips = [kind for plan in plans for kind in plan.tile_class_keys("all")]
         strips += [axis_part_keys(cells) for part in parts for cells in part.strip_cells]
         extended_output = [axis_part_keys(part.extended_output) for part in parts if part.extended_output is not None]
-        return [*(kinds_of_tiles(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
+        return [*(tile_kinds(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
 
     def kept_gradient_elements(self, tile: int) -> int:
         """Return the elements per sample of kept gradients: those of two consecutive cuts."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def freeze_new_objects() -> Iterator[None]:
-    """Exempt the objects that the block creates, such as modules that it imports, from garbage collection for ever.
+    """Exempt the objects that the block creates, such as imported modules, permanently from garbage collection.
 
     The collector would traverse PyTorch's million objects repeatedly during the import, a fifth of its time, and again
     in each forked process, where that copies the pages it writes to. Only the first block of a process has this effect:

@@ -65,23 +65,23 @@ class EpochTotals:
     ----------
     loss : sum of the losses of all samples but `skipped`
     seconds : time spent on the epoch
-    sent_before, summed_before : bytes that all ranks sent, and reduced, before a resume
+    sent_before_resume, summed_before_resume : bytes that all ranks sent, and reduced, before a resume
     sent, summed : bytes that this rank has sent, and reduced, since
     skipped : samples not included in `loss`: those of other workers, and of steps with a non-finite loss
     """
 
     loss: float = 0.0
     seconds: float = 0.0
-    sent_before: int = 0
+    sent_before_resume: int = 0
     sent: int = 0
     skipped: int = 0
-    summed_before: int = 0
+    summed_before_resume: int = 0
     summed: int = 0
 
     def sent_and_summed_bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
         """Return the bytes that all ranks have sent and reduced. Collective."""
         sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
-        return self.sent_before + sum(sent), self.summed_before + sum(summed)
+        return self.sent_before_resume + sum(sent), self.summed_before_resume + sum(summed)
 
 
 @dataclass(frozen=True)

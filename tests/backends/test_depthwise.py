@@ -6,7 +6,7 @@ import pytest
 from neondist.backends import Kernels
 from neondist.backends.cells import load_compiled_kernels
 from neondist.backends.host import HostKernels
-from neondist.backends.windows import clear_sides
+from neondist.backends.windows import zero_borders
 
 pytestmark = pytest.mark.skipif(
     not hasattr(load_compiled_kernels(), "depthwise"), reason="neondist was installed without a C compiler for x86-64"
@@ -52,7 +52,7 @@ def test_depthwise_backward_in_strips(window, clears):
     host.strip_elements = 100
     x, w, _, dy = draw_operands(window, 8, "f8")
     sides = [(1, 2)] * len(kernel)
-    clear_sides(x, sides)
+    zero_borders(x, sides)
     arguments = stride, dilation, 8, lambda part: dy[part], sides, True, clears
     in_place, expected = x.copy(), np.empty_like(x)
     gradients = host.conv_backward_into(in_place, in_place, dy, w, *arguments)

@@ -191,7 +191,7 @@ def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunct
 
 
 def replace_uncontended_seconds(machine: Machine, row: Row, uncontended_seconds: Sequence[float]) -> Row:
-    """Return a row of `predict` for the mean of other times of the rank alone; its noise is at least their spread."""
+    """Return a row of `predict` for the mean of other uncontended times; its noise is at least their spread."""
     alone = float(np.mean(uncontended_seconds))
     now = replace(machine, compute_factor=machine.compute_factor * alone / row["uncontended_seconds"])
     noise = max(row["noise"], max(uncontended_seconds) / min(uncontended_seconds) - 1)

@@ -316,7 +316,7 @@ def _load_with_sample_shape(arguments: argparse.Namespace) -> Any:
 def _measure_row(
     arguments: argparse.Namespace, machine: Machine, row: dict[str, Any], progress_file: Path
 ) -> dict[str, Any]:
-    """Return a row with the measured step, and predicted from times of the rank alone just before and after it."""
+    """Return a row with the measured step, predicted from uncontended times of its rank just before and after it."""
     from threadpoolctl import threadpool_limits
 
     from ...bench.model.predict import measure_uncontended_seconds, replace_uncontended_seconds

@@ -127,7 +127,7 @@ def check_timing_conditions(
 
 
 def measurable_torch_variants(sides: list[str], notes: list[str]) -> list[str]:
-    """Return PyTorch's sides that can be measured; reasons for the others are added to `notes`."""
+    """Return the PyTorch variants that can be measured; reasons for the others are added to `notes`."""
     if importlib.util.find_spec("torch") is None:
         notes.append("PyTorch is not installed, so neondist was timed alone; pip install 'neondist[torch]'")
         return []

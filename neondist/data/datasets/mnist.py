@@ -29,7 +29,7 @@ class MnistFile:
             yield f"{name}.gz"
             yield name
 
-    def find_in(self, folder: Path) -> Path:
+    def path_in(self, folder: Path) -> Path:
         """Return the path of the file in `folder`; DataError if it is missing."""
         for name in self.possible_names():
             if os.path.isfile(folder / name):
@@ -123,13 +123,13 @@ class MNIST(CachedDataset):
         """Check that the four files exist and their headers match; the data are not read."""
         check_folder(self.folder)
         for pair in _FILES_BY_SPLIT.values():
-            images, labels = (file.find_in(self.folder) for file in (pair.images, pair.labels))
+            images, labels = (file.path_in(self.folder) for file in (pair.images, pair.labels))
             headers = read_idx_header(images, pair.images.magic), read_idx_header(labels, pair.labels.magic)
             _check_headers(images, labels, *headers)
 
     def source_files(self) -> list[Path]:
         """Return the four files."""
-        return [file.find_in(self.folder) for file in ALL_FILES]
+        return [file.path_in(self.folder) for file in ALL_FILES]
 
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
         """Return one tile of all digits, and the md5 of the whole images."""
@@ -147,7 +147,7 @@ def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[
 
     All bytes are validated.
     """
-    images, labels = (file.find_in(folder) for file in (pair.images, pair.labels))
+    images, labels = (file.path_in(folder) for file in (pair.images, pair.labels))
     with open_idx(images, pair.images.magic) as pixels, open_idx(labels, pair.labels.magic) as digits:
         _check_headers(images, labels, pixels.header, digits.header)
         cells = (slice(None), *tile)

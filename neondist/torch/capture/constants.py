@@ -318,7 +318,7 @@ def _try_compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[
 
 @contextmanager
 def track_values(module: nn.Module) -> Iterator[KnownValueTracker]:
-    """Let a captured forward read numbers from tensors with known values; yields the recorded reads."""
+    """Let a captured forward pass read numbers from tensors with known values; yield the recorded reads."""
     values = KnownValueTracker()
     real = dict(module.named_buffers(remove_duplicate=False))
 

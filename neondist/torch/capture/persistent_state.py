@@ -216,7 +216,7 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
 
 
 def _nn_module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
-    """Return the state that nn.Module itself holds, by kind and name; a forward must not change it."""
+    """Return the state that nn.Module itself holds, by kind and name; a forward pass must not change it."""
     items: dict[tuple[str, str, bool], Any] = {}
     for path, part in module.named_modules():
         start = f"{path}." if path else ""

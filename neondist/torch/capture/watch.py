@@ -82,7 +82,7 @@ class StateWatch:
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
     def exclude_changed_values(self, before: StateKey, reads: ValueReads | None = None) -> StateKey:
-        """Exclude values that a forward has changed itself, such as a call counter, from all keys; return the new key.
+        """Exclude values that a forward pass has changed, such as a call counter, from all keys; return the new key.
 
         Parameters
         ----------

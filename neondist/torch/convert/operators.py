@@ -44,7 +44,7 @@ def conversion_table() -> list[tuple[str, str, list[str]]]:
 
 
 def _spatial_axes(net: Network, x: TracedValue, axes: int = 0) -> int:
-    """Return the number of spatial axes; refuse reshaped values, or another number than `axes`."""
+    """Return the number of spatial axes; reject reshaped values, and numbers other than `axes`."""
     spatial = len(x.shape) - 2
     if not x.has_layer_axes or (axes and spatial != axes):
         net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")

@@ -203,7 +203,7 @@ CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last if the tensor, or the one it is a slice of, is laid out only so; otherwise contiguous."""
+    """Return channels-last if the tensor, or the one it is a slice of, has only this format; otherwise contiguous."""
     if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
         if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():

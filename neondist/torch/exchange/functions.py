@@ -29,7 +29,7 @@ def save_recompute_trigger(ctx: Any) -> None:
 
 
 def trigger_recompute(ctx: Any) -> Any:
-    """Return the saved tensors, so that an enclosing checkpoint recomputes its forward before anything is sent.
+    """Return the saved tensors, so that an enclosing checkpoint recomputes its forward pass before any send.
 
     A checkpoint recomputes when the first saved tensor is unpacked. With local work this may be a different one on each
     rank, and the messages of the two passes would then have different orders on different ranks.

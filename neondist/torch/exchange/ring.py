@@ -69,7 +69,7 @@ class RingChannel:
         return self.comm.grid.observers.observe("redistribute", self.name, direction)
 
     def rotate(self, direction: str, *tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield the owner of the current keys and its tensors, this rank's first; tensors written to travel on changed.
+        """Yield the owner of the current keys and its tensors, this rank's first; changes to tensors are passed on.
 
         Backward, the first half of the tensors finally returns to its owner, and is yielded once more.
         """

@@ -122,7 +122,7 @@ class ProgramCache:
             return self._current
 
     def ignore_changes_by_forward(self, state: Any, program: CompiledProgram) -> None:
-        """Use a program also for the state that its forward has left, if the next one leaves the module unchanged."""
+        """Use a program also for the state left by its forward pass, if the next one leaves the module unchanged."""
         if program.changes_module:
             if self.watch.key() != state:
                 self._programs[self.shapes, self.watch.exclude_changed_values(state)] = program

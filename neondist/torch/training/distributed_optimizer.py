@@ -226,7 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state.array[...] = data
 
     def _begin_pass(self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
-        """Set sums of earlier passes aside, and return the gradient that is to be summed over the ranks.
+        """Set aside the sums of earlier passes, and return the gradient to be summed over the ranks.
 
         Parameters
         ----------

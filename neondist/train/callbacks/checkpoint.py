@@ -47,7 +47,7 @@ class RunProgress:
     samples_seen : samples of the current epoch that are already processed
     epoch_size : samples of an epoch
     seed : of the order of the samples and of all random numbers
-    totals : sums over the current epoch; `sent_before` and `summed_before` count all ranks' bytes
+    totals : sums over the current epoch; `sent_before_resume` and `summed_before_resume` count all ranks' bytes
     history : one record per complete epoch
     steps_without_optimizer : updates that the optimiser does not count
     loss_scale : state of a LossScaler; None where there is none
@@ -68,7 +68,7 @@ class RunProgress:
         """Return the progress of a run. Collective."""
         totals = run.totals
         sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
-        sums = EpochTotals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
+        sums = EpochTotals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before_resume=summed)
         counts = run.epoch, run.step, run.samples_seen, run.epoch_size, run.model.seed or 0
         scaler = run.model.whole_model.loss_scaler
         state = None if scaler is None else scaler.state()
