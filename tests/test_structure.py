@@ -33,6 +33,9 @@ orphan quiet leftovers swept attend guards
 Wires Parcels Letter OfProgram of_program said_with hear hearer hear_requests
 thinnest _paces sparing no_recompute by_place found judged WayBack saves_beside tell_mpi tell_import
 terms_per_sample reduced_per_sample LocalView RowConvolution CropPositions as_distributed share_gradient segment_seconds
+conv_back_into max_pool_back_into alone_seconds needer needs_along needs_others rereads counted_runs good_steps
+numpy_words PlacedSink GuardedTask Demand head_start_index class_of_tile kinds_of_tiles clear_sides
+explain_unpinned has_room
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""

@@ -76,10 +76,10 @@ class Graph:
     """
 
     def __init__(
-        self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], replicated: int = 0
+        self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], replicated_id: int = 0
     ) -> None:
         self.steps, self.shapes, self.node_ends = list(steps), list(shapes), list(ends)
-        self.replicated_vector = replicated
+        self.replicated_vector = replicated_id
         self.output_value = self.node_ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
         for at, step in enumerate(self.steps):

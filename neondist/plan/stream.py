@@ -91,7 +91,7 @@ class Stream:
 
     def with_replicated_output(self, graph: Graph) -> Graph:
         """Return the network's graph in which the output of the stream is replicated."""
-        return Graph(graph.steps, graph.shapes, graph.node_ends, replicated=self.graph.output_value)
+        return Graph(graph.steps, graph.shapes, graph.node_ends, replicated_id=self.graph.output_value)
 
     @property
     def rows(self) -> int:

@@ -21,8 +21,8 @@ _BLOCK_BYTES = 1 << 22
 class CsvRecords(RecordReader):
     """Rows of a CSV file, of which only the line offsets are held in memory.
 
-    A row is an array of float64, or of text if a column of the first row is not a number. A first line of names is
-    recognised by a number below one of them.
+    A row is an array of float64, or of text if a column of the first row is not a number. The first line is a header
+    if it has text in a column whose next entry is a number.
 
     Parameters
     ----------

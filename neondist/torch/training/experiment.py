@@ -238,7 +238,7 @@ class TorchModel(TrainableModel):
         if self.parameters is not None:
             self.parameters.close()
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
-        updated = {name: tensors[name] for name in self.compiled.updated}
+        updated = {name: tensors[name] for name in self.compiled.updated_parameter_names}
         synchronisation = planned.shares, planned.compressors, sparse_embedding_weights(self.module)
         self.parameters = ModuleParameters(updated, self.grid, self._sync, *synchronisation)
         self.sync = self.parameters.sync
@@ -387,7 +387,7 @@ class TorchModel(TrainableModel):
             )  # fmt: skip
             if self._guard_seed is not None:
                 model.guard(self._guard_seed)
-            model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated)
+            model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated_parameter_names)
             self._model_by_batch[batch] = model
         model = self._model_by_batch[batch].train(training)
         if (batch, training) not in self._captured:  # before `_seed_generators`: tracing changes the random state

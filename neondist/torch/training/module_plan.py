@@ -133,7 +133,7 @@ class ModulePlan:
         return self.steps.values[next(out for out in self.steps.outputs if isinstance(out, int))]
 
     @property
-    def updated(self) -> list[str]:
+    def updated_parameter_names(self) -> list[str]:
         """Names of the parameters that a training step updates."""
         return [name.removeprefix(f"{MODULE_KEY}/") for name in self.parameters.parameters]
 
