@@ -20,7 +20,8 @@ from ..ir.once_differentiable import once_differentiable
 Pair = Sequence[int]
 _WEIGHT_TRANSFORM = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
 _FLAT_WEIGHT_TRANSFORM = torch.kron(_WEIGHT_TRANSFORM, _WEIGHT_TRANSFORM)  # (16, 9)
-_MIN_TILES_BY_CHANNELS = {512: 192, 128: 512}  # measured: thresholds from which it is faster
+_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: thresholds from which it is faster
+_MANY_CHANNELS, _MIN_TILES_OF_MANY_CHANNELS = 512, 192
 _MAX_COVERED_PER_OUTPUT = 1.25  # measured: largest ratio of covered to needed outputs at which it is faster
 _MAX_BATCH_BYTES = 16 << 20  # bytes of transformed cells
 
@@ -44,6 +45,7 @@ def conv2d(
 def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> bool:
     return (
         weight.shape[2:] == (3, 3)
+        and min(weight.shape[:2]) >= _MIN_CHANNELS
         and groups == max(stride) == 1
         and all(p <= 2 * d for p, d in zip(padding, dilation, strict=True))
         and x.dim() == 4
@@ -54,12 +56,10 @@ def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pai
 
 
 def _fills_tiles(samples: int, channels: int, extents: Pair, dilation: Pair) -> bool:
-    """Return whether there are enough channels and outputs, which fill most of their tiles."""
+    """Return whether there are enough outputs, which fill most of their tiles."""
     covered = prod(_round_up_to_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
-    enough = any(
-        channels >= least and samples * prod(extents) >= 4 * tiles for least, tiles in _MIN_TILES_BY_CHANNELS.items()
-    )
-    return enough and covered <= _MAX_COVERED_PER_OUTPUT * prod(extents)
+    least = _MIN_TILES_OF_MANY_CHANNELS if channels >= _MANY_CHANNELS else _MIN_TILES
+    return samples * prod(extents) >= 4 * least and covered <= _MAX_COVERED_PER_OUTPUT * prod(extents)
 
 
 class _WinogradConvolution(torch.autograd.Function):
