@@ -11,7 +11,6 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box, GridShape, Window
 from ..halo import ExchangePolicy, GlobalArray
-from ..registry import suggest
 from ..registry.ranges import Positive
 from ..terminal.console import counted
 from .base import Dist, Layer, Shape
@@ -21,11 +20,6 @@ from .reduction import Reduction
 
 _MAX_NOISE_ULPS = 8
 """Deviations up to this many rounding units of the mean count as 0."""
-_ALLOWED_ARGUMENT_VALUES = {
-    "window": ("gaussian", "uniform"),
-    "padding_mode": ("zeros", "reflect"),
-    "halo": ("auto", "twice", "wide"),
-}
 
 
 class LCNLayer(Layer):
@@ -64,22 +58,19 @@ class LCNLayer(Layer):
         self,
         kernel_size: int | Sequence[int] = 9,
         *,
-        window: str = "gaussian",
-        sigma: float | None = None,
+        window: Literal["gaussian", "uniform"] = "gaussian",
+        sigma: Positive | None = None,
         min_deviation: Positive | Literal["mean"] = 1.0,
-        halo: str = "auto",
-        padding_mode: str = "zeros",
+        halo: Literal["auto", "twice", "wide"] = "auto",
+        padding_mode: Literal["zeros", "reflect"] = "zeros",
         scheme: ExchangePolicy | str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name, scheme=scheme)
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
             raise ConfigError(f"kernel_size {kernel_size}: must be odd, so that a window has a centre")
-        for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):
-            if value not in _ALLOWED_ARGUMENT_VALUES[field]:
-                raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), _ALLOWED_ARGUMENT_VALUES[field])}")
-        if sigma is not None and (window != "gaussian" or not 0 < sigma < inf):
-            raise ConfigError(f"sigma {sigma}: expected a number above 0, together with window 'gaussian'")
+        if sigma is not None and window != "gaussian":
+            raise ConfigError(f"sigma {sigma}: needs window 'gaussian'")
         self.local_window = LocalWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
         self.reduces_over_image = min_deviation == "mean"
