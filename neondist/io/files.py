@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import OutputError
+from ..errors import OutputError, UserError
 
 WRITE_REMEDY = "free disk space or check permissions, or choose another path"
 
@@ -87,12 +87,17 @@ def rename_complete_file(temporary_path: Path, path: Path, expected_status: os.s
 
 
 @contextmanager
-def convert_file_errors(path: Path, problem: str = "cannot be written", remedy: str = WRITE_REMEDY) -> Iterator[None]:
-    """Convert OSError into OutputError with the path, the problem and the remedy."""
+def convert_file_errors(
+    path: Path,
+    problem: str = "cannot be written",
+    remedy: str = WRITE_REMEDY,
+    error_type: type[UserError] = OutputError,
+) -> Iterator[None]:
+    """Convert OSError into an error of a type with the path, the problem and the remedy."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path}: {problem} ({short_reason(error)}); {remedy}") from error
+        raise error_type(f"{path}: {problem} ({short_reason(error)}); {remedy}") from error
 
 
 def short_reason(error: BaseException) -> str:

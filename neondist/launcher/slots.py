@@ -14,12 +14,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
+from ..io.files import convert_file_errors
 
 try:
     import fcntl
@@ -128,7 +129,7 @@ class SlotTable:
         self._own_entry, self._own_descriptor = _JobEntry(0, bounds), -1
 
     def __enter__(self) -> SlotTable:
-        with _translate_os_errors(self._folder), self._hold_lock() as locked:
+        with _convert_errors(self._folder), self._hold_lock() as locked:
             if not locked:
                 raise LaunchError(
                     f"{self._folder}: another job has locked it for {LOCK_TIMEOUT:g} s; try again, or end that job"
@@ -227,7 +228,7 @@ class SlotTable:
         if not self._folder.is_dir():
             yield None
             return
-        with _translate_os_errors(self._folder), self._hold_lock() as locked:
+        with _convert_errors(self._folder), self._hold_lock() as locked:
             yield self._read_other_entries() if locked else None
             if locked:
                 self._write_entry()
@@ -286,7 +287,7 @@ def shared_slots_folder() -> Path:
     path = Path(tempfile.gettempdir(), f"neondist-{user}") / "slots"
     if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
         path = Path(runtime, "neondist") / "slots"
-    with _translate_os_errors(path):
+    with _convert_errors(path):
         for folder in (path.parent, path):
             with suppress(FileExistsError):
                 folder.mkdir(0o700)
@@ -299,14 +300,9 @@ def shared_slots_folder() -> Path:
     return path
 
 
-@contextmanager
-def _translate_os_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LaunchError(
-            f"{folder}: jobs cannot share slots in it ({error.strerror}); set XDG_RUNTIME_DIR to a folder of your own"
-        ) from error
+def _convert_errors(folder: Path) -> AbstractContextManager[None]:
+    remedy = "set XDG_RUNTIME_DIR to a folder of your own"
+    return convert_file_errors(folder, "jobs cannot share slots in it", remedy, LaunchError)
 
 
 def _try_lock(descriptor: int, seconds: float) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from ...errors import DataError
+from ...io.files import convert_file_errors
 from ...io.regular_file import open_regular, read_bytes
 
 RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
@@ -21,6 +22,7 @@ BATCH_FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["
 _BATCH_FILE_NAMES = [name for names in BATCH_FILES.values() for name in names]
 _MAX_BATCH_BYTES = 10_000 * RECORD_BYTES  # an official batch; nothing larger is read from an archive
 _MAX_ARCHIVE_BYTES = 30 * _MAX_BATCH_BYTES
+_READ_PROBLEM = "cannot be read", "check its permissions", DataError
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class BatchSource:
     def file_sizes(self) -> dict[str, int]:
         """Return the size of every batch in bytes; DataError if one is missing."""
         if os.path.isdir(self.folder_or_archive):  # Path.is_dir would raise without permission
-            with _convert_read_errors(self.folder_or_archive):
+            with convert_file_errors(self.folder_or_archive, *_READ_PROBLEM):
                 return {file.name: file.stat().st_size for file in self.files()}
         with self._open_archive() as archive:
             return {name: member.size for name, member in self._members(archive).items()}
@@ -53,7 +55,7 @@ class BatchSource:
         if os.path.isdir(self.folder_or_archive):
             files = {file.name: file for file in self.files()}
             for name in names:
-                with _convert_read_errors(files[name]):
+                with convert_file_errors(files[name], *_READ_PROBLEM):
                     batch = read_bytes(files[name], _MAX_BATCH_BYTES)
                 yield batch
             return
@@ -96,14 +98,6 @@ class BatchSource:
             raise DataError(
                 f"{self.folder_or_archive}: is not a valid .tar.gz ({reason}); download it again"
             ) from error
-
-
-@contextmanager
-def _convert_read_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
 def decode_batch(batch: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
