@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ...comm import ProcessGrid
 from ...errors import ConfigError
+from ...registry.arguments import check_value
+from ...registry.ranges import Count
 from ...system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes
 from ..exchange.schemes import Schemes
 from ..exchange.transport import world
@@ -96,14 +98,12 @@ def distribute(
     """
     if memory is not None and (scheme != "halo" or compile or len(_parse_shapes(example_shape)) > 1):
         raise ConfigError("memory: requires a module with one input and scheme 'halo', without compile")
-    if strips not in (None, "auto") and (isinstance(strips, bool) or not isinstance(strips, int) or strips < 1):
-        raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
+    check_value("strips", strips, Count | Literal["auto"] | None)
+    check_value("transport", transport, Literal["mpi", "torch"])
     if strips is not None and (memory is not None or compile):
         raise ConfigError("strips: cannot be combined with memory, which chooses blocks itself, or with compile")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    if transport not in ("mpi", "torch"):
-        raise ConfigError(f"transport: {transport!r}; choose 'mpi' or 'torch'")
     shapes = _parse_shapes(example_shape)
     axes = len(shapes[0]) - 2
     if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):

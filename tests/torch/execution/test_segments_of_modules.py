@@ -267,9 +267,9 @@ def test_strips_save_little_for_backward():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strips": 0}, "strips: 0; expected a number of rows > 0, or 'auto'"),
-        ({"strips": "all"}, "strips: 'all'; expected"),
-        ({"strips": True}, "strips: True; expected"),
+        ({"strips": 0}, "strips: expected an integer of at least 1, 'auto' or null, got 0"),
+        ({"strips": "all"}, "strips: expected an integer .*, got the text 'all'"),
+        ({"strips": True}, "strips: expected an integer .*, got True"),
         ({"strips": 4, "memory": "1GiB"}, "strips: cannot be combined with memory"),
         ({"strips": 4, "compile": True}, "strips: cannot be combined .* compile"),
         ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: requires a module with one input and scheme 'halo'"),

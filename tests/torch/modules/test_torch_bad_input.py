@@ -187,7 +187,7 @@ def test_bad_arguments():
         for arguments, message in (
             ({"module": lambda x: x}, "module: expected a torch.nn.Module, got function"),
             ({"dtype": "float32"}, "dtype: expected a torch.dtype, or one per input (1), got 'float32'"),
-            ({"transport": "nccl"}, "choose 'mpi' or 'torch'"),
+            ({"transport": "nccl"}, "transport: expected 'mpi' or 'torch', got the text 'nccl'"),
             ({"grid": 3}, "grid: expected a ProcessGrid, got 3"),
         ):
             all_arguments = {"module": build_seeded(Net), "example_shape": IMAGES, "grid": grid} | arguments
