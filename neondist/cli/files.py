@@ -105,6 +105,8 @@ def _classification_yaml(folder: Path) -> str:
         if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
             first = nested[0]
             raise DataError(f"{folder}: has no images, but {first.name}/ has folders of them: neondist init {first}")
+        if any(path.suffix in (".nc", ".nc4", ".zarr") for path in folder.iterdir()):
+            raise DataError(f"{folder}: has NetCDF or Zarr files; for series over time, adapt examples/climate.yaml")
         raise DataError(
             f"{folder}: has {counted(len(classes), 'subfolder')} with images; give a subfolder for each class, or"
             " images/ and masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"

@@ -213,7 +213,13 @@ def test_init_without_images(tmp_path, capsys):
     assert main(["init", str(tmp_path / "split"), "--to", str(tmp_path / "x.yaml")]) == 2
     assert "but train/ has folders of them: neondist init" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    for folder, message in (("none", "no such folder"), ("empty", "has 0 subfolders with images; give a subfolder")):
+    (tmp_path / "climate").mkdir()
+    (tmp_path / "climate" / "1.nc").touch()
+    for folder, message in (
+        ("none", "no such folder"),
+        ("empty", "has 0 subfolders with images; give a subfolder"),
+        ("climate", "has NetCDF or Zarr files; for series over time, adapt examples/climate.yaml"),
+    ):
         assert main(["init", str(tmp_path / folder), "--to", str(tmp_path / "x.yaml")]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x.yaml").exists()
