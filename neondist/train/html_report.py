@@ -59,7 +59,8 @@ def run_report_html(folder: Path) -> str:
     last = records[-1]
     numbers = {name for record in records for name, value in record.items() if is_plottable(value)}
     metrics = sorted(numbers - {"epoch", "step", *_TIME_AND_BYTES_TITLES})[:_MAX_TABLE_COLUMNS]
-    last_rows, plots = records[-_MAX_TABLE_ROWS:], dict.fromkeys(map(_name_without_split, metrics))
+    plots = sorted(set(map(_name_without_split, metrics)), key=lambda name: (name != "loss", name != "error", name))
+    last_rows = records[-_MAX_TABLE_ROWS:]
     class_names, worst = read_run_class_names(folder), folder / "worst.npz"
     pictures = [folder / name for name in _PICTURE_FILES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [

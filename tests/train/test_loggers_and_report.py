@@ -138,6 +138,7 @@ def test_report_is_self_contained(tmp_path, capsys):
         "what: node &lt;b&gt; was lost<",
     ):
         assert fragment in text
+    assert re.findall("<figcaption><b>([^<]*)<", text)[:2] == ["loss", "error"]  # before other metrics
     assert len(re.findall("<svg", text)) >= 3
     capsys.readouterr()
     with (tmp_path / "metrics.jsonl").open("a") as file:
