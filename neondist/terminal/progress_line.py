@@ -25,7 +25,8 @@ class ProgressLine:
     """Progress line, printed after 3 seconds and then, without a terminal, every 30 seconds.
 
     As a context manager it prints lines on time even during a long part. The estimate of the time left is that of the
-    current part, if it is known, and for the other parts the mean of previous ones, weighted by their planned times.
+    current part, if it is known, and for the other parts the mean of previous ones, weighted by their planned times or
+    sizes.
 
     Parameters
     ----------
@@ -49,6 +50,8 @@ class ProgressLine:
         self.last_print_time: float | None = None
         self.is_terminal = terminal_console(file) is not None
         self._planned_part_seconds: Sequence[float] = ()
+        self._part_sizes: Sequence[int] = ()
+        self._concurrent_parts = 1
         self._part_start, self._part_seconds_left = self.start_time, _no_estimate
         self._estimate_printed, self._end_event, self._lock = False, Event(), Lock()
         self._thread: Thread | None = None
@@ -63,13 +66,28 @@ class ProgressLine:
     ) -> None:
         self.close()
 
-    def expect_parts(self, total: int, resumed: int = 0, planned_seconds: Sequence[float] = ()) -> None:
+    def expect_parts(
+        self,
+        total: int,
+        resumed: int = 0,
+        planned_seconds: Sequence[float] = (),
+        sizes: Sequence[int] = (),
+        concurrent: int = 1,
+    ) -> None:
         """Set the total number of parts and those done by an earlier process; restart the clock.
 
-        `planned_seconds` of each part, if known, are the least that it can take; ignored if one of them is 0.
+        Parameters
+        ----------
+        planned_seconds : sequence of float
+            The least that each part can take, if known; ignored if one of them is 0.
+        sizes : sequence of int
+            Sizes of the parts, to which their durations are proportional from the first part on.
+        concurrent : int
+            Number of consecutive parts that run at the same time.
         """
         with self._lock:
             self.done_parts, self.resumed_parts = resumed, resumed
+            self._part_sizes, self._concurrent_parts = sizes, concurrent
             self.start_time = self._part_start = time.monotonic()
             self._plan_parts(total, planned_seconds)
             if resumed:
@@ -129,7 +147,7 @@ class ProgressLine:
         if left is not None:
             return "about " * (self.done_parts == self.resumed_parts) + f"{format_duration(left)} left"
         so_far = f"{format_duration(now - self.start_time)} so far"
-        if self._planned_part_seconds and (least := round(self._seconds_left_at_pace(1.0, now))):
+        if least := round(self._estimate_least_seconds_left(now)):
             return f"{so_far}, at least {format_duration(least)} left"
         return f"{so_far}; an estimate follows the first {self.unit}"
 
@@ -142,15 +160,27 @@ class ProgressLine:
         elapsed = self._part_start - self.start_time
         return self._seconds_left_at_pace(elapsed / done_work, now) if done_work > 0 else None
 
+    def _estimate_least_seconds_left(self, now: float) -> float:
+        """Return the least seconds left before a part has ended, or 0 if unknown."""
+        if self._planned_part_seconds:
+            return self._seconds_left_at_pace(1.0, now)
+        current, later = self._remaining_work()
+        return (now - self._part_start) * later / current if self._part_sizes and current else 0.0
+
     def _seconds_left_at_pace(self, seconds_per_weight: float, now: float) -> float:
         """Return the seconds left at `seconds_per_weight`; the current part may exceed its planned time."""
-        current, *later = self._part_weights[self.done_parts :] or [0.0]
-        return max(0.0, seconds_per_weight * current - (now - self._part_start)) + seconds_per_weight * sum(later)
+        current, later = self._remaining_work()
+        return max(0.0, seconds_per_weight * current - (now - self._part_start)) + seconds_per_weight * later
+
+    def _remaining_work(self) -> tuple[float, float]:
+        """Return the weights of the current parts and of later ones."""
+        end = self.done_parts + self._concurrent_parts
+        return sum(self._part_weights[self.done_parts : end]), sum(self._part_weights[end:])
 
     @property
     def _part_weights(self) -> Sequence[float]:
-        """Relative durations of the parts: their planned seconds, or 1."""
-        return self._planned_part_seconds or [1.0] * (self.total_parts or 0)
+        """Relative durations of the parts: their planned seconds, their sizes, or 1."""
+        return self._planned_part_seconds or self._part_sizes or [1.0] * (self.total_parts or 0)
 
     def close(self) -> None:
         """Stop and end the terminal's line."""

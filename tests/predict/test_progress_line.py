@@ -145,6 +145,21 @@ def test_estimate_weighs_parts_by_their_planned_times(clock):
     assert "part 1 of 3, 3 min 20 s left" in progress.format_line(clock.now)
 
 
+def test_estimate_weighs_concurrent_parts_by_their_sizes(clock):
+    progress = ProgressLine(None, io.StringIO())
+    progress.expect_parts(6, 1, sizes=[0, 100, 100, 100, 10, 10], concurrent=2)
+    assert "0 s so far; an estimate follows the first part" in progress.format_line(clock.now)
+    clock.now += 20  # at least as long as this takes for every 200 cells of the others
+    assert "part 1 of 6, 20 s so far, at least 12 s left" in progress.format_line(clock.now)
+    clock.now += 20
+    progress.add_done_parts(2)
+    assert "part 3 of 6, 24 s left" in progress.format_line(clock.now)
+    clock.now += 10
+    assert "part 3 of 6, 14 s left" in progress.format_line(clock.now)
+    progress.add_done_parts(2)
+    assert "part 5 of 6, 2 s left" in progress.format_line(clock.now)
+
+
 def test_planned_times_change_while_the_clock_runs(clock):
     file = io.StringIO()
     progress = ProgressLine(2, file, delay=0)

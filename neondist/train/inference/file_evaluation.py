@@ -133,8 +133,6 @@ def _evaluate_opened_method(
                 with all_or_none(grid.world):
                     tiles = _TargetTiles(targets, Box.of(targets.shape[1:-1]))
                     sums = _BlockMetricAccumulator(model, metrics, method, tiles, grid, pictures=samples is not None)
-                if progress is not None:
-                    progress.expect_parts(method.num_parts)
                 compute_and_write_parts(method, range(method.num_parts), grid, sums, progress)
                 results = sums.compute_means()
                 if samples is not None and sums.thumbnail is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,6 @@ def _write_outputs(
             output_kinds.output_paths(kinds, target), method, images, grid, overwrite, done, journal
         ) as sinks:
             remaining = [part for part in range(method.num_parts) if part not in done]
-            if progress is not None:
-                progress.expect_parts(method.num_parts, len(done))
             writer = OutputWriter(method, images, sinks, grid.world.bcast(journal))
             compute_and_write_parts(method, remaining, grid, writer, progress)
             for sink in sinks.values():
@@ -182,8 +181,14 @@ def compute_and_write_parts(
 ) -> None:
     """Compute parts and pass the outputs to `writer`, reading and writing in the background."""
     parts = method.order_parts_for_reading(parts)
-    own_parts = parts if method.is_collective else parts[slice(*part_range(len(parts), grid.size, grid.rank))]
-    others = 1 if method.is_collective else grid.size
+    concurrent = 1 if method.is_collective else grid.size
+    parts_by_rank = [parts[slice(*part_range(len(parts), concurrent, rank))] for rank in range(concurrent)]
+    own_parts = parts_by_rank[0 if method.is_collective else grid.rank]
+    if progress is not None:
+        rounds = (part for parts_of_round in zip_longest(*parts_by_rank) for part in parts_of_round if part is not None)
+        resumed = method.num_parts - len(parts)
+        sizes = [0] * resumed + [method.count_cells(part) for part in rounds]
+        progress.expect_parts(method.num_parts, resumed, sizes=sizes, concurrent=concurrent)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
         prefetched = reader.submit(method.read_local_input, own_parts[0]) if own_parts else None
         pending: tuple[int, Future[None]] | None = None
@@ -196,7 +201,7 @@ def compute_and_write_parts(
             _finish_pending_write(method, grid, pending, writer)
             pending = part, pool.submit(writer.write, part, y)
             if progress is not None:
-                progress.add_done_parts(others, others * method.count_cells(part))
+                progress.add_done_parts(concurrent, concurrent * method.count_cells(part))
         _finish_pending_write(method, grid, pending, writer)
 
 
