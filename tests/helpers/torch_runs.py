@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from neondist import ProcessGrid
 from neondist.comm import loopback
 from neondist.torch.execution.image_blocks import TracedImage
-from neondist.torch.ir.layout import place_ranges, shape_of
+from neondist.torch.ir.layout import ranges_at_place, shape_of
 from neondist.torch.lowering import training_memory
 from neondist.torch.module import criteria
 from neondist.torch.module import programs as capturing
@@ -189,7 +189,7 @@ def gather_input_gradient(model, index, gradient):
     if not overlaps or not overlaps[index]:
         return _to_host(model.tiling.gather(gradient, layout))
     full = part = torch.zeros(shape_of(layout), dtype=gradient.dtype, device="cpu")
-    for dim, (lo, hi) in place_ranges(overlaps[index], model.comm.place).items():
+    for dim, (lo, hi) in ranges_at_place(overlaps[index], model.comm.place).items():
         part = part.narrow(dim, lo, hi - lo)
     part += gradient.cpu()
     model.grid.world.allreduce(full.numpy())

@@ -63,7 +63,7 @@ class BlockMesh(Mesh):
         return Atom(extent, axis, (0, extent), (next(self.cut_ids), 1)) if axis in self.axes else Atom(extent)
 
 
-class LiveNorm(NamedTuple):
+class InputNorm(NamedTuple):
     """Norm with statistics of its input: input and result, statistics (N·groups,) or (C,), and their definition."""
 
     x: Value
@@ -129,7 +129,7 @@ class BlockLowering(Lowering):
         self.remedy, self.spatial, self.block_axes = remedy, spatial, axes
         blocked_axes = frozenset(range(1, spatial + 1)) if axes is None else axes
         super().__init__(BlockMesh((1,) * (spatial + 1), blocked_axes), 0)
-        self.dependences, self.live_norms, self._first_cut = list[Dependence](), list[LiveNorm](), 0
+        self.dependences, self.input_norms, self._first_cut = list[Dependence](), list[InputNorm](), 0
 
     @property
     def has_partial_gradients(self) -> bool:
@@ -137,7 +137,7 @@ class BlockLowering(Lowering):
         return self.block_axes is not None
 
     @property
-    def can_add_live_norm(self) -> bool:
+    def can_add_input_norm(self) -> bool:
         """Whether another norm may receive its statistics as inputs."""
         return False
 
@@ -186,7 +186,7 @@ class BlockLowering(Lowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x normalised with statistics that are inputs of the block, and the statistics."""
-        if not (self.can_add_live_norm and is_box(x.layout, self.mesh.axes)):
+        if not (self.can_add_input_norm and is_box(x.layout, self.mesh.axes)):
             self.refuse(_REFUSAL_REASON_BY_KIND["norm"])
         shape, atom = shape_of(groups), self.single_atom(x, 0)
         mean, variance = (self._new_value(shape, frozenset(), x.dtype, "value", replicated(shape)) for _ in range(2))
@@ -203,7 +203,7 @@ class BlockLowering(Lowering):
 
         args = [x, mean, variance, weight, bias]
         y = self.local(run, args, x.layout, at=lambda place: place)
-        self.live_norms.append(LiveNorm(x, mean, variance, moments, y))
+        self.input_norms.append(InputNorm(x, mean, variance, moments, y))
         return y, mean, variance
 
     def random_key(self) -> Any:

@@ -21,7 +21,7 @@ from ...terminal.console import counted
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import IN_PLACE_VARIANTS, Value
-from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, place_ranges
+from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, ranges_at_place
 from ..lowering.steps import OperatorPosition
 from .block_lowering import AxisRanges, TracedPart, first_indices, pair_ids_with_values, part_of_block
 from .program_lowering import OperatorRecord, ProgramLowering, even_layout, ranges_at
@@ -92,7 +92,7 @@ class FusedLowering(ProgramLowering):
         needed, axes = next(self._remaining_ranges), axes_of(layout)
         if not needed:
             return super().image_input(layout, dtype)
-        ranges = place_ranges(needed, self._place)
+        ranges = ranges_at_place(needed, self._place)
         own = {dim: layout[dim][0].range(self._place) for dim in ranges}
         self.where = OperatorPosition("tile", "", "")
         passed = self._new_value(_restrict_shape(local_shape(layout, self._place), ranges), axes, dtype, "value")
@@ -151,7 +151,7 @@ class FusedLowering(ProgramLowering):
         views, first = dict[int, Value](), dict[int, list[int]]()
         for number, local in segment.inputs.items():
             needed = self._needed_ranges[segment.first][local.id]
-            ranges = place_ranges(needed, self._place)
+            ranges = ranges_at_place(needed, self._place)
             views[local.id] = self._view_of(self.program_values[number], needed)
             first[local.id] = [ranges[dim][0] if dim in ranges else 0 for dim in range(len(local.layout))]
         return views, first
@@ -166,10 +166,10 @@ class FusedLowering(ProgramLowering):
             )
             moved = [request for request in views if not request.requests_only_own_cells]
             return self.transfer(value, moved, self.mesh.axes) if moved else self.sum_gradient(value, self.mesh.axes)
-        ranges = place_ranges(needed, self._place)
+        ranges = ranges_at_place(needed, self._place)
         source = self.sum_gradient(passed, self.mesh.axes)
         view = self._new_value(_restrict_shape(source.local, ranges), self.mesh.axes, value.dtype, value.kind)
-        run = partial(_narrow_dims, ranges=ranges, held=place_ranges(cells, self._place))
+        run = partial(_narrow_dims, ranges=ranges, held=ranges_at_place(cells, self._place))
         self._add_step("local", [source], [view], run=lambda x: (run(x),))
         return view
 
@@ -219,7 +219,7 @@ class FusedLowering(ProgramLowering):
             layouts or [even_layout(out, self.mesh) for out in outputs],
             [out.dtype for out in outputs],
             self.mesh.axes,
-            several=True,
+            has_several_results=True,
             partial=layouts is not None,
         )
         self.steps[-1].kind_args = None  # this rank may have no index of some outputs

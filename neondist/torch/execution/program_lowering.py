@@ -26,7 +26,7 @@ class ProgramLowering(Lowering):
     ----------
     input_values : list of Value
         Values that the program starts from: inputs, parameters, buffers and constants.
-    inside_rule : bool
+    is_inside_rule : bool
         Whether a rule is being called.
     operator_number : int
         Number of the current operator of the program.
@@ -34,7 +34,7 @@ class ProgramLowering(Lowering):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.input_values, self.inside_rule, self.operator_number = list[Value](), False, -1
+        self.input_values, self.is_inside_rule, self.operator_number = list[Value](), False, -1
 
     def new_input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
         """Return a new input value."""
@@ -50,18 +50,18 @@ class ProgramLowering(Lowering):
 
     def lower_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator and return its values."""
-        if self.inside_rule:
+        if self.is_inside_rule:
             return self.lower_by_rule(target, args, kwargs)
         self.operator_number += 1
         return self.lower_program_call(target, args, kwargs)
 
     def lower_by_rule(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator by its rule."""
-        before, self.inside_rule = self.inside_rule, True
+        before, self.is_inside_rule = self.is_inside_rule, True
         try:
             return super().lower_call(target, args, kwargs)
         finally:
-            self.inside_rule = before
+            self.is_inside_rule = before
 
     @abstractmethod
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

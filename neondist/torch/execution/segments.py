@@ -16,7 +16,7 @@ from ..exchange.schemes import policy_of_module
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, axes_of, default_layout, is_box, shape_of
-from .block_lowering import BlockLowering, LiveNorm, TracedPart, pair_ids_with_values, value_ids_in
+from .block_lowering import BlockLowering, InputNorm, TracedPart, pair_ids_with_values, value_ids_in
 from .program_lowering import OperatorRecord, RecordedProgram
 
 Strips: TypeAlias = int | Literal["auto"] | None
@@ -41,8 +41,8 @@ class SegmentBuilder(BlockLowering):
         Number of windows of the segment between its inputs and each result.
     program_inputs : dict of int to Value
         Values of the segment by the number of an input in the program.
-    norms : dict of int to LiveNorm
-        Live norms by the number of their operator; at most `max_norms`.
+    norms : dict of int to InputNorm
+        Input norms by the number of their operator; at most `max_norms`.
     refusal : UnsupportedOperator or None
         Error of the first operator that could not be added.
     """
@@ -54,7 +54,7 @@ class SegmentBuilder(BlockLowering):
         self.autograd_functions, self.program_values = program.autograd_functions, program.values
         self.max_norms, self.has_margin = max_norms, has_margin
         self.numbers, self.local_values, self.window_depth = list[int](), dict[int, Value](), dict[int, int]()
-        self.program_inputs, self.norms = dict[int, Value](), dict[int, LiveNorm]()
+        self.program_inputs, self.norms = dict[int, Value](), dict[int, InputNorm]()
         self.refusal: UnsupportedOperator | None = None
 
     def is_read_by(self, record: OperatorRecord) -> bool:
@@ -73,13 +73,13 @@ class SegmentBuilder(BlockLowering):
         inside : bool
             Whether it is part of the segment; others are repeated in the segment, which may read their results.
         """
-        before = dict(self.program_inputs), dict(self.local_values), list(self.live_norms), self.seed
+        before = dict(self.program_inputs), dict(self.local_values), list(self.input_norms), self.seed
         try:
             result = self._lower_record(record)
-            norms = self.live_norms[len(before[2]) :]
-            self.refuse_unless_boxes(record, result, norms)
+            norms = self.input_norms[len(before[2]) :]
+            self.require_boxes(record, result, norms)
         except UnsupportedOperator as refusal:
-            self.program_inputs, self.local_values, self.live_norms, self.seed = before
+            self.program_inputs, self.local_values, self.input_norms, self.seed = before
             self.refusal = self.refusal or refusal
             return False
         self.local_values.update(pair_ids_with_values(record.result, result))
@@ -101,8 +101,8 @@ class SegmentBuilder(BlockLowering):
         read = {value.id for part in parts for value in part.inputs}
         return {number: value for number, value in self.program_inputs.items() if value.id in read}
 
-    def refuse_unless_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[LiveNorm]) -> None:
-        """Refuse an operator whose results are not boxes of cells around those of its arguments."""
+    def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
+        """Reject an operator whose results are not boxes of cells around those of its arguments."""
         boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids_in(record.result)]
         if not (record.is_structural or (record.is_local and boxes and boxes[0] and (norms or all(boxes)))):
             self.refuse()
@@ -125,9 +125,9 @@ class SegmentBuilder(BlockLowering):
         return self.local_values[value.id]
 
     @property
-    def can_add_live_norm(self) -> bool:
+    def can_add_input_norm(self) -> bool:
         """Whether another norm may have statistics of the whole image."""
-        return len(self.live_norms) < self.max_norms
+        return len(self.input_norms) < self.max_norms
 
     def random_key(self) -> tuple[Value, int]:
         """Return the random seed, which is an input, and a number for this call."""
@@ -154,8 +154,8 @@ class OperatorSegment:
         Values of `traced` by their number in the program.
     traced : TracedPart
         Its outputs are the partitioned outputs, then the inputs and results of norms.
-    norms : dict of int to LiveNorm
-        Live norms by the number of their operator.
+    norms : dict of int to InputNorm
+        Input norms by the number of their operator.
     rows : int
         Rows of a strip; 0: the whole tile at once.
     has_margin : bool
@@ -167,7 +167,7 @@ class OperatorSegment:
     outputs: list[int]
     local_values: dict[int, Value]
     traced: TracedPart
-    norms: dict[int, LiveNorm]
+    norms: dict[int, InputNorm]
     rows: int = 0
     has_margin: bool = False
 
@@ -223,7 +223,7 @@ class SegmentSearch:
             own_policy = policy_of_module(record.where.module, self.schemes)
             has_margin = self._must_read_margin(own_policy)
             begins = record.has_windows or (has_margin and any(v in self.program.image_ids for v in record.read_ids))
-            longest = self._max_windows(own_policy) if begins else inf
+            longest = self._max_window_depth(own_policy) if begins else inf
             if builder is not None and (begins or builder.is_read_by(record)):
                 mergeable = not begins or _can_share_segment(own_policy, policy)
                 fits = mergeable and number not in starts and builder.window_depth_with(record) <= longest
@@ -279,7 +279,7 @@ class SegmentSearch:
                 builder.try_add(number, record)
         return self._build_segment(builder)
 
-    def _max_windows(self, policy: ExchangePolicy | None) -> float:
+    def _max_window_depth(self, policy: ExchangePolicy | None) -> float:
         """Return the largest number of consecutive windows in a segment of a scheme; 0: no segments."""
         if isinstance(policy, Fusion):
             return policy.layers

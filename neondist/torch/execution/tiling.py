@@ -10,7 +10,16 @@ import torch
 
 from ...errors import ShapeError
 from ..exchange.mesh_comm import MeshComm
-from ..ir.layout import Layout, NeededRanges, axes_of, default_layout, local_shape, place_ranges, replicated, shape_of
+from ..ir.layout import (
+    Layout,
+    NeededRanges,
+    axes_of,
+    default_layout,
+    local_shape,
+    ranges_at_place,
+    replicated,
+    shape_of,
+)
 from ..lowering.builder import PlanBuilder
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
@@ -77,7 +86,7 @@ class Tiling:
                 f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(whole.shape)}"
             )
         if ranges:
-            for dim, (lo, hi) in place_ranges(ranges, self.comm.place).items():
+            for dim, (lo, hi) in ranges_at_place(ranges, self.comm.place).items():
                 whole = whole.narrow(dim, lo, hi - lo)
             return whole.clone(memory_format=torch.preserve_format)
         if not axes_of(layout):

@@ -4,8 +4,8 @@ The operators before it, the *trunk*, are one step of the plan: each rank comput
 rest, the *head*, reads, one block after the other, and keeps only those. In the backward pass each block is recomputed
 and passes on its part of the gradient. Blocks overlap in their inputs, not in their outputs: sums are exact.
 
-A norm with live statistics ends the trunk, unless memory does not suffice: then a sweep over the blocks before the norm
-computes its statistics, which are passed to the blocks of later sweeps with a gradient, as parameters are.
+A norm with statistics of its input ends the trunk, unless memory does not suffice: then a sweep over the blocks before
+the norm computes its statistics, which are passed to the blocks of later sweeps with a gradient, as parameters are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..ir.layout import Layout, Mesh, is_box, replicated
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
 from ..lowering.training_memory import TrainingMemory
-from .block_lowering import LiveNorm, TracedPart, pair_ids_with_values, value_ids_in
+from .block_lowering import InputNorm, TracedPart, pair_ids_with_values, value_ids_in
 from .fused_lowering import FusedLowering, results_with_placeholders
 from .program_lowering import OperatorRecord, RecordedProgram, even_layout
 from .recomputed_blocks import BlockMoments, RecomputedBlocks
@@ -56,7 +56,7 @@ class _TrunkBuilder(SegmentBuilder):
         """Return whether all values that an operator reads are in the trunk, or can be passed to it."""
         return all(value in self.local_values or value in self.initial_values for value in record.read_ids)
 
-    def refuse_unless_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[LiveNorm]) -> None:
+    def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
         """Accept all operators: only outputs must be boxes."""
 
 
@@ -67,7 +67,7 @@ class Trunk(OperatorSegment):
     Attributes
     ----------
     norm_sweeps : sequence of TracedPart
-        For each live norm, the computation of its input from the statistics of the previous ones.
+        For each input norm, the computation of its input from the statistics of the previous ones.
     refusal : UnsupportedOperator or None
         Error of the operator that ends the trunk.
     program : RecordedProgram
@@ -79,7 +79,7 @@ class Trunk(OperatorSegment):
 
     @classmethod
     def find(cls, program: RecordedProgram, max_norms: int = 0) -> Trunk:
-        """Return the trunk of a program, with at most `max_norms` live norms."""
+        """Return the trunk of a program, with at most `max_norms` input norms."""
         outside = set[int]()
         while True:
             builder = _TrunkBuilder(program, max_norms)
@@ -180,7 +180,7 @@ class TrunkLowering(FusedLowering):
         self.program_values.update(zip(trunk.outputs, self.output_tiles, strict=True))
         self.where, self.draw_number = where, draws
 
-    def _add_mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: LiveNorm) -> Value:
+    def _add_mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: InputNorm) -> Value:
         total = self.reduced(run, args, args[0].axes, norm.mean.layout)
         return self.local(lambda a: a / norm.moments.group_size, [total], total.layout)
 

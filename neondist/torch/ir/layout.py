@@ -19,7 +19,7 @@ NeededRanges = dict[int, tuple[int, list[Range]]]
 """For each partitioned dimension: the axis of the mesh, and the range that each of its parts needs."""
 
 
-def place_ranges(needed: NeededRanges, place: Sequence[int]) -> dict[int, Range]:
+def ranges_at_place(needed: NeededRanges, place: Sequence[int]) -> dict[int, Range]:
     """Return the range that the rank at a place needs along each of the dimensions."""
     return {dim: ranges[place[axis]] for dim, (axis, ranges) in needed.items()}
 
@@ -150,7 +150,7 @@ def merge_atoms(dim: Iterable[Atom]) -> Dim:
     return tuple(atoms) or (Atom(1),)
 
 
-class Unaligned(Exception):
+class UnalignedPartitionError(Exception):
     """A partition boundary does not fall between the indices that a reshape separates.
 
     Attributes
@@ -170,7 +170,7 @@ def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:
 
     Raises
     ------
-    Unaligned
+    UnalignedPartitionError
         If a partition boundary would have to move.
     """
     atoms = [atom for dim in layout for atom in dim]
@@ -200,7 +200,7 @@ def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:
                 continue
             common = gcd(atom.extent, rest)
             if common == 1:
-                raise Unaligned(atom)
+                raise UnalignedPartitionError(atom)
             major, minor = split_atom(atom, common)
             dim.append(major)
             atoms.append(minor)
@@ -208,7 +208,7 @@ def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:
         dims.append(merge_atoms(dim))
     left = [atom for atom in atoms[::-1] if atom.axis is not None]  # of one index, which one part has
     if left and not dims:
-        raise Unaligned(left[0])
+        raise UnalignedPartitionError(left[0])
     return (*dims[:-1], merge_atoms((*dims[-1], *left))) if dims else ()
 
 
@@ -253,6 +253,6 @@ def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
         return Atom(major), Atom(minor)
     # the bounds of a block are not known yet, but are multiples of its factor
     if any(bound % minor for bound in (atom.bounds if atom.origin is None else atom.origin[1:])):
-        raise Unaligned(atom, minor)
+        raise UnalignedPartitionError(atom, minor)
     origin = None if atom.origin is None else (atom.origin[0], atom.origin[1] // minor)
     return Atom(major, atom.axis, tuple(bound // minor for bound in atom.bounds), origin), Atom(minor)

@@ -8,7 +8,17 @@ from math import prod
 
 from ...geometry import Atom, DimRequest, Transfer
 from ..ir.graph import DimPart, Pads, Value
-from ..ir.layout import Dim, Layout, Mesh, Unaligned, axes_of, local_shape, replicated_along, reshape_layout, shape_of
+from ..ir.layout import (
+    Dim,
+    Layout,
+    Mesh,
+    UnalignedPartitionError,
+    axes_of,
+    local_shape,
+    replicated_along,
+    reshape_layout,
+    shape_of,
+)
 from ..ir.reach import Reach, dim_request_of
 from .steps import StepList
 
@@ -110,7 +120,7 @@ class PlanBuilder(StepList):
         for _ in range(2 * len(value.layout) + 2):
             try:
                 return self.reshape_local(value, reshape_layout(value.layout, shape))
-            except Unaligned as problem:
+            except UnalignedPartitionError as problem:
                 if problem.required_multiple:
                     value = self.reshard(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
                 else:  # no partition fits: gather it
@@ -274,7 +284,7 @@ def _has_same_atoms(dim: Dim, target: Dim) -> bool:
     return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
 
 
-def _align_bounds(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:
+def _align_bounds(dim: Dim, problem: UnalignedPartitionError, mesh: Mesh) -> Dim:
     """Return the dimension with the bounds of the problem's atom at multiples of `problem.required_multiple`."""
     atoms = []
     for atom in dim:

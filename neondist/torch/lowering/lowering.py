@@ -207,10 +207,12 @@ class Lowering(PlanBuilder):
         cut_axes = axes_of(layout)
         aligned = [self.align_for_broadcast(value, layout, cut_axes) for value in values]
         outs = self.fake_out if isinstance(self.fake_out, (tuple, list)) else [self.fake_out]
-        several = self.fake_out is outs
-        results = self.local_results(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
+        has_several_results = self.fake_out is outs
+        results = self.local_results(
+            run if has_several_results else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs]
+        )
         self.mark_constants(results, self._have_gradients(target, run, values, [out.dtype for out in outs]))
-        return results if several else results[0]
+        return results if has_several_results else results[0]
 
     def _have_gradients(
         self, target: Any, run: Callable[..., Any], values: Sequence[Value], dtypes: Sequence[torch.dtype]

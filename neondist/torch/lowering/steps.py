@@ -79,7 +79,7 @@ class StepList:
         inside = axes_of_values(args)
         for layout in layouts:
             inside |= axes_of(layout)
-        return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], inside, several=True))
+        return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], inside, has_several_results=True))
 
     def mark_constants(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
         """Mark results without a gradient as constant, and return all results."""
@@ -201,7 +201,7 @@ class StepList:
         layouts: Sequence[Layout],
         dtypes: Sequence[torch.dtype],
         cut_axes: frozenset[int],
-        several: bool = False,
+        has_several_results: bool = False,
         partial: bool = False,
         at: PlaceFunction | None = None,
     ) -> list[Value]:
@@ -219,7 +219,7 @@ class StepList:
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        self._add_bound_step(entered, results, run if several else _returning_tuple(run), at)
+        self._add_bound_step(entered, results, run if has_several_results else _returning_tuple(run), at)
         return results
 
     def _add_bound_step(

@@ -46,20 +46,20 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
         args.append(lowering.gather_as(value, layout, axes_of(there)))
     returns_tuple = isinstance(lowering.fake_out, (tuple, list))
     outs = list(lowering.fake_out) if returns_tuple else [lowering.fake_out]
-    is_computed = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in outs]  # others are empty
+    is_nonempty = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in outs]  # others are empty
 
-    def run_computed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run_nonempty(*tensors: torch.Tensor) -> list[torch.Tensor]:
         all_outputs = run(*tensors) if returns_tuple else [run(*tensors)]
-        return [each for each, wanted in zip(all_outputs, is_computed, strict=True) if wanted]
+        return [each for each, wanted in zip(all_outputs, is_nonempty, strict=True) if wanted]
 
-    computed_outs = [out for out, one in zip(outs, is_computed, strict=True) if one]
+    nonempty_outs = [out for out, one in zip(outs, is_nonempty, strict=True) if one]
     results = lowering.local_results(
-        run_computed, args, computed_outs, [(*there, *replicated(out.shape[len(batch) :])) for out in computed_outs]
+        run_nonempty, args, nonempty_outs, [(*there, *replicated(out.shape[len(batch) :])) for out in nonempty_outs]
     )
     if "linalg_lu.default" in str(lowering.target):
         results[0].kind = "constant"  # an order of rows
     waiting = [lowering.partition_as(y, _result_layout(lowering, batch, values[0], y.shape)) for y in reversed(results)]
-    outputs = tuple(waiting.pop() if one else None for one in is_computed)
+    outputs = tuple(waiting.pop() if one else None for one in is_nonempty)
     return outputs if returns_tuple else outputs[0]
 
 

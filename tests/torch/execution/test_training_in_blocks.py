@@ -56,7 +56,7 @@ class Classifier(nn.Module):
 
 
 class LiveNorms(nn.Module):
-    """Norms with live statistics, one of them shared; the memory limit decides which belong to the head."""
+    """Norms with statistics of their inputs, one of them shared; the memory limit decides which belong to the head."""
 
     def __init__(self):
         super().__init__()
