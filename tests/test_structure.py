@@ -36,7 +36,7 @@ terms_per_sample reduced_per_sample LocalView RowConvolution CropPositions as_di
 conv_back_into max_pool_back_into alone_seconds needer needs_along needs_others rereads counted_runs good_steps
 numpy_words PlacedSink GuardedTask Demand head_start_index class_of_tile kinds_of_tiles clear_sides
 explain_unpinned has_room _max_windows run_computed LiveNorm live_norms can_add_live_norm inside_rule
-place_ranges Unaligned refuse_unless_boxes
+place_ranges Unaligned refuse_unless_boxes SideMeasurements _SideMeasurement TorchSide NEONDIST_SIDES TORCH_SIDES
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""

@@ -18,9 +18,9 @@ TIME_KINDS = ("kernels", "messages", "copies", "sums", "other")
 """operators that compute; waiting inside MPI; views of tiles and operators that move data; reductions over ranks and
 their preparation; Python, autograd and dispatch"""
 MAX_SHOWN_OPERATORS = 3
-SIDE_LABELS = {"ranks": "a rank", "eager": "one process"}
+VARIANT_LABELS = {"ranks": "a rank", "eager": "one process"}
 LEGEND = (
-    "A training step in float32 with PyTorch's default memory layout and, on all sides, an allocator that keeps freed"
+    "A training step in float32 with PyTorch's default memory layout and, everywhere, an allocator that keeps freed"
     " memory; * marks the faster of PyTorch's variants. ÷ best: ratio to that variant in the same round, median and"
     " range over the rounds. memory: peak of a process above its memory before the module was created. first step:"
     " includes distributing or compiling."
@@ -69,24 +69,24 @@ def _note_lines(results: Results) -> list[str]:
 
 
 def _step_time_table(results: Results) -> Table:
-    sides, ranks_head = results["sides"], f"{results['ranks']} × {results['threads']}"
-    compared = len(sides) > 1
-    heads = ["model", "input", ranks_head, *sides[1:], *(["÷ best"] if compared else []), "memory"]
-    heads += ["eager memory", "memory ÷ eager"] if "eager" in sides else []
-    heads += ["first step", *(f"{side} first step" for side in sides[1:])]
+    variants, ranks_head = results["variants"], f"{results['ranks']} × {results['threads']}"
+    compared = len(variants) > 1
+    heads = ["model", "input", ranks_head, *variants[1:], *(["÷ best"] if compared else []), "memory"]
+    heads += ["eager memory", "memory ÷ eager"] if "eager" in variants else []
+    heads += ["first step", *(f"{variant} first step" for variant in variants[1:])]
     rows = []
     for row in results["networks"]:
-        measurements: Mapping[str, Results] = row["sides"]
+        measurements: Mapping[str, Results] = row["variants"]
         cells = [row["network"], join_extents((row["batch_size"], *row["sample_shape"])) if "batch_size" in row else ""]
-        for side in sides:
-            star = "*" * (side == row["best"] and len(sides) > 2)
-            cells.append(format_seconds(measurements[side]["seconds"]) + star if side in measurements else "-")
+        for variant in variants:
+            star = "*" * (variant == row["best"] and len(variants) > 2)
+            cells.append(format_seconds(measurements[variant]["seconds"]) + star if variant in measurements else "-")
         cells += [ratio_text(row["ratios"].get("ranks"))] if compared else []
         cells += [format_size(measurements.get("ranks", {}).get("peak_bytes", 0))]
-        if "eager" in sides:
+        if "eager" in variants:
             share = "-" if row["memory"] is None else f"{row['memory']:.2f}"
             cells += [format_size(measurements.get("eager", {}).get("peak_bytes", 0)), share]
-        cells += [format_seconds(measurements.get(side, {}).get("first_seconds", 0)) for side in sides]
+        cells += [format_seconds(measurements.get(variant, {}).get("first_seconds", 0)) for variant in variants]
         rows.append(cells)
     return heads, rows
 
@@ -94,8 +94,8 @@ def _step_time_table(results: Results) -> Table:
 def _breakdown_table(results: Results) -> Table:
     rows = []
     for row in results["networks"]:
-        for side, label in SIDE_LABELS.items():
-            measurement = row["sides"].get(side, {})
+        for variant, label in VARIANT_LABELS.items():
+            measurement = row["variants"].get(variant, {})
             if "kinds" not in measurement:
                 continue
             seconds, largest = measurement["seconds"], list(measurement["operators"].items())[:MAX_SHOWN_OPERATORS]

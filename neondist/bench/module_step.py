@@ -32,7 +32,7 @@ class TimedModuleStep:
 
     Parameters
     ----------
-    side : 'ranks', 'eager' or 'compile'
+    variant : 'ranks', 'eager' or 'compile'
     factory : callable
         Returns the module.
     shape : (N, C, *spatial), optional
@@ -50,7 +50,7 @@ class TimedModuleStep:
 
     def __init__(
         self,
-        side: str,
+        variant: str,
         factory: Callable[[], Any],
         shape: Sequence[int] | None,
         world: Transport,
@@ -62,13 +62,13 @@ class TimedModuleStep:
             module = _create_module(factory)
             self.shape = tuple(shape or default_shape(module))
             image = torch.randn(self.shape)
-        self.run_module: Any = torch.compile(module) if side == "compile" else module
+        self.run_module: Any = torch.compile(module) if variant == "compile" else module
         self.optimizer = torch.optim.SGD(module.parameters(), LEARNING_RATE, momentum=0.9)
         self.compute_loss: Any = _mean_square
         self.scatter_target: Any = lambda tensor: tensor
         self.targets: list[torch.Tensor] = []
         begin = time.perf_counter()
-        if side == "ranks":
+        if variant == "ranks":
             self.run_module = distribute(module, self.shape, self.grid, compile=compiled)
             image = self.run_module.scatter(image)
             self.compute_loss, self.scatter_target = self._distributed_loss, self.run_module.scatter_target
@@ -128,7 +128,7 @@ class TimedModuleStep:
 
 
 def measure_module(
-    side: str,
+    variant: str,
     factory: Callable[[], Any],
     shape: Sequence[int] | None,
     world: Transport,
@@ -147,11 +147,11 @@ def measure_module(
         Add the breakdown of the time of one more step.
     progress : ProgressLine, optional
         On rank 0: counts the steps after the first one, which may include compilation.
-    side, factory, shape, world, compiled : as for TimedModuleStep
+    variant, factory, shape, world, compiled : as for TimedModuleStep
     """
     empty = memory.resident_bytes()
     memory.reset_peak()
-    step = TimedModuleStep(side, factory, shape, world, compiled)
+    step = TimedModuleStep(variant, factory, shape, world, compiled)
     if progress is not None:
         progress.expect_parts(1 + steps + profile)
     (last,) = step.time_steps(1, progress)

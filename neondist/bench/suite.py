@@ -20,14 +20,18 @@ WARM_ALLOCATOR_ENV = {
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
 """settings with which the C library keeps freed memory, instead of requesting new pages in every step"""
-NEONDIST_SIDES = {"ranks": "a thread's share of the cores for each rank", "one": "one process with all cores"}
-TORCH_SIDES = {"eager": "eager, channels-last", "warm": "eager with a warm allocator", "compile": "torch.compile, warm"}
+NEONDIST_VARIANTS = {"ranks": "a thread's share of the cores for each rank", "one": "one process with all cores"}
+TORCH_VARIANTS = {
+    "eager": "eager, channels-last",
+    "warm": "eager with a warm allocator",
+    "compile": "torch.compile, warm",
+}
 Results = dict[str, Any]
 
 
 @dataclass
-class SideMeasurements:
-    """Measurements of one side for a network.
+class VariantMeasurements:
+    """Measurements of one variant for a network.
 
     Attributes
     ----------
@@ -45,7 +49,7 @@ class SideMeasurements:
 
 def bench_suite(
     networks: Sequence[str],
-    sides: Sequence[str],
+    variants: Sequence[str],
     measure: Callable[[str, str, bool], Results],
     rounds: int,
     announce: Callable[[str], None] = lambda text: None,
@@ -55,24 +59,24 @@ def bench_suite(
     Parameters
     ----------
     networks : names
-    sides : of NEONDIST_SIDES and TORCH_SIDES, in the order of a round
-    measure : function of a network, a side, and whether it is the first round
-        Returns 'seconds' of a step and 'peak_bytes', in a new process, and 'details', if there are any, of that side. A
-        side that raises ConfigError or LaunchError is skipped from then on, and its row has the reason.
+    variants : of NEONDIST_VARIANTS and TORCH_VARIANTS, in the order of a round
+    measure : function of a network, a variant, and whether it is the first round
+        Returns 'seconds' of a step and 'peak_bytes', in a new process, and 'details', if there are any.
+        A variant that raises ConfigError or LaunchError is skipped from then on, and its row has the reason.
     rounds : int
-        Every round measures all sides, so that a machine that slows down affects all of them.
+        Every round measures all variants, so that a machine that slows down affects all of them.
     announce : function of a text
         Called before each turn.
     """
     for network in networks:
-        turns = {side: SideMeasurements() for side in sides}
+        turns = {variant: VariantMeasurements() for variant in variants}
         for count in range(rounds):
-            for side, turn in turns.items():
+            for variant, turn in turns.items():
                 if turn.failure_reason:
                     continue
-                announce(f"{network}: {side}, round {count + 1} of {rounds}")
+                announce(f"{network}: {variant}, round {count + 1} of {rounds}")
                 try:
-                    measurement = measure(network, side, count == 0)
+                    measurement = measure(network, variant, count == 0)
                 except (ConfigError, LaunchError) as error:
                     turn.failure_reason = str(error)
                     continue
@@ -82,27 +86,28 @@ def bench_suite(
         yield summarise_network(network, turns)
 
 
-def summarise_network(network: str, turns: Mapping[str, SideMeasurements]) -> Results:
+def summarise_network(network: str, turns: Mapping[str, VariantMeasurements]) -> Results:
     """Return medians, and ratios of turns of the same round; 'memory' is of one process, or else of a rank."""
-    timed = {side: turn for side, turn in turns.items() if turn.seconds and not turn.failure_reason}
-    sides: Results = {
-        side: {"seconds": median(turn.seconds), "all_seconds": turn.seconds, "peak_bytes": max(turn.peak_bytes)}
+    timed = {variant: turn for variant, turn in turns.items() if turn.seconds and not turn.failure_reason}
+    variants: Results = {
+        variant: {"seconds": median(turn.seconds), "all_seconds": turn.seconds, "peak_bytes": max(turn.peak_bytes)}
         | turn.extra.pop("details", {})
-        for side, turn in timed.items()
+        for variant, turn in timed.items()
     }
-    torch_seconds = {side: sides[side]["seconds"] for side in TORCH_SIDES if side in sides}
+    torch_seconds = {variant: variants[variant]["seconds"] for variant in TORCH_VARIANTS if variant in variants}
     best = min(torch_seconds, key=torch_seconds.__getitem__, default=None)
     ratios = {}
-    for side in NEONDIST_SIDES:
-        if side in timed and best is not None:
-            quotients = [a / b for a, b in zip(timed[side].seconds, timed[best].seconds, strict=True)]
-            ratios[side] = {"ratio": median(quotients), "all": quotients}
-    memory, own_side = None, sides.get("one", sides.get("ranks"))
-    if own_side and "eager" in sides:
-        memory = own_side["peak_bytes"] / sides["eager"]["peak_bytes"]
-    details = next((timed[side].extra for side in NEONDIST_SIDES if side in timed and timed[side].extra), {})
-    why = {side: turn.failure_reason for side, turn in turns.items() if turn.failure_reason}
-    return {"network": network, "sides": sides, "best": best, "ratios": ratios, "memory": memory, "why": why} | details
+    for variant in NEONDIST_VARIANTS:
+        if variant in timed and best is not None:
+            quotients = [a / b for a, b in zip(timed[variant].seconds, timed[best].seconds, strict=True)]
+            ratios[variant] = {"ratio": median(quotients), "all": quotients}
+    memory, own_variant = None, variants.get("one", variants.get("ranks"))
+    if own_variant and "eager" in variants:
+        memory = own_variant["peak_bytes"] / variants["eager"]["peak_bytes"]
+    details = next((timed[name].extra for name in NEONDIST_VARIANTS if name in timed and timed[name].extra), {})
+    why = {variant: turn.failure_reason for variant, turn in turns.items() if turn.failure_reason}
+    row = {"network": network, "variants": variants, "best": best, "ratios": ratios, "memory": memory, "why": why}
+    return row | details
 
 
 def geometric_means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]) -> dict[str, Results]:
@@ -111,7 +116,8 @@ def geometric_means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]
     for group, names in groups.items():
         inside = [row for row in rows if row["network"] in names]
         ratios = {
-            side: [row["ratios"][side]["ratio"] for row in inside if side in row["ratios"]] for side in NEONDIST_SIDES
+            name: [row["ratios"][name]["ratio"] for row in inside if name in row["ratios"]]
+            for name in NEONDIST_VARIANTS
         }
         ratios["memory"] = [row["memory"] for row in inside if row["memory"] is not None]
         complete = {kind: values for kind, values in ratios.items() if values and len(values) == len(names)}
@@ -120,7 +126,7 @@ def geometric_means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]
     return means_by_group
 
 
-class TorchSide:
+class TorchVariants:
     """A network in PyTorch, trained in new processes on one batch of an experiment.
 
     Parameters
@@ -142,12 +148,12 @@ class TorchSide:
         self.model.restrict_cost_to_local_cells(dataset.fields)
         self.state, self.trained = self.model.state(), list(self.model.gradients())
 
-    def measure(self, side: str, steps: int) -> Results:
+    def measure(self, variant: str, steps: int) -> Results:
         """Return the median seconds of at least `steps` steps of a new process, and its peak memory."""
-        settings = {**self.settings, **(WARM_ALLOCATOR_ENV if side != "eager" else {})}
+        settings = {**self.settings, **(WARM_ALLOCATOR_ENV if variant != "eager" else {})}
         other = TorchBaseline(self.model, self.state, self.trained, *self.batch, self.threads, settings)
         try:
-            why = other.compile() if side == "compile" else ""
+            why = other.compile() if variant == "compile" else ""
             if why:
                 raise ConfigError(why)
             (*_, last), *_ = other.time_steps(WARM_UP_STEPS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..io.files import write_figure
 from ..plan.report import Column, LayerTable, format_seconds, format_size, join_extents
 from ..terminal.console import counted
-from .suite import NEONDIST_SIDES, TORCH_SIDES
+from .suite import NEONDIST_VARIANTS, TORCH_VARIANTS
 from .tables import markdown_table, share_text
 
 if TYPE_CHECKING:
@@ -70,21 +70,22 @@ def head_text(results: Results) -> str:
 
 def _network_table(results: Results) -> tuple[list[str], list[list[str]]]:
     own_heads = {"ranks": f"{results['ranks']} × {results['threads']}", "one": f"1 × {results['cores']}"}
-    sides = [side for side in (*own_heads, *TORCH_SIDES) if side in results["sides"]]
-    own_sides = [side for side in own_heads if side in sides]
+    variants = [variant for variant in (*own_heads, *TORCH_VARIANTS) if variant in results["variants"]]
+    own_variants = [variant for variant in own_heads if variant in variants]
     compared = any(row["ratios"] for row in results["networks"])
-    heads = ["network", "input", *(own_heads.get(side, side) for side in sides)]
-    heads += [f"{own_heads[side]} ÷ best" for side in own_sides if compared]
+    heads = ["network", "input", *(own_heads.get(variant, variant) for variant in variants)]
+    heads += [f"{own_heads[variant]} ÷ best" for variant in own_variants if compared]
     heads += ["memory", *(["eager memory", "memory ÷ eager"] if compared else [])]
     rows = []
     for row in results["networks"]:
         cells = [row["network"], join_extents((row["batch_size"], *row["sample_shape"])) if "layers" in row else ""]
-        for side in sides:
-            measurement = row["sides"].get(side)
-            cells.append(format_seconds(measurement["seconds"]) + "*" * (side == row["best"]) if measurement else "-")
+        for variant in variants:
+            measurement = row["variants"].get(variant)
+            star = "*" * (variant == row["best"])
+            cells.append(format_seconds(measurement["seconds"]) + star if measurement else "-")
         if compared:
-            cells += [ratio_text(row["ratios"].get(side)) for side in own_sides]
-        peaks = [row["sides"].get(side, {}).get("peak_bytes", 0) for side in ("one", "eager")]
+            cells += [ratio_text(row["ratios"].get(variant)) for variant in own_variants]
+        peaks = [row["variants"].get(variant, {}).get("peak_bytes", 0) for variant in ("one", "eager")]
         cells += [format_size(peaks[0])]
         if compared:
             cells += [format_size(peaks[1]), "-" if row["memory"] is None else f"{row['memory']:.2f}"]
@@ -112,16 +113,16 @@ def _note_lines(results: Results) -> list[str]:
     if any(row["best"] for row in results["networks"]):
         notes.append(
             "PyTorch's variants: "
-            + "; ".join(f"{side}: {TORCH_SIDES[side]}" for side in TORCH_SIDES if side in results["sides"])
+            + "; ".join(f"{name}: {text}" for name, text in TORCH_VARIANTS.items() if name in results["variants"])
             + "; * marks the fastest"
         )
     return notes + failure_lines(results)
 
 
 def failure_lines(results: Results) -> list[str]:
-    """Return a line for each side of a network that could not be measured."""
+    """Return a line for each variant of a network that could not be measured."""
     return [
-        f"{row['network']}, {', '.join(side for side, reason in row['why'].items() if reason == problem)}: {problem}"
+        f"{row['network']}, {', '.join(name for name, reason in row['why'].items() if reason == problem)}: {problem}"
         for row in results["networks"]
         for problem in dict.fromkeys(row["why"].values())
     ]
@@ -179,7 +180,7 @@ def _draw_bars(axes: Any, results: Results) -> None:
     kinds = [kind for kind in labels if any(_bar_height(row, kind) is not None for row in rows)]
     if not kinds:  # neondist alone
         kinds, labels = (
-            [s for s in NEONDIST_SIDES if s in results["sides"]],
+            [s for s in NEONDIST_VARIANTS if s in results["variants"]],
             {"ranks": "ranks, s", "one": "one process, s"},
         )
         axes.set(yscale="log", title="a training step", ylabel="seconds")
@@ -196,7 +197,7 @@ def _draw_bars(axes: Any, results: Results) -> None:
 
 def _bar_height(row: Results, kind: str, seconds: bool = False) -> float | None:
     if seconds:
-        value = row["sides"].get(kind, {}).get("seconds")
+        value = row["variants"].get(kind, {}).get("seconds")
     else:
         value = row["memory"] if kind == "memory" else row["ratios"].get(kind, {}).get("ratio")
     return None if value is None else float(value)

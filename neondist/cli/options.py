@@ -49,7 +49,7 @@ def add_rank_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP)
 
 
 def add_round_options(cmd: argparse.ArgumentParser, timed_text: str, steps: int) -> None:
-    """Add --rounds and --steps of a benchmark; `timed_text`: its sides and a verb, for the help text."""
+    """Add --rounds and --steps of a benchmark; `timed_text`: its variants and a verb, for the help text."""
     cmd.add_argument(
         "--rounds",
         type=positive_int,

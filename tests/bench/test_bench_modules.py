@@ -54,11 +54,11 @@ def nets(tmp_path, monkeypatch):
         ("--models resnet", "--models resnet: unknown; there are efficientnet_b0, "),
         ("--models nets.py:Small -n 1000", "-n 1000: this machine has "),
         ("--models nets.py:Small --json nowhere/made.json", "its folder is not there"),
-        ("--models nets.py:Small,nets.py:fails --side eager", "--side measures one model"),
-        ("--models nets.py:Small --side eager -n 2", "--side eager runs in one process; leave out -n"),
-        ("--models nets.py:fails --side eager", "fails failed: ValueError: no weights here"),
-        ("--models nets.py:number --side eager", "the factory returned a int"),
-        ("--models nets.py:Small --side eager --input 1,4,8,8", "a training step for an input of 1×4×8×8 failed"),
+        ("--models nets.py:Small,nets.py:fails --variant eager", "--variant measures one model"),
+        ("--models nets.py:Small --variant eager -n 2", "--variant eager runs in one process; leave out -n"),
+        ("--models nets.py:fails --variant eager", "fails failed: ValueError: no weights here"),
+        ("--models nets.py:number --variant eager", "the factory returned a int"),
+        ("--models nets.py:Small --variant eager --input 1,4,8,8", "a training step for an input of 1×4×8×8 failed"),
     ],
 )
 def test_errors(words, message, nets, capsys):
@@ -75,23 +75,23 @@ def test_invalid_arguments(words):
 
 @pytest.mark.long
 def test_measurements_in_this_process_and_on_ranks(tmp_path, monkeypatch):
-    """Expect a breakdown of the step of both sides, without messages and sums in one process."""
+    """Expect a breakdown of the step of both variants, without messages and sums in one process."""
     (tmp_path / "nets.py").write_text(NETS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["bench", "torch", "--models", "nets.py:Small", "--input", "1,3,16,12", "--steps", "1", "--profile"]
     details = {}
-    for side, options in {"eager": [], "ranks": ["-n", "2", "--force"]}.items():
-        file = tmp_path / f"{side}.json"
-        assert main([*words, "--side", side, *options, "--json", str(file)]) == 0
+    for variant, options in {"eager": [], "ranks": ["-n", "2", "--force"]}.items():
+        file = tmp_path / f"{variant}.json"
+        assert main([*words, "--variant", variant, *options, "--json", str(file)]) == 0
         turn = json.loads(file.read_text())
         assert (turn["batch_size"], turn["sample_shape"]) == (1, [3, 16, 12])
         assert turn["seconds"] > 0 <= turn["peak_bytes"]  # 0 if this process has needed more before
-        details[side] = turn["details"]
-        assert tuple(details[side]["kinds"]) == TIME_KINDS
-        assert sum(details[side]["kinds"].values()) == pytest.approx(1)
-        assert sum(details[side]["operators"].values()) == pytest.approx(details[side]["kinds"]["kernels"])
+        details[variant] = turn["details"]
+        assert tuple(details[variant]["kinds"]) == TIME_KINDS
+        assert sum(details[variant]["kinds"].values()) == pytest.approx(1)
+        assert sum(details[variant]["operators"].values()) == pytest.approx(details[variant]["kinds"]["kernels"])
     assert min(details["ranks"]["kinds"].values()) > 0
     assert details["eager"]["kinds"]["messages"] == details["eager"]["kinds"]["sums"] == 0
 
@@ -164,14 +164,14 @@ def test_default_input_shapes():
         default_shape(nn.Linear(3, 4))
 
 
-def measure(network, side, first):
+def measure(network, variant, first):
     if network == "b":
         raise LaunchError("ended")
     kinds = dict.fromkeys(TIME_KINDS, 0.2)
-    details = {"first_seconds": 3.0} | ({"kinds": kinds, "operators": {"mm": 0.1}} if side != "compile" else {})
-    seconds = {"ranks": 1.0, "eager": 4.0, "compile": 2.0}[side]
+    details = {"first_seconds": 3.0} | ({"kinds": kinds, "operators": {"mm": 0.1}} if variant != "compile" else {})
+    seconds = {"ranks": 1.0, "eager": 4.0, "compile": 2.0}[variant]
     return {
-        "seconds": seconds, "peak_bytes": 3 if side == "ranks" else 4, "details": details, "batch_size": 1,
+        "seconds": seconds, "peak_bytes": 3 if variant == "ranks" else 4, "details": details, "batch_size": 1,
         "sample_shape": [3, 8, 8],
     }  # fmt: skip
 
@@ -179,9 +179,9 @@ def measure(network, side, first):
 def test_tables():
     from rich.console import Console
 
-    sides = ["ranks", "eager", "compile"]
-    rows = list(bench_suite(["a", "b"], sides, measure, 2))
-    report = make_report(rows, sides, 2, geometric_means(rows, {"CNN": ["a"]}))
+    variants = ["ranks", "eager", "compile"]
+    rows = list(bench_suite(["a", "b"], variants, measure, 2))
+    report = make_report(rows, variants, 2, geometric_means(rows, {"CNN": ["a"]}))
     page = module_markdown(report)
     assert "| a | 1×3×8×8 | 1 s | 4 s | 2 s* | 0.50 (0.50 to 0.50) | 3 B | 4 B | 0.75 | 3 s | 3 s | 3 s |" in page
     assert "| a | a rank | 200 ms | 200 ms | 200 ms | 200 ms | 200 ms | mm 100 ms |" in page

@@ -53,30 +53,30 @@ TURN_SECONDS = {"ranks": [2.0, 3.0, 4.0], "one": [4.0, 4.0, 4.0], "eager": [9.0,
 
 
 class FakeMeasurements:
-    """Fixed times of all sides."""
+    """Fixed times of all variants."""
 
     def __init__(self):
         self.turns = []
 
-    def __call__(self, network, side, first):
-        if side == "compile":
+    def __call__(self, network, variant, first):
+        if variant == "compile":
             raise ConfigError("no compiler")
-        turn = self.turns.count((network, side))
-        self.turns.append((network, side))
+        turn = self.turns.count((network, variant))
+        self.turns.append((network, variant))
         assert first == (turn == 0)
         layer = {"forward": 1.0, "backward": 0.0, "exchange": 0.0, "wait": 0.0, "flops": 8, "flops_per_second": 8e9}
         layers = [{"name": "conv1", **layer, "bytes_moved": 4, "limit": "GEMM", "share_of_limit": 0.5}]
-        result = {"seconds": TURN_SECONDS[side][turn], "peak_bytes": 600 if side == "eager" else 300}
-        if first and side == "ranks":
+        result = {"seconds": TURN_SECONDS[variant][turn], "peak_bytes": 600 if variant == "eager" else 300}
+        if first and variant == "ranks":
             result |= {"layers": layers, "machine": {"flops_per_second": 16e9, "bytes_per_second": 1e9}}
             result |= {"batch_size": 2, "sample_shape": [4, 5, 1]}
         return result
 
 
-def test_rounds_measure_every_side():
+def test_rounds_measure_every_variant():
     measure, progress = FakeMeasurements(), []
     (row,) = bench_suite(["a"], [*TURN_SECONDS, "compile"], measure, 3, progress.append)
-    assert measure.turns == [("a", side) for _ in range(3) for side in TURN_SECONDS]
+    assert measure.turns == [("a", variant) for _ in range(3) for variant in TURN_SECONDS]
     assert progress[4:6] == ["a: compile, round 1 of 3", "a: ranks, round 2 of 3"]
     assert (row["best"], row["memory"], row["why"]) == ("warm", 0.5, {"compile": "no compiler"})
     assert row["ratios"]["ranks"] == {"ratio": 0.75, "all": [0.5, 0.75, 2.0]}
@@ -85,20 +85,20 @@ def test_rounds_measure_every_side():
     assert geometric_means([row], {"a": ["a"], "both": ["a", "b"]}) == {"a": {"ranks": 0.75, "one": 1, "memory": 0.5}}
 
 
-def make_suite_report(sides, networks=("a", "b")):
-    rows = list(bench_suite(networks, sides, FakeMeasurements(), 3))
-    report = make_report(rows, sides, 3, geometric_means(rows, {"all": list(networks)}))
-    return report | {"notes": ["a note"], "compared": "warm" in sides}
+def make_suite_report(variants, networks=("a", "b")):
+    rows = list(bench_suite(networks, variants, FakeMeasurements(), 3))
+    report = make_report(rows, variants, 3, geometric_means(rows, {"all": list(networks)}))
+    return report | {"notes": ["a note"], "compared": "warm" in variants}
 
 
-@pytest.mark.parametrize("sides", [[*TURN_SECONDS, "compile"], ["ranks", "one"]])
+@pytest.mark.parametrize("variants", [[*TURN_SECONDS, "compile"], ["ranks", "one"]])
 @pytest.mark.long
-def test_tables_and_picture(sides, tmp_path):
+def test_tables_and_picture(variants, tmp_path):
     from rich.console import Console
 
-    report = make_suite_report(sides)
+    report = make_suite_report(variants)
     page = suite_markdown(report)
-    if "warm" in sides:
+    if "warm" in variants:
         assert "| a | 2×4×5×1 | 3 s | 4 s | 9 s | 4 s* | - | 0.75 (0.50 to 2.00) | 1.00 (1.00 to 2.00) |" in page
         assert "* geometric mean of all: 2 × 1 0.75, 1 × 2 1.00, memory 0.50" in page
         assert "* b, compile: no compiler" in page
@@ -155,8 +155,8 @@ def test_neondist_alone(file, tmp_path, monkeypatch, capsys):
     words = ["--networks", str(file), "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "suite.json")]
     assert main(["bench", "suite", *words]) == 0
     report = json.loads((tmp_path / "suite.json").read_text())
-    assert (report["sides"], report["compared"], report["ranks"]) == (["one"], False, 1)
-    assert report["networks"][0]["sides"]["one"]["seconds"] > 0
+    assert (report["variants"], report["compared"], report["ranks"]) == (["one"], False, 1)
+    assert report["networks"][0]["variants"]["one"]["seconds"] > 0
     assert "pip install 'neondist[torch]'" in capsys.readouterr().out
 
 
@@ -166,7 +166,7 @@ def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
     monkeypatch.setattr(command, "run_step_bench", lambda *_: {"seconds_per_step": 1.0, "process_bytes": [7]})
-    monkeypatch.delitem(suite.TORCH_SIDES, "eager")  # differs from "warm" in its settings alone
+    monkeypatch.delitem(suite.TORCH_VARIANTS, "eager")  # differs from "warm" in its settings alone
     page = tmp_path / "suite.md"
     assert main(["bench", "suite", "--networks", str(file), "--rounds", "1", "--markdown", str(page)]) == 0
     assert "÷ best" in page.read_text()

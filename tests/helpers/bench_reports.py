@@ -1,7 +1,7 @@
 """Reports of benchmarks, with rows that a test has measured."""
 
 
-def make_report(rows, sides, rounds, means):
+def make_report(rows, variants, rounds, means):
     """Return the report of rows on two ranks, as a benchmark writes it."""
     environment = {
         "started": "2026-01-01T00:00",
@@ -11,4 +11,4 @@ def make_report(rows, sides, rounds, means):
         "versions": {"numpy": "2"},
     }
     sizes = {"ranks": 2, "threads": 1, "cores": 2, "rounds": rounds}
-    return {**sizes, "sides": sides, "environment": environment, "networks": rows, "notes": [], "means": means}
+    return {**sizes, "variants": variants, "environment": environment, "networks": rows, "notes": [], "means": means}

@@ -45,7 +45,7 @@ def add_parser(benches: Any) -> None:
              " (default: all of these that are installed)",
     )  # fmt: skip
     cmd.add_argument(
-        "--against", type=_parse_sides, default=list(BASELINES), metavar="eager,compile",
+        "--against", type=_parse_variants, default=list(BASELINES), metavar="eager,compile",
         help="modes of PyTorch, in one process on all cores, to compare with, or none (default: both)",
     )  # fmt: skip
     cmd.add_argument(
@@ -60,18 +60,18 @@ def add_parser(benches: Any) -> None:
     cmd.add_argument(
         "--compile", action="store_true", help="compile the computation on the ranks: ndt.distribute(..., compile=True)"
     )
-    options.add_round_options(cmd, "both sides are", steps=3)
+    options.add_round_options(cmd, "all variants are", steps=3)
     for kind in "json", "markdown":
         cmd.add_argument(
             f"--{kind}", metavar="FILE", type=options.parse_file, help="also write the results to this file"
         )
     cmd.add_argument(
-        "--side", choices=["ranks", *BASELINES], help="time one side of one model for one round, and write it to --json"
+        "--variant", choices=["ranks", *BASELINES], help="time one variant of a model for a round; write it to --json"
     )
-    cmd.add_argument("--profile", action="store_true", help="with --side: also profile a step")
+    cmd.add_argument("--profile", action="store_true", help="with --variant: also profile a step")
     cmd.add_argument(
         "--progress", metavar="FILE", type=options.parse_path,
-        help="with --side: write the estimated time of the end to this file, in seconds since 1970",
+        help="with --variant: write the estimated time of the end to this file, in seconds since 1970",
     )  # fmt: skip
     cmd.set_defaults(command=modules)
 
@@ -80,7 +80,7 @@ def modules(arguments: argparse.Namespace) -> int:
     """Measure every model; 2 if one of them cannot be distributed."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("bench torch: PyTorch is not installed; install it with pip install 'neondist[torch]'")
-    return _bench_models(arguments) if arguments.side is None else _measure_side(arguments)
+    return _bench_models(arguments) if arguments.variant is None else _measure_variant(arguments)
 
 
 def _bench_models(arguments: argparse.Namespace) -> int:
@@ -95,18 +95,18 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks = cores if arguments.ranks is None else arguments.ranks
     suite.check_timing_conditions(arguments, "torch", ranks, cores, [arguments.json, arguments.markdown])
     notes: list[str] = []
-    sides = ["ranks", *suite.measurable_torch_variants(list(arguments.against), notes)]
+    variants = ["ranks", *suite.measurable_torch_variants(list(arguments.against), notes)]
     names = arguments.models or _installed_models(list(MODELS), notes)
     results: dict[str, Any] = {
         "bench": "torch", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores,
-        "rounds": arguments.rounds, "sides": sides, "compile": arguments.compile,
+        "rounds": arguments.rounds, "variants": variants, "compile": arguments.compile,
         "environment": suite.describe_environment(), "networks": [], "notes": notes, "means": {},
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="neondist-torch-") as folder,
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
-        turns = arguments.rounds * len(sides)
+        turns = arguments.rounds * len(variants)
         progress.expect_parts(len(names) * turns, planned_seconds=[ROUND_SECONDS] * (len(names) * turns))
         speed, loading, planned = HostSpeed.measure(), 0.0, list[float]()
         for name in names:
@@ -116,9 +116,9 @@ def _bench_models(arguments: argparse.Namespace) -> int:
             loading = max(loading, time.monotonic() - start_time)  # every turn imports PyTorch and the model anew
             planned += [loading + max(ROUND_SECONDS, arguments.steps * least)] * turns
         progress.expect_parts(len(planned), planned_seconds=planned)
-        measure = _SideMeasurement(arguments, cores, Path(folder), progress)
+        measure = _VariantMeasurement(arguments, cores, Path(folder), progress)
         begin = partial(begin_bench_job, progress, file=measure.progress_file)
-        for row in bench_suite(names, sides, measure, arguments.rounds, begin):
+        for row in bench_suite(names, variants, measure, arguments.rounds, begin):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**_models_by_family(names), "all": names})
             if arguments.json:  # after each model: an interrupted run keeps its results
@@ -133,13 +133,13 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     return 2 if failed else 0
 
 
-def _measure_side(arguments: argparse.Namespace) -> int:
-    """Measure one side of one model, in this process, or on ranks."""
+def _measure_variant(arguments: argparse.Namespace) -> int:
+    """Measure one variant of one model, in this process, or on ranks."""
     if arguments.models is None or len(arguments.models) != 1:
-        raise ConfigError("--side measures one model; specify it with --models")
-    if arguments.side != "ranks":
+        raise ConfigError("--variant measures one model; specify it with --models")
+    if arguments.variant != "ranks":
         if arguments.ranks not in (None, 1):
-            raise ConfigError(f"--side {arguments.side} runs in one process; leave out -n")
+            raise ConfigError(f"--variant {arguments.variant} runs in one process; leave out -n")
         arguments.ranks = None
     (name,) = arguments.models
 
@@ -152,7 +152,7 @@ def _measure_side(arguments: argparse.Namespace) -> int:
         factory, shape = model
         progress = None if arguments.progress is None or world.rank else ProgressFile(arguments.progress)
         settings = arguments.steps, arguments.compile, arguments.profile, progress
-        result = measure_module(arguments.side, factory, arguments.input or shape, world, *settings)
+        result = measure_module(arguments.variant, factory, arguments.input or shape, world, *settings)
         if world.rank == 0 and arguments.json is not None:
             write_text(arguments.json, json.dumps(result) + "\n")
             options.print_written([arguments.json])
@@ -187,38 +187,39 @@ def _least_step_seconds(name: str, shape: tuple[int, ...] | None, speed: HostSpe
     return speed.least_seconds(3 * forward_flops(factory, shape or default))  # a backward pass is two forward passes
 
 
-class _SideMeasurement:
-    """Measurement of one side of one model in a new process."""
+class _VariantMeasurement:
+    """Measurement of one variant of one model in a new process."""
 
     def __init__(self, arguments: argparse.Namespace, cores: int, folder: Path, progress: Any) -> None:
         self.arguments, self.cores, self.folder, self.progress = arguments, cores, folder, progress
         self.progress_file = folder / "end"
         self._errors: dict[str, UserError] = {}
 
-    def __call__(self, model: str, side: str, first: bool) -> dict[str, Any]:
+    def __call__(self, model: str, variant: str, first: bool) -> dict[str, Any]:
         """Return the result of `measure_module`; a model that cannot be distributed is not measured at all."""
         turns = self.arguments.rounds if first else 1
         try:
             if model in self._errors:
                 raise self._errors[model]
-            result = self._measure_in_subprocess(model, side, ["--profile"] if first and side != "compile" else [])
+            extra = ["--profile"] if first and variant != "compile" else []
+            result = self._measure_in_subprocess(model, variant, extra)
         except UserError as error:
-            if side == "ranks":
+            if variant == "ranks":
                 self._errors[model] = error
             self.progress.add_done_parts(turns)
             raise
         self.progress.add_done_parts(1)
         return result
 
-    def _measure_in_subprocess(self, model: str, side: str, extra: list[str]) -> dict[str, Any]:
+    def _measure_in_subprocess(self, model: str, variant: str, extra: list[str]) -> dict[str, Any]:
         from ...bench.suite import WARM_ALLOCATOR_ENV
 
         arguments = self.arguments
-        words = ["--models", model, "--side", side, "--steps", str(arguments.steps), *extra]
+        words = ["--models", model, "--variant", variant, "--steps", str(arguments.steps), *extra]
         words += ["--progress", str(self.progress_file)]
         words += ["--input", ",".join(map(str, arguments.input))] if arguments.input else []
         thread_count = self.cores
-        if side == "ranks":
+        if variant == "ranks":
             words += ["-n", str(arguments.ranks), *(["--force"] if arguments.force else [])]
             words += ["--compile"] if arguments.compile else []
             thread_count = max(1, self.cores // arguments.ranks)
@@ -266,9 +267,9 @@ def _parse_model_names(text: str) -> list[str]:
     return names
 
 
-def _parse_sides(text: str) -> list[str]:
-    sides = [] if text == "none" else list(dict.fromkeys(text.split(",")))
-    for word in sides:
+def _parse_variants(text: str) -> list[str]:
+    variants = [] if text == "none" else list(dict.fromkeys(text.split(",")))
+    for word in variants:
         if word not in BASELINES:
             raise argparse.ArgumentTypeError(f"'{word}' is unknown; choose from {', '.join(BASELINES)}, or none")
-    return sides
+    return variants

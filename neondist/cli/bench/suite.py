@@ -36,7 +36,7 @@ def add_parser(benches: Any) -> None:
         help=f"{NETWORK_NAMES_HELP}, a FILE.yaml, or the groups main (the first six) and others (default: both groups)",
     )  # fmt: skip
     options.add_rank_options(cmd, "number of ranks that share this machine's cores (default: one per core)")
-    options.add_round_options(cmd, "both sides are", steps=5)
+    options.add_round_options(cmd, "all variants are", steps=5)
     cmd.add_argument(
         "--import", dest="modules", action="append", default=[], metavar="MODULE", help=options.IMPORT_HELP
     )
@@ -48,11 +48,11 @@ def add_parser(benches: Any) -> None:
 
 
 def suite(arguments: argparse.Namespace) -> int:
-    """Measure every network; 1 if a side of neondist could not be measured."""
+    """Measure every network; 1 if a variant of neondist could not be measured."""
     from ...bench.least_time import HostSpeed
     from ...bench.networks import NETWORK_GROUPS
     from ...bench.step import ROUND_SECONDS
-    from ...bench.suite import NEONDIST_SIDES, TORCH_SIDES, bench_suite, geometric_means
+    from ...bench.suite import NEONDIST_VARIANTS, TORCH_VARIANTS, bench_suite, geometric_means
     from ...bench.suite_report import draw_suite, suite_markdown, suite_table
     from ...terminal.rich_console import Console
 
@@ -62,19 +62,20 @@ def suite(arguments: argparse.Namespace) -> int:
         raise MissingPackageError("--plot needs matplotlib: pip install 'neondist[plot]'")
     check_timing_conditions(arguments, "suite", ranks, cores, [arguments.json, arguments.markdown, arguments.plot])
     notes: list[str] = []
-    sides = [side for side in NEONDIST_SIDES if side != "ranks" or ranks > 1]
-    sides += measurable_torch_variants(list(TORCH_SIDES), notes)
+    variants = [variant for variant in NEONDIST_VARIANTS if variant != "ranks" or ranks > 1]
+    variants += measurable_torch_variants(list(TORCH_VARIANTS), notes)
     results: dict[str, Any] = {
         "bench": "suite", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores, "rounds": arguments.rounds,
-        "sides": sides, "environment": describe_environment(), "networks": [], "notes": notes,
-        "compared": any(side in TORCH_SIDES for side in sides),
+        "variants": variants, "environment": describe_environment(), "networks": [], "notes": notes,
+        "compared": any(variant in TORCH_VARIANTS for variant in variants),
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder,
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
         files, speed = _network_files(arguments, Path(folder)), HostSpeed.measure()
-        turns = [(network, side) for network in files for _ in range(arguments.rounds) for side in _interleave(sides)]
+        order = _interleave(variants) * arguments.rounds
+        turns = [(network, variant) for network in files for variant in order]
         progress.expect_parts(len(turns), planned_seconds=[ROUND_SECONDS] * len(turns))
         progress.begin_part("checking the networks")
         least_seconds: dict[tuple[str, int], float] = {}
@@ -82,13 +83,13 @@ def suite(arguments: argparse.Namespace) -> int:
             for count in sorted({1, ranks}):
                 job = _arguments_for(arguments, file), count, arguments.steps, speed, cores
                 _, least_seconds[network, count] = validate_step_bench(*job)
-        planned = [least_seconds[network, ranks if side == "ranks" else 1] for network, side in turns]
+        planned = [least_seconds[network, ranks if variant == "ranks" else 1] for network, variant in turns]
         progress.expect_parts(len(turns), planned_seconds=planned)
-        measure = _SideMeasurement(arguments, files, ranks, cores, Path(folder))
+        measure = _VariantMeasurement(arguments, files, ranks, cores, Path(folder))
 
-        def measure_and_count(network: str, side: str, first: bool) -> dict[str, Any]:
+        def measure_and_count(network: str, variant: str, first: bool) -> dict[str, Any]:
             try:
-                result = measure(network, side, first)
+                result = measure(network, variant, first)
             except (ConfigError, LaunchError):
                 progress.add_done_parts(arguments.rounds if first else 1)  # its other rounds are skipped
                 raise
@@ -96,7 +97,7 @@ def suite(arguments: argparse.Namespace) -> int:
             return result
 
         begin = partial(begin_bench_job, progress, file=measure.progress_file)
-        for row in bench_suite(list(files), _interleave(sides), measure_and_count, arguments.rounds, begin):
+        for row in bench_suite(list(files), _interleave(variants), measure_and_count, arguments.rounds, begin):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**NETWORK_GROUPS, "all": list(files)})
             if arguments.json:  # after each network: the command may be stopped before the last
@@ -107,7 +108,7 @@ def suite(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         draw_suite(arguments.plot, results)
     options.print_written([arguments.json, arguments.markdown, arguments.plot])
-    return int(any(side in row["why"] for row in results["networks"] for side in NEONDIST_SIDES))
+    return int(any(variant in row["why"] for row in results["networks"] for variant in NEONDIST_VARIANTS))
 
 
 def check_timing_conditions(
@@ -126,22 +127,22 @@ def check_timing_conditions(
             raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; give a file")
 
 
-def measurable_torch_variants(sides: list[str], notes: list[str]) -> list[str]:
+def measurable_torch_variants(variants: list[str], notes: list[str]) -> list[str]:
     """Return the PyTorch variants that can be measured; reasons for the others are added to `notes`."""
     if importlib.util.find_spec("torch") is None:
         notes.append("PyTorch is not installed, so neondist was timed alone; pip install 'neondist[torch]'")
         return []
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
         notes.append("torch.compile needs a C++ compiler, g++ or clang++, and found none")
-        sides.remove("compile")
-    return sides
+        variants.remove("compile")
+    return variants
 
 
-def _interleave(sides: list[str]) -> list[str]:
-    """Return the sides of neondist and PyTorch in alternation."""
-    own, other = [s for s in sides if s in ("ranks", "one")], [s for s in sides if s not in ("ranks", "one")]
-    interleaved = [side for pair in zip(own, other, strict=False) for side in pair]
-    return interleaved + [side for side in (*own, *other) if side not in interleaved]
+def _interleave(variants: list[str]) -> list[str]:
+    """Return the variants of neondist and PyTorch in alternation."""
+    own, other = [s for s in variants if s in ("ranks", "one")], [s for s in variants if s not in ("ranks", "one")]
+    interleaved = [variant for pair in zip(own, other, strict=False) for variant in pair]
+    return interleaved + [variant for variant in (*own, *other) if variant not in interleaved]
 
 
 def _network_files(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
@@ -174,22 +175,22 @@ def _arguments_for(arguments: argparse.Namespace, file: Path) -> argparse.Namesp
     return argparse.Namespace(**{**vars(arguments), "file": str(file), "settings": []})
 
 
-class _SideMeasurement:
-    """Measurement of one side of one network in a new process."""
+class _VariantMeasurement:
+    """Measurement of one variant of one network in a new process."""
 
     def __init__(
         self, arguments: argparse.Namespace, files: dict[str, Path], ranks: int, cores: int, folder: Path
     ) -> None:
         self.arguments, self.files, self.ranks, self.cores, self.folder = arguments, files, ranks, cores, folder
         self.progress_file = folder / "end"
-        self.torch_side = cache(self._torch_side)
+        self.torch_variants = cache(self._torch_variants)
 
-    def __call__(self, network: str, side: str, first: bool) -> dict[str, Any]:
+    def __call__(self, network: str, variant: str, first: bool) -> dict[str, Any]:
         """Return 'seconds', 'peak_bytes' and, the first time, neondist's 'layers' and 'machine'."""
         steps = self.arguments.steps
-        if side not in ("ranks", "one"):
-            return self.torch_side(network).measure(side, steps)
-        count, cores = (self.ranks, None) if side == "ranks" else (1, self.cores)
+        if variant not in ("ranks", "one"):
+            return self.torch_variants(network).measure(variant, steps)
+        count, cores = (self.ranks, None) if variant == "ranks" else (1, self.cores)
         extra = ["--roofline"] if first else []
         file = _arguments_for(self.arguments, self.files[network])
         step = run_step_bench(file, count, [], steps, cores, extra, self.progress_file)
@@ -197,11 +198,12 @@ class _SideMeasurement:
         result |= {name: step[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in step}
         return result
 
-    def _torch_side(self, network: str) -> Any:
-        from ...bench.suite import TorchSide
+    def _torch_variants(self, network: str) -> Any:
+        from ...bench.suite import TorchVariants
 
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
-        return TorchSide(load_from_arguments(_arguments_for(self.arguments, self.files[network])), self.cores, settings)
+        experiment = load_from_arguments(_arguments_for(self.arguments, self.files[network]))
+        return TorchVariants(experiment, self.cores, settings)
 
 
 def describe_environment() -> dict[str, Any]:
