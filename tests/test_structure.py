@@ -37,6 +37,7 @@ conv_back_into max_pool_back_into alone_seconds needer needs_along needs_others 
 numpy_words PlacedSink GuardedTask Demand head_start_index class_of_tile kinds_of_tiles clear_sides
 explain_unpinned has_room _max_windows run_computed LiveNorm live_norms can_add_live_norm inside_rule
 place_ranges Unaligned refuse_unless_boxes SideMeasurements _SideMeasurement TorchSide NEONDIST_SIDES TORCH_SIDES
+cool_down HOST_COOL_DOWN_SECONDS excluded_hosts usable_hosts
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""
@@ -44,7 +45,7 @@ DEFINED = WORDS | {"position", "seen", "same", "carry", "copies", "ahead", "bord
 """banned for definitions, allowed for variables"""
 PHRASES = re.compile(
     r"travels? home|\bcouriers?\b|\bbooked\b|said is above|defect of neondist|goes with --|words of the script"
-    r"|cannot be used; give|has to return|started again|waits for no |\beager's|\b[Nn]obody\b|\banew\b"
+    r"|cannot be used; give|has to return|started again|waits for no |\beager's|\b[Nn]obody\b|\banew\b|^remembered$"
 )
 
 

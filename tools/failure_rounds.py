@@ -128,7 +128,7 @@ class Round:
         """Start the job."""
         words = [f"{self.kind}.yaml", "--output", "out", "--snapshot", "1", "--lease", f"{LEASE}s", "--restarts", "9"]
         words += ["--import", "nets.py"] if self.kind == "torch" else []
-        words += ["--hosts-from", "hosts", "--elastic", "2:3", "--cool-down", "5s"] if self.elastic else ["-n", "3"]
+        words += ["--hosts-from", "hosts", "--elastic", "2:3", "--cooldown", "5s"] if self.elastic else ["-n", "3"]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "neondist", "run", *words, *options],

@@ -79,7 +79,7 @@ def create_parser() -> argparse.ArgumentParser:
     # hangs by `watchdog`; restarts, elastic, lease: as in `run`; begun: start time of the job's first generation
     root.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
     # of `launch`, and of elastic hosts
-    root.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None, spares=0)
+    root.set_defaults(resources=None, hosts_from=None, cooldown=None, wait=None, snapshot=None, source=None, spares=0)
     root.set_defaults(hosts=None, generation=None)
     # of `train`: servers (0: default) and their update rule; bounds of the number of workers, source of their slots,
     # the wait; a process with all imports, from which those of the job are forked

@@ -98,7 +98,7 @@ def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
         help=f"{hosts}keep K slots idle to replace lost ranks on the same grid",
     )  # fmt: skip
     cmd.add_argument(
-        "--cool-down", type=parse_duration_seconds, metavar="TIME",
+        "--cooldown", type=parse_duration_seconds, metavar="TIME",
         help=f"{hosts or 'with --restarts: '}do not use a failed host for this long (default 1m)",
     )  # fmt: skip
     cmd.add_argument(

@@ -140,13 +140,13 @@ class HostSource:
 
 
 class HostPool:
-    """Usable hosts: those of a source, except hosts that cool down after a failure.
+    """Usable hosts: those of a source, except hosts in their cooldown after a failure.
 
     Parameters
     ----------
     read : callable
         Returns hosts and slots, as `HostSource.read`.
-    cool_down : float
+    cooldown : float
         Seconds for which a failed host is excluded.
     clock : callable
         Replacement of time.monotonic in tests.
@@ -160,9 +160,9 @@ class HostPool:
     """
 
     def __init__(
-        self, read: Callable[[], dict[str, int]], cool_down: float, clock: Callable[[], float] = time.monotonic
+        self, read: Callable[[], dict[str, int]], cooldown: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._read_slots, self.cool_down, self._clock = read, cool_down, clock
+        self._read_slots, self.cooldown, self._clock = read, cooldown, clock
         self.listed_slots: dict[str, int] = {}
         self.refresh_error = ""
         self._excluded_until: dict[str, float] = {}
@@ -177,7 +177,7 @@ class HostPool:
 
     def record_failure(self, host: str) -> None:
         """Exclude a host until it has cooled down."""
-        self._excluded_until[host] = self._clock() + self.cool_down
+        self._excluded_until[host] = self._clock() + self.cooldown
 
     def exclude_unusable(self, reasons: Mapping[str, str]) -> list[str]:
         """Exclude unusable hosts like failed ones; return a message for each host with a new reason."""
@@ -187,17 +187,17 @@ class HostPool:
         self._reported_reasons.update(reasons)
         return [f"hosts: {host} {reason}; it is left out" for host, reason in new.items()]
 
-    def excluded_hosts(self) -> dict[str, float]:
-        """Return the listed hosts that cool down, with the remaining seconds."""
+    def list_excluded_hosts(self) -> dict[str, float]:
+        """Return the listed hosts in their cooldown, with the remaining seconds."""
         now = self._clock()
         return {
             host: end - now for host, end in self._excluded_until.items() if end > now and host in self.listed_slots
         }
 
-    def usable_hosts(self) -> dict[str, int]:
+    def list_usable_hosts(self) -> dict[str, int]:
         """Return the usable hosts with their slots."""
-        cooling = self.excluded_hosts()
-        return {host: slots for host, slots in self.listed_slots.items() if host not in cooling}
+        excluded = self.list_excluded_hosts()
+        return {host: slots for host, slots in self.listed_slots.items() if host not in excluded}
 
     def listed_host_of(self, name: str) -> str:
         """Return the listed host with a name, fully qualified or not; '' if there is none."""

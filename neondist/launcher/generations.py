@@ -149,12 +149,12 @@ class _SupervisedRun:
         number, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
-            excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cool_down:g} s"
+            excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cooldown:g} s"
         say(f"{number}: {ending.loss_text}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def report_host_change(self, members: Members) -> None:
         """Report a change of hosts, and what the next generation resumes from."""
-        slots = self.roster.host_pool.usable_hosts() if self.roster.host_pool is not None else {}
+        slots = self.roster.host_pool.list_usable_hosts() if self.roster.host_pool is not None else {}
         before = members.hosts or {}
         added = [host for host, count in slots.items() if count > before.get(host, 0)]
         removed = [host for host, count in before.items() if slots.get(host, 0) < count]

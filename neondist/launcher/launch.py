@@ -35,7 +35,7 @@ _FORWARDED_VARIABLES = (
     *threads.THREAD_COUNT_VARIABLES,
     "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES",
 )  # fmt: skip
-_SUPERVISOR_OPTIONS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cool-down", "--wait", "--spares")
+_SUPERVISOR_OPTIONS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cooldown", "--wait", "--spares")
 """options of the supervisor, not passed on to ranks"""
 _HOST_LIST_VARIABLES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
 _HOST_FILE_VARIABLES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")

@@ -16,12 +16,12 @@ from ..errors import LaunchError, UserError
 from ..system.job import LAUNCHED_RANKS_VARIABLE, Job
 from ..terminal.console import counted, say
 
-HOST_COOL_DOWN_SECONDS = 60.0
+HOST_COOLDOWN_SECONDS = 60.0
 HOST_WAIT_SECONDS = 600.0
 DEFAULT_RESTARTS = 10
 """default number of restarts of a run that may change its hosts"""
 HOST_LIST_POLL_SECONDS = 1.0
-_HOST_LIST_OPTIONS = {"cool_down": "--cool-down", "wait": "--wait"}
+_HOST_LIST_OPTIONS = {"cooldown": "--cooldown", "wait": "--wait"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class RankRoster:
     Parameters
     ----------
     arguments : argparse.Namespace
-        `ranks`, `elastic`, `spares`, `source`, `resources`, `cool_down`.
+        `ranks`, `elastic`, `spares`, `source`, `resources`, `cooldown`.
     is_valid_rank_count : callable
         Whether the experiment can run on a given number of ranks.
 
@@ -162,7 +162,7 @@ class RankRoster:
         self.host_pool = (
             None
             if self._host_source is None
-            else HostPool(self._read_slots, arguments.cool_down or HOST_COOL_DOWN_SECONDS)
+            else HostPool(self._read_slots, arguments.cooldown or HOST_COOLDOWN_SECONDS)
         )
         self._read_count = 0
 
@@ -170,7 +170,7 @@ class RankRoster:
         """Return the largest possible set of ranks on the usable hosts; None if there are too few."""
         if self.host_pool is None:
             return self._largest_members_within(self.ranks)
-        usable = self.host_pool.usable_hosts()
+        usable = self.host_pool.list_usable_hosts()
         slots = sum(usable.values())
         members = self._largest_members_within(max(slots - self.spares, min(self._size_to_keep, slots)))
         return members and Members(
@@ -195,7 +195,7 @@ class RankRoster:
         ]
         excluded = []
         for host in dict.fromkeys(hosts):
-            remaining = sum(slots for other, slots in self.host_pool.usable_hosts().items() if other != host)
+            remaining = sum(slots for other, slots in self.host_pool.list_usable_hosts().items() if other != host)
             if host and host != self._chief_address and (self.elastic or remaining >= self.min_ranks):
                 self.host_pool.record_failure(host)
                 excluded.append(host)
@@ -224,7 +224,7 @@ class RankRoster:
         if self.host_pool is None or members.hosts is None or self.resources is not None:
             return {}
         return find_unusable_hosts(
-            ranks_per_host(self.host_pool.usable_hosts(), members.ranks + members.spares), os.environ
+            ranks_per_host(self.host_pool.list_usable_hosts(), members.ranks + members.spares), os.environ
         )
 
     @property
@@ -346,13 +346,14 @@ def describe_rank_shortage(roster: RankRoster) -> str:
     """Return the number of possible ranks, and the reason why it is too low."""
     if roster.host_pool is None:
         return f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {roster.max_ranks}"
-    slots, cooling = sum(roster.host_pool.usable_hosts().values()), roster.host_pool.excluded_hosts()
+    slots, excluded = sum(roster.host_pool.list_usable_hosts().values()), roster.host_pool.list_excluded_hosts()
     text = f"there is room for {counted(slots, 'rank')}, but at least {roster.min_ranks} are needed"
     if slots >= roster.min_ranks:
         most = min(slots, roster.max_ranks)
         text = f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {most}"
-    if cooling:
-        text += f"; {', '.join(f'{host} ({left:.0f} s)' for host, left in cooling.items())} is excluded after a failure"
+    if excluded:
+        hosts = ", ".join(f"{host} ({left:.0f} s)" for host, left in excluded.items())
+        text += f"; {hosts} is excluded after a failure"
     return f"{text} ({roster.host_pool.refresh_error})" if roster.host_pool.refresh_error else text
 
 

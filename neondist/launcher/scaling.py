@@ -13,7 +13,7 @@ from ..cluster.hosts import HostPool, HostSource, find_unusable_hosts
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import counted, say
-from .members import HOST_COOL_DOWN_SECONDS, HOST_LIST_POLL_SECONDS, HOST_WAIT_SECONDS
+from .members import HOST_COOLDOWN_SECONDS, HOST_LIST_POLL_SECONDS, HOST_WAIT_SECONDS
 from .monitor import LOOPBACK_ADDRESS
 from .slots import SlotTable, WorkerBounds
 
@@ -71,7 +71,7 @@ class ElasticSlots:
         Called with an unreachable host, which `read_hosts` then excludes for a while.
     wait_limit : float
         Seconds for which the job waits for its minimum.
-    excluded_hosts : callable
+    list_excluded_hosts : callable
         Returns the excluded hosts and the remaining seconds.
     """
 
@@ -81,10 +81,10 @@ class ElasticSlots:
         read_hosts: Callable[[], Mapping[str, int]],
         exclude_host: Callable[[str], None] = lambda host: None,
         wait_limit: float = HOST_WAIT_SECONDS,
-        excluded_hosts: Callable[[], Mapping[str, float]] = dict,
+        list_excluded_hosts: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self._table, self._read_hosts, self._exclude_host, self.wait_limit, self._excluded_hosts = (
-            table, read_hosts, exclude_host, wait_limit, excluded_hosts,
+        self._table, self._read_hosts, self._exclude_host, self.wait_limit, self._list_excluded_hosts = (
+            table, read_hosts, exclude_host, wait_limit, list_excluded_hosts,
         )  # fmt: skip
         self._next_check = 0.0
 
@@ -144,13 +144,14 @@ class ElasticSlots:
     def report_giving_up(self) -> None:
         """Report that the job ends after it waited too long for its minimum."""
         remedy = "start it again later, or lower --num-workers"
-        if excluded := self._excluded_hosts():
+        if excluded := self._list_excluded_hosts():
             remedy = f"correct the list, or the error shown by `ssh {next(iter(excluded))}`"
         say(f"error: gave up after {self.wait_limit:g} s: {self.describe_slot_users()}; {remedy}", sys.stderr)
 
     def describe_slot_users(self) -> str:
         """Describe the users of the slots, and the excluded hosts."""
-        texts = [f"{host} is excluded for another {seconds:.0f} s" for host, seconds in self._excluded_hosts().items()]
+        times = self._list_excluded_hosts()
+        texts = [f"{host} is excluded for another {seconds:.0f} s" for host, seconds in times.items()]
         return "; ".join([self._table.describe_users(self._read_hosts()), *texts])
 
 
@@ -162,12 +163,12 @@ def open_elastic_slots(
 
     New hosts are checked first, and are excluded for a while if they cannot run workers.
     """
-    pool, closed = HostPool(lambda: read_slots(source, reread=True), HOST_COOL_DOWN_SECONDS), threading.Event()
+    pool, closed = HostPool(lambda: read_slots(source, reread=True), HOST_COOLDOWN_SECONDS), threading.Event()
     hosts = pool.listed_slots = read_slots(source)
     checked = set(hosts)
 
     def usable() -> dict[str, int]:
-        excluded = pool.excluded_hosts()
+        excluded = pool.list_excluded_hosts()
         return {host: slots for host, slots in hosts.items() if host in checked and host not in excluded}
 
     def check(joined: set[str]) -> None:
@@ -187,14 +188,14 @@ def open_elastic_slots(
             shrunk = shrunk + 1 if sum(pool.listed_slots.values()) < sum(hosts.values()) else 0
             if shrunk != 1:  # a partially written list has fewer hosts
                 hosts = dict(pool.listed_slots)
-            if joined := hosts.keys() - checked - pool.excluded_hosts().keys():
+            if joined := hosts.keys() - checked - pool.list_excluded_hosts().keys():
                 check(joined)
 
     with SlotTable(bounds) as table:
         if source is not None:
             threading.Thread(target=watch, name="hosts", daemon=True).start()
         try:
-            yield ElasticSlots(table, usable, pool.record_failure, wait_limit, pool.excluded_hosts)
+            yield ElasticSlots(table, usable, pool.record_failure, wait_limit, pool.list_excluded_hosts)
         finally:
             closed.set()
 

@@ -88,7 +88,7 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
     if experiment.server_strategy is None or SERVERS_VARIABLE in os.environ:
         return
     remedy = "or use sync: true and staleness: 0"
-    for name in ("spares", "restarts", "elastic", "virtual", "cool_down", "wait", "lease"):
+    for name in ("spares", "restarts", "elastic", "virtual", "cooldown", "wait", "lease"):
         if getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             raise LaunchError(

@@ -143,7 +143,7 @@ def test_exact_schemes_have_no_memory(checkpoints):
     import h5py
 
     with h5py.File(checkpoints / "halo.h5") as file:
-        assert not {"borders", "remembered"} & file.keys()
+        assert not {"borders", "scheme_state"} & file.keys()
     assert read_notes(checkpoints / "halo.h5", 2) == []
 
 
@@ -161,10 +161,10 @@ ALTERATIONS = {
 @pytest.mark.parametrize("name", ALTERATIONS)
 def test_invalid_memory_is_rejected(checkpoints, name):
     def alter(file):
-        memory = json.loads(file["remembered"][()])
+        memory = json.loads(file["scheme_state"][()])
         ALTERATIONS[name](memory)
-        del file["remembered"]
-        file["remembered"] = np.bytes_(json.dumps(memory))
+        del file["scheme_state"]
+        file["scheme_state"] = np.bytes_(json.dumps(memory))
 
     with pytest.raises(DataError, match=r"forged\.h5: (has invalid data|its border schemes do not match)"):
         read_notes(forge_checkpoint(checkpoints / "stale.h5", alter), 2)

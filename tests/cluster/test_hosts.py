@@ -78,9 +78,9 @@ def test_failed_host_cools_down():
     assert (pool.listed_host_of("b"), pool.listed_host_of("c")) == ("b.cluster", "")
     pool.record_failure("b.cluster")
     now[0] = 59.0
-    assert (pool.usable_hosts(), pool.excluded_hosts()) == ({"a": 1}, {"b.cluster": 1.0})
+    assert (pool.list_usable_hosts(), pool.list_excluded_hosts()) == ({"a": 1}, {"b.cluster": 1.0})
     now[0] = 60.0
-    assert pool.usable_hosts() == hosts
+    assert pool.list_usable_hosts() == hosts
 
 
 def test_last_list_is_kept_if_the_source_fails():

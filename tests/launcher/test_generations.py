@@ -45,7 +45,7 @@ def test_hosts_that_join_without_neondist(folder, capsys, monkeypatch):
     hide_neondist(folder, monkeypatch, "b")
     script = GenerationScript(folder, "a:1 b:1 c:1", JobEnding(137, "a was killed"), JobEnding(0))
     script.write_hosts("a:1")
-    assert script.run("--elastic", "1:3", "--cool-down", "0.1", "--restarts", "1") == 0
+    assert script.run("--elastic", "1:3", "--cooldown", "0.1", "--restarts", "1") == 0
     assert script.started[:2] == [{"a": 1}, {"a": 1, "c": 1}]
     out = capsys.readouterr().out
     assert out.count("hosts: b has no ") == 1
@@ -111,7 +111,7 @@ def test_wait_for_hosts_times_out(folder, capsys):
         (["--hosts-from", "list", "--elastic", "2:3", "-n", 4], "-n 4 is not within --elastic 2:3"),
         (["--hosts-from", "list", "--virtual", 2], "--virtual runs all ranks in this process"),
         (["--hosts-from", "wrong"], "wrong:2: 'b c' is not a host"),
-        (["-n", 2, "--cool-down", "5s"], "--cool-down: applies to a varying set of hosts"),
+        (["-n", 2, "--cooldown", "5s"], "--cooldown: applies to a varying set of hosts"),
         (["-n", 2, "--wait", "5s"], "--wait: applies to a varying set of hosts"),
         (["-n", 2, "--snapshot", "auto"], "--snapshot: snapshots are used by restarts; also give --restarts"),
     ],

@@ -240,7 +240,7 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.setattr("neondist.launcher.scaling.HOST_LIST_POLL_SECONDS", 0.01)
-    monkeypatch.setattr("neondist.launcher.scaling.HOST_COOL_DOWN_SECONDS", 0.05)
+    monkeypatch.setattr("neondist.launcher.scaling.HOST_COOLDOWN_SECONDS", 0.05)
     (folder / "agent").write_text('#!/bin/sh\n[ "$1" != bare ] || { sleep 0.3; exit 113; }\n')
     (folder / "agent").chmod(0o755)
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", shlex.quote(str(folder / "agent")))
@@ -277,7 +277,7 @@ def test_workers_of_a_lost_node_are_distributed(monkeypatch):
 
 @pytest.mark.parametrize(("options", "message"), [
     ([], "hosts: far.invalid cannot be reached; correct the list, or the error shown by `ssh far.invalid`"),
-    (["--cool-down", "5"], "--cool-down: applies to a single MPI job"),
+    (["--cooldown", "5"], "--cooldown: applies to a single MPI job"),
 ])  # fmt: skip
 def test_unusable_host_lists(folder, monkeypatch, options, message):
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "false")

@@ -99,7 +99,7 @@ def test_changing_hosts_of_a_run(nodes, tmp_path):
     discover.write_text(f"#!/bin/sh\ncat '{hosts}'\n")
     discover.chmod(0o755)
     hosts.write_text("nodeA:1\nnodeB:1\n")
-    words = ["--hosts-from", discover, "--elastic", "2:3", "--snapshot", 1, "--cool-down", "1h"]
+    words = ["--hosts-from", discover, "--elastic", "2:3", "--snapshot", 1, "--cooldown", "1h"]
     with log.open("wb") as file:
         job = subprocess.Popen(
             build_command("run", "toy.yaml", "--output", "out", "--set", "checkpoint.every_steps=1000", *words),

@@ -69,7 +69,7 @@ def test_generations_shrink_only_without_spares(slots, spares, data):
     assert current.ranks == max(1, usable - spares)
     while usable:
         roster.keep_size_of(current)
-        failing = data.draw(st.sets(st.sampled_from(sorted(pool.usable_hosts())), min_size=1))
+        failing = data.draw(st.sets(st.sampled_from(sorted(pool.list_usable_hosts())), min_size=1))
         assert roster.record_loss(current, tuple(sorted(failing)), ()) == sorted(failing)
         usable -= sum(hosts[host] for host in failing)
         replacement = roster.choose_members()

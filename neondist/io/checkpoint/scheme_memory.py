@@ -20,7 +20,7 @@ from .pieces import ArrayPart
 from .read import CheckpointReader
 from .texts import parse_json, require_json_integer, require_json_type
 
-SCHEME_MEMORY_TEXT_NAME, SCHEME_MEMORY_GROUP = "remembered", "borders"
+SCHEME_MEMORY_TEXT_NAME, SCHEME_MEMORY_GROUP = "scheme_state", "borders"
 """Names in the file of the text and of the group of arrays."""
 MAX_BATCH_SIZE = 1 << 20  # limit of samples per batch
 MemoryEntry: TypeAlias = "tuple[int, int, str, int, int]"
