@@ -93,7 +93,7 @@ class MissingPackageError(LaunchError, ImportError):
 
 
 class ServiceError(UserError):
-    """A service of the job refuses a call; the message says why."""
+    """A service of the job rejects a call; the message says why."""
 
 
 class ServiceUnavailableError(ServiceError):

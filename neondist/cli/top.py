@@ -59,10 +59,10 @@ def render_status(status: Any, now: float) -> Any:
     workers = Table("worker", "steps", title="workers", title_justify="left")
     for name, steps in sorted(status.workers.items()):
         workers.add_row(name, str(steps))
-    servers = Table("server", "version", "samples", "parameters", "rows", "refused", title_justify="left")
+    servers = Table("server", "version", "samples", "parameters", "rows", "rejected", title_justify="left")
     servers.title = "servers"
     for at, ps in enumerate(status.servers):
         servers.add_row(
-            str(at), str(ps.version), str(ps.samples), format_bytes(ps.bytes), str(ps.rows), str(ps.refused)
+            str(at), str(ps.version), str(ps.samples), format_bytes(ps.bytes), str(ps.rows), str(ps.rejected)
         )
     return Group(*lines, workers, servers)

@@ -58,7 +58,7 @@ class Dataset(Registered, ABC):
     content_hash: str = ""
     class_names: Sequence[str] = ()
     needs_selection_split = True
-    """Whether `open` refuses data without a validation and a test split."""
+    """Whether `open` rejects data without a validation and a test split."""
     _validation_share: float | int | None = None  # for subclasses that do not call this constructor
     _shard_and_count: tuple[int, int] | None = None
     _batch_limit: tuple[int, int] | None = None

@@ -190,7 +190,7 @@ def _raw_mode(image: Any) -> str:
 
 
 def _check_bit_depth(path: Path, image: Any) -> None:
-    """Refuse pixels that Pillow would truncate, before they are decoded."""
+    """Reject pixels that Pillow would truncate, before they are decoded."""
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
     arguments = image.tile[0].args if image.tile else ()
     most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0
@@ -241,7 +241,7 @@ def _apply_orientation(image: Any, path: Path) -> Any:
 
 
 def _require_memory(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
-    """Refuse images that do not fit in memory, based on their extents."""
+    """Reject images that do not fit in memory, based on their extents."""
     extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
     needed = prod(size) * channels * pages * _IMAGE_COPIES_IN_MEMORY
     require_memory(

@@ -112,7 +112,7 @@ def require_mpirun(env: Mapping[str, str]) -> Mpirun:
     return find_mpirun(env)
 
 
-def refuse_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
+def reject_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
     """Raise LaunchError if this machine has too few cores or too little memory for the ranks.
 
     In the allocation of a batch system mpirun distributes them over machines unknown to this process.

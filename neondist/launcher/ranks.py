@@ -25,7 +25,7 @@ from ..train import Watchdog
 from . import members, pinning
 from .cleanup import restore_tmpdir
 from .generations import run_generations
-from .launch import launch, refuse_too_many_ranks, report_loss, require_mpirun, warn_of_too_many_threads
+from .launch import launch, reject_too_many_ranks, report_loss, require_mpirun, warn_of_too_many_threads
 from .parent_watch import end_with_parent
 from .report import print_error
 
@@ -191,7 +191,7 @@ def needs_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
         return False
     require_mpirun(os.environ)
     if not arguments.force and not has_hosts:
-        refuse_too_many_ranks(arguments.ranks, os.environ)
+        reject_too_many_ranks(arguments.ranks, os.environ)
         warn_of_too_many_threads(arguments.ranks, os.environ)
     return True
 

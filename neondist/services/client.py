@@ -33,7 +33,7 @@ class PushResult:
     Attributes
     ----------
     stale : bool
-        A server has refused the gradient as too old: pull, recompute it, and push it for the same minibatch; servers
+        A server has rejected the gradient as too old: pull, recompute it, and push it for the same minibatch; servers
         that have already applied it ignore it.
     duplicate : bool
         All servers already had a gradient of this minibatch.
@@ -259,7 +259,7 @@ class ParameterClient:
         self._call_all(lambda index: self._clients[index].call("finish_round"))
 
     def finish_epoch(self, epoch: int) -> None:
-        """Drop the records of a complete epoch on servers, which refuse later gradients of it."""
+        """Drop the records of a complete epoch on servers, which reject later gradients of it."""
         self._call_all(lambda index: self._clients[index].call("finish_epoch", {"epoch": epoch}))
 
     def applied_minibatches(self) -> AppliedMinibatches:

@@ -20,19 +20,19 @@ TASK_STATES = "todo", "doing", "done", "failed"
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status of a server: numbers of updates, their samples, parameter bytes, table rows and refused gradients."""
+    """Status of a server: numbers of updates, their samples, parameter bytes, table rows and rejected gradients."""
 
     version: int
     samples: int
     bytes: int
     rows: int
-    refused: int
+    rejected: int
 
     @classmethod
     def from_reply(cls, reply: Mapping[str, Any]) -> ServerStatus:
         """Parse the status from a reply to a `status` request."""
         rows = sum(require_json_type("rows", reply.get("rows"), dict).values())
-        return cls(reply["version"], round(reply["samples"]), reply["bytes"], rows, reply["refused"])
+        return cls(reply["version"], round(reply["samples"]), reply["bytes"], rows, reply["rejected"])
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ class MasterClient:
         Samples of the current minibatch.
     was_pushed : bool
         Whether its gradient was pushed.
-    was_refused : bool
-        Whether a server has refused it as too old; set on the first rank.
+    was_rejected : bool
+        Whether a server has rejected it as too old; set on the first rank.
     wait_interrupted : bool
         Whether the last wait for a task was interrupted.
 
@@ -67,7 +67,7 @@ class MasterClient:
         self.worker, self.world, self.is_first_worker = worker, world, is_first_worker
         self._batch_size = parameters["batch_size"]
         self.minibatch, self.samples = MinibatchId(0, 0, 0), 0
-        self.was_pushed = self.was_refused = False
+        self.was_pushed = self.was_rejected = False
         self._next_task: Task | None = None
         self._task: Task | None = None
         self._minibatch_end = self._records_per_task = 0
@@ -116,10 +116,10 @@ class MasterClient:
         number = start // self._records_per_task
         index = (start - number * self._records_per_task) // self._batch_size
         self.minibatch = MinibatchId(self._task.epoch, number, index)
-        self._minibatch_end, self.samples, self.was_pushed, self.was_refused = stop, samples, False, False
+        self._minibatch_end, self.samples, self.was_pushed, self.was_rejected = stop, samples, False, False
 
     def finish_minibatch(self) -> bool:
-        """Report that the minibatch was trained; return False if it was refused or the lease has expired. Collective.
+        """Report that the minibatch was trained; return False if it was rejected or the lease has expired. Collective.
 
         The rest of the task is then reissued.
         """
@@ -128,7 +128,7 @@ class MasterClient:
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
                 progress = {"upto": self._minibatch_end, "updated": self.was_pushed, "credit": list(self.minibatch)}
-                credited = not self.was_refused and self._master.call("applied", fields | progress).flag("credited")
+                credited = not self.was_rejected and self._master.call("applied", fields | progress).flag("credited")
                 if credited and self._minibatch_end == self._task.end:
                     self._master.call("report_task_result", {**fields, "err_message": ""})
         return bool(self.world.bcast(credited))

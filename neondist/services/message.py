@@ -192,7 +192,7 @@ def _fill_buffers(targets: list[memoryview], first: bytes, stream: Iterator[byte
 
 def _parse_description(text: bytes, payload: np.ndarray) -> Message:
     try:
-        description = json.loads(text, parse_constant=_refuse_nan_constant)
+        description = json.loads(text, parse_constant=_reject_nan_constant)
         fields, descriptions = description["fields"], description["arrays"]
         if not isinstance(fields, dict) or not isinstance(descriptions, list) or len(description) != 2:
             raise MessageError("invalid description of the message")
@@ -222,7 +222,7 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
     return Message(fields, arrays)
 
 
-def _refuse_nan_constant(text: str) -> None:
+def _reject_nan_constant(text: str) -> None:
     raise MessageError(f"{text} is not JSON")
 
 

@@ -49,7 +49,7 @@ class ParameterServer(Service):
         self._last_pushes: dict[str, int] = {}
         self._encoded_values: tuple[int, list[bytes]] | None = None
         self._hold_deadline, self._admitted_minibatches, self._running_saves = 0.0, AppliedMinibatches(), 0
-        self._refused_count, self._departed_workers = 0, set[str]()
+        self._rejected_count, self._departed_workers = 0, set[str]()
 
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
@@ -118,7 +118,7 @@ class ParameterServer(Service):
             return Message({"version": state.version}, {"rows": rows})
 
     def push_gradient(self, request: Message) -> Message:
-        """Apply a gradient, or keep it for its round; refuse it if it is too old or already applied.
+        """Apply a gradient, or keep it for its round; reject it if it is too old or already applied.
 
         The reply's `outcome` is 'applied', 'stale' or 'duplicate'; `version` is the first version that contains it.
         """
@@ -129,16 +129,16 @@ class ParameterServer(Service):
             self._condition.wait_for(lambda: self._may_apply(gradient), MAX_HOLD_SECONDS)
             state = self._require_state()
             if incarnation != self._incarnation:
-                return self._refusal_reply("stale")
+                return self._rejection_reply("stale")
             self._staleness_bound.add_worker(gradient.worker)
             if self._is_repeated_push(gradient):
-                return self._refusal_reply("duplicate")
+                return self._rejection_reply("duplicate")
             if self._has_gradient_of_minibatch(gradient):
                 self._count_gradient_in_round()  # otherwise the rounds of two servers could deadlock
-                return self._refusal_reply("duplicate")
+                return self._rejection_reply("duplicate")
             staleness = max(0, state.version - gradient.values_version)
             if self._update_rule.sync and staleness > self._update_rule.version_tolerance:
-                return self._refusal_reply("stale")
+                return self._rejection_reply("stale")
             self._last_pushes[gradient.client_id] = gradient.push_number
             self._staleness_bound.finish_step(gradient.worker)
             factor = 1.0
@@ -247,7 +247,7 @@ class ParameterServer(Service):
             return Message({**fields, "credits": state.applied_minibatches.to_json()})
 
     def report_status(self, request: Message) -> Message:
-        """Return counts: version, samples, rows in use, refused gradients, workers and their steps."""
+        """Return counts: version, samples, rows in use, rejected gradients, workers and their steps."""
         with self._condition:
             state = self._state
             rows = {} if state is None else {name: table.row_count for name, table in state.tables.items()}
@@ -258,7 +258,7 @@ class ParameterServer(Service):
                 "samples": 0.0 if state is None else state.samples,
                 "bytes": 0 if state is None else state.dense_parameters.nbytes,
                 "rows": rows,
-                "refused": self._refused_count,
+                "rejected": self._rejected_count,
                 "pending": len(self._pending_gradients),
                 "left": len(self._departed_workers),
                 "workers": dict(self._staleness_bound.steps),
@@ -295,8 +295,8 @@ class ParameterServer(Service):
             or any(pending.minibatch == minibatch for pending in self._pending_gradients)
         )
 
-    def _refusal_reply(self, outcome: str) -> Message:
-        self._refused_count += outcome == "stale"
+    def _rejection_reply(self, outcome: str) -> Message:
+        self._rejected_count += outcome == "stale"
         version = self._require_state().version + bool(outcome == "duplicate" and self._pending_gradients)
         return Message({"outcome": outcome, "version": version, "staleness": 0, "factor": 0.0})
 

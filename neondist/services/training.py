@@ -155,11 +155,11 @@ class ServerUpdate(RemoteUpdate):
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 samples, minibatch = (1, None) if master is None else (master.samples, master.minibatch)
-                refused = self._client.push(gradients, samples, minibatch, learning_rate_scale).stale
-                if refused and master is None:
+                rejected = self._client.push(gradients, samples, minibatch, learning_rate_scale).stale
+                if rejected and master is None:
                     raise ServiceError("a parameter server has lost its values; start the command again")
                 if master is not None:
-                    master.was_refused = refused
+                    master.was_rejected = rejected
                 self._client.wait_turn()
         if master is not None:
             master.was_pushed = True

@@ -59,11 +59,11 @@ def _job_status_html(folder: Path) -> list[str]:
     workers = [[escape_html(name), value_html(count)] for name, count in steps]
     servers = [
         [value_html(n) for n in (at, s.version, s.samples)]
-        + [format_bytes(s.bytes), value_html(s.rows), value_html(s.refused)]
+        + [format_bytes(s.bytes), value_html(s.rows), value_html(s.rejected)]
         for at, s in enumerate(status.servers[:_MAX_TABLE_ROWS])
     ]
     return [
         "<h3>At the end</h3>" if status.ended else "<h3>Now</h3>",
         *([table_html(["worker", "steps"], workers)] if workers else []),
-        table_html(["server", "version", "samples", "parameters", "rows", "refused"], servers),
+        table_html(["server", "version", "samples", "parameters", "rows", "rejected"], servers),
     ]

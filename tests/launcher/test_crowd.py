@@ -6,7 +6,7 @@ from cli_runs import EXPERIMENT
 
 from neondist.cli import main
 from neondist.errors import LaunchError
-from neondist.launcher.launch import refuse_too_many_ranks, warn_of_too_many_threads
+from neondist.launcher.launch import reject_too_many_ranks, warn_of_too_many_threads
 from neondist.system import memory, threads
 
 
@@ -18,9 +18,9 @@ def machine(monkeypatch):
 
 
 def test_cores(machine):
-    refuse_too_many_ranks(2, {})
+    reject_too_many_ranks(2, {})
     with pytest.raises(LaunchError, match=r"-n 65: too few cores .* at most 64 on 4 cores; --force"):
-        refuse_too_many_ranks(65, {})
+        reject_too_many_ranks(65, {})
 
 
 def test_oversubscription_warning(machine, monkeypatch, capsys):
@@ -43,12 +43,12 @@ def test_oversubscription_warning(machine, monkeypatch, capsys):
 
 def test_memory(machine):
     with pytest.raises(LaunchError, match=r"-n 40: that many ranks need 2.68 GB .* 2.15 GB are free; give at most 32"):
-        refuse_too_many_ranks(40, {})
+        reject_too_many_ranks(40, {})
 
 
 @pytest.mark.parametrize("env", [{"SLURM_JOB_NUM_NODES": "8"}, {"PBS_NODEFILE": "x"}])
 def test_allocations_have_no_limits(machine, env):
-    refuse_too_many_ranks(1000, env)
+    reject_too_many_ranks(1000, env)
 
 
 @needs_mpirun

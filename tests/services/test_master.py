@@ -65,14 +65,14 @@ def test_pushes_of_a_lost_worker_are_applied_once(steps):
     assert [stage for stage, _ in events].count("duplicate") == (stages[-1:] == ["pushed"])
 
 
-def test_refused_minibatch_is_assigned_again():
+def test_rejected_minibatch_is_assigned_again():
     with Servers(1, minibatches_per_task=RECORDS_PER_TASK) as job:
         worker = Worker(job, "a", draw_arrays(0))
         assigned = []
         for stage, numbers in worker.steps(0):
             if stage != "push":
                 assigned.append(tuple(numbers))
-                worker.master_client.was_refused = len(assigned) == 1  # as by a server with newer values
+                worker.master_client.was_rejected = len(assigned) == 1  # as by a server with newer values
         assert len(assigned) == 7
         assert assigned[0] in assigned[1:]
 

@@ -160,7 +160,7 @@ def test_gradients_beyond_the_tolerance_are_rejected():
         second.pull(before)
         first.pull(draw_arrays(9))
         assert not first.push(draw_arrays(3)).stale
-        assert [status["refused"] for status in first.status()] == [1, 1]
+        assert [status["rejected"] for status in first.status()] == [1, 1]
 
 
 def test_minibatch_is_applied_once_by_each_server():

@@ -191,10 +191,10 @@ def walk_files(folder: Path) -> Iterator[Path]:
         If a folder cannot be read, or is a link out of `folder`, which may lead to private files.
     """
 
-    def refuse(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from error
 
-    for place, folders, names in os.walk(folder, onerror=refuse):
+    for place, folders, names in os.walk(folder, onerror=raise_error):
         for name in folders:
             if os.path.islink(os.path.join(place, name)):
                 _reject_link(folder, Path(place, name))

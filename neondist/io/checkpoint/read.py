@@ -107,7 +107,7 @@ def _open_and_scan(path: Path) -> tuple[Any, CheckpointContents]:
 
 
 def _collect_contents(group: Any, prefix: str, contents: CheckpointContents) -> None:
-    """Collect the texts and shapes of a group; refuse links, external data, and other types."""
+    """Collect the texts and shapes of a group; reject links, external data, and other types."""
     import h5py
 
     if prefix.count("/") > MAX_GROUP_DEPTH:

@@ -141,7 +141,7 @@ class Network:
         return x._replace(shape=tuple(shape))
 
     def parameter_shape(self, weight: Any) -> Shape:
-        """Return the shape of a parameter; refuse other tensors."""
+        """Return the shape of a parameter; reject other tensors."""
         if not isinstance(weight, ModuleTensor) or weight.data is None:
             return self.refuse("its weight is not a parameter of the module")
         return tuple(weight.data.shape)

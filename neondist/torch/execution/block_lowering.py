@@ -115,7 +115,7 @@ def identity_view(a: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 class BlockLowering(Lowering):
-    """Lowering for blocks; refuses operators that need the whole image.
+    """Lowering for blocks; rejects operators that need the whole image.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ class BlockLowering(Lowering):
         return y, mean, variance
 
     def random_key(self) -> Any:
-        """Refuse random numbers if each block is a pass of its own."""
+        """Reject random numbers if each block is a pass of its own."""
         return self.refuse("it draws random numbers") if self.block_axes is None else super().random_key()
 
     def refuse(self, why: str = "") -> Any:

@@ -175,7 +175,7 @@ class DistributedModule(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: communicators cannot be copied."""
+        """Raise ConfigError: communicators can be neither copied nor pickled."""
         raise ConfigError(
             "a distributed module cannot be copied or pickled; save model.state_dict(), or distribute a copy of the"
             " original module: distribute(copy.deepcopy(model.module), ...)"

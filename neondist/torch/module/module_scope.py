@@ -73,7 +73,7 @@ class ModuleScope:
 
     @contextmanager
     def distribute(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Context that distributes calls of these modules and refuses those of trained modules created elsewhere."""
+        """Context that distributes calls of these modules and rejects those of trained modules created elsewhere."""
 
         def check(module: nn.Module, inputs: Any) -> None:
             if not self._calls_replaced or threading.get_ident() != self._thread or module in self._is_submodule:

@@ -84,7 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._overflow = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow)
             self._partitioned = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
-            grid.on_close(hooks.register_optimizer_step_pre_hook(self._refuse_others).remove)
+            grid.on_close(hooks.register_optimizer_step_pre_hook(self._reject_others).remove)
         self._has_fixed_groups = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self._has_fixed_groups = True
@@ -190,14 +190,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._restore_sync(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups after construction: owners and the flat buffer are fixed."""
+        """Reject groups after construction: owners and the flat buffer are fixed."""
         if self._has_fixed_groups:
             raise ConfigError(
                 "add_param_group: the strategy partitions the parameters at construction; create a new optimizer"
             )
         super().add_param_group(param_group)
 
-    def _refuse_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _reject_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ConfigError for another optimizer of parameters with owners, which would see no gradients of them."""
         if updates_any(optimizer, self._partitioned):
             raise ConfigError(
