@@ -1,1 +1,1 @@
-"""Execution of a plan at once, in blocks, in strips or in fused segments; what users hold is in module/."""
+"""Execution of plans: whole tiles, blocks, strips and fused segments. The user-facing module is in module/."""

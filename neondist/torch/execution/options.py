@@ -1,4 +1,4 @@
-"""Options for executing a module, beyond what it computes."""
+"""Execution options of a distributed module: border schemes, strips, recomputation, and the memory limit."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class ExecutionOptions:
 
     @property
     def tiles_may_have_margins(self) -> bool:
-        """Whether tiles of images may include a margin."""
+        """Whether a scheme extends the tiles of images by a margin."""
         return any(isinstance(policy, Fusion) and policy.reads_extended_tile for policy in self.schemes.values())
 
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
     ) -> tuple[TorchPlan, Any, Lowering | None]:
-        """Return the plan of a program for one rank, the tree of its outputs, and the lowering that fused it, if any.
+        """Return the plan of a program for one rank, the tree of its outputs, and the block or segment lowering if any.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Operators of a program: a lowering that tells them from those called by rules, and a record of all of them."""
+"""Lowering that records the operators of a captured program, which segments and trunks are built from."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SEGMENT_STEP_KINDS = ("local", "view", "norm", "spread", "counted")
 
 
 class ProgramLowering(Lowering):
-    """Lowering that tells operators of the program from those called by rules.
+    """Lowering with a hook for each operator of the program, but not for operators that rules call.
 
     Attributes
     ----------
     input_values : list of Value
         Values that the program starts from: inputs, parameters, buffers and constants.
     is_inside_rule : bool
-        Whether a rule is being called.
+        Whether a rule is running; the operators that it calls are not those of the program.
     operator_number : int
         Number of the current operator of the program.
     """
@@ -69,7 +69,7 @@ class ProgramLowering(Lowering):
 
 
 class OperatorRecord(NamedTuple):
-    """Operator of the program, the result of its rule, and whether it has windows over other tiles."""
+    """Operator of the program, the result of its rule, and whether its windows extend into other tiles."""
 
     target: Any
     args: Any
@@ -83,7 +83,7 @@ class OperatorRecord(NamedTuple):
 
     @property
     def read_ids(self) -> list[int]:
-        """Values that it reads."""
+        """Ids of the values that it reads."""
         return value_ids_in((self.args, self.kwargs))
 
     @property
@@ -93,7 +93,7 @@ class OperatorRecord(NamedTuple):
 
 
 class _RecordingLowering(ProgramLowering):
-    """Ordinary lowering that records the operators, and the results of all their steps."""
+    """Lowering that records each operator of the program and the results of its steps."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)
@@ -125,7 +125,7 @@ def _is_window_step(step: Step) -> bool:
 
 
 class RecordedProgram:
-    """Operators of a program, from an ordinary lowering on the first rank.
+    """Operators of a captured program, recorded while it is lowered for the first rank.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ class RecordedProgram:
                 self._readers.setdefault(value, []).append(number)
 
     def outputs(self, values: Iterable[int], inside: Collection[int]) -> list[int]:
-        """Return the values that operators outside a group, or others, read."""
+        """Return those of `values` that are outputs of the program, or read by steps outside the operators `inside`."""
         numbers = set(inside)
         return [v for v in values if v in self._output_ids or not numbers.issuperset(self._readers.get(v, ()))]
 

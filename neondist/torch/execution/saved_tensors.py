@@ -1,7 +1,8 @@
-"""Tensors saved for the backward pass: what a view contains too is kept only there.
+"""Deduplication of tensors saved for the backward pass.
 
-A rank's view of a tensor has a copy of its own cells. Autograd saves the view for the operator that reads it, and often
-the tensor itself for the operator that computed it, such as a ReLU; the two copies would double the memory of tiles.
+A view, a tile with its halo, contains a copy of the tile. Autograd saves the view for the operator that reads it, and
+often also the tile for the operator that computed it, such as a ReLU. Large saved tiles are therefore replaced by
+slices of their views: keeping both would double the memory of saved tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SavedTensors:
         self._has_large_views = any(value.nbytes >= training_memory.MIN_DEDUPLICATED_BYTES for value in views)
 
     def record_saved_tensors(self) -> AbstractContextManager[Any]:
-        """Return the context of a pass, in which saved tensors are recorded, unless others have hooks on them."""
+        """Return a context that records saved tensors; a null context if other saved-tensor hooks are active."""
         self._by_address.clear()
         has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if has_hooks or not (self._has_large_views and torch.is_grad_enabled()):
@@ -50,7 +51,7 @@ class SavedTensors:
         return bool(self._by_address) and tensor.data_ptr() in self._by_address
 
     def replace(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """Keep this copy of a tensor, without a gradient, instead of the tensor wherever it has been saved."""
+        """Replace a tensor by a copy, detached from the graph, wherever it has been saved."""
         for reference in self._by_address.pop(tensor.data_ptr(), ()):
             saved = reference()
             if saved is not None and _is_same_memory(saved.tensor, tensor):

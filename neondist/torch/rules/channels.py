@@ -29,7 +29,7 @@ class ChannelOperands(NamedTuple):
 
 
 def sums_partial_results(inputs: int, outputs: int) -> bool:
-    """Return whether to sum partial results over ranks instead of gathering the inputs: if these are many."""
+    """Return whether reducing partial sums over ranks is cheaper than gathering the input channels."""
     return inputs >= 2 * outputs
 
 
