@@ -38,6 +38,7 @@ numpy_words PlacedSink GuardedTask Demand head_start_index class_of_tile kinds_o
 explain_unpinned has_room _max_windows run_computed LiveNorm live_norms can_add_live_norm inside_rule
 place_ranges Unaligned refuse_unless_boxes SideMeasurements _SideMeasurement TorchSide NEONDIST_SIDES TORCH_SIDES
 cool_down HOST_COOL_DOWN_SECONDS excluded_hosts usable_hosts was_refused refused refuse_too_many_ranks
+CutRanges cut_ranges cut_ids first_cut extend_cut
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""

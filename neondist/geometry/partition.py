@@ -13,7 +13,7 @@ from .box import Box
 from .lattice import Range
 
 Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
-"""Coordinates of a rank in a mesh; or, of a block, the ranges of its cuts."""
+"""Coordinates of a rank in a mesh; or, of a block, the range of each symbol."""
 
 
 def part_range(extent: int, parts: int, part: int) -> Range:
@@ -43,7 +43,7 @@ def index_of(parts: Sequence[int], place: Sequence[int]) -> int:
 class Atom(NamedTuple):
     """A range of cells, whole on every rank or partitioned: part p of `axis` has [bounds[p], bounds[p + 1]).
 
-    If it is computed in blocks, `origin` is the cut that the range of a block comes from, and their ratio.
+    If it is computed in blocks, `origin` is the symbol of a block's range, and the number of cells per index of it.
     """
 
     extent: int
@@ -68,8 +68,8 @@ class Atom(NamedTuple):
             return 0, self.extent
         if isinstance(place, Mapping):
             assert self.origin is not None
-            cut, factor = self.origin
-            lo, hi = place.get(cut, (0, 0))
+            symbol, factor = self.origin
+            lo, hi = place.get(symbol, (0, 0))
             return lo * factor, hi * factor
         return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
 

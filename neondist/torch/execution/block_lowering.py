@@ -22,7 +22,7 @@ from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Step, Value
 from ..ir.layout import Layout, Mesh, Shape, axes_of, is_box, local_shape, replicated, shape_of
-from ..ir.range_tracing import CutRanges, Dependence, extend_cut, trace_ranges
+from ..ir.range_tracing import Dependence, SymbolRanges, extend_symbol_range, trace_ranges
 from ..ir.reach import Reach
 from ..lowering.builder import ReachByDim
 from ..lowering.lowering import Lowering
@@ -46,12 +46,12 @@ class BlockMesh(Mesh):
 
     Attributes
     ----------
-    cut_ids : iterator of int
-        Numbers of the cuts that rules request.
+    symbol_ids : iterator of int
+        Numbers of new symbols.
     """
 
     blocked_axes: frozenset[int]
-    cut_ids: Iterator[int] = field(default_factory=count)
+    symbol_ids: Iterator[int] = field(default_factory=count)
 
     @property
     def axes(self) -> frozenset[int]:
@@ -59,8 +59,8 @@ class BlockMesh(Mesh):
         return self.blocked_axes
 
     def even_atom(self, extent: int, axis: int | None) -> Atom:
-        """Return a new cut for each value, whose range may be smaller than its arguments'."""
-        return Atom(extent, axis, (0, extent), (next(self.cut_ids), 1)) if axis in self.axes else Atom(extent)
+        """Return an atom with a new symbol: its range may be smaller than those of the arguments."""
+        return Atom(extent, axis, (0, extent), (next(self.symbol_ids), 1)) if axis in self.axes else Atom(extent)
 
 
 class InputNorm(NamedTuple):
@@ -129,7 +129,7 @@ class BlockLowering(Lowering):
         self.remedy, self.spatial, self.block_axes = remedy, spatial, axes
         blocked_axes = frozenset(range(1, spatial + 1)) if axes is None else axes
         super().__init__(BlockMesh((1,) * (spatial + 1), blocked_axes), 0)
-        self.dependences, self.input_norms, self._first_cut = list[Dependence](), list[InputNorm](), 0
+        self.dependences, self.input_norms, self._first_symbol = list[Dependence](), list[InputNorm](), 0
 
     @property
     def has_partial_gradients(self) -> bool:
@@ -143,7 +143,7 @@ class BlockLowering(Lowering):
 
     def lower_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator and return its values."""
-        self._first_cut = next(self.mesh.cut_ids)
+        self._first_symbol = next(self.mesh.symbol_ids)
         return super().lower_call(target, args, kwargs)
 
     def view(
@@ -167,14 +167,14 @@ class BlockLowering(Lowering):
         result = self._new_value(view.shape(self._place), inside, value.dtype, value.kind, shape_at=view.shape)
         self._add_step("local", [value], [result], run=view.function_at(self._place), bind_to_place=view.function_at)
         moved = ((reach, atom) for _, reach, atom in dims if atom.origin is not None)
-        self.dependences += (Dependence(self._first_cut, result.id, *each) for each in moved)
+        self.dependences += (Dependence(self._first_symbol, result.id, *each) for each in moved)
         return result
 
     def parts_of_tiles(self, layout: Layout) -> None:
         """Return None: a block's part of a parameter is a view."""
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
-        """Return new cuts for results, whose ranges may be smaller than those of all arguments."""
+        """Return a layout with new symbols: the ranges of results may be smaller than those of all arguments."""
         layout = super().pointwise_layout(layouts)
         return tuple(tuple(self.mesh.even_atom(atom.extent, atom.axis) for atom in dim) for dim in layout)
 
@@ -247,11 +247,11 @@ class TracedPart:
         self.dependences = [each for each in lowering.dependences if each.view_id in needed]
         read = {value for step in self.steps for value in step.inputs}.union(output.id for output in outputs)
         self.inputs = [value for value in inputs if value.id in read]
-        self.cut_ranges = lru_cache(8)(self._find_cut_ranges)
+        self.symbol_ranges = lru_cache(8)(self._find_symbol_ranges)
 
     def source_ranges(self, ranges: AxisRanges) -> AxisRanges:
         """Return the indices of the inputs that ranges of the outputs depend on, along each dimension."""
-        needed = self.cut_ranges(ranges)
+        needed = self.symbol_ranges(ranges)
         return tuple(
             tuple((0, a.extent) if a.origin is None else needed.get(a.origin[0], (0, 0)) for (a,) in value.layout)
             for value in self.inputs
@@ -259,7 +259,7 @@ class TracedPart:
 
     def steps_for(self, ranges: AxisRanges) -> tuple[list[Step], list[Value]]:
         """Return the steps that compute at least these ranges of the outputs from their sources, and all values."""
-        place, values, steps = self.cut_ranges(ranges), list(self.values), list[Step]()
+        place, values, steps = self.symbol_ranges(ranges), list(self.values), list[Step]()
         for value in self.inputs:
             values[value.id] = value.at(place)
         for step in self.steps:
@@ -282,12 +282,12 @@ class TracedPart:
                 moved.append(replace(step, inputs=inputs))
         return _single_rank_plan(self.mesh, moved, values, self.inputs, self.outputs)
 
-    def _find_cut_ranges(self, ranges: AxisRanges) -> CutRanges:
-        """Return the range of each cut that ranges of the outputs depend on."""
-        ends: CutRanges = {}
+    def _find_symbol_ranges(self, ranges: AxisRanges) -> SymbolRanges:
+        """Return the range of each symbol that ranges of the outputs depend on."""
+        ends: SymbolRanges = {}
         for output, box in zip(self.outputs, ranges, strict=True):
             for (atom,), indices in zip(output.layout, box, strict=True):
-                extend_cut(ends, atom, *indices)
+                extend_symbol_range(ends, atom, *indices)
         return trace_ranges(self.dependences, ends)
 
 

@@ -92,7 +92,7 @@ class _SegmentPlanner:
 
     def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:
         """Return the share of a value that the middle rank computes beyond its own cells."""
-        needs, own, needed = segment.traced.cut_ranges(outputs), 1.0, 1.0
+        needs, own, needed = segment.traced.symbol_ranges(outputs), 1.0, 1.0
         for (atom,), (block,) in zip(value.layout, segment.local_values[value.id].layout, strict=True):
             if atom.axis is not None and block.origin is not None:
                 origin, factor = block.origin

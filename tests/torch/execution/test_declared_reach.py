@@ -24,26 +24,26 @@ from neondist.torch.execution.recomputed_blocks import nonempty_ranges  # noqa: 
 from neondist.torch.execution.segments import SegmentSearch  # noqa: E402
 from neondist.torch.execution.trunk import Trunk  # noqa: E402
 from neondist.torch.ir.layout import Mesh  # noqa: E402
-from neondist.torch.ir.range_tracing import extend_cut  # noqa: E402
+from neondist.torch.ir.range_tracing import extend_symbol_range  # noqa: E402
 
 CAPTURE = importlib.import_module("neondist.torch.capture.capture")
 SEED = int(os.environ["NEONDIST_SEED"])
 
 
 def collect_read_ranges(traced, ranges):
-    """Return the range of each cut that the outputs and views of a block read, with every range re-evaluated."""
+    """Return the range of each symbol that the outputs and views of a block read, with every range re-evaluated."""
     needed, before = {}, None
     for output, box in zip(traced.outputs, ranges, strict=True):
         for (atom,), indices in zip(output.layout, box, strict=True):
-            extend_cut(needed, atom, *indices)
+            extend_symbol_range(needed, atom, *indices)
     while before != needed:
         before = dict(needed)
         for first, _, reach, source in reversed(traced.dependences):
-            whole = reach.out_atom.origin[0] < first  # the cut of another argument
+            whole = reach.out_atom.origin[0] < first  # the symbol of another argument
             for indices in reach.view(
                 *((0, reach.out_atom.extent) if whole else reach.out_atom.range(needed)), source.extent
             )[0]:
-                extend_cut(needed, source, *indices)
+                extend_symbol_range(needed, source, *indices)
     return needed
 
 
@@ -66,8 +66,8 @@ def trace_parts(module, shape, dtype=torch.float64):
     return parts
 
 
-def check_cut_ranges(traced, rng, grids=2):
-    """Compare `cut_ranges` with `collect_read_ranges` on random grids; return the number of merged dependences."""
+def check_symbol_ranges(traced, rng, grids=2):
+    """Compare `symbol_ranges` with `collect_read_ranges` on random grids; return the number of merged dependences."""
     merged = sum(each.source_atom.origin[1] > 1 or each.reach.out_atom.origin[1] > 1 for each in traced.dependences)
     for _ in range(grids):
         mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial))))
@@ -75,7 +75,7 @@ def check_cut_ranges(traced, rng, grids=2):
         for rank in range(mesh.size):
             own = ranges_at(layouts, dict(enumerate(mesh.place(rank))))
             block = nonempty_ranges(own, own)
-            assert traced.cut_ranges(block) == collect_read_ranges(traced, block)
+            assert traced.symbol_ranges(block) == collect_read_ranges(traced, block)
     return merged
 
 
@@ -90,7 +90,7 @@ def test_random_modules(monkeypatch):
                 parts = trace_parts(case.module(), case.shapes[0])
                 compared += len(parts)
                 for traced in parts:
-                    check_cut_ranges(traced, rng)
+                    check_symbol_ranges(traced, rng)
     assert compared >= 4
 
 
@@ -136,7 +136,7 @@ class LossModule(nn.Module):
 def test_modules(module, shape):
     parts = trace_parts(module.double(), shape)
     assert any(isinstance(part, TracedImage) for part in parts)
-    merged = sum(check_cut_ranges(part, random.Random(SEED), 3) for part in parts)
+    merged = sum(check_symbol_ranges(part, random.Random(SEED), 3) for part in parts)
     assert bool(merged) == isinstance(module, ShiftedWindows)
 
 
@@ -146,5 +146,5 @@ def test_public_models(name):
     entry = next(entry for entry in ZOO if entry.name == name)
     parts = trace_parts(entry.make(), entry.example_shape, torch.float32)
     assert any(len(part.steps) > 10 for part in parts)
-    merged = sum(check_cut_ranges(part, random.Random(SEED), 1) for part in parts)
+    merged = sum(check_symbol_ranges(part, random.Random(SEED), 1) for part in parts)
     assert bool(merged) == (name == "torchvision.swin")
