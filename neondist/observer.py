@@ -52,9 +52,9 @@ class Observers:
         for observer in self.observers:
             observer.on_value(layer, name, array)
 
-    def observe(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> ObservedEvent:
-        """Return a context manager that notifies all observers of the begin and end of an event."""
-        return ObservedEvent(self.observers, what, name, direction, subject)
+    def observe(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> EventScope:
+        """Return a context manager that notifies all observers of the start and end of an event."""
+        return EventScope(self.observers, what, name, direction, subject)
 
     def add(self, *observers: Observer) -> None:
         """Add observers; they do not see the end of events in progress."""
@@ -74,7 +74,7 @@ class Observers:
             self.remove(*observers)
 
 
-class ObservedEvent:
+class EventScope:
     """Context manager of one event; a class, because a generator is slower."""
 
     __slots__ = "direction", "name", "observers", "subject", "what"

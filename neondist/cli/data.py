@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
         help="split to write, if the source has several",
     )
     cmd.add_argument(
-        "--to", type=options.parse_file, metavar="FILE", required=True, help="output file, .csv or .recordio"
+        "--to", type=options.parse_as_path, metavar="FILE", required=True, help="output file, .csv or .recordio"
     )
     cmd.set_defaults(command=write_records)
 

@@ -87,8 +87,8 @@ def parse_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def parse_file(text: str) -> Path:
-    """Parse a path as a Path."""
+def parse_as_path(text: str) -> Path:
+    """Parse a path; return a Path."""
     return Path(parse_path(text))
 
 

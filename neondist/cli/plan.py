@@ -27,16 +27,16 @@ def add_parser(commands: Any) -> None:
         cmd, "number of ranks to plan for (default: the replicas of --resources, or 1); none is started"
     )
     cmd.add_argument(
-        "--resources", type=options.parse_file, metavar="FILE", help="resource specification: nodes and their devices"
+        "--resources", type=options.parse_as_path, metavar="FILE", help="resource specification: nodes and devices"
     )
     cmd.add_argument(
         "--machine",
-        type=options.parse_file,
+        type=options.parse_as_path,
         metavar="FILE",
         help="machine file of `bench model calibrate` (default: typical values)",
     )
     cmd.add_argument(
-        "--to", type=options.parse_file, metavar="FILE.yaml", help="write the strategy to a file for --strategy"
+        "--to", type=options.parse_as_path, metavar="FILE.yaml", help="write the strategy to a file for --strategy"
     )
     cmd.set_defaults(command=plan)
 

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     _add_address_option(ps)
     ps.add_argument(
-        "--checkpoint-dir", type=options.parse_file, metavar="DIR", help="folder of checkpoints, shared by all servers"
+        "--checkpoint-dir", type=options.parse_as_path, metavar="DIR", help="checkpoint folder, shared by all servers"
     )
     ps.set_defaults(command=serve_parameters)
 
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help="addresses of all parameter servers",
     )  # fmt: skip
     master.add_argument(
-        "--checkpoint-dir", type=options.parse_file, required=True, metavar="DIR",
+        "--checkpoint-dir", type=options.parse_as_path, required=True, metavar="DIR",
         help="folder of the servers' checkpoints and of tasks.sqlite",
     )  # fmt: skip
     master.add_argument(

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--claim", metavar="NAME", help="PersistentVolumeClaim for the output folder of the run")
     cmd.add_argument(
         "--output",
-        type=options.parse_file,
+        type=options.parse_as_path,
         metavar="FILE",
         help="write the script or manifest to this file (default: print it)",
     )

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     cmd = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
     cmd.add_argument(
         "project",
-        type=options.parse_file,
+        type=options.parse_as_path,
         nargs="?",
         default=Path("."),
         metavar="DIR",

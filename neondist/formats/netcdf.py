@@ -27,7 +27,7 @@ _NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of a variable named like a 
 
 
 class NetCDFSource(HDF5Source):
-    """Variable of a NetCDF-4 file: the one named, or the only one with most dimensions; time is an axis T.
+    """Variable of a NetCDF-4 file: the one named, or the only one with the most dimensions; time is an axis T.
 
     Values are unpacked (`Packing`): missing ones are NaN, but integers without a scale are not converted. Axes are
     inferred from coordinates and names (`conventions.infer_axes`).

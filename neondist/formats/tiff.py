@@ -106,7 +106,7 @@ class TIFFSource(TileSource):
         if self._cell_layout is not None:
             chunks = None
         else:
-            self._decoder.check_compression()
+            self._decoder.require_decodable()
         stored, orientation = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
         named = list(axes or stored)
         if orientation in _TRANSPOSED and len(named) == len(stored):

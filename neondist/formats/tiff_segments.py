@@ -53,7 +53,7 @@ class SegmentDecoder:
             self._unpacked_page = unpacked = copy(page)  # tifffile caches decoders by hash
             unpacked.compression, unpacked.fillorder, unpacked.hash = 1, 1, hash((page.hash, "unpacked"))
 
-    def check_compression(self) -> None:
+    def require_decodable(self) -> None:
         """Raise DataError if tifffile cannot decompress the segments."""
         try:
             self._keyframe.decode(None, 0)

@@ -59,16 +59,16 @@ class OutputBlocks(ABC):
     @property
     def largest_input_box(self) -> Box:
         """The largest `input_box` of a block."""
-        return max(map(self.input_box, self.largest_block_candidates), key=lambda box: box.size)
+        return max(map(self.input_box, self.possibly_largest_blocks), key=lambda box: box.size)
 
     @cached_property
-    def largest_block_candidates(self) -> list[int]:
+    def possibly_largest_blocks(self) -> list[int]:
         """Numbers of the candidates for the largest block: along each axis, those at the ends and one inside."""
         ends = ({0, self.largest_block_index(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
         return [block_number(place, self.blocks.parts) for place in product(*map(sorted, ends))]
 
     def largest_block_index(self, axis: int) -> int:
-        """Return a block inside the image that needs most along an axis."""
+        """Return a block inside the image that needs the most along an axis."""
         return self.blocks.parts[axis] // 2
 
 
@@ -117,15 +117,15 @@ class BlockPlan(OutputBlocks):
     @cached_property
     def max_block_elements(self) -> int:
         """Elements that the largest block needs: arrays of the network, the image and the output."""
-        return max(self._block_elements(number) for number in self.largest_block_candidates)
+        return max(self._block_elements(number) for number in self.possibly_largest_blocks)
 
     @cached_property
     def max_network_array_elements(self) -> int:
         """Elements that the network's arrays of the largest block need."""
-        return max(self.section.memory_plan(number).num_elements for number in self.largest_block_candidates)
+        return max(self.section.memory_plan(number).num_elements for number in self.possibly_largest_blocks)
 
     def largest_block_index(self, axis: int) -> int:
-        """Return the block that needs most along an axis."""
+        """Return the block that needs the most along an axis."""
         return max(range(self.blocks.parts[axis]), key=lambda part: self._sum_of_value_extents(axis, part))
 
     def _sum_of_value_extents(self, axis: int, part: int) -> int:

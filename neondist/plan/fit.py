@@ -95,7 +95,7 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     Raises
     ------
     ConfigError
-        Nothing fits; the message names the layer that needs most and the least memory needed.
+        Nothing fits; the message names the layer that needs the most memory, and the minimum memory.
     """
     limit, rows = plan.training.memory, plan.training.strips
     assert limit is not None

@@ -292,7 +292,7 @@ class Plan(Sequence[LayerPlan]):
         return self._bytes_outside_stream(replica, tile) + stream * self.max_live_samples(replica)
 
     def needed_bytes_with(self, stream: Stream | None) -> int:
-        """Return the bytes of the rank that needs most, with a stream; None: without one."""
+        """Return the bytes of the rank that needs the most, with a stream; None: without one."""
 
         def bytes_of(tile: int) -> int:
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.max_live_samples(0)

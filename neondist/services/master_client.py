@@ -74,7 +74,7 @@ class MasterClient:
         self._master: ServiceClient | None = None
         self._closed = threading.Event()
         self.wait_interrupted = False
-        self._idle_callback: Callable[[], object] = lambda: None
+        self._before_task_wait_callback: Callable[[], object] = lambda: None
         self._uninitialised_callback: Callable[[], object] = lambda: None
         with all_or_none(world, root_only=True):
             if world.rank == 0:
@@ -133,9 +133,9 @@ class MasterClient:
                     self._master.call("report_task_result", {**fields, "err_message": ""})
         return bool(self.world.bcast(credited))
 
-    def set_idle_callback(self, function: Callable[[], object]) -> None:
+    def set_before_task_wait_callback(self, function: Callable[[], object]) -> None:
         """Set a function to call on the first rank before it waits for a task, and when none is left."""
-        self._idle_callback = function
+        self._before_task_wait_callback = function
 
     def set_uninitialised_callback(self, function: Callable[[], object]) -> None:
         """Set a function to call on the first rank while servers wait for the model."""
@@ -160,7 +160,7 @@ class MasterClient:
         pause = 0.0
         while (reply := master.call("get_task", {"worker": self.worker})).text("type") == "WAIT":
             if not pause:
-                self._idle_callback()
+                self._before_task_wait_callback()
             if reply.fields.get("blank"):
                 self._uninitialised_callback()
             if should_stop():
@@ -169,7 +169,7 @@ class MasterClient:
             pause = min(2 * pause + 0.02, 0.5)
             time.sleep(pause)
         if reply.text("type") == "NONE":
-            self._idle_callback()
+            self._before_task_wait_callback()
             return None
         task_id, epoch, start, end = (reply.integer(name) for name in ("task_id", "epoch", "start", "end"))
         indices, positions = (reply.array(name, np.int64, [None]) for name in ("indices", "positions"))

@@ -145,7 +145,7 @@ class ServerUpdate(RemoteUpdate):
                 client, rule = self._client, worker.rule or _rule_of_strategy(self.strategy)
                 client.initialize(self._values, optimizer, rule)
                 if master_client is not None:
-                    master_client.set_idle_callback(client.leave)
+                    master_client.set_before_task_wait_callback(client.leave)
                     master_client.set_uninitialised_callback(lambda: client.initialize(self._values, optimizer, rule))
         self._pull_values()
 

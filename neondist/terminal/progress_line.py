@@ -153,33 +153,34 @@ class ProgressLine:
 
     def _estimate_seconds_left(self, now: float) -> float | None:
         """Return the estimated seconds left, or None if neither a part has ended nor the rest of the first is known."""
-        done_work, part_left = sum(self._part_weights[self.resumed_parts : self.done_parts]), self._part_seconds_left()
+        durations, part_left = self._relative_part_durations, self._part_seconds_left()
+        done_work = sum(durations[self.resumed_parts : self.done_parts])
         if part_left is not None and self.total_parts is not None and self.done_parts < self.total_parts:
-            pace = (now - self.start_time + part_left) / (done_work + self._part_weights[self.done_parts])
-            return part_left + pace * sum(self._part_weights[self.done_parts + 1 :])
+            pace = (now - self.start_time + part_left) / (done_work + durations[self.done_parts])
+            return part_left + pace * sum(durations[self.done_parts + 1 :])
         elapsed = self._part_start - self.start_time
         return self._seconds_left_at_pace(elapsed / done_work, now) if done_work > 0 else None
 
     def _estimate_least_seconds_left(self, now: float) -> float:
-        """Return the least seconds left before a part has ended, or 0 if unknown."""
+        """Return the minimum seconds left before a part has ended, or 0 if unknown."""
         if self._planned_part_seconds:
             return self._seconds_left_at_pace(1.0, now)
         current, later = self._remaining_work()
         return (now - self._part_start) * later / current if self._part_sizes and current else 0.0
 
-    def _seconds_left_at_pace(self, seconds_per_weight: float, now: float) -> float:
-        """Return the seconds left at `seconds_per_weight`; the current part may exceed its planned time."""
+    def _seconds_left_at_pace(self, seconds_per_unit: float, now: float) -> float:
+        """Return the seconds left at `seconds_per_unit`; the current part may exceed its planned time."""
         current, later = self._remaining_work()
-        return max(0.0, seconds_per_weight * current - (now - self._part_start)) + seconds_per_weight * later
+        return max(0.0, seconds_per_unit * current - (now - self._part_start)) + seconds_per_unit * later
 
     def _remaining_work(self) -> tuple[float, float]:
-        """Return the weights of the current parts and of later ones."""
-        end = self.done_parts + self._concurrent_parts
-        return sum(self._part_weights[self.done_parts : end]), sum(self._part_weights[end:])
+        """Return the relative durations of the current parts and of later ones."""
+        durations, end = self._relative_part_durations, self.done_parts + self._concurrent_parts
+        return sum(durations[self.done_parts : end]), sum(durations[end:])
 
     @property
-    def _part_weights(self) -> Sequence[float]:
-        """Relative durations of the parts: their planned seconds, their sizes, or 1."""
+    def _relative_part_durations(self) -> Sequence[float]:
+        """Planned seconds of the parts, their sizes, or 1."""
         return self._planned_part_seconds or self._part_sizes or [1.0] * (self.total_parts or 0)
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
         "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"
     )
     cmd.add_argument(
-        "--trace", metavar="FILE", type=options.parse_file, help="write a timeline of all ranks, for Perfetto"
+        "--trace", metavar="FILE", type=options.parse_as_path, help="write a timeline of all ranks, for Perfetto"
     )
     cmd.add_argument(
         "--reading", action="store_true", help="also time steps that include reading their batches, as in training"

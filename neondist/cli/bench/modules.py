@@ -63,7 +63,7 @@ def add_parser(benches: Any) -> None:
     options.add_round_options(cmd, "all variants are", steps=3)
     for kind in "json", "markdown":
         cmd.add_argument(
-            f"--{kind}", metavar="FILE", type=options.parse_file, help="also write the results to this file"
+            f"--{kind}", metavar="FILE", type=options.parse_as_path, help="also write the results to this file"
         )
     cmd.add_argument(
         "--variant", choices=["ranks", *BASELINES], help="time one variant of a model for a round; write it to --json"
@@ -174,7 +174,7 @@ def get_factory_and_shape(name: str) -> tuple[Callable[[], Any], tuple[int, ...]
 
 
 def _least_step_seconds(name: str, shape: tuple[int, ...] | None, speed: HostSpeed) -> float:
-    """Return the least seconds of a training step of a model on one core; 0 if its operations cannot be counted."""
+    """Return the minimum seconds of a training step of a model on one core; 0 if its operations cannot be counted."""
     from ...bench.module_step import forward_flops
     from ...bench.public_models import MODELS
 

@@ -142,7 +142,7 @@ def scaling(arguments: argparse.Namespace) -> int:
 def validate_step_bench(
     arguments: argparse.Namespace, ranks: int, steps: float, speed: HostSpeed, cores: int
 ) -> tuple[int, float]:
-    """Return the batch size of an experiment, and the least seconds of its job of `run_step_bench`."""
+    """Return the batch size of an experiment, and the minimum seconds of its job of `run_step_bench`."""
     from ...bench.step import ROUND_SECONDS
     from ...comm import SingleTransport
 

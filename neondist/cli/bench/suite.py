@@ -42,7 +42,7 @@ def add_parser(benches: Any) -> None:
     )
     for kind in "json", "markdown", "plot":
         cmd.add_argument(
-            f"--{kind}", metavar="FILE", type=options.parse_file, help="also write the results to this file"
+            f"--{kind}", metavar="FILE", type=options.parse_as_path, help="also write the results to this file"
         )
     cmd.set_defaults(command=suite)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...geometry import Lattice, Piece, Transfer, to_slice
-from ...observer import ObservedEvent
+from ...observer import EventScope
 from .mesh_comm import Flats, MeshComm
 
 
@@ -38,7 +38,7 @@ class Channel:
         self._moved_dims = {request.dim for request in transfer.requests}
         self._buffers: dict[Any, Any] = {}
 
-    def observe(self, direction: str) -> ObservedEvent:
+    def observe(self, direction: str) -> EventScope:
         """Return the context manager that reports this exchange to observers."""
         event = "halo" if self.kind == "halo" else "redistribute"
         return self.comm.grid.observers.observe(event, self.name, direction)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...observer import ObservedEvent
+from ...observer import EventScope
 from ..ir.graph import ACCUMULATION_DTYPES, Step
 from ..ir.layout import Dim, Mesh, axes_of, local_indices
 from ..ir.once_differentiable import once_differentiable
@@ -64,7 +64,7 @@ class RingChannel:
         self.group, self.first = comm.message_group(axes_of([self.ring.keys]))
         self._planned_exchanges: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
-    def observe(self, direction: str) -> ObservedEvent:
+    def observe(self, direction: str) -> EventScope:
         """Return the context manager that reports this exchange to observers."""
         return self.comm.grid.observers.observe("redistribute", self.name, direction)
 

@@ -15,7 +15,7 @@ from ...errors import ConfigError, HaloError
 from ...geometry import AxisCells, Box, HaloPlan, Lattice, Piece, Window, shift_range
 from ...halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ...halo.buffer import HaloBuffer
-from ...observer import ObservedEvent
+from ...observer import EventScope
 from ...registry import suggest
 from ...runtime.debug import mark_unowned_cells, mask_of_unfilled
 from ..ir.graph import Step
@@ -91,7 +91,7 @@ class SchemeChannel:
         self._record_messages(owner)
         return torch.from_numpy(part).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
 
-    def observe(self, direction: str) -> ObservedEvent:
+    def observe(self, direction: str) -> EventScope:
         """Return the context manager that reports this exchange to observers."""
         return self.grid.observers.observe("halo", self.name, direction)
 

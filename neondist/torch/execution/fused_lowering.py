@@ -146,15 +146,15 @@ class FusedLowering(ProgramLowering):
                     widened[dim] = axis, list(map(hull_of_ranges, before, ranges))
         return widened
 
-    def input_views(self, segment: OperatorSegment) -> tuple[dict[int, Value], dict[int, list[int]]]:
-        """Return this rank's views of a segment's inputs, and the first indices of each, by ids in the segment."""
-        views, first = dict[int, Value](), dict[int, list[int]]()
+    def input_views_and_origins(self, segment: OperatorSegment) -> tuple[dict[int, Value], dict[int, list[int]]]:
+        """Return this rank's views of a segment's inputs, and their first indices, by ids in the segment."""
+        views, origins = dict[int, Value](), dict[int, list[int]]()
         for number, local in segment.inputs.items():
             needed = self._needed_ranges[segment.first][local.id]
             ranges = ranges_at_place(needed, self._place)
             views[local.id] = self._view_of(self.program_values[number], needed)
-            first[local.id] = [ranges[dim][0] if dim in ranges else 0 for dim in range(len(local.layout))]
-        return views, first
+            origins[local.id] = [ranges[dim][0] if dim in ranges else 0 for dim in range(len(local.layout))]
+        return views, origins
 
     def _view_of(self, value: Value, needed: NeededRanges) -> Value:
         """Return this rank's view of a value: without messages if it was passed with the image."""
@@ -187,9 +187,9 @@ class FusedLowering(ProgramLowering):
         self.where = segment.records[segment.first].where
         if SEED_INPUT_NUMBER in segment.inputs:
             self.program_values[SEED_INPUT_NUMBER], _ = self.random_key()
-        views, first = self.input_views(segment)
+        views, origins = self.input_views_and_origins(segment)
         if segment.rows:
-            self._add_strip_step(segment, views, first)
+            self._add_strip_step(segment, views, origins)
         else:
             self._add_whole_tile_steps(segment, views)
 

@@ -109,7 +109,7 @@ class ModuleBlocks(OutputBlocks):
     @cached_property
     def _bytes_by_step(self) -> list[tuple[int, int, str]]:
         costs = []
-        for number in self.largest_block_candidates:
+        for number in self.possibly_largest_blocks:
             plan = self.traced.plan_for(self.traced.output_box_ranges(self.output_box(number)))
             ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _first_output(plan).id))
             costs.append((*plan.peak(), ends))

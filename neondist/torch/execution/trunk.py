@@ -165,7 +165,7 @@ class TrunkLowering(FusedLowering):
         self.program_values.update(zip(trunk.program.initial_values, self.input_values, strict=True))
         if SEED_INPUT_NUMBER in trunk.inputs:
             self.program_values[SEED_INPUT_NUMBER], _ = self.random_key()
-        views, first = self.input_views(trunk)
+        views, first = self.input_views_and_origins(trunk)
         for sweep, norm in zip(trunk.norm_sweeps, trunk.norms.values(), strict=True):
             self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
             sums = BlockMoments(norm.moments, sweep, self.own_ranges_of(sweep), self.block_counts, first)

@@ -15,7 +15,18 @@ import torch
 from ...geometry import Place, Transfer
 from ...halo import ExchangePolicy
 from ...plan.planner import recompute_cuts
-from .layout import Dim, Layout, Mesh, Shape, axes_of, is_range, layout_of_block, local_shape, range_at, shape_of
+from .layout import (
+    Dim,
+    Layout,
+    Mesh,
+    Shape,
+    axes_of,
+    is_contiguous_on_every_rank,
+    layout_of_block,
+    local_shape,
+    range_at,
+    shape_of,
+)
 
 GRADIENTS = "gradients"
 """Name of the reduction of all parameters' gradients, in place of a step's name."""
@@ -68,8 +79,8 @@ class DimPart(NamedTuple):
     @classmethod
     def of(cls, layout: Layout) -> DimPart | None:
         """Return the parts of a tensor of this layout, or None if they are not ranges of one dimension."""
-        dims = [dim for dim, atoms in enumerate(layout) if axes_of((atoms,))]
-        return cls(dims[0], layout[dims[0]]) if len(dims) == 1 and is_range(layout[dims[0]]) else None
+        divided = [(dim, atoms) for dim, atoms in enumerate(layout) if axes_of((atoms,))]
+        return cls(*divided[0]) if len(divided) == 1 and is_contiguous_on_every_rank(divided[0][1]) else None
 
     def select(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         """Return the part of the rank at a place, as a view."""

@@ -231,14 +231,14 @@ def local_indices(dim: Dim, place: Place) -> list[int]:
     return numbers
 
 
-def is_range(dim: Dim) -> bool:
-    """Return whether the indices along a dimension are one range on every rank."""
+def is_contiguous_on_every_rank(dim: Dim) -> bool:
+    """Return whether each rank's indices along a dimension are one range."""
     last = max((at for at, atom in enumerate(dim) if atom.axis is not None), default=0)
     return all(hi - lo <= 1 for atom in dim[:last] for lo, hi in atom.ranges)
 
 
 def range_at(dim: Dim, place: Place) -> Range:
-    """Return the range of indices along a dimension on the rank at a place; see `is_range`."""
+    """Return the range of indices along a dimension on the rank at a place; see `is_contiguous_on_every_rank`."""
     first, count = 0, 1
     for atom in dim:
         lo, hi = atom.range(place)

@@ -82,7 +82,7 @@ class DistributedModule(nn.Module):
             self.programs, self._criteria = ProgramCache(*arguments), CriterionCache(self.comm)
             self.tiling, digest = self.programs.tiling, self.programs.current.digest
         self.comm.connect_devices(device_of(module))
-        self._check_weights({"the module's steps": digest, "example_shape": self.programs.shapes})
+        self._require_same_on_all_ranks({"the module's steps": digest, "example_shape": self.programs.shapes})
 
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given those of the inputs. Collective."""
@@ -106,7 +106,7 @@ class DistributedModule(nn.Module):
         except UserError as problem:
             error = problem
         if not self.grid.check("forward", values, error, changes):
-            self._check_weights({})
+            self._require_same_on_all_ranks({})
         if self.training and self.step > 0 and self.step & (self.step - 1) == 0:  # a power of two
             check_weight_drift(self.grid.world, parameters, self.step)
         self.comm.phase = Phase(self.training, self.step)
@@ -349,7 +349,7 @@ class DistributedModule(nn.Module):
             "the list of parameters that require gradients": trained,
         } | requires_grad_flags("input", tiles)
 
-    def _check_weights(self, values: Mapping[str, Any]) -> None:
+    def _require_same_on_all_ranks(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks unless all have the same values and weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
