@@ -81,9 +81,8 @@ class TaskSpecDef:
         self._worker_count = len(self.worker_hosts) if num_workers is None else num_workers
         count = {"ps": self.num_ps, "worker": self._worker_count, "master": 1}.get(self.type)
         if index < 0 or (count and index >= count):
-            raise ConfigError(
-                f"index: {index} of task type '{self.type}', but there are only {count or 0}, numbered from 0"
-            )
+            expected = f"from 0 to {count - 1}" if count else "at least 0"
+            raise ConfigError(f"index: {index} of task type '{self.type}' is invalid; expected {expected}")
         self.num_workers = max(1, self._worker_count + (master is not None))
 
     @property

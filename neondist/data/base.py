@@ -274,7 +274,7 @@ def count_named_classes(classes: int | None, names: Sequence[str] | None) -> int
     if names is None:
         return classes
     if not names or len({*names}) < len(names):
-        raise ConfigError(f"class_names: {names!r} is invalid; expected names, each once, such as [background, vessel]")
+        raise ConfigError(f"class_names: {names!r} is invalid; expected distinct names, such as [background, vessel]")
     if classes not in (None, len(names)):
         raise ConfigError(f"class_names: {counted(len(names), 'name')} for classes: {classes}; give one name per class")
     return len(names)
@@ -286,7 +286,7 @@ def require_fraction_or_count(field: str, share: Any) -> None:
     if share is not None and not (share > 0 if is_count else _is_fraction(share)):
         raise ConfigError(
             f"{field}: {share!r} is invalid; expected a fraction of the training samples, such as 0.1, or a number of"
-            " them"
+            " samples"
         )
 
 

@@ -318,7 +318,9 @@ def _check_resumable(arguments: argparse.Namespace) -> None:
             )
         return
     if count is None and (arguments.resume is True or has_run(arguments.folder)):
-        raise DataError(f"{folder}: has no checkpoint of servers to resume from; start with --init-from checkpoint.h5")
+        raise DataError(
+            f"{folder}: has no parameter-server checkpoint to resume from; start with --init-from checkpoint.h5"
+        )
     if count is not None and arguments.num_ps not in (None, 0, count):
         raise LaunchError(f"--num-ps {arguments.num_ps}: the resumed run has {counted(count, 'server')}; leave it out")
 

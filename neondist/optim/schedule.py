@@ -20,7 +20,7 @@ class Schedule(Registered, ABC):
         """Return the factor at `epoch`, counted from 0; 2.5 is the middle of the third epoch."""
 
     def factor_given_losses(self, epoch: float, losses: Sequence[float | None]) -> float:
-        """Return the factor at `epoch`, given the losses of the validation split after the epochs so far."""
+        """Return the factor at `epoch`, given the validation losses of the completed epochs."""
         return self.factor(epoch)
 
     def momentum_at(self, epoch: float) -> float | None:
@@ -113,7 +113,7 @@ class Warmup(Schedule):
 class OneCycle(Schedule):
     """One-cycle schedule: cosine rise to the learning rate and cosine decay (Smith and Topin 2018).
 
-    As `torch.optim.lr_scheduler.OneCycleLR`; the learning rate is its max_lr.
+    Equivalent to `torch.optim.lr_scheduler.OneCycleLR`; the learning rate is its max_lr.
 
     Parameters
     ----------
@@ -161,8 +161,8 @@ class OneCycle(Schedule):
 class Plateau(Schedule):
     """Lower the learning rate when the validation loss stops improving.
 
-    As `torch.optim.lr_scheduler.ReduceLROnPlateau`. Without a validation split the test loss is used. The factor
-    depends on the losses of all epochs so far, so a resumed run continues identically.
+    Equivalent to `torch.optim.lr_scheduler.ReduceLROnPlateau`. Without a validation split the test loss is used.
+    The factor depends on the losses of all completed epochs, so a resumed run continues identically.
 
     Parameters
     ----------
@@ -214,6 +214,6 @@ def _cosine_between(first: float, last: float, progress: float) -> float:
 def _check_schedule_length(schedule_epochs: int, run_epochs: int) -> None:
     if run_epochs > schedule_epochs:
         raise ConfigError(
-            f"epochs: the learning rate is 0 after {counted(schedule_epochs, 'epoch')}, but {run_epochs} are trained;"
+            f"epochs: the learning rate is 0 after {counted(schedule_epochs, 'epoch')}, but the run has {run_epochs};"
             f" set epochs of the schedule to {run_epochs} as well"
         )

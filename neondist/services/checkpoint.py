@@ -232,7 +232,7 @@ def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
     counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_PATTERN.fullmatch(path.name))}
     if len(counts) != 1 or len(paths) != (count := counts.pop()):
         raise DataError(
-            f"{folder}: is not a complete checkpoint of servers ({counted(len(paths), 'file')}); specify another"
+            f"{folder}: is not a complete parameter-server checkpoint ({counted(len(paths), 'file')}); specify another"
         )
     with ExitStack() as stack:
         files = [_ServerFile(stack.enter_context(open_checkpoint(path, SingleTransport()))) for path in paths]

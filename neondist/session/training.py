@@ -108,7 +108,7 @@ class TrainingRole:
             self._stack = stack.pop_all()
 
     def _stop_on_supervisor_signal(self, stack: ExitStack) -> None:
-        """Let the job's supervisor, if any, stop it with a checkpoint for a restart.
+        """Let the job's supervisor, if any, stop the session with a checkpoint, so that it can be restarted.
 
         The signal handlers stay for the life of the process, so that a late signal does not kill it.
         """
@@ -206,7 +206,7 @@ class TrainingRole:
         grid = self.state.grid
         if grid.size == 1:
             return
-        text = f"rank {grid.rank} of {grid.size}: the session is over at step {self.state.step}, but other ranks go on"
+        text = f"rank {grid.rank} of {grid.size}: the session ended at step {self.state.step}"
         timer = threading.Timer(self.grace_seconds, _abort_job, [grid.world, text])
         timer.daemon = True
         timer.start()
@@ -222,7 +222,8 @@ class TrainingRole:
 
 def _abort_job(world: Transport, message: str) -> None:
     sys.stderr.write(
-        f"{message} (stop_grace_period_secs), so the job ends; leave the loop on all ranks after the same step\n"
+        f"{message}, but other ranks are still running after stop_grace_period_secs; aborting the job. Leave the loop"
+        " on all ranks after the same step\n"
     )
     sys.stderr.flush()
     world.abort(1)

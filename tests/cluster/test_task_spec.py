@@ -70,6 +70,16 @@ def test_errors_name_the_variable(environ, variable):
         nd.TaskSpec(environ)
 
 
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("ps", 2, None, ["a:1", "b:1"]), "index: 2 of task type 'ps' is invalid; expected from 0 to 1"),
+    (("worker", -1), "index: -1 of task type 'worker' is invalid; expected at least 0"),
+    (("evaluator", -1), "index: -1 of task type 'evaluator' is invalid; expected at least 0"),
+])  # fmt: skip
+def test_error_of_an_index_names_the_valid_ones(arguments, message):
+    with pytest.raises(nd.ConfigError, match=message):
+        nd.TaskSpecDef(*arguments)
+
+
 @pytest.mark.parametrize(("environ", "message"), [
     ({"JOB_NAME": "ps", "PS_HOSTS": "127.0.0.1:0", "WORKER_HOSTS": "b:1"}, "NEONDIST_TOKEN: expected a secret"),
     ({"JOB_NAME": "ps", "WORKER_HOSTS": "b:1"}, "is not a parameter server of the cluster"),

@@ -202,8 +202,8 @@ def test_missing_zarr_variable(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"variables": []}, "variables: .* expected names"),
-        ({"variables": ["t2m", "t2m"]}, "each once"),
+        ({"variables": []}, "variables: .* expected distinct names"),
+        ({"variables": ["t2m", "t2m"]}, "distinct names"),
         ({"levels": {"w": [500]}}, "levels: 'w' is not among the variables"),
         ({"fill": float("nan")}, "fill"),
         ({"steps": 0}, "steps"),

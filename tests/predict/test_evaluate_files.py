@@ -25,7 +25,9 @@ def test_cost_and_metrics_of_files(network_folder, tmp_path):
         assert results["loss"] == pytest.approx(loss, rel=1e-10)
         assert results["error"] == np.mean(y.argmax(axis=-1) != labels)
     np.save(tmp_path / "short.npy", labels[:, 1:])
-    with pytest.raises(DataError, match=r"short\.npy: has labels for \[3, 39, 52\]; the outputs are \[3, 40, 52\]"):
+    with pytest.raises(
+        DataError, match=r"short\.npy: has labels of shape \[3, 39, 52\], but the outputs have shape \[3, 40, 52\]"
+    ):
         evaluate_on_ranks(network_folder, tmp_path / "short.npy", 2, None)
 
 

@@ -392,7 +392,7 @@ def test_loss_and_error_match_pytorch(folder, tmp_path, capsys, block):
     [
         (np.full((104, 131), 8, "u1"), r"y.tif: label 8 is outside the 2 classes"),
         (np.full((104, 131), 0.5, "f4"), r"y.tif: holds one float32 value per cell; give classes"),
-        (np.zeros((50, 50), "u1"), r"y.tif: has labels for [1, 50, 50]; the outputs are [1, 104, 131]; give a label"),
+        (np.zeros((50, 50), "u1"), r"y.tif: has labels of shape [1, 50, 50], but the outputs have shape [1, 104, 131]"),
     ],
 )
 def test_incompatible_labels(folder, tmp_path, capsys, labels, message):

@@ -266,7 +266,7 @@ def test_checkpoint_errors(uninterrupted, tmp_path, fault):
     folder, _ = uninterrupted
     shutil.copytree(folder / "at-3", tmp_path / "at-3")
     file, name, optimizer, shapes = tmp_path / "at-3" / "server-1-of-2.h5", "at-3", OPTIMIZER, None
-    problem = "is not a complete checkpoint of servers"
+    problem = "is not a complete parameter-server checkpoint"
     with Servers(2, tmp_path) as job:
         if fault == "missing":
             file.unlink()

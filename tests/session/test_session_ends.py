@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.comm import loopback
+from neondist.errors import RemoteError
 from neondist.train import Hook
 
 
@@ -209,3 +210,17 @@ def test_session_hooks_stop_experiments(tmp_path):
     # the time is up on rank 1 in step 3; all ranks stop after step 4
     hooks = [lambda world: nd.StopAtTimeHook(3 if world.rank else 100, clock=itertools.count(-1).__next__)] * 2
     assert loopback.run(2, body) == [(4, 0)] * 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the exit of the timer's thread
+def test_ended_session_aborts_ranks_that_are_still_running(capfd):
+    def body(world):
+        other = world.split(0, world.rank)
+        with nd.ProcessGrid(world) as grid, create_session(grid, stop_grace_period_secs=0.05):
+            if grid.rank == 1:
+                other.bcast(None)  # never sent
+
+    with pytest.raises(RemoteError, match="another virtual rank failed"):
+        loopback.run(2, body)
+    text = "rank 0 of 2: the session ended at step 0, but other ranks are still running after stop_grace_period_secs;"
+    assert f"{text} aborting the job. Leave the loop on all ranks after the same step" in capfd.readouterr().err

@@ -187,8 +187,8 @@ def test_page_says_that_slices_are_of_volumes():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"class_names": []}, r"class_names: \[\] is invalid; expected names"),
-        ({"class_names": ["a", "a"]}, r"class_names: \['a', 'a'\] is invalid; expected names"),
+        ({"class_names": []}, r"class_names: \[\] is invalid; expected distinct names"),
+        ({"class_names": ["a", "a"]}, r"class_names: \['a', 'a'\] is invalid; expected distinct names"),
         ({"class_names": ["a", "b"], "classes": 3}, "class_names: 2 names for classes: 3; give one name per class"),
     ],
 )

@@ -170,7 +170,7 @@ model: !GBDist
   {field}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
 epochs: 8
 """)
-    message = rf"x\.yaml:6: model\.{field}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but 8 are"
+    message = rf"x\.yaml:6: model\.{field}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but the run has 8"
     with pytest.raises(ConfigError, match=message):
         _validate_file(tmp_path / "x.yaml")
     _validate_file(tmp_path / "x.yaml", [f"model.{field}.schedule.epochs=8"])

@@ -91,7 +91,7 @@ class ClimateFiles(Dataset):
         require_fraction_or_count("test", test)
         for field, names in (("variables", variables), ("targets", targets)):
             if names is not None and (isinstance(names, str) or not names or len({*names}) < len(names)):
-                raise ConfigError(f"{field}: {names} is invalid; expected names, each once, such as [t2m, u10]")
+                raise ConfigError(f"{field}: {names} is invalid; expected distinct names, such as [t2m, u10]")
         if isinstance(levels, Mapping) and (unknown := sorted({*levels} - {*variables, *(targets or ())})):
             raise ConfigError(f"levels: '{unknown[0]}' is not among the variables; correct the name")
         self.files, self.variables, self.levels, self.targets = files, list(variables), levels, targets

@@ -151,7 +151,7 @@ def check_returns_scalar(plan: TorchPlan, tree: Any) -> None:
     shape = plan.values[out].shape
     if shape:
         raise ConfigError(
-            f"criterion: returned a tensor of shape {shape}, such as one value per cell or sample; it must return a"
+            f"criterion: returned a tensor of shape {shape} (one value per cell or sample?); it must return a"
             " scalar: reduction='mean' or 'sum'"
         )
 

@@ -54,9 +54,9 @@ def evaluate_files(
     ----------
     experiment, checkpoint, source, grid, block, axes : as in `predict`
     labels : path
-        Input for `nd.open_source`: integer classes of the outputs' extent, or targets of the outputs' shape.
+        Input for `nd.open_source`: integer classes with the outputs' extent, or targets with their shape.
     samples : dict, optional
-        Filled with small pictures as from `find_worst_samples`; block-wise, with the first image.
+        Filled with small pictures, as by `find_worst_samples`; in block-wise evaluation, of the first image only.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def evaluate_files(
     Raises
     ------
     UserError
-        As `predict`; ConfigError for a cost that needs whole images, block-wise.
+        As `predict`; ConfigError if evaluation is block-wise and the cost needs whole images.
     """
     grid = experiment.open_grid() if grid is None else grid
     settings = {"the checkpoint": checkpoint, "the source": source, "labels": labels, "block": block, "axes": axes}
@@ -76,7 +76,7 @@ def evaluate_files(
         (metric.overlap_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
     )
     opened = open_checkpoint_prediction(experiment, checkpoint, source, grid, block, None, extra_cells, axes)
-    return _evaluate_opened_method(opened, experiment.model, experiment.metrics, labels, grid, samples)
+    return _evaluate_by_prediction(opened, experiment.model, experiment.metrics, labels, grid, samples)
 
 
 def evaluate_module(
@@ -92,7 +92,7 @@ def evaluate_module(
     Parameters
     ----------
     trained : TrainedModule
-        With windows, labels are for its score map.
+        If it classifies windows, labels refer to the cells of its score map.
     source, labels, grid, block, samples : as in `evaluate_files`
 
     Returns
@@ -109,10 +109,10 @@ def evaluate_module(
     settings = {"the source": source, "labels": labels, "block": block, "samples": samples is not None}
     grid.check("evaluate images", settings)
     opened = trained.open_prediction_method(source, grid, block, None)
-    return _evaluate_opened_method(opened, trained.model, add_misclassification(None), labels, grid, samples)
+    return _evaluate_by_prediction(opened, trained.model, add_misclassification(None), labels, grid, samples)
 
 
-def _evaluate_opened_method(
+def _evaluate_by_prediction(
     opened: AbstractContextManager[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]],
     model: TrainableModel,
     metrics: Sequence[Metric],
@@ -162,8 +162,8 @@ def _open_labels(labels: str | Path, method: PredictionMethod, images: Images) -
             )
             continue
         problem = DataError(
-            f"{labels}: has labels for {list(image.shape[:-1])}; the outputs are {list(expected)}; give a label per"
-            " cell of the outputs"
+            f"{labels}: has labels of shape {list(image.shape[:-1])}, but the outputs have shape {list(expected)}; give"
+            " a label per cell of the outputs"
         )
     raise problem
 
@@ -225,7 +225,7 @@ class _BlockMetricAccumulator:
         """Do nothing: there is no journal."""
 
     def compute_means(self) -> dict[str, Any]:
-        """Return the means over the sums of all ranks. Collective."""
+        """Return the means, computed from sums over all ranks. Collective."""
         tables = {key: _sum_over_ranks(self.grid, table) for key, table in self.sums_per_sample.items()}
         costs, weights = np.split(_sum_over_ranks(self.grid, self.local_sums), [len(self.cost_parts)])
         for at, part in enumerate(self.cost_parts):

@@ -119,7 +119,7 @@ def predict_module(
     ----------
     trained : TrainedModule
     source, target, grid, classes, probabilities, raw, block, overwrite : as in `predict`
-        With windows, `block` counts windows along each axis.
+        If it classifies windows, `block` counts windows along each axis.
 
     Raises
     ------

@@ -227,7 +227,7 @@ CRITERIA = {
     "no rule, object": (Criterion(), NO_RULE.format(CRITERION_LINE)),
     "no rule, method": (Criterion().method, NO_RULE.format(CRITERION_LINE)),
     "no rule, partial": (functools.partial(Criterion.method, None), NO_RULE.format(CRITERION_LINE)),
-    "of cells": (nn.CrossEntropyLoss(reduction="none"), "returned a tensor of shape (2, 11, 9), such as one value"),
+    "of cells": (nn.CrossEntropyLoss(reduction="none"), "returned a tensor of shape (2, 11, 9) (one value per cell"),
     "of cells, own": (lambda y, t: (y - t[:, None]) ** 2, "criterion: returned a tensor of shape (2, 3, 11, 9)"),
     "two": (lambda y, t: (y.mean(), y.sum()), "criterion: must return one tensor"),
     "values decide": (lambda y, t: y.mean() if y.sum() > 0 else y.sum(), "criterion cannot be captured"),
