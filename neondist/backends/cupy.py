@@ -70,7 +70,7 @@ class CupyKernels(Kernels):
         self._captured_tables: list[list[Any]] = []  # tables of the graphs being captured
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels with operands of a precision; without PyTorch's kernels TF32 is float32."""
+        """Return kernels with operands of a precision; without PyTorch's kernels, TF32 falls back to float32."""
         return NarrowCupyKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
@@ -211,7 +211,7 @@ class CupyKernels(Kernels):
     def batch_scale_and_shift(
         self, moments: Any, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
-        """Return mean, scale, shift and root of a batch, and update the running mean and variance, in one launch."""
+        """Return the `scale_and_shift` of a batch, and update the running mean and variance, in one launch."""
         if not self._has_cell_kernel(moments, *running, *affine):
             return super().batch_scale_and_shift(moments, running, affine, momentum, eps)
         result, scalars = self.xp.empty((4, len(affine[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
@@ -237,7 +237,7 @@ class CupyKernels(Kernels):
         by_sample: bool = False,
         clip: bool = False,
     ) -> Any:
-        """Return sums (1 or 2, groups, C), deterministic, by as many threads as possible.
+        """Return sums (1 or 2, groups, C), computed deterministically by as many threads as possible.
 
         Parameters
         ----------
@@ -295,7 +295,7 @@ class CupyKernels(Kernels):
     def _thread_ranges(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
         """Return how the cells of arrays of one shape are divided among threads.
 
-        That is: (the table, its number of axes, of groups and of lanes); the threads; and the type of the table in C.
+        That is: (table, numbers of axes, groups and lanes); number of threads; C type of the table.
         """
         like = arrays[0]
         table_values = cell_table(like.shape, list(map(_strides, arrays)), groups > 1)
@@ -313,7 +313,7 @@ class CupyKernels(Kernels):
     def _launch(
         self, source: str, c_type: str, name: str, total: int, *args: Any, index_type: str = "long long"
     ) -> None:
-        """Launch a kernel for `total` elements, the last of its arguments."""
+        """Launch a kernel; `total`, its element count, becomes the last argument."""
         kernel = self._compiled_kernels.get((name, c_type, index_type))
         if kernel is None:
             kernel = self.xp.RawKernel(specialise_source(source, c_type, index_type), name)
@@ -347,7 +347,7 @@ class CupyKernels(Kernels):
         return self.xp.array(table, self.xp.int32 if index_type == "int" else self.xp.int64)
 
     def available_memory(self, ranks: int) -> int | None:
-        """Return the bytes of its GPU that each of `ranks` ranks on this machine may still allocate."""
+        """Return the bytes that each of `ranks` ranks on this machine may still allocate on its GPU."""
         runtime, pool = self.xp.cuda.runtime, self.xp.get_default_memory_pool()
         free, _ = runtime.memGetInfo()
         sharing = -(-ranks // runtime.getDeviceCount())

@@ -80,7 +80,7 @@ class Pooling:
         return x
 
     def separable_filter_adjoint(self, dy: Any, extent: Ints, taps: Taps) -> Any:
-        """Return the adjoint of `separable_filter`, (N, *extent, C), axes in the opposite order."""
+        """Return the adjoint of `separable_filter`, (N, *extent, C); axes are processed in reverse order."""
         for axis in range(len(taps), 0, -1):
             n, shape = dy.shape[axis], list(dy.shape)
             shape[axis] = extent[axis - 1]

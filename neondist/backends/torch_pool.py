@@ -68,7 +68,7 @@ def separable_filter(x: np.ndarray, taps: Taps) -> np.ndarray:
 
 
 def separable_filter_adjoint(dy: np.ndarray, taps: Taps) -> np.ndarray:
-    """Return the adjoint of `separable_filter`, axes in the opposite order."""
+    """Return the adjoint of `separable_filter`; axes are processed in reverse order."""
     gradient = to_channels_first(dy)
     for weights in reversed(_axis_filters(taps)):
         gradient = _convolve_channels(gradient, weights, (1,) * len(taps), transposed=True)

@@ -42,7 +42,7 @@ class HostSpeed:
             return cls(*measure_rank_rates(SingleTransport(), np.matmul, np.dtype(np.float32), *sizes))
 
     def least_step_seconds(self, experiment: Any, ranks: int, cores: int | None = None) -> float:
-        """Return the least seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown.
+        """Return the minimum seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown.
 
         The ranks share `cores` cores; default: one core each.
         """
@@ -55,5 +55,5 @@ class HostSpeed:
         return share * self.least_seconds(workload.flops, workload.memory_traffic)
 
     def least_seconds(self, flops: float, moved_bytes: float = 0.0) -> float:
-        """Return the least seconds of a core for the work of a plan."""
+        """Return the minimum seconds of a core for the work of a plan."""
         return float(max(flops / MAX_SAVED_PRODUCTS / self.flops, moved_bytes / self.bandwidth))

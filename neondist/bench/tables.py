@@ -65,7 +65,7 @@ def _limit_columns(results: dict[str, Any]) -> list[Column]:
 
 def _summary_lines(results: dict[str, Any]) -> list[str]:
     lines = [
-        "Means over the ranks; exchange: copies around messages; wait: inside MPI; sent: by all ranks",
+        "Means over the ranks; exchange: copies into and out of message buffers; wait: inside MPI; sent: by all ranks",
         f"step    {format_seconds(results['seconds_per_step'])}  ({results['steps_per_second']:.4g} steps per second)",
         f"memory  {format_size(max(results['peak_bytes']))} peak per rank, excluding the process before data was"
         " loaded",

@@ -1,4 +1,4 @@
-"""Transport that checks for mistakes around messages: slow, for `--debug-halo`."""
+"""Transport that checks for misuse of messages: slow, for `--debug-halo`."""
 
 from __future__ import annotations
 

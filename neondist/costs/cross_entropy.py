@@ -72,7 +72,7 @@ class CrossEntropy(Cost):
         return float(namespace(labels).asarray(self.class_weights, "f8")[labels].sum())
 
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
-        """Raise UserError if the outputs do not match the classes, or the weights the outputs."""
+        """Raise UserError if the outputs do not match the classes, or the weights do not match the outputs."""
         super().check_output_shape(y_shape, classes)
         self.check_output_weights("class_weights", self.class_weights, y_shape[-1])
 

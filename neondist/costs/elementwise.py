@@ -199,7 +199,7 @@ class BCE(Cost):
         return math.prod(y_shape)
 
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
-        """Raise UserError if the outputs do not match the classes, or the weights the outputs."""
+        """Raise UserError if the outputs do not match the classes, or the weights do not match the outputs."""
         if y_shape[-1] > 1 or classes != 2:
             super().check_output_shape(y_shape, classes)
         many = self.pos_weight if isinstance(self.pos_weight, Sequence) else None

@@ -75,7 +75,7 @@ class HaloPlan(TransferPlan):
     buffer: Box
     extent: tuple[int, ...]
     window: Window
-    #: whether tiles overlap: cells needed beyond its own then have no owner or are outside the image
+    #: whether tiles may overlap: if so, cells that a tile needs beyond its own have no owner or lie outside the image
     tiles_may_overlap: bool = False
     #: along each axis, the cells that outputs of the tile depend on; None: all of `need`
     used: tuple[AxisCells, ...] | None = None
@@ -87,7 +87,7 @@ class HaloPlan(TransferPlan):
 
     @property
     def prefilled(self) -> list[Box]:
-        """Parts of the buffer to set to the fill value before the exchange: `outside`, or all around the own cells."""
+        """Parts of the buffer to fill before the exchange: `outside`, or everything around the own cells."""
         return self.buffer.difference(self.own) if self.has_unused_cells else self.outside
 
     @property
@@ -98,11 +98,11 @@ class HaloPlan(TransferPlan):
 
     @property
     def outside(self) -> list[Box]:
-        """Parts of the buffer outside the image, or without owner, that hold the window's fill value."""
+        """Parts of the buffer outside the image, or without an owner, that hold the window's fill value."""
         kept, modes = self.own if self.tiles_may_overlap else Box.of(self.extent), self.window.modes
         if "zeros" not in modes:
             return []
-        if self.window.mode != "zeros":  # along other axes cells are copied, including outside this one
+        if self.window.mode != "zeros":  # along axes with other modes, cells outside the image are copied
             axes = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
             kept = Box.from_ranges(inner if mode == "zeros" else whole for mode, inner, whole in axes)
         return self.buffer.difference(kept)
@@ -212,7 +212,7 @@ class _AxisPlan:
     Attributes
     ----------
     needs : for each part, the range of cells in the windows of its outputs, including those outside the image
-    sources : for each part, the range of cells, inside the image or (wrap) modulo it, that it needs from owners
+    sources : for each part, the range of cells, inside the image or modulo its extent (wrap), that it needs from owners
     used : for each part, the cells, inside the image or not, that its outputs depend on
     """
 

@@ -1,7 +1,7 @@
 """Fork server: a copy of this process with a job's imports loaded, from which the job's processes are forked.
 
-Importing PyTorch dominates the startup time of a worker. The server is forked before user code runs and while no other
-thread does, so that locks, thread pools and devices are in the state of a new process.
+Importing PyTorch dominates the startup time of a worker. The server is forked before user code runs, while the
+process has a single thread, so that locks, thread pools and devices are in the state of a new process.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class ForkServer:
                 late.wait()
 
     def _request(self, request: bytes, output: int) -> int | None:
-        """Request a process; return its pid, that of a child of this process, or None on failure."""
+        """Request a process; return the pid of the new child of this process, or None on failure."""
         channel, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.settimeout(self._timeout)
         answer = b""

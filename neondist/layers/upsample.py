@@ -19,13 +19,13 @@ INTERPOLATION_MODES = ("nearest", "bilinear")
 class UpsampleLayer(Layer):
     """Upsamples every spatial axis by an integer factor: (N, *spatial, C) to (N, *spatial * factor, C) per tile.
 
-    As torch.nn.Upsample with align_corners=False.
+    Equivalent to torch.nn.Upsample with align_corners=False.
 
     Parameters
     ----------
     factor : int or one per axis
     mode : {'nearest', 'bilinear'}
-        'bilinear' is linear along each axis, whatever their number.
+        'bilinear' interpolates linearly along each axis, for any number of axes.
     scheme : ExchangePolicy or str, optional
         Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     """
@@ -74,7 +74,7 @@ class UpsampleLayer(Layer):
         return view
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the adjoint, axes in the opposite order."""
+        """Return the adjoint; axes are processed in reverse order."""
         for axis in range(dy.ndim - 2, 0, -1):
             shape = list(dy.shape)
             shape[axis] = ctx.input_box.shape[axis - 1]

@@ -50,7 +50,7 @@ class GB(Convnet):
     num_initial_epochs : int
         Number of supervised epochs that train only the head.
     sparsity, epsilon : float
-        λ, at least 0, and ε, above 0.
+        Weight of the sparsity term, at least 0, and the constant under the root, above 0.
     orthonormal : bool
         After each pretraining step, make the filters of each cell orthonormal up to a common scale.
     pretrain_optimizer : Optimizer, optional

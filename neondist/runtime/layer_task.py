@@ -1,4 +1,4 @@
-"""Task of a layer's step in a pass, with all communication of a pass."""
+"""Executes one layer's step of a pass, with all its communication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerTask(Task):
         self.layer, self.layers, self.name = layer, layer.leaves, str(layer.name)
         self.input_array: GlobalArray = layer.input
         (value,) = step.inputs
-        #: allgather of a vector: of the input, if only this layer reads its range; of the output
+        #: allgathers of sharded vectors: of the input, if this layer reads only its own range, and of the output
         reads_shard = graph.reads_only_own_shard(step) and value not in graph.sharded_vectors
         self.input_gather = self._allgather_of(graph.shapes[value]) if reads_shard else None
         self.output_gather = (
@@ -40,7 +40,7 @@ class LayerTask(Task):
         self.recomputing_step = graph.recomputing_steps.get(index)
         self.reductions = {reduction.direction: reduction for reduction in layer.reductions_for(layer.input_shape)}
         self.spans_batch = any(reduction.spans_batch for reduction in self.reductions.values())
-        #: whether partial results are computed again although the result is known, for what the layer saves
+        #: whether partial results are recomputed although the result is known, because computing them saves arrays
         methods = {"forward": "reduce", "backward": "reduce_backward"}
         self._repeats_partial_result = {
             direction: declared_with(layer, "reduce_needed_in_recomputation", methods[direction]) is not False
@@ -130,7 +130,7 @@ class LayerTask(Task):
             ctx.activation_output = y = ctx.activation.fprop(y)
         elif y is not ctx.accessed_out and view is not None and layer.kernels.xp.may_share_memory(y, view):
             y = self._copy_to_out(ctx, y)
-        if view is not None and not layer.saves_input:  # a strip without a view needs sums only
+        if view is not None and not layer.saves_input:  # a strip without a view needs only sums
             ctx.copy_saved_arrays_sharing_memory(view)
         elif ctx.view_to_rebuild is not None:
             ctx.copy_saved_arrays_sharing_memory(view, unless=view)
@@ -218,7 +218,8 @@ class LayerTask(Task):
     def _reduce(self, direction: str, calls: Sequence[tuple[StepContext, Any]], known: Sequence[Any] = ()) -> None:
         """Set `ctx.reduced` of each call to the result over all ranks; None: no reduction in this pass.
 
-        In a repeated pass the results are `known`; partial results are computed only for what the layer saves.
+        In a repeated pass the results are `known`; partial results are recomputed only if the layer saves arrays while
+        computing them.
         """
         reduction = self.reductions.get(direction)
         if reduction is None:

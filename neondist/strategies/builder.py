@@ -19,7 +19,7 @@ from .strategy import ParameterStrategy, Strategy
 
 @runtime_checkable
 class Resources(Protocol):
-    """Devices of a job, as a resource spec counts them.
+    """Device counts of a job, as given by a resource spec.
 
     Attributes
     ----------

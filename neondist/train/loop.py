@@ -51,7 +51,7 @@ def fit(
     hooks : iterable of Hook
     metrics : sequence of Metric, optional
         Evaluated on the validation and test splits after every epoch. Default: only the misclassification,
-        'validation_error' and 'test_error', which is None if the targets are not classes.
+        recorded as 'validation_error' and 'test_error'; None if the targets are not classes.
     seed : int, optional
         Seed of the order of samples. Default: that of the model.
     epoch, history
@@ -82,7 +82,7 @@ def train_loop(
                 model.whole_model.restrict_cost_to_local_cells(run.dataset.train.fields)
         _call_hooks(hooks, lambda hook: hook.before_run(run))
         _start_at_epoch_of_first_task(run)
-        while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
+        while run.stop is None and run.epoch < run.epochs:  # a hook may lower `run.epochs` to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
                 with model.whole_model.use_averaged_weights():

@@ -42,4 +42,4 @@ def test_measured_peak_memory_is_that_of_rank_0(tmp_path, file, settings):
     assert code == 0, err
     peaks = [int(peak) for peak in re.findall(r"^peak (\d+)$", out, re.MULTILINE)]
     assert len(peaks) == 2, out
-    assert max(peaks) / 1.15 < float(expected) * 1e6 < max(peaks) * 1.15  # rank 0 draws, so it needs most
+    assert max(peaks) / 1.15 < float(expected) * 1e6 < max(peaks) * 1.15  # rank 0 draws, so it needs the most

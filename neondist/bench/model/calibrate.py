@@ -40,7 +40,7 @@ SYNC_INTERVAL_SECONDS = (2e-3, 3e-2)
 
 
 def least_seconds_of_parts(world: Transport, cores: int) -> list[float]:
-    """Return the least seconds of each part of `calibrate` and `measure_prediction_error`, for their progress line."""
+    """Return the minimum seconds of each part of `calibrate` and `measure_prediction_error`, for the progress line."""
     sharing = 6 * max(SYNC_INTERVAL_SECONDS) * (world.size >= 2 * cores)  # three intervals at half the speed
     speed, parts = HostSpeed.measure(), [2 * TURN_SECONDS + sharing] * CALIBRATION_ROUNDS
     for name, ranks in _validation_cases(world, cores):

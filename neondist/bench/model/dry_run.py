@@ -1,4 +1,4 @@
-"""Dry run of one rank of many: it computes, and records messages instead of sending them."""
+"""Dry run of one of many ranks: it computes, and records messages instead of sending them."""
 
 from __future__ import annotations
 

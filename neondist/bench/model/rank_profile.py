@@ -1,4 +1,4 @@
-"""Profile of a rank of many, run alone in this process: compute time, messages and memory."""
+"""Profile of one of many ranks, run alone in this process: compute time, messages and memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .dry_run import MessageLog, dry_run_grid
 
 MAX_TURNS = 5
 COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
-"""minimum seconds of computing to time: to compare grids, and to predict"""
+"""minimum compute time to measure, in seconds: to compare grids, and to predict"""
 LEAST_STEPS = 5
-"""steps of `profile_rank`, at least: two to warm up, two turns, and one by layer"""
-_MEMORY_BATCHES = 4  # freed memory is kept and split: the first batches may need more each
+"""minimum steps of `profile_rank`: two warm-up, two timed turns, one timed by layer"""
+_MEMORY_BATCHES = 4  # freed memory is kept and split: each of the first batches may need more
 
 
 @dataclass
@@ -42,8 +42,8 @@ class RankProfile:
     noise : relative excess of the median turn over the fastest
     message_log : messages that it would send
     held_bytes : bytes of memory
-    moved_bytes : least bytes read and written by computing
-    recomputed_fraction : products that strips of segments compute twice, relative to those of all layers once
+    moved_bytes : minimum bytes read and written by the computation
+    recomputed_fraction : products that strips compute twice, relative to the products of all layers computed once
     cell_seconds : by layer: seconds for one output cell of one sample
     """
 
@@ -62,14 +62,14 @@ def profile_rank(
     min_seconds: float = PREDICTION_SECONDS,
     on_step: Callable[[], object] = lambda: None,
 ) -> RankProfile:
-    """Measure a training step of the rank with most cells, at the shapes of its own tile and views.
+    """Measure a training step of the rank with the most cells, at the shapes of its own tile and views.
 
     Parameters
     ----------
     min_seconds : float
-        Seconds to compute, in a few turns, whose median is used.
+        Minimum compute time, in a few turns; their median is used.
     on_step : callable
-        Called after each step; of long steps there are `LEAST_STEPS`.
+        Called after each step; long steps run only `LEAST_STEPS` times.
     """
     model: TrainableModel = experiment.model
     train, message_log, samples = prepare_step(experiment, shape)
@@ -95,7 +95,7 @@ def profile_rank(
         total = sum(work * entry.layer.output_tile.size for work, entry in zip(works, plans, strict=True))
         share = taken / max(1, total)
         alone = len(plans) == 1
-        for work, entry in zip(works, plans, strict=True):  # a layer of a segment takes its share by products
+        for work, entry in zip(works, plans, strict=True):  # a segment's time is shared in proportion to products
             if cells := entry.layer.output_tile.size:
                 spent[entry.name] = taken / cells if alone else work * share
     held_bytes, moved_bytes = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
@@ -130,7 +130,7 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
 
 
 def recomputed_fraction(plan: Plan, tile: int) -> float:
-    """Return the products of rows computed by two strips of a segment, relative to those of all layers once."""
+    """Return the products that strips compute twice, relative to the products of all layers computed once."""
     whole = sum(count_products(p) * p.layer.output_tile.size / max(1, prod(p.output_shape[:-1])) for p in plan)
     done = once = 0.0
     for segment in plan.segments:

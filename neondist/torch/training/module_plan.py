@@ -204,7 +204,7 @@ class ModulePlan:
 
     @property
     def max_training_memory(self) -> int:
-        """Bytes in training of the rank that needs most."""
+        """Bytes in training of the rank that needs the most."""
         return self.memory(self.all_costs.max_memory_rank)
 
     @cached_property
@@ -218,7 +218,7 @@ class ModulePlan:
         return Workload(total.flops, moved, messages, total.max_sent_bytes, sums, total.summed, self.parameters)
 
     def memory_traffic(self, rank: int = 0) -> int:
-        """Return the bytes that a training step reads and writes, at least; the same for all ranks."""
+        """Return the minimum bytes that a training step reads and writes; the same for all ranks."""
         return self.all_costs.memory_traffic() + self.parameters.memory_traffic(rank)
 
     def table(self) -> Any:
@@ -227,7 +227,7 @@ class ModulePlan:
         total, parameters = self.all_costs.total, self.parameters
         sums, sent = parameters.reduction_bytes(0), parameters.redistribution_bytes(0)
         rank = self.all_costs.max_memory_rank
-        notes = [f"{counted(len(self.steps.steps), 'step')}; memory is that of rank {rank}, which needs most"]
+        notes = [f"{counted(len(self.steps.steps), 'step')}; memory is that of rank {rank}, which needs the most"]
         peak = report.format_size(self.max_training_memory)
         arrays = "parameters, optimiser, values and gradients"
         notes.append(f"planned peak: {peak}, for {arrays}; --measure-memory: of the process")
