@@ -39,7 +39,7 @@ explain_unpinned has_room _max_windows run_computed LiveNorm live_norms can_add_
 place_ranges Unaligned refuse_unless_boxes SideMeasurements _SideMeasurement TorchSide NEONDIST_SIDES TORCH_SIDES
 cool_down HOST_COOL_DOWN_SECONDS excluded_hosts usable_hosts was_refused refused refuse_too_many_ranks
 CutRanges cut_ranges cut_ids first_cut extend_cut
- set_idle_callback largest_block_candidates ObservedEvent
+set_idle_callback largest_block_candidates ObservedEvent
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""
