@@ -103,7 +103,7 @@ class HostSource:
         if self.is_resources:
             return slots_by_node(ResourceSpec(self.path))
         if self.is_script:
-            return parse_hosts(self._run_script(), f"{self.path}: output")
+            return parse_hosts(self._run_host_script(), f"{self.path}: output")
         try:
             text = read_bytes(self.path, _MAX_FILE_BYTES).decode(errors="replace")
         except OSError as error:
@@ -114,7 +114,7 @@ class HostSource:
             raise ConfigError(f"{self.path}: is a script that is not executable; chmod +x it")
         return parse_hosts(text, str(self.path))
 
-    def _run_script(self) -> str:
+    def _run_host_script(self) -> str:
         try:
             process = subprocess.run(
                 [str(self.path.absolute())],

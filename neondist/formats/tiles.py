@@ -11,16 +11,16 @@ _CHUNK_EXTENT_BY_NDIM = {1: 1 << 16, 2: 256, 3: 64}  # along each axis, by the n
 _MAX_CHUNK_BYTES = 1 << 23  # bytes
 
 
-def default_chunks(shape: Sequence[int], axes: str, dtype: Any, min_bytes: int = 0) -> tuple[int, ...]:
+def default_chunks(shape: Sequence[int], axes: str, dtype: Any, target_bytes: int = 0) -> tuple[int, ...]:
     """Return chunks of 256 x 256 or 64 x 64 x 64 cells with all channels, or fewer cells of many bytes.
 
-    Chunks are enlarged up to `min_bytes` bytes.
+    Chunks are enlarged up to `target_bytes` bytes.
     """
     spatial = [axis for axis, name in enumerate(axes) if name in "ZYX"]
     rank, cell = max(1, len(spatial)), shape[-1] * np.dtype(dtype).itemsize
     side = _CHUNK_EXTENT_BY_NDIM[rank]
     while side > 16 and side**rank * cell > _MAX_CHUNK_BYTES:
         side //= 2
-    while (2 * side) ** rank * cell <= min_bytes:
+    while (2 * side) ** rank * cell <= target_bytes:
         side *= 2
     return (*(min(n, side) if axis in spatial else 1 for axis, n in enumerate(shape[:-1])), shape[-1])

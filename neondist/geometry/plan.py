@@ -257,7 +257,8 @@ class _AxisPlan:
         return [key(part) for part in range(len(self.own))]
 
     def _overlaps(self, part: int) -> list[list[AxisOverlap]]:
-        return [] if self.partition.may_overlap else [[*self.request.overlaps(part)], self.request.sent_overlaps[part]]
+        request = self.request
+        return [] if self.partition.may_overlap else [[*request.overlaps(part)], request.overlaps_by_sender[part]]
 
     def _message_key(self, part: int) -> Hashable:
         return tuple(tuple((o.part == part, len(o.cells)) for o in overlaps) for overlaps in self._overlaps(part))

@@ -107,7 +107,7 @@ class DimRequest:
         return self.source.axis is not None and any(part != overlap.part for part, overlap in self.needed)
 
     @cached_property
-    def sent_overlaps(self) -> list[list[AxisOverlap]]:
+    def overlaps_by_sender(self) -> list[list[AxisOverlap]]:
         """Cells that each part has and others (or itself) need, by the part that needs them; for at most one axis."""
         sent: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
         for part, overlap in self.needed:
@@ -198,7 +198,9 @@ class Transfer:
         if not self.is_separable:
             return self._sends.get(rank, [])
         place = coords_of(self.parts, rank)
-        sent = [request.sent_overlaps[next((place[axis] for axis in request.axes), 0)] for request in self.requests]
+        sent = [
+            request.overlaps_by_sender[next((place[axis] for axis in request.axes), 0)] for request in self.requests
+        ]
         return sorted((p for p in self._pieces(place, sent) if p.peer != rank), key=lambda piece: piece.peer)
 
     def _pieces(self, place: Sequence[int], overlaps: Sequence[Sequence[AxisOverlap]]) -> list[Piece]:

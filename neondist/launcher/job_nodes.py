@@ -140,7 +140,7 @@ class JobNodes:
         return local[:1] + [node for node in nodes if node.remote_command is not None and node.address]
 
     @contextmanager
-    def run_process(
+    def running_process(
         self, node: JobNode | str, words: Sequence[str], variables: Mapping[str, str], name: str, output: int | None
     ) -> Iterator[Process]:
         """Run a `neondist` command on a machine until the block ends."""

@@ -205,7 +205,7 @@ def _run_job(
     def create_service(name: str, node: JobNode, words: Sequence[str]) -> ServiceProcess:
         def start_service(words: Sequence[str]) -> Process:
             title = f"serve {words[0]}"
-            return stack.enter_context(nodes.run_process(node, ["serve", *words], secret, title, subprocess.PIPE))
+            return stack.enter_context(nodes.running_process(node, ["serve", *words], secret, title, subprocess.PIPE))
 
         return ServiceProcess(name, [*words, "--checkpoint-dir", str(folder.absolute())], node, start_service)
 
@@ -225,7 +225,7 @@ def _run_job(
         command = _worker_arguments(arguments, index, shape.tiles, is_restart or bool(arguments.resume))
         output = subprocess.DEVNULL if index else None
         variables = secret | place.environment | YIELD_WHEN_IDLE_VARIABLES
-        return stack.enter_context(nodes.run_process(node, command, variables, f"worker {index}", output))
+        return stack.enter_context(nodes.running_process(node, command, variables, f"worker {index}", output))
 
     workers = WorkerProcesses(
         start_worker,

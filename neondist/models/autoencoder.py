@@ -151,13 +151,13 @@ class Autoencoder:
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
-        return {"model": self.whole_model.checkpoint_arrays()["model"], "optimizer": self._weights_slots()}
+        return {"model": self.whole_model.checkpoint_arrays()["model"], "optimizer": self._optimizer_slots()}
 
     @property
     def _weights(self) -> Any:
         return self.layer.params["weights"]
 
-    def _weights_slots(self) -> list[Any]:
+    def _optimizer_slots(self) -> list[Any]:
         self.begin_epoch(0)
         shape = self._weights.shape
         return [(self.weights_shard.slot_shard(name), slot.reshape(shape)) for name, slot in self.slots.items()]

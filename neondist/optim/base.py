@@ -40,11 +40,11 @@ class ScheduledOptimizer:
         """Return the scheduled momentum at `epoch`; None if it is not scheduled."""
         return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
 
-    def check_run_length(self, epochs: int) -> None:
+    def check_schedule_covers(self, epochs: int) -> None:
         """Raise ConfigError about the schedule if a run of `epochs` epochs would continue at rate 0."""
         if isinstance(self.schedule, Schedule):
             try:
-                self.schedule.check_run_length(epochs)
+                self.schedule.check_schedule_covers(epochs)
                 if self.momentum_at(math.inf) is not None and not self.has_momentum:
                     raise ConfigError(
                         f"momentum: {type(self).__name__} has no momentum to schedule; set momentum: 0.9 in the"

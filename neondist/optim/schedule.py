@@ -27,7 +27,7 @@ class Schedule(Registered, ABC):
         """Return the momentum at `epoch`; None: the optimiser's own."""
         return None
 
-    def check_run_length(self, epochs: int) -> None:
+    def check_schedule_covers(self, epochs: int) -> None:
         """Raise ConfigError if a run of `epochs` epochs would continue at rate 0."""
 
 
@@ -64,7 +64,7 @@ class CosineDecay(Schedule):
     def __init__(self, epochs: Count, floor: UnitInterval = 0.0) -> None:
         self.epochs, self.floor = int(epochs), float(floor)
 
-    def check_run_length(self, epochs: int) -> None:
+    def check_schedule_covers(self, epochs: int) -> None:
         """Raise ConfigError if the rate reaches 0 before a run of `epochs` epochs ends."""
         if not self.floor:
             _check_schedule_length(self.epochs, epochs)
@@ -90,10 +90,10 @@ class Warmup(Schedule):
     def __init__(self, epochs: Positive, start: UnitInterval = 0.01, then: Schedule | None = None) -> None:
         self.epochs, self.start, self.then = float(epochs), float(start), then
 
-    def check_run_length(self, epochs: int) -> None:
+    def check_schedule_covers(self, epochs: int) -> None:
         """Raise ConfigError if the following schedule ends too early."""
         if self.then is not None:
-            self.then.check_run_length(math.ceil(epochs - self.epochs))
+            self.then.check_schedule_covers(math.ceil(epochs - self.epochs))
 
     def factor(self, epoch: float) -> float:
         """Return the factor at `epoch`."""
@@ -139,7 +139,7 @@ class OneCycle(Schedule):
         self.epochs, self.rise, self.start, self.floor = int(epochs), float(rise), float(start), float(floor)
         self.momentum = momentum
 
-    def check_run_length(self, epochs: int) -> None:
+    def check_schedule_covers(self, epochs: int) -> None:
         """Raise ConfigError if the cycle ends before a run of `epochs` epochs does."""
         _check_schedule_length(self.epochs, epochs)
 

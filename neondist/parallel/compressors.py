@@ -146,12 +146,12 @@ class TopK(Compressor):
         """Return the sum of all ranks' largest entries, in rank order, and the other entries of this rank."""
         index = _index_dtype(gradients.size)
         chosen = [start + self._indices_of_largest_magnitudes(gradients[start:stop]) for start, stop in self.spans]
-        places = np.concatenate(chosen).astype(index)
-        sent = np.concatenate([places.view(np.uint8), gradients[places].view(np.uint8)])
+        indices = np.concatenate(chosen).astype(index)
+        sent = np.concatenate([indices.view(np.uint8), gradients[indices].view(np.uint8)])
         total = np.zeros_like(gradients)
         for message in reductions.gather("world", sent):
-            total[message[: places.nbytes].view(index)] += message[places.nbytes :].view(self.dtype)
-        gradients[places] = 0
+            total[message[: indices.nbytes].view(index)] += message[indices.nbytes :].view(self.dtype)
+        gradients[indices] = 0
         return total, gradients
 
     def _indices_of_largest_magnitudes(self, gradient: np.ndarray) -> np.ndarray:

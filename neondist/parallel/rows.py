@@ -55,8 +55,8 @@ class SparseTable(NamedTuple):
     def element_indices(self, row_ids: np.ndarray, rank: int) -> np.ndarray:
         """Return the indices, in a rank's range, of the elements of some rows."""
         lo, hi = self.ranges_by_rank[rank]
-        places = (row_ids[:, None] * self.row_length + np.arange(self.row_length)).reshape(-1) - lo
-        return places[(places >= 0) & (places < hi - lo)]
+        indices = (row_ids[:, None] * self.row_length + np.arange(self.row_length)).reshape(-1) - lo
+        return indices[(indices >= 0) & (indices < hi - lo)]
 
 
 class RowExchange:
@@ -108,8 +108,8 @@ class RowExchange:
             for table, (ids, row_values) in zip(self.tables, message, strict=True):
                 if rank != self.rank and ids.size:
                     part = table.rank_view(values, rank)
-                    places = namespace(part).asarray(table.element_indices(ids, rank))
-                    part[places] = namespace(part).asarray(row_values)
+                    indices = namespace(part).asarray(table.element_indices(ids, rank))
+                    part[indices] = namespace(part).asarray(row_values)
 
     def _exchange_messages(self, sends: Sequence[RowMessage], flat: Any) -> Iterator[RowMessage]:
         """Yield the message of each rank to this one, in rank order, given this rank's message to each."""

@@ -47,8 +47,8 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
     return [
         choice
         for number, links in chains
-        for places in _runs_of_joinable_layers(links, grid)
-        for choice in _SegmentSearch(links, places, grid, profile, first=number == 0).choose_layer_schemes()
+        for halo_indices in _runs_of_joinable_layers(links, grid)
+        for choice in _SegmentSearch(links, halo_indices, grid, profile, first=number == 0).choose_layer_schemes()
     ]
 
 
@@ -87,33 +87,33 @@ def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
 
 def _runs_of_joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int]]:
     """Yield the indices of layers with halos that may be in one segment."""
-    places: list[int] = []
+    halo_indices: list[int] = []
     for at, (node, shape) in enumerate(links):
         if windowed_layer(node, shape, grid) is not None:
-            places.append(at)
-        elif places and not is_pointwise(node, shape, grid):
-            yield places
-            places = []
-    if places:
-        yield places
+            halo_indices.append(at)
+        elif halo_indices and not is_pointwise(node, shape, grid):
+            yield halo_indices
+            halo_indices = []
+    if halo_indices:
+        yield halo_indices
 
 
 class _SegmentSearch:
-    """Search for the cheapest cut of the layers with halos at `places` of one chain."""
+    """Search for the cheapest cut of the layers with halos at `halo_indices` of one chain."""
 
     def __init__(
-        self, links: Chain, places: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
+        self, links: Chain, halo_indices: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
     ) -> None:
-        self.links, self.places, self.grid, self.profile, self.first = links, places, grid, profile, first
+        self.links, self.halo_indices, self.grid, self.profile, self.first = links, halo_indices, grid, profile, first
         self.can_join = [can_recompute(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
-        self.reads_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: places[0]])
+        self.reads_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: halo_indices[0]])
 
     def choose_layer_schemes(self) -> list[SchemeChoice]:
         """Return the choice of each layer."""
-        choices = []
-        for first, last in cheapest_ranges(lambda a, b: sum(self._best_segment_scheme(a, b)[1]), len(self.places)):
+        choices, count = [], len(self.halo_indices)
+        for first, last in cheapest_ranges(lambda a, b: sum(self._best_segment_scheme(a, b)[1]), count):
             text, seconds = self._best_segment_scheme(first, last)
-            for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
+            for at, cost in zip(self.halo_indices[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
                 alone = [PlacedLayer(node.leaves[0], shape)]
                 halo_seconds = sum(overhead_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
@@ -122,7 +122,7 @@ class _SegmentSearch:
 
     def _best_segment_scheme(self, first: int, last: int) -> tuple[str, list[float]]:
         """Return the best scheme of a segment and the cost of each of its layers with a halo."""
-        begin, end = self.places[first], self.places[last] + 1
+        begin, end = self.halo_indices[first], self.halo_indices[last] + 1
         segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
             alone = place_layers(segment, self.grid, alone=True)
@@ -145,7 +145,7 @@ class _SegmentSearch:
 
     def _merge_costs(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""
-        bounds = [begin, *self.places[first + 1 : last + 1], begin + len(costs)]
+        bounds = [begin, *self.halo_indices[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]
 
 

@@ -50,17 +50,17 @@ def pack_ranges(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
 
 
 def _place_in_order(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[list[int], int]:
-    places: dict[int, int] = {}
+    offsets: dict[int, int] = {}
     for at in order:
         start = 0
-        met = [other for other in places if ranges[at].overlaps(ranges[other])]
-        for lo, hi in sorted((places[other], places[other] + ranges[other].elements_per_sample) for other in met):
+        met = [other for other in offsets if ranges[at].overlaps(ranges[other])]
+        for lo, hi in sorted((offsets[other], offsets[other] + ranges[other].elements_per_sample) for other in met):
             if start + ranges[at].elements_per_sample <= lo:
                 break
             start = max(start, hi)
-        places[at] = start
-    length = max((place + ranges[at].elements_per_sample for at, place in places.items()), default=0)
-    return [places[at] for at in range(len(ranges))], length
+        offsets[at] = start
+    length = max((offset + ranges[at].elements_per_sample for at, offset in offsets.items()), default=0)
+    return [offsets[at] for at in range(len(ranges))], length
 
 
 @dataclass

@@ -89,7 +89,7 @@ class ParameterPlan:
         return sum(share.boxes[rank].size for share in self.shares.values())
 
     @cached_property
-    def owned_elements(self) -> int:
+    def total_owned_elements(self) -> int:
         """Number of elements of all parameters with owners."""
         return sum(prod(share.shape) for share in self.shares.values())
 
@@ -117,7 +117,7 @@ class ParameterPlan:
         )
         shared -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
         packed = compressed_reduction_bytes(self.compressors, self.untiled, self.dtype.itemsize) * (self.grid.size > 1)
-        summed = (FLAG_HEADER_LENGTH + shared - self.owned_elements) * (self.grid.size > 1) + own * (
+        summed = (FLAG_HEADER_LENGTH + shared - self.total_owned_elements) * (self.grid.size > 1) + own * (
             self.grid.replicas > 1
         )
         several = (self.grid.size if self.shares else self.grid.tiles) > 1
@@ -137,7 +137,7 @@ class ParameterPlan:
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimiser state on a rank."""
-        remote = self.owned_elements - self.elements_owned_by(rank)
+        remote = self.total_owned_elements - self.elements_owned_by(rank)
         feedback = sum(
             prod(self.untiled[name].shape) for name, kind in self.compressors.items() if kind != ROWS_COMPRESSOR
         )

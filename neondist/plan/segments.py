@@ -88,18 +88,18 @@ def _segment_end(links: Chain, at: int, first: Layer, longest: int, grid: GridSh
 
 def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape, backward: bool) -> Iterator[Chain]:
     """Yield the segments into which a planner divides layers with the same scheme."""
-    places = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
+    halo_indices = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
     can_join = [can_recompute(node.leaves[0], shape) for node, shape in links]
 
     def cost(first: int, last: int) -> float:
-        if last > first and not all(can_join[places[first] : places[last] + 1]):
+        if last > first and not all(can_join[halo_indices[first] : halo_indices[last] + 1]):
             return inf
-        segment = place_layers(links[places[first] : places[last] + 1], grid, alone=last == first)
+        segment = place_layers(links[halo_indices[first] : halo_indices[last] + 1], grid, alone=last == first)
         return sum(overhead_seconds(profile, segment, grid, backward or first > 0))
 
-    for first, last in cheapest_ranges(cost, len(places)):
+    for first, last in cheapest_ranges(cost, len(halo_indices)):
         if last > first:
-            yield links[places[first] : places[last] + 1]
+            yield links[halo_indices[first] : halo_indices[last] + 1]
 
 
 def place_layers(segment: Chain, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[PlacedLayer]:

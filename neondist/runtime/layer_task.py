@@ -74,7 +74,7 @@ class LayerTask(Task):
 
     def _forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         calls = [self.begin_forward(run, x) for run, (x,) in zip(passes, inputs, strict=True)]
-        known = [run.reduced_forward[self.index] for run in passes if run.reduced_forward is not None]
+        known = [results[self.index] for run in passes if (results := run.known_forward_reductions) is not None]
         self._reduce("forward", calls, known)
         return [self.finish_forward(ctx, view) for ctx, view in calls]
 
@@ -107,7 +107,7 @@ class LayerTask(Task):
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
         arrays, ctx.activated = saved
         ctx.restore_saved_arrays(view, arrays)
-        ctx.reduced = None if run.reduced_forward is None else run.reduced_forward[self.index]
+        ctx.reduced = None if run.known_forward_reductions is None else run.known_forward_reductions[self.index]
 
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs of a call whose reductions are complete."""
@@ -143,7 +143,7 @@ class LayerTask(Task):
 
     def _backward(self, passes: Passes, dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
         calls = [self.begin_backward(run, dy, needed) for run, dy in zip(passes, dys, strict=True)]
-        known = [run.reduced_backward[self.index] for run in passes if run.reduced_backward is not None]
+        known = [results[self.index] for run in passes if (results := run.known_backward_reductions) is not None]
         self._reduce("backward", calls, known)
         return [[self._finish_backward(run, *call)] for run, call in zip(passes, calls, strict=True)]
 

@@ -306,7 +306,7 @@ class StreamSection:
     def _new_strip_pass(self, section: Section, run: StreamPass, first_new_step: int) -> SectionPass:
         end = section.graph.node_ends[-1]
         inner = SectionPass(section.acquire_workspace(), run.phase, run.samples, end, run.reduced["forward"])
-        inner.reduced_backward, inner.first_new_step = run.reduced["backward"], first_new_step
+        inner.known_backward_reductions, inner.first_new_step = run.reduced["backward"], first_new_step
         return inner
 
     # Sections and cells of strips.

@@ -97,7 +97,7 @@ class SectionPass:
         Samples of this rank.
     num_steps, output_value : int
         Number of steps, and the index of the value they compute.
-    reduced_forward, reduced_backward : list or None
+    known_forward_reductions, known_backward_reductions : list or None
         For a repeated pass: the results of the reductions of each step.
     keeps_states : bool
         Whether its saved states are kept when it is closed, so that another pass can skip steps.
@@ -107,14 +107,14 @@ class SectionPass:
         Steps from this index on have already accumulated their weight gradients.
     """
 
-    reduced_backward: list[Any] | None = None
+    known_backward_reductions: list[Any] | None = None
     keeps_states = False
 
     def __init__(
         self, workspace: Workspace, phase: Phase, samples: int, end: tuple[int, int], reduced: list[Any] | None
     ) -> None:
         self._workspace: Workspace | None = workspace
-        self.phase, self.samples, self.reduced_forward = phase, samples, reduced
+        self.phase, self.samples, self.known_forward_reductions = phase, samples, reduced
         self.num_steps, self.output_value = end
         self.first_new_step, self.accumulated_from_step = 0 if reduced is None else self.num_steps, self.num_steps
         self.contexts: list[StepContext | None] = [None] * self.num_steps

@@ -84,9 +84,9 @@ def validate_experiment(
     for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
         with set_error_subject(part):
             part.check_cell_weights_available(plan.output_shape, dataset.fields)
-    model.optimizer.check_run_length(experiment.epochs)
+    model.optimizer.check_schedule_covers(experiment.epochs)
     if model.num_pretrain_epochs:
-        model.pretrain_optimizer.check_run_length(model.num_pretrain_epochs)
+        model.pretrain_optimizer.check_schedule_covers(model.num_pretrain_epochs)
     for transform in experiment.augment:
         with set_error_subject(transform):
             transform.check_shape(dataset.sample_shape)

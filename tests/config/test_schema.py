@@ -150,7 +150,7 @@ def test_init_for_a_table(tmp_path, monkeypatch, factor):
     assert main(["init", str(folder), "--to", "x.yaml"]) == 0
     experiment = load_experiment("x.yaml")
     experiment.validate(2)
-    assert experiment.dataset._label_values.ravel().tolist() == [i % 2 if factor == 1 else i * factor for i in range(4)]
+    assert experiment.dataset._image_labels.ravel().tolist() == [i % 2 if factor == 1 else i * factor for i in range(4)]
     outputs, cost = (2, nd.CrossEntropy) if factor == 1 else (1, nd.MSE)
     assert (experiment.model.leaves[-1].arguments()["out_features"], type(experiment.model.cost)) == (outputs, cost)
 

@@ -344,7 +344,7 @@ def test_test_split_uses_training_class_indices(tmp_path, labels):
     train_labels = "folders" if labels == "folders" else f"{tmp_path}/train.csv"
     data = nd.ImageFiles(f"{tmp_path}/train/*/*.npy", train_labels, validation=None, test=test_files)
     data.check()
-    assert (data._label_values.tolist(), data.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
+    assert (data._image_labels.tolist(), data.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
     (tmp_path / "new.csv").write_text("new0.npy,z\nnew1.npy,b\n")
     with pytest.raises(nd.DataError, match=r"new.csv: 'z' is not among the training classes, a, b, c; correct it"):
         data.check()
@@ -357,7 +357,7 @@ def test_folders_distinguish_images_of_the_same_name(tmp_path):
     table.write_text("file,class\na/0.npy,1\n/elsewhere/x/b/0.npy,0\n")
     data = nd.ImageFiles(f"{tmp_path}/x/*/0.npy", str(table), crop=[16, 16], validation=None)
     data.check()
-    assert data._label_values.tolist() == [1, 0]
+    assert data._image_labels.tolist() == [1, 0]
     table.write_text("0.npy,1\n")
     with pytest.raises(nd.DataError, match=r"'0.npy' could be .*a/0.npy or .*b/0.npy; add the folder to the path"):
         data.check()

@@ -237,7 +237,7 @@ def test_one_cycle_momentum_matches_torch(optimizer_class, torch_name, options):
     model = nd.MLP([layer], cost=nd.SumSquared(), optimizer=rule, dtype="float64")
     model.build((1, 1, 1), 1)
     layer.params["weights"][...] = x
-    rule.check_run_length(12)
+    rule.check_schedule_covers(12)
     for step in range(12):
         optimizer.zero_grad()
         ((weights - torch.tensor(target)) ** 2).sum().mul(0.5).backward()
@@ -285,17 +285,17 @@ def test_plateau_matches_torch():
         (lambda: nd.RMSprop(alpha=1.0), "alpha: .*below 1"),
         (lambda: nd.Plateau(1.0), "factor: .*below 1"),
         (lambda: nd.Warmup(0), "epochs: expected a number above 0"),
-        (lambda: nd.OneCycle(3).check_run_length(4), "the learning rate is 0 after 3 epochs, but the run has 4"),
-        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_run_length(5), "after 3 epochs, but the run has 4"),
+        (lambda: nd.OneCycle(3).check_schedule_covers(4), "the learning rate is 0 after 3 epochs, but the run has 4"),
+        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_schedule_covers(5), "after 3 epochs, but the run has 4"),
         (lambda: nd.SGD(schedule=nd.SGD()), "schedule: expected"),
         (
-            lambda: nd.SGD(schedule=nd.OneCycle(3, momentum=(0.85, 0.95))).check_run_length(3),
+            lambda: nd.SGD(schedule=nd.OneCycle(3, momentum=(0.85, 0.95))).check_schedule_covers(3),
             "momentum: SGD has no momentum",
         ),
     ],
 )
 def test_error_messages(make, message):
-    nd.CosineDecay(3, floor=0.1).check_run_length(5)
+    nd.CosineDecay(3, floor=0.1).check_schedule_covers(5)
     assert nd.LAMB(clip_norm=2).arguments()["weight_decay"] == 0.01
     with pytest.raises(ConfigError, match=message):
         make()

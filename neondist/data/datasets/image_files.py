@@ -126,7 +126,7 @@ class ImageFiles(Dataset):
         self._test_option = test
         self._num_training_images = 0  # images that are not files of the test split
         self._masks: list[ImageEntry] | None = None
-        self._label_values: np.ndarray | None = None
+        self._image_labels: np.ndarray | None = None
         self._images: list[ImageEntry] = []
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class ImageFiles(Dataset):
         kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
             raise DataError("test: has another kind of labels than the training split; give both the same kind")
-        self._label_values, self._masks = np.concatenate(values) if values else None, masks or None
+        self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
         if self._validation_share is not None and self._num_training_images < 2:
             raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
         self._image_numbers_by_split()
@@ -201,7 +201,7 @@ class ImageFiles(Dataset):
         tile = tile_slices(grid, self.sample_shape)[:-1]
         tiles = CropTiles(crops, [self._images[n] for n in samples], tile, fill=self.fill, cache=self._cache_bytes)
         if self._masks is None:
-            labels: Any = self._label_values[samples]  # type: ignore[index]
+            labels: Any = self._image_labels[samples]  # type: ignore[index]
         else:
             classes = None if self._given_classes is None else (self._given_classes, self.ignore_index)
             masks = [self._masks[n] for n in samples]

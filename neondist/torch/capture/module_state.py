@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .holder import MISSING, ValueHolder, get_or_missing
+from .value_container import MISSING, ValueContainer, get_or_missing
 
 NN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _VISITED_MODULE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -54,8 +54,8 @@ def _dereference(proxy: Any) -> Any:
         return None
 
 
-def _slot_value(holder: Any, name: str) -> Any:
-    return getattr(holder, name, MISSING)
+def _slot_value(owner: Any, name: str) -> Any:
+    return getattr(owner, name, MISSING)
 
 
 def _cell_content(cells: Any, index: int) -> Any:
@@ -75,7 +75,7 @@ class ReachableState:
 
     Attributes
     ----------
-    holders : list of ValueHolder
+    containers : list of ValueContainer
     key_by_path : dict
         By path, comparison keys: equal if the code would read equal values.
     tensors : list of tensors
@@ -93,7 +93,7 @@ class ReachableState:
         while count < len(names):  # code reached may use further names
             count = len(names)
             self._has_dynamic_access = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
-            self.holders: list[ValueHolder] = []
+            self.containers: list[ValueContainer] = []
             self.key_by_path: dict[str, Any] = {}
             self.tensors: list[torch.Tensor] = []
             self.arrays: dict[str, np.ndarray] = {}
@@ -110,7 +110,7 @@ class ReachableState:
             if self.depends_on_grad_mode:
                 self._visit_computed_value(torch, "torch.is_grad_enabled()", None, torch.is_grad_enabled)
             for variables, path, visited in self._globals.values():
-                self.holders.append(ValueHolder(path, None, variables, list(visited), variables.get, "."))
+                self.containers.append(ValueContainer(path, None, variables, list(visited), variables.get, "."))
 
     @property
     def depends_on_grad_mode(self) -> bool:
@@ -177,7 +177,7 @@ class ReachableState:
 
     def _visit_computed_value(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
         """Visit the result of a function, now and before each pass."""
-        self.holders.append(ValueHolder(path, module, store, ("",), lambda _: read(), is_restored=False))
+        self.containers.append(ValueContainer(path, module, store, ("",), lambda _: read(), is_restored=False))
         self._visit(read(), path, module)
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
@@ -189,17 +189,18 @@ class ReachableState:
             if name in _VISITED_MODULE_ATTRIBUTES and path not in self._excluded:
                 self._visit_registered(members, name, path, module)
             else:
-                self.holders.append(ValueHolder(f"{path}.{name}", module, members, in_nn_module=True, is_watched=False))
+                container = ValueContainer(f"{path}.{name}", module, members, in_nn_module=True, is_watched=False)
+                self.containers.append(container)
         reads_all = self._has_dynamic_access or not _is_user_class(cast(Any, type(module)))
         names = [name for name in attributes if name not in NN_MODULE_ATTRIBUTES and (reads_all or name in self.names)]
         names += ["training"] * ("training" in attributes)
-        self.holders.append(ValueHolder(path, module, attributes, separator=".", is_watched=False))
+        self.containers.append(ValueContainer(path, module, attributes, separator=".", is_watched=False))
         self._visit_attrs(attributes, path, module, names)
         self._visit_classes_of(type(module), path, module)
 
     def _visit_registered(self, members: Any, name: str, path: str, module: nn.Module) -> None:
-        buffers = name == "_buffers"  # a forward pass may replace them
-        self.holders.append(ValueHolder(f"{path}.{name}", module, members, in_nn_module=True, is_watched=not buffers))
+        watched = name != "_buffers"  # a forward pass may replace them
+        self.containers.append(ValueContainer(f"{path}.{name}", module, members, in_nn_module=True, is_watched=watched))
         for key, value in members.items():
             place = f"{path}.{key}".removeprefix(".")
             if name in ("_parameters", "_buffers") and isinstance(value, torch.Tensor):
@@ -215,7 +216,9 @@ class ReachableState:
         self.key_by_path[path] = function.__code__
         cells = function.__closure__ or ()
         if cells:
-            self.holders.append(ValueHolder(path, module, cells, range(len(cells)), partial(_cell_content, cells)))
+            self.containers.append(
+                ValueContainer(path, module, cells, range(len(cells)), partial(_cell_content, cells))
+            )
         for index, name in enumerate(function.__code__.co_freevars):
             if (value := get_or_missing(partial(_cell_content, cells), index)) is not MISSING:
                 self._visit(value, f"{path}:{name}", module)
@@ -262,7 +265,7 @@ class ReachableState:
         every = self._has_dynamic_access or not (_is_user_class(cast(Any, cls)) or of_torch)
         if hasattr(value, "__dict__"):
             attributes = vars(value)
-            self.holders.append(ValueHolder(path, module, attributes, is_watched=False))
+            self.containers.append(ValueContainer(path, module, attributes, is_watched=False))
             self._visit_attrs(attributes, path, module, [n for n in attributes if every or n in self.names])
         slots = [
             name
@@ -270,7 +273,7 @@ class ReachableState:
             if (every or name in self.names) and _slot_value(value, name) is not MISSING
         ]
         if slots:
-            self.holders.append(ValueHolder(path, module, value, slots, partial(_slot_value, value)))
+            self.containers.append(ValueContainer(path, module, value, slots, partial(_slot_value, value)))
             for name in slots:
                 self._visit(_slot_value(value, name), f"{path}.{name}", module)
         self._visit_classes_of(cls, path, module)
@@ -289,7 +292,7 @@ class ReachableState:
             or (name[:2] == "__" == name[-2:] and name not in _IGNORED_METHODS and _is_code(value))
         ]
         names = [name for name in names if f"{path}.{name}" not in self._excluded]
-        self.holders.append(ValueHolder(path, module, cls, names, vars(cls).get, "."))
+        self.containers.append(ValueContainer(path, module, cls, names, vars(cls).get, "."))
         for name in names:
             self._visit(vars(cls)[name], f"{path}.{name}", module)
 
@@ -297,7 +300,7 @@ class ReachableState:
         """Visit attributes of these names."""
         paths = {name: f"{path}.{name}".removeprefix(".") for name in names}
         paths = {name: place for name, place in paths.items() if place not in self._excluded}
-        self.holders.append(ValueHolder(path, module, attrs, list(paths), attrs.get, is_restored=False))
+        self.containers.append(ValueContainer(path, module, attrs, list(paths), attrs.get, is_restored=False))
         for name, place in paths.items():
             self._visit(attrs[name], place, module)
 
@@ -309,18 +312,18 @@ class ReachableState:
             for position, (key, _) in enumerate(items)
         }
         is_complete = not any(place in self._excluded for place in paths.values())
-        self.holders.append(ValueHolder(path, module, value, is_watched=is_complete))
+        self.containers.append(ValueContainer(path, module, value, is_watched=is_complete))
         if not is_complete:
             names = [key for key, place in paths.items() if place not in self._excluded]
             get = value.get if isinstance(value, dict) else value.__getitem__
-            self.holders.append(ValueHolder(path, module, value, names, get, is_restored=False))
+            self.containers.append(ValueContainer(path, module, value, names, get, is_restored=False))
         for (key, place), item in zip(paths.items(), value.values() if isinstance(value, dict) else value, strict=True):
             if not isinstance(key, (str, int)):
                 self._visit(key, f"{place}#", module)
             self._visit(item, place, module)
         if not _is_library_module(type(value).__module__):
             if hasattr(value, "__dict__"):
-                self.holders.append(ValueHolder(path, module, vars(value), is_watched=False))
+                self.containers.append(ValueContainer(path, module, vars(value), is_watched=False))
                 self._visit_attrs(vars(value), path, module, list(vars(value)))
             self._visit_classes_of(type(value), path, module)
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from ..ir.errors import CaptureError, definition_site
 from .expressions import RepeatedPasses
-from .holder import MISSING
 from .module_state import NN_MODULE_ATTRIBUTES, PLAIN_TYPES, ReachableState, content_key, plain_key
+from .value_container import MISSING
 
 _LIST_REPEATS, _COUNTER_SHIFT = 1000, 10_000
 """Factor on the length of lists, and increment of counters, that simulate many later passes."""
@@ -90,20 +90,20 @@ class RestorableState:
         self.depends_on_grad_mode = reach.depends_on_grad_mode
         self.iterators, self._generators = reach.iterators, reach.random_generators
         self._caches = {cache: cache.cache_info().misses for cache in reach.caches}
-        self._before = [(holder, holder.read_values()) for holder in reach.holders if holder.is_restored]
+        self._before = [(container, container.read_values()) for container in reach.containers if container.is_restored]
         self._arrays = [(path, array, array.copy()) for path, array in reach.arrays.items()]
 
     def changed_values(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
         """Return the changed values: by name, the module that holds them and the new values."""
         changes: dict[str, tuple[nn.Module | None, list[Any]]] = {}
-        for holder, before in self._before:
-            if holder.in_nn_module:
+        for container, before in self._before:
+            if container.in_nn_module:
                 continue
-            present = holder.read_values()
+            present = container.read_values()
             for key in {**before, **present}:
                 old, new = before.get(key, MISSING), present.get(key, MISSING)
                 if not (old is new or key in NN_MODULE_ATTRIBUTES or _equal_keys(old, new) or _is_fx_wrapper(new, old)):
-                    changes.setdefault(holder.value_name(key), (holder.module, []))[1].append(new)
+                    changes.setdefault(container.value_name(key), (container.module, []))[1].append(new)
         for path, array, old in self._arrays:
             if content_key(array) != content_key(old):
                 changes[path] = None, [array]
@@ -111,27 +111,27 @@ class RestorableState:
 
     def insert_probe_numbers(self, names: Collection[str], probe: _NumberProbe) -> None:
         """Replace changed numbers, and lists that have grown, of these names by the probe's."""
-        for holder, before in self._before:
-            present = holder.read_values()
-            if holder.in_nn_module or all(holder.value_name(key) not in names for key in present):
+        for container, before in self._before:
+            present = container.read_values()
+            if container.in_nn_module or all(container.value_name(key) not in names for key in present):
                 continue
             changed = {
                 key: probe.instrumented(new)
                 for key, new in present.items()
                 if isinstance(new, (int, float)) and not isinstance(new, bool) and not _equal_keys(before.get(key), new)
             }
-            if isinstance(holder.container, (list, deque)) and len(present) > len(before) and probe.shift:
+            if isinstance(container.object, (list, deque)) and len(present) > len(before) and probe.shift:
                 changed = dict(enumerate([*present.values()] * _LIST_REPEATS))
             if changed:
-                holder.restore(present | changed)
+                container.restore(present | changed)
         for path, array, _ in self._arrays:
             if path in names and array.dtype.kind in "iuf" and probe.shift:
                 array += np.array(_LIST_REPEATS).astype(array.dtype)
 
     def restore(self) -> None:
         """Restore the state."""
-        for holder, before in self._before:
-            holder.restore(before)
+        for container, before in self._before:
+            container.restore(before)
         for _, array, values in self._arrays:
             np.copyto(array, values)
 

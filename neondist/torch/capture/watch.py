@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from .constants import ValueReads
-from .holder import MISSING
 from .module_state import ReachableState, content_key, plain_key
+from .value_container import MISSING
 
 
 class StateKey:
@@ -131,20 +131,20 @@ class StateWatch:
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_names: list[Collection[Any]] = []
         self._sized_containers: list[Any] = []
-        for holder in reach.holders:
-            if not holder.is_watched:
+        for container in reach.containers:
+            if not container.is_watched:
                 continue
-            if holder.value_of_name is not None and holder.names is not None:
-                self._getters.append(holder.value_of_name)
-                self._getter_names.append(holder.names)
-            elif not len(holder.container):
+            if container.value_of_name is not None and container.names is not None:
+                self._getters.append(container.value_of_name)
+                self._getter_names.append(container.names)
+            elif not len(container.object):
                 pass  # only its size is compared
-            elif isinstance(holder.container, dict):
-                self._views += [holder.container] * (not holder.in_nn_module) + [holder.container.values()]
+            elif isinstance(container.object, dict):
+                self._views += [container.object] * (not container.in_nn_module) + [container.object.values()]
             else:
-                self._views.append(holder.container)
-            store = vars(holder.container) if isinstance(holder.container, type) else holder.container
-            if holder.value_of_name is None or isinstance(store, (dict, MappingProxyType)):
+                self._views.append(container.object)
+            store = vars(container.object) if isinstance(container.object, type) else container.object
+            if container.value_of_name is None or isinstance(store, (dict, MappingProxyType)):
                 self._sized_containers.append(store)
         self._last_values = self._read_values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []

@@ -192,7 +192,7 @@ def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
 _reduce.register_autograd(_reduce_backward, setup_context=_save_reduce_args)
 
 
-class _ViewPlan(NamedTuple):
+class _HaloViewPlan(NamedTuple):
     channel: Channel
     pads: tuple[tuple[int, int, int], ...]
 
@@ -202,7 +202,7 @@ class _GridState:
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.comm = MeshComm(grid, spatial)
-        self._views_by_window: dict[tuple[Window, tuple[int, ...]], _ViewPlan] = {}
+        self._views_by_window: dict[tuple[Window, tuple[int, ...]], _HaloViewPlan] = {}
         self._extents: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
@@ -262,14 +262,14 @@ class _GridState:
                 f" {shape_of(layout)} is {expected}; cut the image with grid.tile_box"
             )
 
-    def view(self, window: Window, extent: tuple[int, ...]) -> _ViewPlan:
+    def view(self, window: Window, extent: tuple[int, ...]) -> _HaloViewPlan:
         """Return the messages for a window over an image, planned once."""
         key = window, extent
         if key not in self._views_by_window:
             self._views_by_window[key] = self._plan_view(window, extent)
         return self._views_by_window[key]
 
-    def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _ViewPlan:
+    def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _HaloViewPlan:
         mesh, requests, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
             own = mesh.even_atom(n, axis + 1)
@@ -279,8 +279,8 @@ class _GridState:
             pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
         moved = tuple(request for request in requests if request.dim in padded or not request.requests_only_own_cells)
-        transfer = Transfer(mesh.parts, moved)
-        return _ViewPlan(Channel(self.comm, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in padded))
+        channel = Channel(self.comm, "halo", Transfer(mesh.parts, moved), "halo")
+        return _HaloViewPlan(channel, tuple(pad for pad in pads if pad[0] in padded))
 
 
 def _grid_state_of(grid: ProcessGrid, spatial: int) -> _GridState:

@@ -132,7 +132,7 @@ def forecast(
 class FieldImages:
     """Images (N, H, W, C) of a series, normalised as in training."""
 
-    has_sample_axis = True
+    has_single_sample_axis = True
 
     def __init__(
         self,

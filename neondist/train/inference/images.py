@@ -61,7 +61,7 @@ class Images:
 
     def read_raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
         """Return raw cells of consecutive samples, with NaN replaced."""
-        parts = [samples] if self.has_sample_axis else [samples[at : at + 1] for at in range(len(samples))]
+        parts = [samples] if self.has_single_sample_axis else [samples[at : at + 1] for at in range(len(samples))]
         shape = (*(cut.stop - cut.start for cut in cells), self.shape[-1])
         boxes = ((*self.sample_slices(part), *cells, slice(0, self.shape[-1])) for part in parts)
         arrays = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(parts, boxes, strict=True)]
@@ -80,7 +80,7 @@ class Images:
         return tuple(slice(int(at), int(at) + 1) for at in place)
 
     @property
-    def has_sample_axis(self) -> bool:
+    def has_single_sample_axis(self) -> bool:
         """Whether consecutive samples form one box of the source."""
         return len(self.sample_extents) == 1
 

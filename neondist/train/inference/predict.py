@@ -238,9 +238,9 @@ class OutputWriter:
         samples, box = self.method.local_output_samples_and_box(part)
         for kind, sink in self.sinks.items():
             values = output_kinds.convert_to_output_kind(kind, y)
-            if self.images.has_sample_axis:
+            if self.images.has_single_sample_axis:
                 sink.write((*self.images.sample_slices(samples), *box.slices, slice(0, values.shape[-1])), values)
-            for at, sample in enumerate(samples if not self.images.has_sample_axis else ()):
+            for at, sample in enumerate(samples if not self.images.has_single_sample_axis else ()):
                 place = self.images.sample_slices(range(sample, sample + 1))
                 cells = (*place, *box.slices, slice(0, values.shape[-1]))
                 sink.write(cells, values[at].reshape([cut.stop - cut.start for cut in cells]))

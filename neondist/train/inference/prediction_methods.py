@@ -217,7 +217,7 @@ def choose_method(
         The network does not match the images, cannot be computed in blocks, or does not fit in memory.
     """
     shape, memory = images.shape[1:], getattr(model, "memory", None)
-    batch = max(grid.replicas, min(batch, images.shape[0] if images.has_sample_axis else 1))
+    batch = max(grid.replicas, min(batch, images.shape[0] if images.has_single_sample_axis else 1))
     if resumed_method is not None and block is None:
         batch, block = (resumed_method[1], None) if resumed_method[0] == "whole" else (batch, max(resumed_method[1]))
     limit = grid.world.bcast(memory_limit_per_rank(memory, grid.size))

@@ -212,7 +212,7 @@ def test_one_cycle_momentum_matches_pytorch(name, arguments):
     optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1, **arguments)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13, pct_start=4 / 13)
     x, labels = np.random.default_rng(0).normal(size=(4, 3, 3, 1)), np.array([0, 1, 1, 0])
-    rule.check_run_length(12)
+    rule.check_schedule_covers(12)
     for step in range(12):
         optimizer.zero_grad()
         nn.functional.cross_entropy(other(torch.from_numpy(x)), torch.from_numpy(labels)).backward()
@@ -226,7 +226,7 @@ def test_one_cycle_momentum_matches_pytorch(name, arguments):
 
 def test_one_cycle_requires_a_momentum():
     with pytest.raises(nd.ConfigError, match="momentum: TorchOptimizer has no momentum to schedule"):
-        ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check_run_length(3)
+        ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check_schedule_covers(3)
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])

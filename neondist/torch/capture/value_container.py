@@ -11,7 +11,7 @@ from torch import nn
 MISSING = object()
 
 
-class ValueHolder(NamedTuple):
+class ValueContainer(NamedTuple):
     """A container of values: the attributes of an object, the items of a collection, the cells of a closure.
 
     Attributes
@@ -19,11 +19,11 @@ class ValueHolder(NamedTuple):
     path : str
     module : nn.Module or None
         Innermost module that contains it.
-    container : the object that holds the values
+    object : the object that holds the values
     names : collection or None
         The relevant names of a mapping or an object; default: all.
     value_of_name : callable, optional
-        Maps a name to its value; default: `container` is iterated over.
+        Maps a name to its value; default: `object` is iterated over.
     separator : str
         Separator between the path and the name of a value; empty: the values share the path as their name.
     in_nn_module : bool
@@ -34,7 +34,7 @@ class ValueHolder(NamedTuple):
 
     path: str
     module: nn.Module | None
-    container: Any
+    object: Any
     names: Collection[Any] | None = None
     value_of_name: Callable[[Any], Any] | None = None
     separator: str = ""
@@ -49,17 +49,17 @@ class ValueHolder(NamedTuple):
     def read_values(self) -> dict[Any, Any]:
         """Return the current values."""
         if self.names is None:
-            return dict(self.container if isinstance(self.container, Mapping) else enumerate(self.container))
+            return dict(self.object if isinstance(self.object, Mapping) else enumerate(self.object))
         assert self.value_of_name is not None
-        if isinstance(self.container, dict):
-            return {name: self.container[name] for name in self.names if name in self.container}
+        if isinstance(self.object, dict):
+            return {name: self.object[name] for name in self.names if name in self.object}
         return {
             name: value for name in self.names if (value := get_or_missing(self.value_of_name, name)) is not MISSING
         }
 
     def restore(self, before: Mapping[Any, Any]) -> None:
         """Restore earlier values."""
-        container, now = self.container, self.read_values()
+        container, now = self.object, self.read_values()
         if list(map(id, before.values())) == list(map(id, now.values())) and list(before) == list(now):
             return
         if isinstance(container, dict):
