@@ -47,7 +47,7 @@ def step_table(results: dict[str, Any]) -> RenderableType:
 
 
 def share_text(share: float | None) -> str:
-    """Return the share of a limit; '-' far beyond it, where another layer does the work."""
+    """Return the share of a limit; '-' if far above it, because another layer does the work."""
     if share is None:
         return ""
     return f"{share:.0%}" if share <= _MAX_SHOWN_SHARE else "-"
@@ -67,21 +67,22 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
     lines = [
         "Means over the ranks; exchange: copies into and out of message buffers; wait: inside MPI; sent: by all ranks",
         f"step    {format_seconds(results['seconds_per_step'])}  ({results['steps_per_second']:.4g} steps per second)",
-        f"memory  {format_size(max(results['peak_bytes']))} peak per rank, excluding the process before data was"
-        " loaded",
+        f"memory  {format_size(max(results['peak_bytes']))} peak per rank, excluding what the process used"
+        " before loading data",
     ]
     if "machine" in results:
         machine = results["machine"]
         lines.append(
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
-            f" {format_size(machine['bytes_per_second'])}/s in a copy, by all ranks; % of limit: share of it"
+            f" {format_size(machine['bytes_per_second'])}/s in a copy, by all ranks; % of limit: share of the limit"
+            " achieved"
         )
     lines += noise_warnings(results["noise"])
     if "reading" in results:
         read, ratios = results["reading"], results["reading"]["ratios"]
         lines.append(
             f"reading {format_seconds(read['seconds_per_step'])} with batches of the data set,"
-            f" {read['ratio']:.3f} of those in memory ({min(ratios):.3f} to {max(ratios):.3f})"
+            f" {read['ratio']:.3f} times as long as with batches in memory ({min(ratios):.3f} to {max(ratios):.3f})"
         )
     baseline = results.get("against")
     if baseline:
@@ -119,8 +120,8 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
     columns.append(Column("÷ raw", [f"{size['exchange_over_raw']:.2f}" for size in sizes]))
     columns.append(Column("÷ memcpy", [f"{size['exchange_over_memcpy']:.1f}" for size in sizes]))
     legend = (
-        "float32, halo 1, split along H; exchange: fprop, the tile in place; with tile: and its copy into place;"
-        " scatter add: bprop; raw: the same messages in mpi4py"
+        "float32, halo 1, split along H; exchange: fprop with the tile already in place; with tile: the same plus"
+        " copying the tile into place; scatter add: bprop; raw: the same messages in mpi4py"
     )
     return Group(
         Text(f"{counted(results['ranks'], 'rank')}", style="bold"),

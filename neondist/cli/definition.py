@@ -16,7 +16,7 @@ from ..data.records.arrays import SplitRecords
 from ..data.records.base import UserRecords
 from ..errors import ConfigError
 from ..launcher.workers import SERVERS_VARIABLE
-from ..terminal.console import say
+from ..terminal.console import counted, say
 from .experiment import import_module
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def parse_tiles(text: str) -> tuple[int, int]:
-    """Parse '2x1'."""
+    """Parse ROWSxCOLUMNS, such as '2x1'."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
     if not match:
         raise argparse.ArgumentTypeError(f"'{text}' is not a division into tiles; expected ROWSxCOLUMNS, such as 2x1")
@@ -32,7 +32,7 @@ def parse_tiles(text: str) -> tuple[int, int]:
 
 
 def parse_workers(text: str) -> int | tuple[int, int]:
-    """Parse a number of workers, '4', or its bounds, '1:4'."""
+    """Parse a number of workers, such as '4', or MIN:MAX, such as '1:4'."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -81,7 +81,7 @@ def create_samples(
     reader = create_record_reader(definition, source, mode)
     bad = reader.find_bad_records() if skip_bad else []
     if bad and verbose:
-        lines = [f"{reader.source}: {len(bad)} bad records are skipped:", *(problem for _, problem in bad[:20])]
+        lines = [f"{reader.source}: {counted(len(bad), 'bad record')} skipped:", *(problem for _, problem in bad[:20])]
         say("\n  ".join(lines))
     return RecordSamples(reader, definition.feed(), mode, [number for number, _ in bad])
 

@@ -16,7 +16,7 @@ from . import options
 from .experiment import load_from_arguments
 
 UNKNOWN_PREDICTION_ERROR_TEXT = (
-    "predicted, not measured: `neondist bench model calibrate` measures a machine, and the error of predictions"
+    "predicted, not measured: `neondist bench model calibrate` measures the machine and the error of predictions"
 )
 
 

@@ -97,7 +97,8 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
     _check_resumable(arguments)
     if detect_job(os.environ) is not None or ranks == 1:
         raise LaunchError(
-            f"strategy: needs servers, which neondist run FILE.yaml -n P starts for P ranks; {remedy[3:]}"
+            "strategy: needs servers, which neondist run FILE.yaml -n P starts if P ranks form several replicas;"
+            f" {remedy[3:]}"
         )
     shape = experiment_grid_shape(experiment, ranks)
     if shape.replicas == 1:

@@ -414,8 +414,8 @@ class Plan(Sequence[LayerPlan]):
     def table(self) -> Any:
         """Return the plan for a rich console: a table of the layers, their totals, and a legend."""
         sums = {
-            "sums over ranks: per rank": self.reduction_bytes(0),
-            "redistributions: sent per rank": self.redistribution_bytes(0),
+            "sums over ranks": self.reduction_bytes(0),
+            "sent in redistributions": self.redistribution_bytes(0),
         }
         streamed = "" if self.stream is None else str(self.stream)
         return report.layer_table(self, self.costs(), self.peak_arena_bytes, sums, self.pretraining_bytes(), streamed)

@@ -94,7 +94,7 @@ def layer_table(
     notes = [
         f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using most memory",
         *filter(None, [streamed]),
-        *(f"{heading} {_format_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
+        *(f"{heading}: {_format_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
         *(
             f"a step of pretraining '{name}' sends {format_size(most)} (the busiest rank), {format_size(total)} (all)"
             for name, most, total in pretraining
@@ -196,9 +196,9 @@ def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> li
 
 
 def _format_total_and_parts(counts: Mapping[str, int]) -> str:
-    """Return the total bytes of a step and those of each layer, largest first."""
+    """Return the total bytes of a rank in a step and those of each layer, largest first."""
     parts = [f"{name} {format_size(count)}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])]
-    return f"{format_size(sum(counts.values()))} per step: {', '.join(parts)}"
+    return f"{format_size(sum(counts.values()))} per rank and step ({', '.join(parts)})"
 
 
 def join_extents(shape: Iterable[object]) -> str:

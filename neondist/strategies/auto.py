@@ -103,9 +103,9 @@ class AutoStrategy(StrategyBuilder):
         }
         fitting = [name for name, cost in costs.items() if self.limit is None or cost.held_bytes <= self.limit]
         if not fitting:
-            least = min(cost.held_bytes for cost in costs.values())
+            least = format_bytes(min(cost.held_bytes for cost in costs.values()))
             raise ConfigError(
-                f"strategy: Auto: every strategy takes at least {format_bytes(least)} a rank; raise memory or add ranks"
+                f"strategy: Auto: every strategy needs at least {least} per rank; raise memory or add ranks"
             )
         return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
 

@@ -276,8 +276,8 @@ class FitExperiment(Registered):
             )
         if (self.server_strategy is None) != (worker is None):
             raise ConfigError(
-                "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts for P"
-                " replicas or more; elsewhere use sync: true and staleness: 0"
+                "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts if P"
+                " ranks form several replicas; elsewhere use sync: true and staleness: 0"
             )
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)

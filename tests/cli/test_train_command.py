@@ -174,7 +174,7 @@ def test_bad_records(project, capsys):
         == 0
     )
     output = capsys.readouterr()
-    assert "1 bad records are skipped" in output.out + output.err
+    assert "1 bad record skipped" in output.out + output.err
     assert "63 training" in output.out + output.err
 
 

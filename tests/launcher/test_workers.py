@@ -6,7 +6,9 @@ import re
 import pytest
 from cli_runs import build_command, run_command
 
+import neondist as nd
 from neondist.cli import main
+from neondist.config import load_experiment
 from neondist.services.job_status import JobStatus
 
 EXPERIMENT = """!FitExperiment
@@ -89,3 +91,13 @@ def test_killed_processes_are_restarted_and_the_run_resumes(tmp_path, capsys):
     page = (tmp_path / "run/report.html").read_text()
     for words in ("Workers and servers", "tasks done", "samples/s of all workers", "At the end", "parameters", "start"):
         assert words in page
+
+
+def test_servers_need_several_replicas(tmp_path, capsys):
+    text = EXPERIMENT.replace(", activation: !Fails {}", "").replace("grid: {replicas: 2}\n", "")
+    (tmp_path / "job.yaml").write_text(text)
+    assert main(["run", str(tmp_path / "job.yaml"), "-n", "1", "--output", str(tmp_path / "run")]) == 2
+    message = "neondist run FILE.yaml -n P starts if P ranks form several replicas"
+    assert f"strategy: needs servers, which {message}; use sync: true" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(nd.ConfigError, match=f"need workers and servers, which {message}; elsewhere use sync: true"):
+        load_experiment(tmp_path / "job.yaml").run(nd.ProcessGrid.serial())

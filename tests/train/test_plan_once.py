@@ -44,7 +44,8 @@ def test_plan_reports_bytes_and_memory():
     text = plan.describe()
     assert "2 ranks (1 replica, 2 rows, 1 col)" in text
     assert "batches of 5" in text
-    for fragment in ("conv1", "ConvLayerDist", "8×6×4", "planned peak", "sums over ranks"):
+    assert "sums over ranks: 608 B per rank and step (gradients 408 B, fc1 200 B)" in text
+    for fragment in ("conv1", "ConvLayerDist", "8×6×4", "planned peak"):
         assert fragment in text
 
 
