@@ -17,9 +17,9 @@ def copy_each_table(
     Parameters
     ----------
     addresses : addresses of each pair of arrays
-    shapes : of each pair, not empty
-    strides : of both, in elements
-    rank : of the largest shape
+    shapes : shape of each pair, not empty
+    strides : strides of both arrays of each pair, in elements
+    rank : number of axes of the longest shape
     """
     table: list[int] = []
     for end, pair, shape, pair_strides in zip(accumulate(map(prod, shapes)), addresses, shapes, strides, strict=True):
@@ -36,9 +36,9 @@ def boxes_table(
 
     Parameters
     ----------
-    strides : of the array, in elements
+    strides : strides of the array, in elements
     part_addresses : the address of each box's elements, in a row
-    boxes, shapes : position of each box in the array, with or without steps
+    boxes, shapes : slices of each box, possibly with steps, and its shape
     """
     table = [*strides]
     for end, part, box, shape in zip(accumulate(map(prod, shapes)), part_addresses, boxes, shapes, strict=True):
@@ -51,7 +51,7 @@ def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: in
 
     Parameters
     ----------
-    strides : of x, in elements
+    strides : strides of x, in elements
     """
     missing = 3 - len(extent)
     ones, zeros = (1,) * missing, (0,) * missing

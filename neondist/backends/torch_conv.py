@@ -156,7 +156,7 @@ def weight_gradient_by_gemm(
 
     Parameters
     ----------
-    zeros : how many of the first and last rows of x are zero: they are left out
+    zeros : numbers of first and last rows of x that are zero, and left out
     """
     (first, *_), step, row_dilation = kernel, stride[0], dilation[0]
     channels, length = dy.shape[-1], prod(kernel[1:]) * x.shape[-1]

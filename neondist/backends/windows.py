@@ -21,7 +21,7 @@ Sides = Sequence[tuple[int, int]]
 
 
 def output_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
-    """Return how many windows fit on every axis, never negative."""
+    """Return the number of windows that fit on each axis, at least 0."""
     return _output_extent(tuple(extent), tuple(kernel), tuple(stride), tuple(dilation))
 
 
@@ -32,7 +32,7 @@ def _output_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> 
 
 
 def unreached_cells(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> list[int]:
-    """Return how many cells at the end of every axis no window reaches."""
+    """Return the number of cells at the end of each axis that no window reaches."""
     axes = zip(extent, kernel, stride, dilation, strict=True)
     return [(n - d * (k - 1) - 1) % s for n, k, s, d in axes]
 
@@ -100,7 +100,7 @@ class Strip(NamedTuple):
         return self.samples, self.view_rows
 
     def zero_rows(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
-        """Return how many of the view's `rows` first and last rows are the first and last that this strip sees."""
+        """Return the numbers of the view's first `rows[0]` and last `rows[1]` rows that this strip sees."""
         before, after = rows[0] - self.view_rows.start, self.view_rows.stop - (x.shape[1] - rows[1])
         return max(0, before), max(0, after)
 

@@ -8,9 +8,10 @@ from math import ceil, log, prod
 from ..geometry import part_range
 
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 14, 1 << 20  # small chunks cost overhead, large ones excess reads
-_CHUNKS_PER_IMAGE = 256  # chunks of an image between these bounds
+_CHUNKS_PER_IMAGE = 256  # target chunks per image, within these bounds
 _SMALL_IMAGE_BYTES = 1 << 16  # bytes of an image too small to be cut into rows of tiles
-_MAX_READ_RATIOS = {2: 1.09, 4: 1.2}  # cells that 2 or 4 tiles read of an axis, relative to it; 2 x 2 tiles: 1.19
+# by number of tiles along an axis: most cells that they read, relative to its extent; 2 x 2 tiles: 1.19
+_MAX_READ_RATIOS = {2: 1.09, 4: 1.2}
 
 
 def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[int, ...]:

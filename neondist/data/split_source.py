@@ -22,9 +22,9 @@ class SplitSource:
     ----------
     count : number of samples
     shape : (*spatial, C) of a sample
-    dtype : of the images
+    dtype : dtype of the images
     label_shape : shape of a sample's label: () for classes, or that of a map
-    label_dtype : of the labels
+    label_dtype : dtype of the labels
     read_blocks : called once; yields images (n, *spatial, C) and labels (n, ...)
     class_names : names of the classes, if any
     messages : messages for the user, such as files left out

@@ -38,7 +38,7 @@ class TileSource(ABC):
         Name for messages.
     axes : str
         A letter for each stored axis: N samples, T time, Z, Y, X, C channels, or others, which count as samples.
-    shape, dtype : of the stored array
+    shape, dtype : shape and dtype of the stored array
     chunks : sequence of int, optional
         Unit of decoding of the stored array. None: single cells can be read.
     levels : int

@@ -21,7 +21,7 @@ class Channel:
     variable : name of the variable in the file
     level : index of the level in the file and its value; None for variables without levels
     units : '' if the file has none
-    attributes : of the variable
+    attributes : attributes of the variable
     """
 
     name: str

@@ -31,9 +31,9 @@ class CellLayout:
     ----------
     axes : one letter per axis, in stored order
     dtype : NumPy type string with byte order: '<f4'
-    shape : of the array, in stored order
+    shape : shape of the array, in stored order
     block : shape of a block, row-major; blocks at the end of an axis are padded to full size
-    offsets : of the blocks, row-major
+    offsets : offsets of the blocks, row-major
     """
 
     axes: str

@@ -19,8 +19,8 @@ _ORIGINS: dict[str, tuple[Callable[[float], float], tuple[float, float], float]]
     "middle day": (lambda length: length / 2 // _DAY * _DAY, (0, _DAY), _TOLERANCE),
     "near middle": (lambda length: length / 2, (-2 * _DAY, 2 * _DAY), inf),
 }
-"""For each place in a period, the most specific first: the origin for the period's length, the offsets from it, and the
-largest difference between offsets"""
+"""By place in a period, most specific first: origin as a function of the period's length, allowed offsets from it, and
+their largest spread"""
 _SHORTEST_STEP = 25 * _DAY  # from two days after the middle of February to two days before that of March
 
 
@@ -32,10 +32,11 @@ class MonthStep:
     ----------
     months : at least 1
     place : 'start', 'middle', 'middle day' (rounded down to days) or 'end', from which times have a constant offset; or
-        'near middle', within two days of which times are irregular
+        'near middle': times vary by up to two days around the middle
     stamps : for irregular times, the first calendar month (1 to 12) of the period, its length in days, and the seconds
         since its start
-    period : months in a period: 1, or `months` for means over longer periods, whose middles are closest to the times
+    period : months in a period: 1, or `months` for means over longer periods; a time belongs to the period
+        whose middle is closest
     """
 
     months: int
@@ -83,10 +84,10 @@ class MonthStep:
         return replace(self, stamps=tuple((*key, seconds) for key, seconds in stamps.items()))
 
     def advance(self, time: float, steps: int, calendar: str) -> float:
-        """Return the time some steps after another, in seconds; the last day of a month that is too short.
+        """Return the time `steps` steps later, in seconds, moved to the last day if the month is too short.
 
-        Irregular times have the stamp of the same period of other years, else that of the last one of the most similar
-        length.
+        Irregular times take the stamp of the same period in another year of the most similar length, else the latest
+        stamp of a period of the most similar length.
         """
         origin, *_ = _ORIGINS[self.place]
         first = self._first_month(time, calendar)
@@ -102,7 +103,7 @@ class MonthStep:
         return start_of_month(later, calendar) + offset
 
     def _first_month(self, time: float, calendar: str) -> int:
-        """Return the first month of the period that contains a time, of longer ones that with the closest middle."""
+        """Return the first month of the period of a time; for longer periods, the one with the closest middle."""
         month = month_containing(time, calendar)
         if self.period == 1:
             return month
@@ -117,7 +118,7 @@ class MonthStep:
 
 
 def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
-    """Return the step of times in seconds in calendar months; None for a single time, or another step."""
+    """Return the constant step, in calendar months, of times in seconds; None if there is none, or a single time."""
     if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())

@@ -23,7 +23,7 @@ class SegmentDecoder:
 
     Parameters
     ----------
-    path : of the file, for messages
+    path : path of the file, for messages
     page : tifffile.TiffPage
         A representative page.
     dtype : numpy.dtype

@@ -37,7 +37,7 @@ class FileLock:
 
     Parameters
     ----------
-    path : of the lock file
+    path : path of the lock file
     target : path
         The locked folder or file, for messages.
     alternative : str

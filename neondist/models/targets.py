@@ -35,7 +35,7 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     output : GlobalArray
         The layout of the output.
     images : GlobalArray
-        The layout of the images. Maps of the same extent may be divided likewise, into overlapping tiles.
+        The layout of the images. Targets of their extent may also be given as their (possibly overlapping) tiles.
     """
     lo, hi = output.grid.sample_range(batch_size)
     if len(targets) == batch_size:
@@ -61,7 +61,8 @@ def are_global_targets(targets: Any, output: GlobalArray, batch_size: int) -> bo
     if len(targets) != batch_size or spatial != extent:
         return False
     tiles = output.tiles.boxes() if extent and output.grid.shape.tiles > 1 else []
-    return all(box.shape != extent for box in tiles)  # otherwise a tile has all cells, and may be meant
+    # otherwise a tile covers the whole image, and the targets may be local
+    return all(box.shape != extent for box in tiles)
 
 
 def own_slices_in_tile(images: GlobalArray, own: Box) -> tuple[slice, ...]:

@@ -38,5 +38,5 @@ class ControlFlags:
         self.own_flags, self.rank_counts = np.zeros(FLAG_HEADER_LENGTH), np.zeros(FLAG_HEADER_LENGTH)
 
     def count_ranks(self, flag: ControlFlag) -> int:
-        """Return how many ranks raised the flag in the last step."""
+        """Return the number of ranks that raised the flag in the last step."""
         return int(self.rank_counts[flag])

@@ -76,7 +76,7 @@ class MemoryPlan:
     value_ranges, sum_ranges : dict of value to int
         Ranges of values outside all views, and of sums of the gradients from several readers.
     summed_in_place : set of value
-        Values whose sum is accumulated in the first of these gradients.
+        Values whose gradients from several readers are added into the first one.
     view_of_value : dict of value to step
         Step whose view contains the value in its interior.
     rebuilt_view_ranges, border_ranges : dict of step to int

@@ -99,7 +99,7 @@ class AppliedMinibatches:
 
 
 class StalenessBound:
-    """Bound on how many steps a worker may be ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
+    """Bound on the steps that a worker may be ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
 
     A worker that has finished step i may continue once all others have finished step i - staleness.
 

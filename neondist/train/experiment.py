@@ -98,9 +98,9 @@ class FitExperiment(Registered):
     dist_flag : bool
         True: images are tiled over the ranks. False: serial classes in one process.
     dist_mode : {'halopar', 'vecpar', 'datapar', 'halodatapar'}, optional
-        Shorthand for a grid: one replica with tiled images; one replica whose fully connected layers are partitioned by
-        outputs and inputs alternately, with one reduction per pair; one replica per rank; several tiled
-        replicas; `grid` sets their number.
+        Shorthand for a grid. halopar: one replica, images tiled over all ranks; vecpar: the same, with fully connected
+        layers partitioned alternately by outputs and inputs, one reduction per pair; datapar: one replica per rank;
+        halodatapar: tiled replicas, whose number `grid` sets.
     grid : mapping, optional
         replicas, rows, cols, planes; missing values follow from the number of ranks.
     backend, dtype, precision, seed : optional
@@ -254,7 +254,7 @@ class FitExperiment(Registered):
             Replace the files of an earlier run in `output`; if False, an earlier run is an error.
         snapshot : int or 'auto', optional
             In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every `snapshot`
-            steps, or as often as possible within 2 % of the time. A resumed run continues from the newest one.
+            steps or, with 'auto', as often as costs at most 2 % of the time. A resumed run continues from the newest.
         worker : WorkerAssignment, optional
             For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
 

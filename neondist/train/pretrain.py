@@ -41,7 +41,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     Returns
     -------
     list of dict
-        One record per stage and epoch, and one with epoch 0 before training. 'test_loss' is the mean cost of a test
+        One record per stage and epoch; epoch 0 is the state before training. 'test_loss' is the mean cost of a test
         sample, 'reconstruction_error' the fraction of the input's variance not reconstructed.
     """
     history: list[Record] = []

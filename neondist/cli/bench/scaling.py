@@ -338,7 +338,7 @@ def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any], pr
 
 
 def parse_rank_span(text: str) -> list[int]:
-    """Parse '1,2,4', or '1..4096': the first times powers of two."""
+    """Parse RANKS,..., such as '1,2,4', or FIRST..LAST, such as '1..4096': FIRST times powers of two."""
     first, dots, last = text.partition("..")
     if not dots:
         return options.positive_ints(text)
@@ -347,12 +347,12 @@ def parse_rank_span(text: str) -> list[int]:
 
 
 def _parse_rank_counts(text: str) -> list[int]:
-    """Parse '1,2' or 'none'."""
+    """Parse RANKS,..., such as '1,2', or 'none'."""
     return [] if text == "none" else options.positive_ints(text)
 
 
 def _parse_seconds_by_rank_count(text: str) -> dict[int, float]:
-    """Parse '8=0.24,16=0.25'."""
+    """Parse RANKS=SECONDS,..., such as '8=0.24,16=0.25'."""
     seconds_by_ranks = {}
     for word in text.split(","):
         ranks, _, seconds = word.partition("=")

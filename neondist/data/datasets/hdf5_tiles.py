@@ -26,7 +26,7 @@ class HDF5Array:
     Parameters
     ----------
     path, name : the file, and the array in it
-    shape, dtype : of the array, (N, *spatial, ...)
+    shape, dtype : shape (N, *spatial, ...) and dtype of the array
     tile : slices of the cells in a sample; later axes are not sliced
     sample_numbers : array
         Indices of the samples in the array.

@@ -31,7 +31,7 @@ class ImageEntry:
 
     Attributes
     ----------
-    name : of the file, for `open_source`
+    name : name of the file, for `open_source`
     leading_index : index of the image on the file's leading axes, before the spatial ones
     shape, dtype : (*spatial, C)
     """

@@ -32,7 +32,8 @@ FOLDER_PREFIX = "neondist-snapshots-"  # prefix of a run's snapshot folder, foll
 SUPERVISOR_ENV = "NEONDIST_SNAPSHOTS"
 """Environment variable of ranks, 'KEY HOST:PORT ...': the supervisor that requests the removal of snapshots."""
 ORPHAN_SECONDS = 600  # seconds that snapshots outlive a killed supervisor, so that a resumed run finds them
-# without a word from the supervisor, it was killed; then another process that claims the files keeps them
+# If the input ends without a word, the supervisor was killed: the files are removed after ORPHAN_SECONDS, unless
+# another process claims them.
 _CLEANUP_SCRIPT = """read word; second=0
 while [ -z "$word" ]; do
     [ "$(cat "$2" 2>/dev/null)" = "$3" ] || exit

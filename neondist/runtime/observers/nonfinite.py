@@ -22,11 +22,11 @@ MAX_CONSECUTIVE_SKIPS = 100  # maximum number of consecutive skipped steps
 
 @dataclass
 class NonFiniteMonitor:
-    """Record of skipped steps: the last one, and how many followed one another.
+    """Record of skipped steps: the last one, and how many were skipped in a row.
 
     Attributes
     ----------
-    last_skipped_step : its number, from 0; -1: none
+    last_skipped_step : number of the last skipped step, from 0; -1: none
     nonfinite_value : description of the value for which it was skipped
     consecutive_skips : number of consecutive skipped steps
     """
@@ -95,7 +95,7 @@ class _FiniteLog(Observer):
 
 
 def find_first_nonfinite(grid: ProcessGrid, x: Any, recompute: Callable[[], object]) -> str:
-    """Return the name of the first non-finite value while `recompute` computes the gradients again. Collective."""
+    """Run `recompute`, which repeats the gradients, and return the name of the first non-finite value. Collective."""
     log = _FiniteLog()
     with np.errstate(all="ignore"), grid.observers.watched_by(log):
         if not isinstance(x, LazyTile):
@@ -106,7 +106,7 @@ def find_first_nonfinite(grid: ProcessGrid, x: Any, recompute: Callable[[], obje
 
 
 def first_nonfinite_on_any_rank(world: Transport, nonfinite_by_name: dict[str, bool]) -> str | None:
-    """Return the name of the first value that is non-finite on some rank. Collective; the order must be the same."""
+    """Return the first name of a non-finite value; names must be in the same order on all ranks. Collective."""
     flags_of_ranks = world.allgather(list(nonfinite_by_name.values()))
     for name, flags in zip(nonfinite_by_name, zip(*flags_of_ranks, strict=True), strict=True):
         ranks = [str(rank) for rank, bad in enumerate(flags) if bad]

@@ -76,7 +76,8 @@ class TorchPlan(TorchGraph):
     def is_replaced_by_module(self) -> bool:
         """Whether the only rank runs the module itself instead of the steps.
 
-        Not if the steps draw random numbers, which the plan keys so that all grids have the same, or save memory.
+        False if the steps save memory, or draw random numbers, which the plan keys so that they are the same on all
+        grids.
         """
         saves_memory = self.recompute or any(step.blocks is not None for step in self.steps)
         return self.mesh.size == 1 and self.seed_id is None and not saves_memory

@@ -51,7 +51,7 @@ def window_view(
 
     Parameters
     ----------
-    extents : of the results
+    extents : extents of the results
     fill : float
         Value of cells outside the image.
     pad_whole : bool or sequence of bool

@@ -46,7 +46,7 @@ class RunProgress:
     epoch, step : epochs and updates that are complete
     samples_seen : samples of the current epoch that are already processed
     epoch_size : samples of an epoch
-    seed : of the order of the samples and of all random numbers
+    seed : seed of the order of the samples and of all random numbers
     totals : sums over the current epoch; `sent_before_resume` and `summed_before_resume` count all ranks' bytes
     history : one record per complete epoch
     steps_without_optimizer : updates that the optimiser does not count

@@ -73,7 +73,7 @@ ROWS_PER_READ = 256  # rows per read
 def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
     """Gather the first image of `dataset.selection_split` on every rank, subsampled if large, (h, w, C). Collective.
 
-    `box`: cells of this rank's data set, its tile or more.
+    `box`: cells that this rank's data set holds: its tile, or more.
     """
     *extent, channels = dataset.sample_shape
     step = subsampling_step(extent, MAX_PICTURE_EXTENT)
