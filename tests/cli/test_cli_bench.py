@@ -55,7 +55,7 @@ def test_step_on_ranks(file, tmp_path):
     assert len(report["reading"]["ratios"]) == 5
     for text in (
         "conv1",
-        "packing and unpacking messages",
+        "copies into and out of message buffers",
         "excluding what the process used",
         "share of the limit achieved",
     ):
