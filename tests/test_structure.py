@@ -40,6 +40,7 @@ place_ranges Unaligned refuse_unless_boxes SideMeasurements _SideMeasurement Tor
 cool_down HOST_COOL_DOWN_SECONDS excluded_hosts usable_hosts was_refused refused refuse_too_many_ranks
 CutRanges cut_ranges cut_ids first_cut extend_cut
 set_idle_callback largest_block_candidates ObservedEvent
+ValueHolder holders _weights_slots check_run_length reduced_forward reduced_backward sent_overlaps has_sample_axis
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""
