@@ -132,7 +132,7 @@ def test_splits_have_distinct_colours(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"epoch": 1, "train_loss": 1, "test_loss": 2, "iou": 0.5, "validation_iou": 1}'
     )
-    iou, loss = run_report_html(tmp_path).split("<figure>")[1:3]
+    loss, iou = run_report_html(tmp_path).split("<figure>")[1:3]
     assert re.findall("> (train|validation|test)<", loss + iou) == ["train", "test", "validation", "test"]
 
 
