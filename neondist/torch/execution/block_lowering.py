@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from ...geometry import Atom, Place, Range
-from ..exchange.functions import Moments
+from ..exchange.normalisation import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Step, Value
 from ..ir.layout import Layout, Mesh, Shape, axes_of, is_box, local_shape, replicated, shape_of

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ...geometry import DimRequest, Range, hull_of_ranges
 from ...halo import ExchangePolicy, Fusion
 from ...terminal.console import counted
-from ..exchange.functions import Moments
+from ..exchange.normalisation import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import IN_PLACE_VARIANTS, Value
 from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, ranges_at_place

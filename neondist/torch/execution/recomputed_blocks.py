@@ -12,8 +12,8 @@ import torch
 
 from ...comm import ProcessGrid
 from ...geometry import Range, part_range
-from ..exchange.functions import Moments
 from ..exchange.mesh_comm import MeshComm
+from ..exchange.normalisation import Moments
 from ..ir.graph import supports_gradients
 from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable

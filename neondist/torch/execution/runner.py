@@ -14,6 +14,7 @@ from ..exchange import functions
 from ..exchange.channel import Channel
 from ..exchange.guard import run_guarded_step
 from ..exchange.mesh_comm import MeshComm
+from ..exchange.normalisation import Normalise
 from ..exchange.ring import RingAttention, RingChannel
 from ..exchange.schemes import SchemeChannel
 from ..ir.graph import DimPart, Segment, Step, Value, autocast_states, supports_gradients
@@ -187,7 +188,7 @@ class Runner:
             def normalise(x: torch.Tensor, *scaling_tensors: torch.Tensor) -> Any:
                 rest = iter(scaling_tensors)
                 scaling = [next(rest) if is_present else None for is_present in present]
-                return functions.Normalise.apply(x, *scaling, comm, name, moments)
+                return Normalise.apply(x, *scaling, comm, name, moments)
 
             return normalise
         if step.kind == "ring":

@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ...system.memory import format_bytes
 from ...terminal.console import counted
 from ..capture.capture import lower_program
-from ..exchange.functions import Moments
+from ..exchange.normalisation import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, is_box, replicated

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...geometry import Atom, Place
-from ..exchange.functions import Moments
+from ..exchange.normalisation import Moments
 from ..exchange.ring import RingPlan
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import DimPart, Step, Value, axes_of_values, supports_gradients

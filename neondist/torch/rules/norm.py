@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ...geometry import Atom
 from ..exchange.channel import memory_format_of
-from ..exchange.functions import Moments
+from ..exchange.normalisation import Moments
 from ..ir.graph import Value
 from ..ir.layout import axes_of
 from ..ir.registry import rule
