@@ -72,7 +72,12 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
         detach_no_grad_values(program, lambda node: node_location(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
-        if not store_out_of_place_variants(program.graph, buffers):
+        if store_out_of_place_variants(program.graph, buffers):
+            results = next(reversed(program.graph.nodes)).args[0]
+            for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+                if isinstance(result, torch.fx.Node):
+                    spec.arg.name = result.name
+        else:
             try:
                 program = _functionalize(program)
             except AssertionError:

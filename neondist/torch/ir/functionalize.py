@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,19 @@ _OPS_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batc
 """Operators with undeclared writes, which rules or decompositions return as results."""
 _TRAINING_ARGUMENTS = "training", "train", "use_input_stats"
 _PURE_WORDS = "backward", "functional", "no_training", "no_update"
+_SCATTERS = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal.default: torch.ops.aten.diagonal_scatter.default,
+}
+"""Views, and the operators that write into a copy of the viewed tensor."""
 
 
 def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bool:
     """Store out-of-place variants of operators in `node.meta`; return whether they can replace all writes.
 
     This holds if no alias of the memory is read later, and no written memory except buffers is used after the program.
+    A tensor that is written through a slice or an element may be read: the written part is inserted into a copy of it.
     Otherwise PyTorch's functionalisation is needed, which traces the whole module again.
 
     Parameters
@@ -43,22 +50,54 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
             if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
                 nodes_by_storage.setdefault(storage_id(tensor), []).append(node)
     variants: dict[Any, Any] = {}
+    chains: dict[Any, list[tuple[Any, Any]]] = {}
     for node in operators:
         if written_values(node):
             variants[node] = node.target if node.target in _OPS_RETURNING_STATISTICS else _out_of_place_variant(node)
         for target in written_values(node):
             if not isinstance(target, torch.fx.Node) or variants[node] is None:
                 return False
+
+            def is_read_later(alias: Any, position: int = positions[node]) -> bool:
+                return any(positions[user] > position for user in alias.users)
+
             first, *others = aliases = nodes_by_storage[storage_id(target.meta["val"])]
-            before = (alias for alias in aliases if positions[alias] < positions[node] and alias is not target)
-            if any(positions[user] > positions[node] for alias in before for user in alias.users):
+            chains[node] = list(_views_and_bases(target))
+            written = [target, *(base for _, base in chains[node])]
+            before = (alias for alias in aliases if positions[alias] < positions[node] and alias not in written)
+            if any(map(is_read_later, before)):
+                return False
+            while chains[node] and not is_read_later(chains[node][-1][1]):
+                chains[node].pop()
+            if chains[node] and len(written_values(node)) > 1:
                 return False
             is_buffer = target is first and target.name in buffers and all(map(written_values, others))
             if first.op != "call_function" and not is_buffer:
                 return False
     for node, variant in variants.items():
         node.meta = node.meta | {"out_of_place": variant}  # not in place: PyTorch lets nodes share one dictionary
+    current: dict[Any, Any] = {}
+    for node, chain in chains.items():
+        later = {user for user, position in positions.items() if position > positions[node]} if chain else set()
+        part = node
+        for view, base in chain:
+            old = current.get(base, base)
+            with graph.inserting_after(part):
+                new = graph.call_function(_SCATTERS[view.target], (old, part, *view.args[1:]), dict(view.kwargs))
+            new.meta = node.meta | {"val": base.meta["val"]}
+            del new.meta["out_of_place"]
+            old.replace_all_uses_with(new, later.__contains__)
+            current[base] = part = new
     return True
+
+
+def _views_and_bases(target: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the node that created a view, and the node of the tensor that it is a part of, up to the whole tensor."""
+    while target.args and written_values(target) == [target.args[0]]:
+        target = target.args[0]
+    if target.target in _SCATTERS:
+        yield target, target.args[0]
+        yield from _views_and_bases(target.args[0])
 
 
 def written_values(node: Any) -> list[Any]:

@@ -1,16 +1,19 @@
 """Operators that write to their arguments according to PyTorch's schemas: detected, and equal on tiles."""
 
+import random
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch_runs import check_module  # noqa: E402
+from torch_runs import FunctionModule, check_module  # noqa: E402
 
 from neondist import ProcessGrid  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
 from neondist.torch import distribute  # noqa: E402
-from neondist.torch.ir.functionalize import RUNNING_STATS, written_arguments  # noqa: E402
+from neondist.torch.capture.capture import capture_module  # noqa: E402
+from neondist.torch.ir.functionalize import RUNNING_STATS, written_arguments, written_values  # noqa: E402
 
 _FOREIGN_WORDS = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # for other devices or dtypes
 
@@ -159,10 +162,70 @@ class UnusedNorm(nn.Module):
     def forward(self, x):
         torch.maximum(self.norm(x), x)
         y = x * 1
+        row = y[:, :, 1:2]
         y[0] = 1.5
-        return x * y
+        return x * y + row
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_statistics_of_unused_norms(norm):
     check_module(UnusedNorm(norm(3, affine=True, track_running_stats=True)), (2, 3, 8, 9), grids=((1, 1, 2), (2, 1, 1)))
+
+
+VIEWS = (
+    "y", "y[0]", "y[:, 1]", "y[..., 1:4]", "y[:, :, 2:, ::2]", "y[:, 0, 1:3]", "y.diagonal(0, 0, 1)", "y[:, 1:][:, 0]",
+)  # fmt: skip
+UPDATES = "{} = 1.5", "{} = {} * 2 + 1", "{} += 0.5", "{}.mul_({}.mean())", "{}.sub_(1).mul_(2)", "{} = {}.flip(-1)"
+
+
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.long
+def test_writes_through_views(seed):
+    """Random writes to parts of a tensor are captured in one pass, and equal those of one process."""
+    rng = random.Random(seed)
+    lines = []
+    for _ in range(rng.randrange(2, 6)):
+        view = rng.choice(VIEWS)
+        update = rng.choice(UPDATES)
+        if view == "y" or "diagonal" in view:
+            update = "{}.mul_({}.mean())" if update.startswith("{} ") else update
+        lines.append(update.format(view, view))
+        if rng.random() < 0.3:
+            lines.append("total = total + y * 3")
+    start = rng.choice(("x * 1", "torch.zeros_like(x)", "x.new_ones(x.shape)"))
+    source = "\n    ".join(["def function(x):", f"y, total = {start}, x", *lines, "return x * y + total"])
+    namespace = {"torch": torch}
+    exec(source, namespace)
+    module, shape = FunctionModule(namespace["function"]), (2, 3, 5, 6)
+    program = capture_module(module, [(shape, torch.float64)])
+    writes = [node for node in program.graph.nodes if written_values(node)]
+    assert writes, source
+    assert all("out_of_place" in node.meta for node in writes), source
+    check_module(module, shape, grids=((1, 1, 2), (2, 2, 1)))
+
+
+def test_writes_through_views_of_views():
+    def function(x):
+        y = x * 1
+        part = y[:, 1:]
+        part[0] = 1.5
+        part.mul_(2).add_(1)[..., 0].sub_(3)
+        return x * y
+
+    module, shape = FunctionModule(function), (2, 3, 4, 6)
+    program = capture_module(module, [(shape, torch.float64)])
+    writes = [node for node in program.graph.nodes if written_values(node)]
+    assert len(writes) == 4
+    assert all("out_of_place" in node.meta for node in writes)
+    check_module(module, shape, grids=((1, 1, 2), (2, 2, 1)))
+
+
+def test_writes_through_views_of_returned_tensors():
+    def function(x):
+        y = torch.zeros_like(x)
+        y[:, 1:] = x[:, 1:]
+        return y
+
+    program = capture_module(FunctionModule(function), [((2, 3, 4, 4), torch.float64)])
+    names = [node.name for node in next(reversed(program.graph.nodes)).args[0]]
+    assert names == [spec.arg.name for spec in program.graph_signature.output_specs]
