@@ -1,4 +1,4 @@
-"""Checkpoints of servers: a folder with a file of each, loaded by any number of servers; export to one file."""
+"""Checkpoints of servers: a folder with one file per server, for any number of servers; export to one file."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _SERVER_FILE_PATTERN = re.compile(r"server-(\d+)-of-(\d+)\.h5")
 def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save_id: str) -> Callable[[], None]:
     """Return a function that writes the file of a server in its current state.
 
-    Before it has run, table rows may be added, but values must not be updated.
+    Until the function has run, table rows may be added, but values must not be updated.
 
     Parameters
     ----------
     rule : UpdateRule
-        Rule by which it applies gradients.
+        Rule by which the server applies gradients.
     save_id : str
         Identifier of this checkpoint, the same for all servers.
     """
@@ -84,7 +84,7 @@ def server_file_path(folder: Path, index: int, servers: int) -> Path:
 
 
 def has_all_server_files(folder: Path) -> bool:
-    """Whether a checkpoint has a file of each server; they may still be damaged or of different checkpoints."""
+    """Whether a checkpoint has a file of each server; the files may be damaged or from different checkpoints."""
     return count_servers(folder) is not None
 
 
@@ -101,7 +101,7 @@ def read_configuration(folder: Path, index: int, servers: int) -> Message:
     Raises
     ------
     DataError
-        The file is missing, or is not a file of a server.
+        The file is missing, or is not a server's checkpoint file.
     """
     path = server_file_path(folder, index, servers)
     if not path.is_file():
@@ -122,7 +122,7 @@ def load_state(state: ServerState, folder: Path) -> None:
         first = files[0]
         if (first.optimizer["kind"], first.optimizer["name"]) != (state.optimizer["kind"], state.optimizer["name"]):
             saved, current = first.optimizer["name"], state.optimizer["name"]
-            raise DataError(f"{folder}: was written with optimizer {saved}, but the model has {current}; use the same")
+            raise DataError(f"{folder}: was written with optimizer {saved}, but the model has {current}; use {saved}")
         layout = state.layout
         for dtype in layout.dtypes:
             slots = state.dense_parameters.slots[dtype]
@@ -143,14 +143,15 @@ def load_state(state: ServerState, folder: Path) -> None:
 
 
 def export_checkpoint(folder: Path, path: Path) -> None:
-    """Write the parameters of a checkpoint as whole arrays, in one process.
+    """Export the parameters of a checkpoint to one file of whole arrays, in one process.
 
     Parameters
     ----------
     folder : Path
         Folder of a checkpoint.
     path : Path
-        '.h5': like checkpoint.h5 of a run, with the optimiser's slots; '.safetensors': the parameters only.
+        File to write. '.h5': like checkpoint.h5 of a run, with the optimiser's slots; '.safetensors': only the
+        parameters.
 
     Raises
     ------
@@ -217,7 +218,7 @@ class _ServerFile:
         return list(self._file.contents.group(f"{prefix}/slots"))
 
     def read_scalar_slots(self, prefix: str) -> Slots:
-        """Return the scalar slots."""
+        """Return the scalar slots in a group."""
         return {name: self.read_array(f"{prefix}/{name}", "float32") for name in self._file.contents.group(prefix)}
 
     def is_scalar(self, name: str) -> bool:
@@ -232,7 +233,8 @@ def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
     counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_PATTERN.fullmatch(path.name))}
     if len(counts) != 1 or len(paths) != (count := counts.pop()):
         raise DataError(
-            f"{folder}: is not a complete parameter-server checkpoint ({counted(len(paths), 'file')}); specify another"
+            f"{folder}: is not a complete parameter-server checkpoint ({counted(len(paths), 'file')}); specify"
+            " another folder"
         )
     with ExitStack() as stack:
         files = [_ServerFile(stack.enter_context(open_checkpoint(path, SingleTransport()))) for path in paths]
@@ -242,7 +244,7 @@ def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
 
 
 def _read_parameter_and_slots(files: Sequence[_ServerFile], piece: ServerPiece, folder: Path) -> dict[str, np.ndarray]:
-    """Return a complete parameter, under '', and its slots, as flat arrays."""
+    """Return a complete parameter, under the key '', and its slots, under their names, as flat arrays."""
     arrays_by_slot: dict[str, np.ndarray] = {}
     covered = 0
     for file in files:
@@ -291,7 +293,7 @@ def _read_table_rows(
 def _read_whole_table(files: Sequence[_ServerFile], spec: TableSpec, folder: Path) -> np.ndarray:
     if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > MAX_EXPORTED_TABLE_BYTES:
         raise ConfigError(
-            f"{folder}: table '{spec.name}' has {size / 1e9:.1f} GB, too large to export; load the file on servers"
+            f"{folder}: table '{spec.name}' has {size / 1e9:.1f} GB, too large to export; load it on servers"
         )
     whole = initial_rows(spec, np.arange(spec.rows))
     for ids, values, _ in _read_table_rows(files, spec, folder):

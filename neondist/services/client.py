@@ -33,16 +33,16 @@ class PushResult:
     Attributes
     ----------
     stale : bool
-        A server has rejected the gradient as too old: pull, recompute it, and push it for the same minibatch; servers
-        that have already applied it ignore it.
+        A server has rejected the gradient as too old: pull, recompute the gradient, and push it for the same minibatch;
+        servers that have already applied this minibatch ignore the new push.
     duplicate : bool
         All servers already had a gradient of this minibatch.
     versions : list of int
-        First version of each server that contains the gradient.
+        For each server, the first version that contains the gradient.
     staleness : int
-        Number of updates since the values of the gradient were pulled, on the server where it is largest.
+        Number of updates since the values from which the gradient was computed were pulled; the maximum over servers.
     learning_rate_factor : float
-        Factor on the learning rate, on that server.
+        Multiplier of the learning rate on the server with this maximum.
     """
 
     stale: bool
@@ -53,7 +53,7 @@ class PushResult:
 
 
 class PulledValues:
-    """Pulled values; none from servers without newer ones."""
+    """Values pulled from the servers; servers without newer values contribute none."""
 
     def __init__(self, layouts: Sequence[ServerLayout], replies: Sequence[Message]) -> None:
         self._layouts, self._replies = layouts, replies
@@ -64,7 +64,7 @@ class PulledValues:
         return any(reply.arrays for reply in self._replies)
 
     def copy_to(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copy the values into complete arrays by name, C-contiguous."""
+        """Copy the values into complete, C-contiguous arrays, given by name."""
         for layout, reply in zip(self._layouts, self._replies, strict=True):
             if not reply.arrays:
                 continue
@@ -77,7 +77,7 @@ class PulledValues:
 class ParameterClient:
     """Connection of a worker to all servers of a job; a context manager.
 
-    Arrays passed to `push_async` must not change until its future is done.
+    Arrays passed to `push_async` must not change until the returned future is done.
 
     Parameters
     ----------
@@ -87,14 +87,14 @@ class ParameterClient:
         Contents of each server, as returned by `place_parameters`.
     token : str
     worker : str
-        Name of the worker, unique within the job. Gradients of a round are summed in order of names.
+        Name of the worker, unique within the job. Gradients of a round are summed in the order of worker names.
     timeout, patience : float
         As for `ServiceClient`.
 
     Raises
     ------
     ServiceError
-        A server is unreachable, or has another version.
+        A server is unreachable, or has another version of neondist.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class ParameterClient:
     ) -> None:
         if len(addresses) != len(layouts):
             raise ServiceError(
-                f"{counted(len(addresses), 'server')}, but the parameters are on {len(layouts)}; give one address"
-                " per server"
+                f"addresses: {counted(len(addresses), 'server')} given, but the parameters are on {len(layouts)}; give"
+                " one address per server"
             )
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
         self._server_group = ServerGroup(addresses, token, timeout, patience)
@@ -124,14 +124,14 @@ class ParameterClient:
         self._call_all(lambda index: self._clients[index].check_version())
 
     def initialize(self, values: Mapping[str, np.ndarray], optimizer: Any, rule: UpdateRule | None = None) -> bool:
-        """Push a model to servers without one; return whether the values of this worker were used.
+        """Push a model to the servers that have none; return whether the values of this worker were used.
 
-        Call it on every worker with the same arguments, except for the values.
+        Call this method on every worker with the same arguments, except for `values`.
 
         Parameters
         ----------
         values : mapping of str to ndarray
-            Complete arrays by name; arrays of tables set the initial values of their rows.
+            Complete arrays by name; the array of a table sets the initial values of its rows.
         optimizer : Optimizer, TorchOptimizer or torch.optim.Optimizer
         rule : UpdateRule, optional
 
@@ -161,7 +161,7 @@ class ParameterClient:
     def pull(self, arrays: Mapping[str, np.ndarray]) -> bool:
         """Copy newer values into complete arrays; return whether there were any.
 
-        In synchronous mode, wait until they include all gradients pushed by this worker.
+        In synchronous mode, wait until the values include all gradients pushed by this worker.
         """
         pulled = self.pull_async().result()
         pulled.copy_to(arrays)
@@ -200,11 +200,11 @@ class ParameterClient:
         gradients : mapping of str to ndarray, or to (ids, rows)
             Complete gradients of all dense parameters, and of table rows: means over this worker's samples.
         samples : float
-            Number of samples.
+            Number of these samples.
         minibatch : MinibatchId, optional
-            Minibatch, of which no server applies a second gradient.
+            Minibatch of the gradients; a server applies at most one gradient per minibatch.
         scale : float
-            Factor on the learning rate, such as that of a schedule.
+            Multiplier of the learning rate, such as that of a schedule.
         """
         return self.push_async(gradients, samples, minibatch, scale).result()
 
@@ -259,7 +259,7 @@ class ParameterClient:
         self._call_all(lambda index: self._clients[index].call("finish_round"))
 
     def finish_epoch(self, epoch: int) -> None:
-        """Drop the records of a complete epoch on servers, which reject later gradients of it."""
+        """Drop the records of a completed epoch on all servers, which then reject gradients of that epoch."""
         self._call_all(lambda index: self._clients[index].call("finish_epoch", {"epoch": epoch}))
 
     def applied_minibatches(self) -> AppliedMinibatches:
@@ -269,13 +269,13 @@ class ParameterClient:
     def save(self, name: str, patience: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint of all servers; return the minibatches in it.
 
-        Gradients are held meanwhile, except those that only some servers have applied.
+        Servers hold back gradients until the checkpoint is written, except those that only some servers have applied.
 
         Raises
         ------
         ServiceError
-            Servers do not agree within `patience` seconds, such as after a worker was lost between pushes; try again
-            once its minibatch has been recomputed.
+            Servers have not applied the same gradients within `patience` seconds, such as after a worker was lost
+            between pushes; try again once the minibatch of that worker has been recomputed.
         """
         return self._server_group.save_checkpoint(name, patience)
 
@@ -287,7 +287,7 @@ class ParameterClient:
         self._call_all(lambda index: self._clients[index].call("join", {"worker": self.worker}))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the counts of each server."""
+        """Return the status of each server, such as its version and its numbers of samples and workers."""
         return self._server_group.status()
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ class ParameterClient:
         }
 
     def _select_parts(self, layout: ServerLayout, arrays: Mapping[str, Any]) -> dict[str, MessageArray]:
-        """Return a server's parts of complete arrays, with array names of messages."""
+        """Return a server's parts of complete arrays, by their names in messages."""
         return {
             DENSE_PREFIX + dtype: [
                 one.part_of(np.ascontiguousarray(arrays[one.name], dtype)) for one in layout.pieces_of_dtype(dtype)

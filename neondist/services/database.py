@@ -43,13 +43,13 @@ class TaskRow(NamedTuple):
 
 
 class TaskDatabase:
-    """Tasks by state, failures by record, and the settings of the queue.
+    """Database of a task queue: tasks by state, failures by record, and the settings of the queue.
 
     Parameters
     ----------
     path : path
     queue_parameters : mapping
-        Parameters that must be equal whenever the file is opened.
+        Parameters that must be the same whenever the file is opened.
     """
 
     def __init__(self, path: Path, queue_parameters: Mapping[str, int]) -> None:
@@ -73,7 +73,7 @@ class TaskDatabase:
         for name, value in parameters.items():
             if stored.get(name) != value:
                 raise ConfigError(
-                    f"{self.path}: was made with {name} {stored.get(name)}, not {value}; open it with the same value,"
+                    f"{self.path}: was created with {name} {stored.get(name)}, not {value}; use the same value,"
                     " or specify another file"
                 )
 
@@ -99,7 +99,7 @@ class TaskDatabase:
         self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", value))
 
     def load_note(self, name: str) -> str | None:
-        """Return a note, or None."""
+        """Return a note; None if there is none of that name."""
         return self._read_value(f"note {name}")
 
     # Tasks.
@@ -118,13 +118,13 @@ class TaskDatabase:
         return self._select_first_task("state = 'todo' AND kind = ? ORDER BY epoch, start LIMIT 1", kind)
 
     def find_leased_task(self, task_id: int) -> TaskRow | None:
-        """Return a task that is in progress, or done under this lease."""
+        """Return a task that is in progress or done; None otherwise, such as after its lease has expired."""
         return self._select_first_task("id = ? AND state IN ('doing', 'done')", task_id)
 
     def running_tasks(
         self, kind: str | None = None, worker: str | None = None, expired_before: float | None = None
     ) -> list[TaskRow]:
-        """Return tasks in progress, filtered by kind, worker, or a lease that ends before a time."""
+        """Return tasks in progress, optionally filtered by kind, by worker, or by leases that end before a time."""
         filters = {"kind = ?": kind, "worker = ?": worker, "deadline < ?": expired_before}
         active = {test: value for test, value in filters.items() if value is not None}
         return self._select_tasks(" AND ".join(["state = 'doing'", *active]) + " ORDER BY id", *active.values())
@@ -139,12 +139,12 @@ class TaskDatabase:
         self._connection.execute(change, (worker, deadline, task_id))
 
     def record_progress(self, task_id: int, applied: int, deadline: float) -> None:
-        """Record the progress of a task, and extend its lease; at its end it is done."""
+        """Record the progress of a task and extend its lease; the task is done once it is fully applied."""
         change = "UPDATE tasks SET applied = ?1, deadline = ?2, state = iif(?1 = stop, 'done', state) WHERE id = ?3"
         self._connection.execute(change, (applied, deadline, task_id))
 
     def reissue_ranges(self, task: TaskRow, ranges: Sequence[tuple[int, int]]) -> None:
-        """Reissue ranges of a task under new ids; without ranges it is done."""
+        """Reissue ranges of a task under new ids; without ranges, mark the task as done."""
         self._connection.execute(
             "UPDATE tasks SET state = ?, worker = NULL WHERE id = ?", ("reissued" if ranges else "done", task.id)
         )
@@ -164,7 +164,7 @@ class TaskDatabase:
         self._connection.execute("DELETE FROM facts WHERE name = ?", (f"rounds {kind}",))
 
     def count_by_state(self, kind: str) -> dict[str, int]:
-        """Return the numbers of tasks by state."""
+        """Return the number of tasks in each state."""
         counts = dict.fromkeys(("todo", "doing", "done", "failed"), 0)
         rows = self._connection.execute("SELECT state, count(*) FROM tasks WHERE kind = ? GROUP BY state", (kind,))
         return counts | {state: count for state, count in rows if state in counts}
@@ -172,7 +172,7 @@ class TaskDatabase:
     # Failures.
 
     def record_failure_and_count(self, kind: str, record: int, error: str) -> int:
-        """Count a failure of a record; return its number of failures."""
+        """Record a failure of a record; return how often this record has failed."""
         change = (
             "INSERT INTO failures VALUES (?, ?, 1, ?) ON CONFLICT DO UPDATE SET failures = failures + 1,"
             " error = excluded.error RETURNING failures"

@@ -13,7 +13,7 @@ from .placement import ServerLayout
 from .updates import Slots, Updater
 
 DENSE_PREFIX = "dense/"
-"""Prefix of the dtype in the array names of messages."""
+"""Prefix of an array's name in messages; its dtype follows."""
 
 
 class DenseParameters:
@@ -27,7 +27,7 @@ class DenseParameters:
     Attributes
     ----------
     values : dict of str to ndarray, 1-D
-        Concatenated pieces by dtype.
+        Concatenated pieces of each dtype.
     slots : dict of str to Slots
     """
 
@@ -60,11 +60,11 @@ class DenseParameters:
             self.values[dtype][...] = array
 
     def message_arrays(self) -> dict[str, np.ndarray]:
-        """Return the values, with array names of messages."""
+        """Return the values by their array names in messages."""
         return {DENSE_PREFIX + dtype: array for dtype, array in self.values.items()}
 
     def update(self, grads: Mapping[str, np.ndarray], step: int, scale: float) -> None:
-        """Apply gradients, which are overwritten."""
+        """Apply gradients; their arrays are overwritten."""
         for dtype, array in self.values.items():
             self._updater.update(array, grads[dtype], self.slots[dtype], step, scale, self._flat_layouts[dtype])
 

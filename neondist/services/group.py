@@ -43,7 +43,7 @@ class ServerGroup:
         return len(self.clients)
 
     def call_all(self, function: Callable[[int], T]) -> list[T]:
-        """Call a function with each index of a server in parallel; raise the first error once all have finished."""
+        """Call a function with the index of each server, in parallel; raise the first error once all have finished."""
         futures = [self._threads.submit(function, index) for index in range(len(self.clients))]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
@@ -51,7 +51,7 @@ class ServerGroup:
         return [future.result() for future in futures]
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the counts of each server."""
+        """Return the status of each server, such as its version and its numbers of samples and workers."""
         return [dict(reply.fields) for reply in self.call_all(lambda index: self.clients[index].call("status"))]
 
     def applied_minibatches_by_server(self) -> list[AppliedMinibatches]:
@@ -60,7 +60,7 @@ class ServerGroup:
         return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]
 
     def save_checkpoint(self, name: str, patience: float = 60.0) -> AppliedMinibatches:
-        """Write a checkpoint of all servers, as `ParameterClient.save`; UnequalServersError if they do not agree."""
+        """Write a checkpoint as `ParameterClient.save` does; UnequalServersError if the servers do not agree."""
         try:
             applied, end = self._hold_gradients(AppliedMinibatches()), time.monotonic() + patience
             while any(minibatches.to_json() != applied[0].to_json() for minibatches in applied):
@@ -80,7 +80,7 @@ class ServerGroup:
         return applied[0]
 
     def restore_checkpoint(self, name: str) -> tuple[AppliedMinibatches, list[str]]:
-        """Restore all servers from a checkpoint of this many; return its minibatches and the new incarnations."""
+        """Restore all servers from a checkpoint of the same number; return its minibatches and new incarnations."""
         servers = len(self.clients)
 
         def load(index: int) -> tuple[AppliedMinibatches, str]:

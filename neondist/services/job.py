@@ -1,4 +1,4 @@
-"""Parameter server of a separately started task, which runs until the end of the job or the loss of its workers."""
+"""Parameter server in a separately started task; it runs until the job ends or all workers are lost."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WORKER_LEASE_SECONDS = 120.0
 
 
 class JobService(Service):
-    """Start and end of a job, as communicated between its workers and servers.
+    """Service by which the workers and servers of a job agree on its start and end.
 
     Parameters
     ----------
     on_worker_lost : callable
         Called with the name of a lost worker.
     clock : callable
-        Replacement of time.monotonic in tests.
+        Replacement for time.monotonic in tests.
     """
 
     name = "Job"
@@ -44,14 +44,14 @@ class JobService(Service):
         return {**start, "stop": self.request_stop, "end": self.end_job_of_all_ranks}
 
     def record_heartbeat(self, request: Message) -> Message:
-        """Record a heartbeat of a worker; return whether the master requests all workers to stop."""
+        """Record a heartbeat of a worker; return whether the master has requested all workers to stop."""
         with self._condition:
             self._heartbeats[request.text("worker")] = self._clock()
             self._any_worker_joined = True
             return Message({"stopping": self._stopping})
 
     def allow_start(self, request: Message) -> Message:
-        """Let the workers start, since the servers have the model; return the step of its first version."""
+        """Let the workers start, since the servers now have the model; return the step at which the job starts."""
         with self._condition:
             if self._first_step is None:
                 self._first_step = request.integer("first_step")
@@ -59,7 +59,7 @@ class JobService(Service):
             return Message({"first_step": self._first_step})
 
     def wait_for_start(self, request: Message) -> Message:
-        """Wait for the start; `first_step` is None on timeout."""
+        """Wait for the start of the job; `first_step` of the reply is None on timeout."""
         with self._condition:
             seconds = min(request.number("seconds"), MAX_WAIT_SECONDS)
             self._condition.wait_for(lambda: self._first_step is not None, seconds)
@@ -88,14 +88,14 @@ class JobService(Service):
         Raises
         ------
         LaunchError
-            No worker has connected, or all are lost.
+            No worker has connected, or all workers are lost.
         """
         while not self.remove_lost_workers_and_check_end():
             with self._condition:
                 self._condition.wait_for(lambda: self._has_ended, 1.0)
 
     def remove_lost_workers_and_check_end(self) -> bool:
-        """Return whether the job is over, and remove lost workers; LaunchError if none is left."""
+        """Remove lost workers, and return whether the job is over; LaunchError if no worker is left."""
         with self._condition:
             now = self._clock()
             lost_workers = [name for name, last in self._heartbeats.items() if now - last > WORKER_LEASE_SECONDS]
@@ -106,11 +106,11 @@ class JobService(Service):
             self._on_worker_lost(worker)
         if not over and is_empty and self._any_worker_joined:
             raise LaunchError(
-                f"parameter server: no message from any worker for {WORKER_LEASE_SECONDS:g} s; restart it"
+                f"parameter server: no message from any worker for {WORKER_LEASE_SECONDS:g} s; restart the job"
             )
         if not over and is_empty and now - self._start_time > FIRST_WORKER_TIMEOUT_SECONDS:
             raise LaunchError(
-                f"parameter server: no worker has connected in {FIRST_WORKER_TIMEOUT_SECONDS:g} s; start the workers"
+                f"parameter server: no worker has connected within {FIRST_WORKER_TIMEOUT_SECONDS:g} s; restart the job"
             )
         return over
 
@@ -123,7 +123,7 @@ def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None)
     ConfigError
         As for `create_parameter_server`.
     LaunchError
-        No worker has connected, or all are lost.
+        No worker has connected, or all workers are lost.
     """
     server = ParameterServer()
     job = JobService(lambda worker: server.remove_worker(Message({"worker": worker})))

@@ -48,10 +48,10 @@ class JobStatus:
     tasks : dict of str to int
         Number of tasks by state.
     workers : dict of str to int
-        Steps of each current worker.
+        Number of steps of each current worker.
     servers : list of ServerStatus
     ended : bool
-        Whether all tasks are done and saved in a checkpoint of the servers.
+        Whether all tasks are done, and their results are saved in a checkpoint of the servers.
     """
 
     time: float
@@ -97,4 +97,4 @@ class JobStatus:
                 bool(status["ended"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: is not a valid job status ({error}); wait for its master to rewrite it") from None
+            raise DataError(f"{path}: is not a valid job status ({error}); wait for the master to rewrite it") from None

@@ -17,8 +17,8 @@ from .queue import WAIT, TaskKind, TaskQueue
 class TaskDataset(IterableDataset):
     """Minibatches of the tasks that a queue assigns to a worker.
 
-    A minibatch is credited when the next one is requested, after it has been trained. The rest of a task whose lease
-    has expired is left to other workers.
+    A minibatch is credited after its training step, when the next one is requested. The rest of a task whose lease has
+    expired is left to other workers.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class TaskDataset(IterableDataset):
     worker : str
         Name, unique within the job.
     read : callable
-        Returns the minibatch of record numbers (int64, shape (n,)); a BadRecordError is reported to the queue.
+        Returns the minibatch with given record numbers (int64, shape (n,)); a BadRecordError is reported to the queue.
     minibatch_size : int
     kind : {'training', 'evaluation', 'prediction'}
     poll : float
@@ -61,7 +61,7 @@ class TaskDataset(IterableDataset):
             too often.
         """
         if get_worker_info() is not None:
-            raise ConfigError("num_workers: prefetched minibatches would be counted as trained; give 0")
+            raise ConfigError("num_workers: prefetched minibatches would be counted as trained; set num_workers to 0")
         while (task := self.queue.get(self.worker, self.kind)) is not None:
             if task is WAIT:
                 time.sleep(self.poll)

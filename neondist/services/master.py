@@ -24,9 +24,9 @@ _PARAMETERS_NOTE, _WITHOUT_UPDATE_NOTE, _INCARNATIONS_NOTE = "training", "withou
 
 
 class Master(Service):
-    """Tasks of a job.
+    """Service that assigns the tasks of a job.
 
-    They are created once a worker reports its training parameters, which must be equal on all workers.
+    The tasks are created once a worker reports its training parameters, which must be the same on all workers.
 
     Parameters
     ----------
@@ -34,10 +34,10 @@ class Master(Service):
     lease : float
         As for `TaskQueue`.
     source : str
-        Name of the data in messages.
+        Name of the data set in messages.
     path : Path, optional
-        Path of a persistent queue, from which a restarted master continues. Workers then get tasks while
-        `servers_agree`, and are dismissed once `results_saved`. Default: in memory.
+        Path of a persistent queue, from which a restarted master continues. Workers then get tasks only while
+        `servers_agree` is true, and are dismissed once `results_saved` is true. Default: a queue in memory.
 
     Attributes
     ----------
@@ -83,9 +83,9 @@ class Master(Service):
         }
 
     def report_training_params(self, request: Message) -> Message:
-        """Create the queue, or check that the parameters match; return records per task and lease.
+        """Create the queue, or check that the parameters match; return the records per task and the lease.
 
-        A persistent queue can be extended by more epochs, such as by a resumed job.
+        A resumed job, for example, may extend a persistent queue by more epochs.
         """
         parameters = {name: request.integer(name, int(name != "seed")) for name in _TRAINING_PARAMETER_NAMES}
         with self._lock:
@@ -97,12 +97,12 @@ class Master(Service):
             for name, value in parameters.items():
                 if value != self._parameters[name]:
                     raise ConfigError(
-                        f"{name}: {value}, but {self._parameters[name]} on other workers; give all the same"
+                        f"{name}: {value}, but {self._parameters[name]} on other workers; use the same on all"
                     )
             return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
     def get_task(self, request: Message) -> Message:
-        """Requeue the current task of a worker and lease it the next one: `type` is TRAINING, WAIT or NONE."""
+        """Requeue a worker's current task and lease the next one to the worker; `type` is TRAINING, WAIT or NONE."""
         queue, worker = self._require_queue(), request.text("worker")
         queue.lost(worker)
         self._workers.add(worker)
@@ -115,7 +115,7 @@ class Master(Service):
         return Message(fields, {"indices": task.indices, "positions": task.positions})
 
     def credit_records(self, request: Message) -> Message:
-        """Credit a task up to the end of a minibatch; `credited` is false if its lease has expired."""
+        """Credit a task up to the end of a minibatch; `credited` is false if the task's lease has expired."""
         task_id, upto = request.integer("task_id"), request.integer("upto")
         if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
             with self._lock:
@@ -125,7 +125,7 @@ class Master(Service):
         return Message({"credited": self._require_queue().applied(task_id, upto)})
 
     def report_task_result(self, request: Message) -> Message:
-        """Finish a task, as failed if `err_message` is set; `credited` is false if its lease has expired."""
+        """Finish a task, as failed if `err_message` is set; `credited` is false if the lease has expired."""
         error = request.text("err_message")
         return Message({"credited": self._require_queue().report(request.integer("task_id"), not error, error or None)})
 
@@ -146,12 +146,12 @@ class Master(Service):
         return Message()
 
     def get_progress(self, request: Message) -> Message:
-        """Return the number of unassigned tasks, 1 before the first report, and the workers that requested one."""
+        """Return the number of unassigned tasks (1 before their creation), and the workers that have requested one."""
         todo = self.task_counts_by_state()["todo"] if self.is_configured else 1
         return Message({"todo": todo, "workers": self.workers})
 
     def verify_server_gradients(self, request: Message) -> Message:
-        """Verify the gradients that a server has applied, as `verify_applied_gradients`."""
+        """Verify the gradients that a server has applied, as `verify_applied_gradients` does."""
         minibatches = AppliedMinibatches.parse(request.mapping("credits"))
         return Message({"text": self.verify_applied_gradients(request.number("samples"), minibatches)})
 
@@ -171,12 +171,12 @@ class Master(Service):
         return None if note is None else list(json.loads(note))
 
     def record_agreement_of_servers(self, incarnations: Sequence[str]) -> None:
-        """Record that servers agree with the queue, such as at the beginning."""
+        """Record that servers agree with the queue, such as at the start of a job."""
         self._require_queue().store_note(_INCARNATIONS_NOTE, json.dumps(list(incarnations)))
         self.servers_agree = True
 
     def reset_tasks(self, minibatches: AppliedMinibatches, incarnations: Sequence[str]) -> None:
-        """Reset the tasks to those that restored servers lack; all leases end."""
+        """Reset the tasks to the records that restored servers have not applied; all leases end."""
         queue, size = self._require_queue(), self._parameters["batch_size"]
         per_task, records = queue.records_per_task, self._parameters["records"]
         ranges = []
@@ -210,7 +210,7 @@ class Master(Service):
         samples : float
             Total samples of the applied gradients.
         minibatches : AppliedMinibatches
-            Their minibatches.
+            Minibatches of the applied gradients.
 
         Raises
         ------

@@ -17,11 +17,11 @@ from .queue import Task
 from .wire import ServiceClient
 
 RETRY_SECONDS = 60.0
-"""Seconds for which workers retry calls to unavailable services, such as while these are restarted."""
+"""Seconds for which workers retry calls to unavailable services, such as those that are being restarted."""
 
 
 class MasterClient:
-    """Client of the master: gets and reports the tasks of a worker, whose first rank communicates.
+    """Client of the master: requests a worker's tasks and reports their progress; only the first rank communicates.
 
     Parameters
     ----------
@@ -32,9 +32,9 @@ class MasterClient:
     world : Transport
         The ranks of this worker.
     is_first_worker : bool
-        Whether it writes the records of the job.
+        Whether this worker writes the records of the job.
     parameters : dict of str to int
-        records, batch_size, epochs and seed, equal on all workers.
+        records, batch_size, epochs and seed, the same on all workers.
 
     Attributes
     ----------
@@ -43,16 +43,16 @@ class MasterClient:
     samples : int
         Samples of the current minibatch.
     was_pushed : bool
-        Whether its gradient was pushed.
+        Whether the gradient of the current minibatch was pushed.
     was_rejected : bool
-        Whether a server has rejected it as too old; set on the first rank.
+        Whether a server has rejected this gradient as too old; set on the first rank only.
     wait_interrupted : bool
         Whether the last wait for a task was interrupted.
 
     Raises
     ------
     ServiceError
-        On every rank: the master is unreachable, or other workers have other training parameters.
+        On every rank: the master is unreachable, or other workers use different training parameters.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MasterClient:
         self._records_per_task = world.bcast(self._records_per_task)
 
     def next_epoch(self, should_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait for the next task and return its epoch; None if all are done or the wait was interrupted. Collective.
+        """Wait for the next task; return its epoch, or None if all are done or the wait is interrupted. Collective.
 
         Parameters
         ----------
@@ -100,7 +100,7 @@ class MasterClient:
     def tasks_through_epoch(self, epoch: int, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Task]:
         """Yield tasks until the next one is of a later epoch, all are done, or the wait is interrupted. Collective.
 
-        They may include lost tasks of earlier epochs.
+        The tasks may include lost ones of earlier epochs.
         """
         while True:
             task, self._next_task = self._next_task or self._wait_for_task(should_stop), None
@@ -111,7 +111,7 @@ class MasterClient:
             yield task
 
     def begin_minibatch(self, start: int, stop: int, samples: int) -> None:
-        """Set the minibatch of the current task that is trained next."""
+        """Set the minibatch of the current task to be trained next."""
         assert self._task is not None
         number = start // self._records_per_task
         index = (start - number * self._records_per_task) // self._batch_size
@@ -121,7 +121,7 @@ class MasterClient:
     def finish_minibatch(self) -> bool:
         """Report that the minibatch was trained; return False if it was rejected or the lease has expired. Collective.
 
-        The rest of the task is then reissued.
+        After False, the rest of the task is reissued.
         """
         assert self._task is not None
         credited, fields = True, {"task_id": self._task.id}
@@ -134,7 +134,7 @@ class MasterClient:
         return bool(self.world.bcast(credited))
 
     def set_before_task_wait_callback(self, function: Callable[[], object]) -> None:
-        """Set a function to call on the first rank before it waits for a task, and when none is left."""
+        """Set a function to call on the first rank before a wait for a task, and when no task is left."""
         self._before_task_wait_callback = function
 
     def set_uninitialised_callback(self, function: Callable[[], object]) -> None:
@@ -148,7 +148,7 @@ class MasterClient:
             self._master.close()
 
     def _wait_for_task(self, should_stop: Callable[[], bool]) -> Task | None:
-        """Wait for the next task and return it; None if all are done or the wait was interrupted."""
+        """Wait for the next task and return it; None if all tasks are done or the wait was interrupted."""
         task = None
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
@@ -176,8 +176,8 @@ class MasterClient:
         return Task(task_id, epoch, start, end, "training", indices, positions)
 
     def _send_heartbeats(self, pause: float) -> None:
-        """Send heartbeats until closed; errors of a lost master are raised by the next call."""
+        """Send heartbeats until the client is closed; if the master is lost, the next call raises an error."""
         assert self._master is not None
         while not self._closed.wait(pause):
-            with suppress(ServiceError, ValueError):  # the master restarts, or the connection is closed
+            with suppress(ServiceError, ValueError):  # the master is being restarted, or the connection is closed
                 self._master.call("heartbeat", {"worker": self.worker})

@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 1
 HEADER = struct.Struct("<4sHHIQ")
 """Fields: magic, protocol version, 0, bytes of the description, bytes of the arrays."""
 CHUNK_BYTES = 1 << 20
-"""Largest chunk of a message; gRPC is slower with larger ones."""
+"""Largest chunk of a message in bytes; gRPC is slower with larger ones."""
 MAX_DESCRIPTION_BYTES = 64 << 20
 ALIGNMENT_BYTES = 16
 _SENDABLE_DTYPE = re.compile(r"[<|][fiu][1248]|\|b1")
@@ -31,7 +31,7 @@ MessageArray = np.ndarray | Sequence[np.ndarray]
 
 
 class MessageError(ValueError):
-    """A message is malformed, or a field of it is missing or invalid."""
+    """A message is malformed, or one of its fields is missing or invalid."""
 
 
 class ProtocolError(MessageError):
@@ -47,7 +47,7 @@ class Message:
     fields : mapping of str to JSON values
         Text, numbers, booleans, None, lists and mappings of these.
     arrays : mapping of str to array or sequence of arrays
-        Of real, integer or boolean dtype.
+        Arrays of real, integer or boolean dtype.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Message:
         Raises
         ------
         MessageError
-            Missing, not an integer, or out of range.
+            The field is missing, not an integer, or out of range.
         """
         value = self._typed_field(name, int)
         if not low <= value <= high:
@@ -72,26 +72,26 @@ class Message:
         return value
 
     def number(self, name: str, low: float = 0.0) -> float:
-        """Return a finite number field of at least `low`; MessageError otherwise."""
+        """Return a finite number field of at least `low`; MessageError if it is missing or invalid."""
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
             raise MessageError(f"field '{name}': expected a number of at least {low:g}")
         return float(value)
 
     def text(self, name: str) -> str:
-        """Return a text field; MessageError otherwise."""
+        """Return a text field; MessageError if it is missing or has another type."""
         return self._typed_field(name, str)
 
     def flag(self, name: str) -> bool:
-        """Return a boolean field; MessageError otherwise."""
+        """Return a boolean field; MessageError if it is missing or has another type."""
         return self._typed_field(name, bool)
 
     def items(self, name: str) -> list[Any]:
-        """Return a list field; MessageError otherwise."""
+        """Return a list field; MessageError if it is missing or has another type."""
         return self._typed_field(name, list)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Return a mapping field; MessageError otherwise."""
+        """Return a mapping field; MessageError if it is missing or has another type."""
         return self._typed_field(name, dict)
 
     def array(self, name: str, dtype: DTypeLike, shape: Sequence[int | None]) -> np.ndarray:
@@ -100,7 +100,7 @@ class Message:
         Raises
         ------
         MessageError
-            Missing, or of another dtype or shape.
+            The array is missing, or has another dtype or shape.
         """
         value = self.arrays.get(name)
         if not isinstance(value, np.ndarray):
@@ -136,24 +136,24 @@ def encode(message: Message) -> Iterator[bytes]:
         size += nbytes + -nbytes % ALIGNMENT_BYTES
     text = json.dumps({"fields": dict(message.fields), "arrays": descriptions}, allow_nan=False).encode()
     if len(text) > MAX_DESCRIPTION_BYTES:
-        raise MessageError(f"fields and array descriptions of {len(text)} bytes; send at most {MAX_DESCRIPTION_BYTES}")
+        raise MessageError(f"fields and array descriptions: {len(text)} bytes; send at most {MAX_DESCRIPTION_BYTES}")
     head = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), size)
     return _join_into_chunks([memoryview(head + text), *buffers])
 
 
 def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
-    """Return the message that chunks contain.
+    """Return the message in a sequence of chunks.
 
     Parameters
     ----------
     chunks : iterable of bytes
     max_bytes : int
-        Largest size of all arrays in bytes.
+        Largest total size of the arrays in bytes.
 
     Raises
     ------
     MessageError
-        Malformed, truncated, or larger than the limit; ProtocolError for another protocol version.
+        The message is malformed, truncated or too large; ProtocolError for another protocol version.
     """
     stream = iter(chunks)
     first = next(stream, b"")
@@ -163,11 +163,11 @@ def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
     if magic != MAGIC:
         raise MessageError("not a neondist message")
     if protocol != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol {protocol}; this process has {PROTOCOL_VERSION}")
+        raise ProtocolError(f"the message has protocol {protocol}, but this process has {PROTOCOL_VERSION}")
     if reserved or length > MAX_DESCRIPTION_BYTES:
         raise MessageError("the header is invalid")
     if size > max_bytes:
-        raise MessageError(f"arrays of {size} bytes; the limit is {max_bytes}")
+        raise MessageError(f"the arrays have {size} bytes, but the limit is {max_bytes}")
     text, payload = bytearray(length), np.empty(size, np.uint8)
     _fill_buffers([memoryview(text), payload.data], first[HEADER.size :], stream)
     return _parse_description(bytes(text), payload)
@@ -181,13 +181,13 @@ def _fill_buffers(targets: list[memoryview], first: bytes, stream: Iterator[byte
             if not chunk.nbytes:
                 following = next(stream, None)
                 if following is None:
-                    raise MessageError("ends before all declared bytes")
+                    raise MessageError("the message ends before all bytes that its header declares")
                 chunk = memoryview(following)
             step = min(target.nbytes, chunk.nbytes)
             target[:step] = chunk[:step]
             target, chunk = target[step:], chunk[step:]
     if chunk.nbytes or any(map(len, stream)):
-        raise MessageError("more bytes than its header declares")
+        raise MessageError("the message has more bytes than its header declares")
 
 
 def _parse_description(text: bytes, payload: np.ndarray) -> Message:
@@ -210,11 +210,11 @@ def _parse_description(text: bytes, payload: np.ndarray) -> Message:
                 raise MessageError(f"array '{name}': invalid shape")
             stop = start + math.prod(shape) * np.dtype(dtype).itemsize
             if stop > payload.size:
-                raise MessageError(f"array '{name}': its shape needs more bytes than it has")
+                raise MessageError(f"array '{name}': its shape needs more bytes than the message has")
             arrays[name] = payload[start:stop].view(dtype).reshape(shape)
             start = stop + -stop % ALIGNMENT_BYTES
         if start != payload.size:
-            raise MessageError("more bytes than its arrays need")
+            raise MessageError("the message has more bytes than its arrays need")
     except MessageError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -21,7 +21,7 @@ from .message import MessageError
 SUPPORTED_DTYPES = "float32", "float64"
 MAX_SERVERS = 1 << 20
 MAX_TABLE_ELEMENTS, MAX_ROW_ELEMENTS = 1 << 62, 1 << 20
-"""Maximum sizes of a table and of a row."""
+"""Maximum numbers of elements of a table and of a row."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ServerPiece:
     shape : tuple of int
         Shape of the whole parameter.
     box_shape : tuple of int
-        Shape in which the part is a box: that of the parameter, or (size,).
+        Shape of the parameter in which the part is a box: its own, or (size,) if flattened.
     box : Box
     has_weight_decay : bool
         Whether weight decay applies where biases are exempt.
@@ -59,13 +59,13 @@ class ServerPiece:
         return array.reshape(self.box_shape)[self.box.slices]
 
     def to_json(self) -> list[Any]:
-        """Return a JSON value, the inverse of `parse`."""
+        """Return a JSON value that `parse` accepts."""
         extents = map(list, (self.shape, self.box_shape, self.box.lo, self.box.hi))
         return [self.name, self.dtype, *extents, self.has_weight_decay]
 
     @classmethod
     def parse(cls, value: object) -> ServerPiece:
-        """Return the piece of a JSON value; MessageError if it is invalid."""
+        """Return the piece described by a JSON value; MessageError if it is invalid."""
         name, dtype, shape, box_shape, lo, hi, decays = _check_list(value, 7)
         shape, box_shape, lo, hi = map(_parse_shape, (shape, box_shape, lo, hi))
         fits = len(box_shape) == len(lo) == len(hi) and prod(shape) == prod(box_shape)
@@ -77,22 +77,22 @@ class ServerPiece:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Embedding table distributed by row: row i is on server i modulo their number.
+    """Embedding table distributed by row: row i is on server i modulo the number of servers.
 
     Parameters
     ----------
     name : str
         Name of the parameter, such as 'embedding/weights'.
     rows, dim : int
-        Number of rows, which need not be in use, and extent of a row.
+        Number of rows, of which not all need to be in use, and number of elements of a row.
     dtype : str
     initializer : Initializer
         Initial values of a row, created at its first use.
     stream : int
         Key of the random stream of these values (`rng.key` of the seed and names).
     lazy : bool
-        Whether an update changes only the rows that have a gradient, as `torch.optim.SparseAdam` does. False: all rows
-        in use, which equals an update of the whole table where unused rows have no weight decay.
+        Whether an update changes only the rows that have a gradient, as `torch.optim.SparseAdam` does. False: an
+        update changes all rows in use, as if the whole table were updated without weight decay on unused rows.
     """
 
     name: str
@@ -104,13 +104,13 @@ class TableSpec:
     lazy: bool = False
 
     def to_json(self) -> list[Any]:
-        """Return a JSON value, the inverse of `parse`."""
+        """Return a JSON value that `parse` accepts."""
         rule = [type(self.initializer).__name__, self.initializer.arguments()]
         return [self.name, self.rows, self.dim, self.dtype, rule, self.stream, self.lazy]
 
     @classmethod
     def parse(cls, value: object) -> TableSpec:
-        """Return the table of a JSON value; MessageError if it is invalid."""
+        """Return the table described by a JSON value; MessageError if it is invalid."""
         name, rows, dim, dtype, rule, stream, lazy = _check_list(value, 7)
         kind, arguments = _check_list(rule, 2)
         initializers = registered_classes(Initializer)
@@ -164,7 +164,7 @@ class ServerLayout:
         return sum(piece.box.size for piece in self.pieces_of_dtype(dtype))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON value, the inverse of `parse`."""
+        """Return a JSON value that `parse` accepts."""
         return {
             "index": self.index,
             "servers": self.servers,
@@ -174,7 +174,7 @@ class ServerLayout:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> ServerLayout:
-        """Return the layout of a JSON value; MessageError if it is invalid."""
+        """Return the layout described by a JSON value; MessageError if it is invalid."""
         index, servers = value.get("index"), value.get("servers")
         if type(index) is not int or type(servers) is not int or not 0 <= index < servers <= MAX_SERVERS:
             raise MessageError("invalid index of a server")
@@ -233,7 +233,7 @@ def place_parameters(
 
 
 def construct_from_message(field: str, kind: type, arguments: Mapping[str, Any]) -> Any:
-    """Construct an object of a class named in a message; ConfigError for `field` if its arguments are invalid."""
+    """Construct an object of a class named in a message; ConfigError for `field` if the arguments are invalid."""
     try:
         return kind(**arguments)
     except TypeError as error:

@@ -20,7 +20,7 @@ class MinibatchId(NamedTuple):
 
     @classmethod
     def parse(cls, value: object) -> MinibatchId:
-        """Return the minibatch of a list of three integers; MessageError otherwise."""
+        """Return the minibatch given by a list of three integers; MessageError if it is invalid."""
         if not isinstance(value, list) or len(value) != 3 or not all(type(n) is int and n >= 0 for n in value):
             raise MessageError("field 'credit': expected [epoch, task, minibatch]")
         if value[2] >= MAX_MINIBATCHES:
@@ -48,7 +48,7 @@ class AppliedMinibatches:
             self._masks[minibatch[:2]] = self._masks.get(minibatch[:2], 0) | 1 << minibatch.index_in_task
 
     def drop_through_epoch(self, epoch: int) -> None:
-        """Drop the entries up to an epoch, all of whose minibatches have been applied."""
+        """Drop the entries of all epochs up to `epoch`, whose minibatches then count as applied."""
         self.first_epoch = max(self.first_epoch, epoch + 1)
         self._masks = {key: mask for key, mask in self._masks.items() if key[0] >= self.first_epoch}
 
@@ -62,13 +62,13 @@ class AppliedMinibatches:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a canonical JSON value, the inverse of `parse`."""
+        """Return a canonical JSON value that `parse` accepts."""
         masks = [[epoch, task, f"{mask:x}"] for (epoch, task), mask in sorted(self._masks.items())]
         return {"first_epoch": self.first_epoch, "applied": masks}
 
     @classmethod
     def parse(cls, described: Any) -> AppliedMinibatches:
-        """Return the minibatches of a JSON value; MessageError if it is invalid."""
+        """Return the minibatches in a JSON value; MessageError if it is invalid."""
         minibatches = cls()
         try:
             minibatches.first_epoch = int(described["first_epoch"])
@@ -99,7 +99,7 @@ class AppliedMinibatches:
 
 
 class StalenessBound:
-    """Bound on the steps that a worker may be ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
+    """Bound on how many steps a worker may be ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
 
     A worker that has finished step i may continue once all others have finished step i - staleness.
 
@@ -114,11 +114,11 @@ class StalenessBound:
         self.steps: dict[str, int] = {}
 
     def add_worker(self, worker: str) -> None:
-        """Add a worker, at the step of the slowest one; a present worker is unchanged."""
+        """Add a worker, at the step of the slowest one; a worker already present is unchanged."""
         self.steps.setdefault(worker, min(self.steps.values(), default=0))
 
     def remove_worker(self, worker: str) -> None:
-        """Remove a worker, for which others no longer wait."""
+        """Remove a worker; the others no longer wait for it."""
         self.steps.pop(worker, None)
 
     def finish_step(self, worker: str) -> None:
@@ -134,7 +134,7 @@ class StalenessBound:
 
 
 def learning_rate_factor(staleness: int, modulate: bool) -> float:
-    """Return the factor on the learning rate for a gradient of values that are `staleness` updates old."""
+    """Return the multiplier of the learning rate for a gradient of values that are `staleness` updates old."""
     return 1.0 / max(1, staleness) if modulate else 1.0
 
 

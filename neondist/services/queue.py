@@ -46,7 +46,7 @@ class Task:
     id : int
         Unique in the queue; a range that is reassigned gets a new id.
     epoch : int
-        Epoch, from 0; for evaluation and prediction the round.
+        Epoch, counted from 0; for evaluation and prediction, the round.
     start, end : int
         Positions in the epoch's order.
     kind : {'training', 'evaluation', 'prediction'}
@@ -79,8 +79,9 @@ class Task:
 class TaskQueue:
     """Queue of tasks over the records of a data set, for any number of workers.
 
-    An epoch's order is a function of seed and epoch only. Tasks of a lost worker, or one whose lease has expired, are
-    returned to the queue from the first unapplied record. All state is in the database: opening the same path resumes.
+    An epoch's order is a function of seed and epoch only. The tasks of a lost worker, or one whose lease has expired,
+    return to the queue from the first unapplied record. All state is in the database: a queue opened at the same path
+    resumes.
     Methods may be called from several threads and processes.
 
     Parameters
@@ -96,9 +97,9 @@ class TaskQueue:
     shuffle : bool
         Whether to shuffle the training order in each epoch.
     lease : float
-        Time in seconds after which a worker without `get`, `applied` or `heartbeat` is considered lost.
+        Time in seconds after which a worker that has not called `get`, `applied` or `heartbeat` is considered lost.
     retries : int
-        Number of failures of a record after which the job stops, or with `skip_bad_records` skips the record.
+        Number of failures of a record after which the job stops or, with `skip_bad_records`, skips the record.
     clock : callable
         Returns seconds; must be the same clock whenever the queue is opened.
     source : str
@@ -149,7 +150,7 @@ class TaskQueue:
         Returns
         -------
         Task, nd.WAIT or None
-            WAIT: all remaining tasks are in progress, and may be returned. None: all are done.
+            WAIT: all remaining tasks are in progress, and may return to the queue. None: all tasks are done.
 
         Raises
         ------
@@ -173,7 +174,7 @@ class TaskQueue:
         return Task(task.id, task.epoch, task.start_record, task.end_record, kind, indices, positions)
 
     def applied(self, task_id: int, upto: int) -> bool:
-        """Mark a task's records before a position as applied to the weights, and extend its lease.
+        """Mark a task's records before a position as applied to the weights, and extend the task's lease.
 
         Parameters
         ----------
@@ -197,7 +198,7 @@ class TaskQueue:
             return True
 
     def report(self, task_id: int, ok: bool = True, error: str | None = None, record: int | None = None) -> bool:
-        """Finish a task: it is fully applied, or it failed and its unapplied records return to the queue.
+        """Finish a task: it is fully applied, or it has failed and its unapplied records return to the queue.
 
         Parameters
         ----------
@@ -325,7 +326,7 @@ class TaskQueue:
             self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
 
     def _requeue_expired_and_find(self, task_id: int) -> TaskRow | None:
-        """Requeue expired tasks; return a task if its lease is valid, or was until the task was done."""
+        """Requeue expired tasks; return a task if its lease is valid, or was valid until the task was done."""
         self._requeue_expired()
         return self._database.find_leased_task(task_id)
 
@@ -346,7 +347,7 @@ class TaskQueue:
         unapplied = self._record_numbers_through(task)[task.applied_until : task.end_record]
         failed = int(unapplied[0] if record is None else record)
         if failed not in unapplied:
-            raise ConfigError(f"record: {failed} is not an unapplied record of task {task.id}; give one of those")
+            raise ConfigError(f"record: {failed} is not an unapplied record of task {task.id}; give an unapplied one")
         failures = self._database.record_failure_and_count(task.kind, failed, error)
         is_skipped = failures >= self.retries and self.skip_bad_records and task.kind == "training"
         if is_skipped:

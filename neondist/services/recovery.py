@@ -1,8 +1,8 @@
 """Recovery of servers: consistent checkpoints during training, and their restoration after a restart.
 
-A checkpoint is a consistent cut: gradients are held until all servers have applied the same minibatches, and each
-server writes its values, slots and applied minibatches. After the restart of any server, all of them return to the
-newest checkpoint, and the queue reissues the minibatches that are missing there. In the same transaction, the queue
+A checkpoint is a consistent cut: new gradients are held back until all servers have applied the same minibatches; then
+each server writes its values, slots and applied minibatches. After the restart of any server, all servers return to the
+newest checkpoint, and the queue reissues the minibatches that it lacks. In the same transaction, the queue
 records the server incarnations that match its state. Comparing them with the current incarnations detects a restart
 of servers or of the master at any moment. Gradients of an earlier incarnation are rejected.
 """
@@ -37,7 +37,7 @@ CHECKPOINT_PREFIX = "checkpoint-"
 _FAILURES_BEFORE_WARNING = 10
 """Consecutive failures after which the reason is printed."""
 _HOLD_TIMEOUT_SECONDS = 2.0
-"""Seconds to hold gradients while waiting for one that has reached only some servers; then the save is retried."""
+"""Seconds to hold back gradients while waiting for one that only some servers have; the save is then retried."""
 
 
 class ServerRecovery(Service):
@@ -100,11 +100,11 @@ class ServerRecovery(Service):
         Raises
         ------
         ServiceError
-            A server does not respond, or servers have different gradients; try again.
+            A server does not respond, or servers have applied different gradients; call the method again.
         """
         with self._lock:
             if not self._gradients_are_released:
-                self._group.accept_gradients_again()  # a killed master may have left gradients held
+                self._group.accept_gradients_again()  # a killed master may have left gradients held back
                 self._gradients_are_released = True
             versions = self._read_agreeing_versions()
             if versions is None:
@@ -135,7 +135,7 @@ class ServerRecovery(Service):
             try:
                 self.restore_or_save_servers()
                 failures = 0
-            except (ServiceUnavailableError, UnequalServersError):  # processes restart, and minibatches are recomputed
+            except (ServiceUnavailableError, UnequalServersError):  # resolved by restarts and recomputed minibatches
                 pass
             except UserError as error:
                 failures += 1
@@ -171,7 +171,7 @@ class ServerRecovery(Service):
         return min(float(server["samples"]) for server in self._server_status)
 
     def _restore_servers(self) -> None:
-        """Restore the servers from the newest checkpoint; without one, start once they have the model."""
+        """Restore the servers from the newest checkpoint; without one, start once the servers have the model."""
         self._master.servers_agree = self._master.results_saved = False
         if not self._master.is_configured:
             return
@@ -189,7 +189,7 @@ class ServerRecovery(Service):
                 minibatches, incarnations = self._group.restore_checkpoint(checkpoint.name)
             except ServiceUnavailableError:
                 raise
-            except ServiceError:  # damaged
+            except ServiceError:  # the checkpoint is damaged
                 if checkpoint == checkpoints[0]:
                     raise
                 continue

@@ -72,7 +72,7 @@ class ParameterServer(Service):
         }
 
     def push_model(self, request: Message) -> Message:
-        """Set the model of an empty server; a request without values is a query.
+        """Set the model of an empty server; a request without values only asks whether there is a model.
 
         Raises
         ------
@@ -120,7 +120,7 @@ class ParameterServer(Service):
     def push_gradient(self, request: Message) -> Message:
         """Apply a gradient, or keep it for its round; reject it if it is too old or already applied.
 
-        The reply's `outcome` is 'applied', 'stale' or 'duplicate'; `version` is the first version that contains it.
+        The reply's `outcome` is 'applied', 'stale' or 'duplicate'; `version` is the first that contains the gradient.
         """
         with self._condition:
             state = self._require_state()
@@ -185,7 +185,7 @@ class ParameterServer(Service):
             return Message()
 
     def finish_epoch(self, request: Message) -> Message:
-        """Drop the records of a complete epoch, all of whose gradients count as applied."""
+        """Drop the records of a completed epoch, all of whose gradients then count as applied."""
         with self._condition:
             self._require_state().applied_minibatches.drop_through_epoch(request.integer("epoch"))
             return Message()
@@ -196,7 +196,7 @@ class ParameterServer(Service):
             return Message({"credits": self._require_state().applied_minibatches.to_json()})
 
     def hold_gradients(self, request: Message) -> Message:
-        """Hold all gradients except those of admitted minibatches; return the applied minibatches."""
+        """Hold back all gradients except those of admitted minibatches; return the applied minibatches."""
         admitted = AppliedMinibatches.parse(request.mapping("admitted"))
         with self._condition:
             state = self._require_state()
@@ -212,12 +212,12 @@ class ParameterServer(Service):
             return Message()
 
     def save_checkpoint(self, request: Message) -> Message:
-        """Write the state of this server to the folder of a checkpoint; gradients must be held."""
+        """Write the state of this server to the folder of a checkpoint; gradients must be held back."""
         folder = self._folder_of_checkpoint(request)
         with self._condition:
             state = self._require_state()
             if time.monotonic() > self._hold_deadline:
-                raise ConfigError("save_checkpoint: gradients are not held; send a 'hold' request first")
+                raise ConfigError("save_checkpoint: gradients are not held back; send a 'hold' request first")
             write = make_state_writer(state, self._update_rule, folder, request.text("save"))
             self._running_saves += 1
         try:
@@ -230,7 +230,7 @@ class ParameterServer(Service):
     def load_checkpoint(self, request: Message) -> Message:
         """Load this server's parts of a checkpoint of any number of servers.
 
-        A request without a layout restores server `index` of the `servers` in the checkpoint, with its configuration.
+        A request without a layout restores the state and configuration of server `index` of `servers` in it.
         """
         folder, configuration = self._folder_of_checkpoint(request), request
         if "layout" not in request.fields:
@@ -247,7 +247,7 @@ class ParameterServer(Service):
             return Message({**fields, "credits": state.applied_minibatches.to_json()})
 
     def report_status(self, request: Message) -> Message:
-        """Return counts: version, samples, rows in use, rejected gradients, workers and their steps."""
+        """Return the status: version, samples, rows in use, rejected gradients, workers and their steps."""
         with self._condition:
             state = self._state
             rows = {} if state is None else {name: table.row_count for name, table in state.tables.items()}
@@ -307,14 +307,14 @@ class ParameterServer(Service):
         return not self._running_saves and minibatch is not None and minibatch in self._admitted_minibatches
 
     def _count_gradient_in_round(self) -> None:
-        """Count a gradient in the round, which ends once there are enough."""
+        """Count a gradient in the round, and end the round once there are enough gradients."""
         if self._update_rule.sync:
             self._gradients_in_round += 1
             self._end_round(must_be_complete=True)
             self._condition.notify_all()
 
     def _end_round(self, must_be_complete: bool) -> None:
-        """Apply the gradients of the round if there are enough, or any if not `must_be_complete`."""
+        """Apply the gradients of the round if there are enough or, unless `must_be_complete`, if there are any."""
         workers = len(self._staleness_bound.steps)
         needed = min(self._update_rule.grads_to_wait, workers) if workers else self._update_rule.grads_to_wait
         if self._pending_gradients and (not must_be_complete or self._gradients_in_round >= needed):
@@ -350,10 +350,10 @@ def create_parameter_server(
     Raises
     ------
     ConfigError
-        The task is not a parameter server, its address is in use or not of this machine, or the token is missing.
+        The task is not a parameter server, its address is in use or on another machine, or the token is missing.
     """
     if not task.is_ps() or task.index >= task.num_ps:
-        raise ConfigError(f"task '{task.type}' {task.index} is not a parameter server of the cluster; add its address")
+        raise ConfigError(f"task '{task.type}' {task.index} is not a parameter server of the cluster; add it to ps")
     token = read_token(os.environ if environ is None else environ)
     return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 

@@ -27,15 +27,15 @@ class UpdateRule:
     Attributes
     ----------
     sync : bool
-        Average the gradients of a round, weighted by samples, and apply them together. False: apply each on arrival.
+        Apply the mean of the gradients of a round, weighted by samples. False: apply each gradient on arrival.
     grads_to_wait : int
-        Gradients of a round; fewer if there are fewer workers.
+        Number of gradients in a round; fewer if there are fewer workers.
     version_tolerance : int
-        Synchronous mode: gradients of values that are more updates old are rejected.
+        Synchronous mode: maximum age, in updates, of the values of a gradient; older gradients are rejected.
     staleness : int or None
-        Asynchronous mode: number of steps a worker may be ahead of the slowest one. None: unbounded.
+        Asynchronous mode: number of steps by which a worker may be ahead of the slowest one. None: unbounded.
     modulate : bool
-        Asynchronous mode: divide the learning rate by the updates since the values of a gradient were pulled.
+        Asynchronous mode: divide the learning rate by the number of updates since a gradient's values were pulled.
     """
 
     sync: bool = True
@@ -45,12 +45,12 @@ class UpdateRule:
     modulate: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON value, the inverse of `parse`."""
+        """Return a JSON value that `parse` accepts."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> UpdateRule:
-        """Return the rule of a JSON value; MessageError if it is invalid."""
+        """Return the rule described by a JSON value; MessageError if it is invalid."""
         message = Message(fields)
         staleness = None if fields.get("staleness") is None else message.integer("staleness")
         return cls(
@@ -70,13 +70,13 @@ class PushedGradient:
     ----------
     worker : str
     client_id, push_number : str, int
-        Connection of the sender, and number of its push, which identify repeated pushes.
+        Connection of the sender, and number of the push; together they identify repeated pushes.
     values_version : int
-        Version of the values for which it was computed.
+        Version of the values from which the gradient was computed.
     samples : float
-        Weight in a mean.
+        Number of samples, the gradient's weight in a mean.
     learning_rate_scale : float
-        Factor on the learning rate, such as that of a schedule.
+        Multiplier of the learning rate, such as that of a schedule.
     minibatch : MinibatchId or None
     dense_gradients : dict of str to ndarray
         Flat arrays by dtype.
@@ -140,7 +140,7 @@ class ServerState:
     def find_table(self, name: str) -> RowTable:
         """Return a table by name; MessageError if there is none."""
         if name not in self.tables:
-            raise MessageError(f"the server has no table '{name}', only: {', '.join(self.tables) or 'none'}")
+            raise MessageError(f"the server has no table '{name}'; its tables: {', '.join(self.tables) or 'none'}")
         return self.tables[name]
 
     def read_gradient(self, message: Message) -> PushedGradient:
@@ -159,7 +159,7 @@ class ServerState:
         )
 
     def apply_gradients(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
-        """Apply the sample-weighted mean of gradients, in order of their workers; all arrays are overwritten."""
+        """Apply the sample-weighted mean of gradients, summed in order of workers; their arrays are overwritten."""
         ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.push_number))
         weights = weights_by_sample_count(gradient.samples for gradient in ordered)
         scales = {gradient.learning_rate_scale for gradient in ordered}
@@ -190,5 +190,5 @@ class ServerState:
         invalid = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
         if invalid.any():
             raise MessageError(
-                f"table '{spec.name}': id {ids[invalid][0]} is not among this server's {counted(spec.rows, 'row')}"
+                f"table '{spec.name}' ({counted(spec.rows, 'row')}): id {ids[invalid][0]} is not on this server"
             )

@@ -24,7 +24,7 @@ class RowTable:
     spec : TableSpec
     updater : Updater
     index, servers : int
-        The server holds the rows whose id is `index` modulo `servers`.
+        The server holds the rows whose id equals `index` modulo `servers`.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class RowTable:
             invalid = ids[(ids < 0) | (ids >= self.spec.rows)][0]
             raise DataError(f"table '{self.spec.name}': id {invalid} is invalid; ids must be 0 to {self.spec.rows - 1}")
         if (ids % self._server_count != self._server_index).any():
-            raise MessageError(f"table '{self.spec.name}': an id that belongs to another server")
+            raise MessageError(f"table '{self.spec.name}': an id belongs to another server")
         start, stop = self.row_count, self.row_count + len(ids)
         if stop > len(self._values):
             self._grow(max(stop, 2 * len(self._values)))
@@ -139,7 +139,7 @@ def initial_rows(spec: TableSpec, ids: np.ndarray) -> np.ndarray:
 
 
 def sum_duplicates(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return sorted unique ids, and the sums of their rows (n, dim), a new array."""
+    """Return sorted unique ids, and a new array of the sums of their rows (n, dim)."""
     order = np.argsort(ids, kind="stable")
     ids, starts = np.unique(ids[order], return_index=True)
     if not ids.size:

@@ -23,14 +23,14 @@ from .state import UpdateRule
 from .wire import read_token
 
 SERVERS_VARIABLE, MASTER_VARIABLE, WORKER_VARIABLE = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
-"""Environment variables of a worker: addresses of the servers and of the master, and its index."""
+"""Environment variables of a worker: addresses of the servers, address of the master, index of the worker."""
 RULE_VARIABLE = "NEONDIST_UPDATE_RULE"
 """Environment variable of a worker: JSON of the update rule, if it overrides that of the strategy."""
 
 
 @dataclass(frozen=True)
 class WorkerAssignment:
-    """Place of the replica of this process in an asynchronous job.
+    """Assignment of this process's replica to a worker of an asynchronous job.
 
     Attributes
     ----------
@@ -52,23 +52,23 @@ class WorkerAssignment:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> WorkerAssignment | None:
-        """Return the place described by the environment; None if the process is not a worker."""
+        """Return the assignment described by the environment; None if the process is not a worker."""
         if not environ.get(SERVERS_VARIABLE):
             return None
         try:
             index, master = int(environ[WORKER_VARIABLE]), environ[MASTER_VARIABLE]
         except (KeyError, ValueError):
-            text = f"is set: {WORKER_VARIABLE} must be an integer, and {MASTER_VARIABLE} an address"
+            text = f"is set; also set {WORKER_VARIABLE} to an integer and {MASTER_VARIABLE} to an address"
             raise ConfigError(f"{SERVERS_VARIABLE} {text}") from None
         try:
             rule = UpdateRule.parse(json.loads(environ[RULE_VARIABLE])) if environ.get(RULE_VARIABLE) else None
         except (ValueError, AttributeError):
-            raise ConfigError(f"{RULE_VARIABLE}: invalid; leave it out, or set it as neondist does") from None
+            raise ConfigError(f"{RULE_VARIABLE}: is not a valid update rule; unset this variable") from None
         return cls(index, tuple(environ[SERVERS_VARIABLE].split(",")), master, read_token(environ), rule)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for `read`, without the token."""
+        """Environment variables for `from_environment`, without the token."""
         rule = {} if self.rule is None else {RULE_VARIABLE: json.dumps(self.rule.to_json())}
         worker = {MASTER_VARIABLE: self.master, WORKER_VARIABLE: str(self.index)}
         return {SERVERS_VARIABLE: ",".join(self.servers), **worker, **rule}
@@ -103,7 +103,7 @@ class ServerUpdate(RemoteUpdate):
     world : Transport
         The ranks of this worker.
     master_client : MasterClient, optional
-        Provides the minibatch of a gradient. Default: gradients name no minibatch.
+        Provides the minibatch of a gradient. Default: gradients without minibatches.
 
     Raises
     ------

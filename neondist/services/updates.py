@@ -47,14 +47,14 @@ class Updater(ABC):
         step : int
             Number of updates before this one.
         scale : float
-            Factor on the learning rate.
+            Multiplier of the learning rate.
         layout : FlatLayout, optional
-            Parameters in the arrays. Default: one.
+            Parameters in the flat arrays. Default: a single parameter.
         """
 
     @abstractmethod
     def initial_slots(self) -> dict[str, float]:
-        """Return the initial value of each slot of the length of the values."""
+        """Return the initial value of each slot that has the length of the values."""
 
     @abstractmethod
     def require_independent_updates(self, whole_parameters: bool) -> None:
@@ -87,7 +87,7 @@ class NeondistUpdater(Updater):
         """Change values and slots in place by one step."""
         if not slots:
             slots.update(self.optimizer.create_slots(values))
-        with np.errstate(all="ignore"):  # workers push no gradients that are not finite
+        with np.errstate(all="ignore"):  # workers never push non-finite gradients
             self.optimizer.update(values, grads, slots, step, scale, layout)
 
     def initial_slots(self) -> dict[str, float]:
@@ -95,7 +95,7 @@ class NeondistUpdater(Updater):
         return dict.fromkeys(self.optimizer.all_slot_names, 0.0)
 
     def require_independent_updates(self, whole_parameters: bool) -> None:
-        """Reject norms over all parameters, or of partitioned ones."""
+        """Reject optimisers that need norms over all parameters, or of partitioned parameters."""
         if self.optimizer.clip_norm is not None:
             raise ConfigError("clip_norm: needs a norm over all servers; leave it out, and clip on the workers")
         if not whole_parameters and self.optimizer.num_reduced_norms(1):
@@ -172,7 +172,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     from ..torch.training.losses_and_optimizers import TorchOptimizer
 
     if isinstance(optimizer, TorchOptimizer) and not isinstance(optimizer.constructor, type):
-        # a function of parameters: create it for weights and a bias to detect parameter groups
+        # a function that creates the optimiser: call it with weights and a bias to detect parameter groups
         optimizer = optimizer.create([torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,))])
     if isinstance(optimizer, TorchOptimizer):
         kind, arguments = optimizer.constructor, dict(optimizer.options)
@@ -192,14 +192,14 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def make_updater(description: Mapping[str, Any]) -> Updater:
-    """Return the updater of a JSON description.
+    """Return the updater for the JSON description of an optimiser.
 
     Raises
     ------
     MessageError
         The description is invalid.
     ConfigError
-        Unknown optimiser, or invalid arguments.
+        The optimiser is unknown, or its arguments are invalid.
     """
     kind, name, arguments = (description.get(key) for key in ("kind", "name", "arguments"))
     if kind not in ("neondist", "torch") or not isinstance(name, str) or not isinstance(arguments, dict):

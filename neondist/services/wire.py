@@ -1,11 +1,11 @@
-"""Services over gRPC: a host and a client, which exchange the messages of `message` in chunks.
+"""Services over gRPC: a host and a client, which exchange messages (`message.Message`) in chunks.
 
 A service is a class with a name and methods:
 
     class Clock(Service):
         name = "Clock"
 
-        def methods(self) -> Mapping[str, Method]:
+        def methods(self) -> Mapping[str, ServiceMethod]:
             return {"add": self.add}
 
         def add(self, request: Message) -> Message:
@@ -42,7 +42,7 @@ from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserErr
 from ..version import __version__
 from .message import CHUNK_BYTES, Message, MessageArray, MessageError, ProtocolError, decode, encode
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its messages are also raised as errors
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's messages are also raised as errors
 import grpc
 
 TOKEN_VARIABLE = "NEONDIST_TOKEN"
@@ -79,7 +79,7 @@ _UNAVAILABLE_CODES = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAU
 _RETRY_CODES = *_UNAVAILABLE_CODES, grpc.StatusCode.ABORTED
 
 Reply = Message | list[bytes]
-"""Reply of a method, or its chunks if several callers receive the same."""
+"""Reply of a method, or the encoded chunks of a reply that several callers receive."""
 ServiceMethod = Callable[[Message], Reply]
 
 
@@ -130,11 +130,11 @@ class ServiceHost:
     address : str
         'HOST:PORT' of this machine to listen on; port 0 selects a free port.
     token : str
-        Calls without it are rejected unread.
+        Calls without this token are rejected unread.
     max_bytes : int
         Largest size of a request's arrays in bytes.
     threads : int
-        Maximum number of concurrent calls, including waiting ones; others are rejected, and clients retry.
+        Maximum number of concurrent calls, including waiting ones; further calls are rejected, and clients retry.
 
     Attributes
     ----------
@@ -169,8 +169,8 @@ class ServiceHost:
         self._server.add_generic_rpc_handlers((_AuthenticatedMethods(methods, token),))
         try:
             port = self._server.add_insecure_port(address)
-        except RuntimeError:  # taken since the check
-            raise ConfigError(f"{address}: in use; choose another port") from None
+        except RuntimeError:  # the port was taken after the check
+            raise ConfigError(f"{address}: is already in use; choose another port") from None
         self.address = f"{host}:{port}"
         self._server.start()
 
@@ -237,9 +237,9 @@ class ServiceClient:
         Raises
         ------
         ServiceError
-            The service rejects the call, or has another version.
+            The service rejects the call, or has another version of neondist.
         ServiceUnavailableError
-            No response within `patience` or `timeout`.
+            The service does not respond within `patience` or `timeout`.
         """
         message, timeout = Message(fields or {}, arrays or {}), self.timeout if timeout is None else timeout
         deadline, pause = time.monotonic() + self.patience, 0.02
@@ -262,10 +262,10 @@ class ServiceClient:
         return self._threads.submit(self.call, method, fields, arrays)
 
     def check_version(self) -> None:
-        """Check that the service is reachable and has this version; ServiceError otherwise."""
+        """Check that the service is reachable and has this version of neondist; ServiceError if not."""
         version = self.call("hello").text("version")
         if version != __version__:
-            remedy = f"this process {__version__}; install one version"
+            remedy = f"but this process has {__version__}; install the same version"
             raise ServiceError(f"{self.service} at {self.address} has neondist {version}, {remedy}")
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class ServiceClient:
     def _call_once(self, method: str, message: Message, timeout: float) -> Message:
         path, chunks = f"/neondist.{self.service}/{method}", encode(message)
         first, second = next(chunks), next(chunks, None)
-        if second is None:  # avoids a thread to send a stream
+        if second is None:  # a single chunk needs no thread that sends a stream
             call = self._channel.unary_stream(path)(first, timeout=timeout, metadata=self._metadata)
         else:
             stream = self._channel.stream_stream(path)
@@ -302,7 +302,7 @@ class ServiceClient:
         if code == grpc.StatusCode.ABORTED:
             return ServiceUnavailableError(f"{peer}: {error.details()}")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ServiceUnavailableError(f"{peer}: {method}: no answer in time; check that it is not overloaded")
+            return ServiceUnavailableError(f"{peer}: {method}: no answer in time; check the load of the service")
         if code == grpc.StatusCode.UNAUTHENTICATED:
             return ServiceError(f"{peer}: the token was rejected; give all processes the same {TOKEN_VARIABLE}")
         if code == grpc.StatusCode.UNIMPLEMENTED:
@@ -338,7 +338,7 @@ def _confirm_version(request: Message) -> Message:
 
 
 class _AuthenticatedMethods(grpc.GenericRpcHandler):
-    """Table of methods, for calls with the token only."""
+    """Handlers of the methods, only for calls with the token."""
 
     def __init__(self, methods: Mapping[str, Any], token: str) -> None:
         self._methods, self._token = methods, token.encode()
@@ -382,7 +382,7 @@ def _answer_call(
         return
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        code, text = grpc.StatusCode.INTERNAL, "failed; see its output"
+        code, text = grpc.StatusCode.INTERNAL, "the call failed; see the output of the service"
     if text:
         context.abort(code, text[:_MAX_DETAIL_LENGTH])
     yield from chunks

@@ -76,7 +76,7 @@ def test_damaged_messages_are_rejected():
 @pytest.mark.parametrize(
     ("description", "size", "problem"),
     [
-        ({"fields": {}, "arrays": [["x", "<f4", [1 << 40, 1 << 40]]]}, 16, "more bytes than it has"),
+        ({"fields": {}, "arrays": [["x", "<f4", [1 << 40, 1 << 40]]]}, 16, "more bytes than the message has"),
         ({"fields": {}, "arrays": [["x", "|O8", [2]]]}, 16, "the description of an array is invalid"),
         ({"fields": {}, "arrays": [["x", "<f4", [-2]]]}, 16, "invalid shape"),
         (
@@ -84,11 +84,11 @@ def test_damaged_messages_are_rejected():
             32,
             "the description of an array is invalid",
         ),
-        ({"fields": {}, "arrays": []}, 16, "more bytes than its arrays"),
+        ({"fields": {}, "arrays": []}, 16, "the message has more bytes than its arrays"),
         ({"fields": [], "arrays": []}, 0, "invalid description"),
         ({"fields": {}}, 0, "invalid description"),
         ({"fields": {"a": float("nan")}, "arrays": []}, 0, "NaN is not JSON"),
-        ({"fields": {}, "arrays": []}, MAX_ARRAY_BYTES + 1, "the limit is"),
+        ({"fields": {}, "arrays": []}, MAX_ARRAY_BYTES + 1, "but the limit is"),
     ],
 )
 def test_invalid_descriptions_are_rejected(description, size, problem):
@@ -100,7 +100,7 @@ def test_invalid_descriptions_are_rejected(description, size, problem):
 
 def test_other_protocols_are_reported():
     head = struct.pack("<4sHHIQ", MAGIC, PROTOCOL_VERSION + 1, 0, 0, 0)
-    with pytest.raises(MessageError, match=f"protocol {PROTOCOL_VERSION + 1}; this process has {PROTOCOL_VERSION}"):
+    with pytest.raises(MessageError, match=f"protocol {PROTOCOL_VERSION + 1}, but this process has {PROTOCOL_VERSION}"):
         decode([head], MAX_ARRAY_BYTES)
     with pytest.raises(MessageError, match="not a neondist message"):
         decode([b"GET / HTTP/1.1\r\nHost: example\r\n"], MAX_ARRAY_BYTES)

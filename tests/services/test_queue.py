@@ -117,7 +117,7 @@ def test_reopened_queue_resumes(make_queue):
 
 def test_other_arguments_for_the_same_path_are_rejected(make_queue):
     make_queue().close()
-    with pytest.raises(nd.ConfigError, match="made with records 10, not 11"):
+    with pytest.raises(nd.ConfigError, match="created with records 10, not 11; use"):
         make_queue(11)
 
 

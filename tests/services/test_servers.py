@@ -267,7 +267,7 @@ def test_error_messages():
         client = job.client()
         with pytest.raises(ServiceError, match="has no model yet"):
             client.pull(draw_arrays(9))
-        with pytest.raises(ServiceError, match="2 servers, but the parameters are on 1"):
+        with pytest.raises(ServiceError, match="2 servers given, but the parameters are on 1; give"):
             job.client(layouts=job.layouts()[:1])
         with pytest.raises(nd.ConfigError, match="'conv/weights' has no owner"):
             job.layouts("AllReduce")

@@ -76,7 +76,7 @@ def test_errors_arrive_as_one_message(client, capfd):
         client.call("refuse", {"field": 3})
     with pytest.raises(ServiceError, match="invalid request: field 'field': expected int, got str"):
         client.call("refuse", {"field": "3"})
-    with pytest.raises(ServiceError, match="failed; see its output"):
+    with pytest.raises(ServiceError, match="the call failed; see the output of the service"):
         client.call("fail")
     assert "a defect" in capfd.readouterr().err
     with pytest.raises(ServiceError, match="no method 'other'"):
@@ -112,7 +112,7 @@ def test_oversized_and_truncated_requests_are_rejected(host, echo, client):
         assert call_raw(channel, path, [huge])[0] == "INVALID_ARGUMENT"
         assert call_raw(channel, path, [encoded[:-1]]) == (
             "INVALID_ARGUMENT",
-            "invalid request: ends before all declared bytes",
+            "invalid request: the message ends before all bytes that its header declares",
         )
         assert call_raw(channel, path, []) == ("INVALID_ARGUMENT", "invalid request: the header is truncated")
         assert call_raw(channel, path, [bytes(2 * CHUNK_BYTES)])[0] == "RESOURCE_EXHAUSTED"
@@ -210,6 +210,6 @@ def test_other_versions_are_reported():
     with (
         ServiceHost([OutdatedEcho()], "127.0.0.1:0", TOKEN) as host,
         ServiceClient(host.address, "Echo", TOKEN) as client,
-        pytest.raises(ServiceError, match=r"has neondist 0\.0\.1, this process .*; install one version"),
+        pytest.raises(ServiceError, match=r"has neondist 0\.0\.1, but this process has .*; install the same version"),
     ):
         client.check_version()

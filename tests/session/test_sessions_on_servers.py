@@ -149,7 +149,7 @@ def test_server_ends_with_its_workers():
     now[0] = FIRST_WORKER_TIMEOUT_SECONDS
     assert not job.remove_lost_workers_and_check_end()
     now[0] += 1
-    with pytest.raises(LaunchError, match="no worker has connected in 3600 s"):
+    with pytest.raises(LaunchError, match="no worker has connected within 3600 s"):
         job.remove_lost_workers_and_check_end()
     assert not job.record_heartbeat(first).flag("stopping")
     now[0] += WORKER_LEASE_SECONDS
