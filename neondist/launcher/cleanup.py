@@ -27,7 +27,7 @@ _REMOVE_SCRIPT = (
 
 @dataclass
 class JobFolders:
-    """Settings with which mpirun's files are removed.
+    """Settings for the removal of mpirun's files.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class JobFolders:
 
 @contextmanager
 def create_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
-    """Create folders for an Open MPI job that are removed on exit, or once this process and mpirun are killed.
+    """Create folders for an Open MPI job; they are removed on exit, or once this process and mpirun are killed.
 
     A shared-memory folder set by the user is kept. Other MPI libraries need no folders.
     """
@@ -86,11 +86,11 @@ def create_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFo
 
 
 def restore_tmpdir(env: MutableMapping[str, str]) -> None:
-    """Restore the user's own TMPDIR in a rank, after mpirun has read MPI's."""
+    """Restore the user's own TMPDIR in a rank, which inherits the one set for mpirun."""
     tmpdir = env.pop(USER_TMPDIR_VARIABLE, None)
     if tmpdir is None:
         return
     env.pop("TMPDIR", None)
     if tmpdir:
         env["TMPDIR"] = tmpdir
-    tempfile.tempdir = None  # may be cached
+    tempfile.tempdir = None  # the previous folder may be cached

@@ -29,7 +29,7 @@ _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_REQUEST_BYTES = 1 << 20
 _RUN_PERMISSION = b"go"
 _FORK_TIMEOUT = 60.0
-"""Seconds for a process to be forked, and for the fork server to exit."""
+"""Time limit in seconds for the fork of a process, and for the exit of the fork server."""
 
 
 class Process(Protocol):
@@ -39,13 +39,13 @@ class Process(Protocol):
     stdout: IO[str] | None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code; subprocess.TimeoutExpired after `timeout` seconds."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -62,11 +62,11 @@ class ForkedProcess:
         self._exit_code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         if self._exit_code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # reaped by a signal handler or other code
+            except ChildProcessError:  # the process was reaped by a signal handler or other code
                 pid, status = self.pid, signal.SIGKILL
                 if self._exit_code is not None:
                     return self._exit_code
@@ -84,7 +84,7 @@ class ForkedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
@@ -98,7 +98,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Client side of the fork server, which exits when the connection closes.
+    """Client of the fork server; the server exits when the connection closes.
 
     Each request has its own channel: the new process sends its pid and waits for permission to run. A process that
     appears after its request was abandoned exits, and is never attributed to another request.
@@ -120,7 +120,7 @@ class ForkServer:
     ) -> ForkedProcess | None:
         """Fork a process that runs the `neondist` command; return None if that is not, or no longer, possible.
 
-        It is a child of this process and a session leader, and receives SIGTERM when this process is killed.
+        The new process is a child of this one and a session leader, and receives SIGTERM when this process is killed.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class ForkServer:
         name : str
             Process name, as shown by `ps` and `top`.
         output : int, optional
-            stdout: subprocess.PIPE or subprocess.DEVNULL. Default: that of this process.
+            stdout of the process: subprocess.PIPE or subprocess.DEVNULL. Default: that of this process.
         """
         reading = None
         if output == subprocess.PIPE:
@@ -184,7 +184,7 @@ class ForkServer:
 def open_fork_server(
     import_modules: Callable[[], object], timeout: float = _FORK_TIMEOUT
 ) -> Iterator[ForkServer | None]:
-    """Import modules with `import_modules`, and yield a fork server that has them; None where forking is not possible.
+    """Import modules with `import_modules`, and yield a fork server that has loaded them; None if it cannot fork.
 
     Open it before this process runs user code or starts threads. `timeout` is that of ForkServer.
     """
@@ -207,7 +207,7 @@ def open_fork_server(
         connection.close()
         try:
             process.wait(timeout)
-        except subprocess.TimeoutExpired:  # it is stopped
+        except subprocess.TimeoutExpired:  # the fork server is stopped
             process.kill()
             process.wait()
         server.reap_abandoned()
@@ -220,13 +220,13 @@ def _import_and_check_forking(import_modules: Callable[[], object]) -> bool:
     try:
         with freeze_new_objects():
             import_modules()
-    except ImportError:  # reported by the code that needs it
+    except ImportError:  # the code that needs the module reports the error
         return False
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
 
 def _serve_fork_requests(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], int]:
-    """Fork processes until the supervisor exits; in each of them, return its request and output."""
+    """Fork processes until the supervisor exits; in each forked process, return its request and output."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"neondist-fork")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -239,7 +239,7 @@ def _serve_fork_requests(connection: socket.socket, supervisor: int) -> tuple[di
         if not request or len(descriptors) < 2:
             os._exit(0)
         parent = os.fork()
-        if not parent:  # its orphan is adopted by the supervisor, a subreaper
+        if not parent:  # the supervisor, a subreaper, adopts the child of this process
             parent = os.getpid()
             if os.fork():
                 os._exit(0)

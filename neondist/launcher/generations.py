@@ -1,4 +1,4 @@
-"""Generations of a supervised job: after a failure or a change of hosts, the next resumes from the last checkpoint."""
+"""Generations of a supervised job: after a failure or a change of hosts, the next one resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class _SupervisedRun:
         say(f"hosts changed: {', '.join(texts)}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def describe_next_ranks(self) -> str:
-        """Describe the ranks of the next generation, as far as known."""
+        """Describe the number of ranks of the next generation, as far as it is known."""
         if self.roster.host_pool is not None:
             self.roster.host_pool.refresh()
         members = self.roster.choose_members()

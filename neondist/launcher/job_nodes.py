@@ -28,7 +28,7 @@ from .scaling import LOCAL_HOST, read_slots
 
 _SIGKILL_AFTER_SECONDS = 10.0
 _SSH_KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-"""Options of ssh: a lost machine is detected within the lease of a rank."""
+"""Options of ssh by which a lost machine is detected within the lease of a rank."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class JobNode:
     ----------
     name : str
     address : str
-        Address of services on it; '' if none may run on it.
+        Address of services on the machine; '' if none may run there.
     remote_command : callable, optional
         Maps a command to one that runs it on this node; None: the local machine.
     remote_program : sequence of str
-        Command that runs the module `remote` on it.
+        Command that runs the module `remote` on the machine.
     variables : mapping of str to str
         Environment variables of its processes.
     """
@@ -102,7 +102,7 @@ class NodeLostError(LaunchError):
     Attributes
     ----------
     node : str
-        Its name.
+        Name of the machine.
     """
 
     def __init__(self, node: str) -> None:
@@ -118,7 +118,7 @@ class JobNodes:
     nodes : sequence of JobNode
         At least one.
     workers : sequence of str
-        Initial machine of each worker, by name. One that is not among the nodes is a host reached by ssh, with the
+        Name of each worker's initial machine. A name that is not among the nodes is a host reached by ssh, with the
         same files at the same paths.
     fork_server : ForkServer, optional
         Starts processes on this machine.
@@ -177,7 +177,7 @@ class JobNodes:
         """Return the machine for a worker of a lost machine: the reachable one with the fewest workers.
 
         `workers` are the machines of the other workers. The lost machine is returned if it is reachable again, or if no
-        other one is.
+        other machine is reachable.
         """
         count = Counter(workers)
         others = sorted(
@@ -187,14 +187,14 @@ class JobNodes:
 
 
 def assign_workers(arguments: argparse.Namespace, workers: int, tiles: int) -> dict[str, int]:
-    """Return the number of workers on each host or node, in order; a worker never spans several.
+    """Return the number of workers on each host or node, in order; a worker never spans several of them.
 
     Parameters
     ----------
     arguments : Namespace
         With `resources` or a `source` of hosts; without either, all workers run on this machine.
     workers, tiles : int
-        Number of workers, and of ranks of each.
+        Number of workers, and number of ranks of each worker.
 
     Raises
     ------
@@ -209,7 +209,7 @@ def assign_workers(arguments: argparse.Namespace, workers: int, tiles: int) -> d
 
 
 def assign_workers_to_slots(slots: Mapping[str, int], workers: int, tiles: int) -> dict[str, int]:
-    """Return the number of workers on each host, as `assign_workers`."""
+    """Return the number of workers on each host, as `assign_workers` does."""
     room = {node: count // tiles for node, count in slots.items()}
     if workers > sum(room.values()):
         tiles_text, limit = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
@@ -289,7 +289,7 @@ def _create_ssh_node(name: str) -> JobNode:
 
 
 def _own_address(preferred_addresses: Sequence[str]) -> str:
-    """Return the address of this machine for other machines; the loopback address if it has no other."""
+    """Return the address by which other machines reach this one; the loopback address if there is no other."""
     addresses = [*preferred_addresses, *list_own_addresses()]
     remote = (one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback)
     return next(remote, LOOPBACK_ADDRESS)

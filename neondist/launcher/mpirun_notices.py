@@ -7,11 +7,11 @@ import re
 from contextlib import suppress
 
 _DASHED_LINE = b"-" * 60
-# mpirun closes pipes of lost ranks, or replies to them
+# printed when mpirun closes the pipes of lost ranks, or replies to these ranks
 _CONNECTION_WARNINGS = re.compile(
     rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH|plm:ssh: Warning: setpgid\(.*failed in parent)"
 )
-# MPI aborts a rank, usually because another was lost
+# printed when MPI aborts a rank, usually because another rank was lost
 _FATAL_LINE = re.compile(rb"\[[^\]\s]+:\d+\] \*\*\* ")
 _KILLED_RANK = re.compile(rb"noticed that process rank (\d+)[^\n]*\s+exited on (signal \d+ \([^)]*\))")
 _LOST_NODE = re.compile(rb"Remote daemon: .* on node (\S+)")
@@ -34,7 +34,7 @@ def copy_stream(source: int, target: int, notice_filter: NoticeFilter | None = N
 
 
 class NoticeFilter:
-    """Holds back possible notices: lines from one rule of dashes to the next.
+    """Filter that holds back possible notices: lines from one rule of dashes to the next.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Binding of processes to their parents: mpirun ends with `neondist run -n N`, a rank with mpirun.
+"""Binding of processes to their parents: mpirun ends with `neondist run -n N`, and a rank with mpirun.
 
 MPI would let a rank continue until its next communication.
 """
@@ -34,7 +34,7 @@ def parent_death_preexec() -> Callable[[], None] | None:
 
     def bind() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent has died in between
+        if os.getppid() != parent:  # the parent has died in the meantime
             os._exit(1)
 
     return bind
@@ -54,12 +54,12 @@ def die_with_launcher(env: Mapping[str, str]) -> None:
     """Have this rank killed together with its parent process, even during MPI startup (Linux)."""
     if sys.platform == "linux" and detect_job(env) is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if LAUNCHED_RANKS_VARIABLE in env and os.getppid() == 1:  # the parent has died in between
+        if LAUNCHED_RANKS_VARIABLE in env and os.getppid() == 1:  # the parent has died in the meantime
             os._exit(1)
 
 
 def end_with_parent(poll_seconds: float = 1.0) -> None:
-    """End this process soon after its parent, which is polled every `poll_seconds`, from now on."""
+    """From now on, end this process soon after its parent, which is polled every `poll_seconds`."""
     parent = os.getppid()
 
     def poll() -> None:

@@ -1,6 +1,6 @@
 """CPU affinity of the ranks of `neondist run -n N`: consecutive cores of the machine.
 
-Ranks set it themselves, without mpirun's options, so that it works with every MPI, as root, and in containers.
+Ranks set their affinity without mpirun's options, so that it works with every MPI, as root, and in containers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..system.job import Job
 
 PIN_VARIABLE = "NEONDIST_PIN"
 CPUS_VARIABLE = "NEONDIST_CPUS"
-"""Environment variable of the ranks: all CPUs that they share, in order of assignment."""
+"""Environment variable with all CPUs that the ranks share, in order of assignment."""
 CPU_TOPOLOGY_DIR = Path("/sys/devices/system/cpu")
 
 
 def pinning_environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that bind `ranks` ranks with the threads in `env` to cores; empty if unbound."""
+    """Return the variables that bind `ranks` ranks, with the threads set in `env`, to cores; empty if unbound."""
     setting = next((env[name] for name in threads.THREAD_COUNT_VARIABLES if name in env), "")
     thread_count = int(setting) if setting.isdecimal() else threads.threads_per_rank(ranks)
     if unpinned_reason(env) or ranks * thread_count > threads.count_cores():

@@ -47,7 +47,7 @@ class NodePlacement:
     ) -> list[str]:
         """Return the command that runs `words` on every node, with its own Python and environment variables.
 
-        The ranks of a node share its threads unless the user has set their number.
+        The ranks of a node share its cores unless the user has set the number of threads.
         """
         parts: list[str] = []
         for report in self.reports:
@@ -63,7 +63,7 @@ class NodePlacement:
         return [mpirun.path, *parts[1:]]
 
     def node_variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables of a node; its ranks share its cores unless the user has set threads."""
+        """Return the environment variables of a node; its ranks share its cores unless the user sets threads."""
         shared = ssh_settings_of(self.resources, report.node).shared_envs
         if threads.is_thread_count_set({**env, **shared}):
             return dict(shared)
@@ -73,7 +73,7 @@ class NodePlacement:
         }
 
     def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of mpirun, which uses the SSH settings of the check for its daemons."""
+        """Return the environment in which mpirun starts its daemons with the SSH settings of the check."""
         variables = {name: value for name, value in env.items() if name != _HOST_FILE_VARIABLE}
         return {**variables, _SSH_ARGS_VARIABLE: f"{env.get(_SSH_ARGS_VARIABLE, '')} -F {self.ssh_config}".strip()}
 
@@ -130,7 +130,7 @@ class HostPlacement:
 
 
 def list_own_addresses() -> list[str]:
-    """Return the addresses of this machine for other machines, and the loopback address."""
+    """Return the addresses by which other machines reach this one, and the loopback address."""
     import psutil
 
     entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
@@ -145,7 +145,7 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
     Raises
     ------
     LaunchError
-        The nodes have fewer devices.
+        The nodes have fewer devices than ranks.
     """
     if ranks > resources.replicas:
         raise LaunchError(
@@ -160,7 +160,7 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
 def open_job_placement(
     arguments: argparse.Namespace, mpirun: Mpirun, ranks: int
 ) -> Iterator[NodePlacement | HostPlacement | None]:
-    """Yield the placement of ranks, None if mpirun decides; nodes of a resource file are checked and printed.
+    """Yield the placement of ranks, or None if mpirun decides; nodes of a resource file are checked and printed.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def open_job_placement(
         return
     if not mpirun.is_open_mpi:
         raise LaunchError(
-            f"several machines require Open MPI's mpirun, but {mpirun.path} is another one; {INSTALL_REMEDY}"
+            f"several machines require Open MPI's mpirun, but {mpirun.path} is of another MPI; {INSTALL_REMEDY}"
         )
     if resources is None:
         yield HostPlacement(arguments.hosts)
@@ -199,5 +199,5 @@ def print_node_reports(reports: Sequence[NodeReport]) -> None:
 
 
 def _temporary_folder() -> str | None:
-    """Return a folder for temporary files without spaces, at which mpirun splits the options of ssh."""
+    """Return a folder for temporary files; its path has no spaces, at which mpirun splits the options of ssh."""
     return "/tmp" if " " in tempfile.gettempdir() else None

@@ -32,10 +32,10 @@ from .report import print_error
 Prepared = TypeVar("Prepared")
 STALL_TIMEOUT = 600.0
 VIRTUAL_RANK_TIMEOUT = 24 * 3600.0
-"""seconds for which a virtual rank waits for a message of another that may still wait for a core"""
+"""seconds for which a virtual rank waits for a message from another rank, which may be waiting for a core"""
 _ANNOUNCE_AFTER_SECONDS = 1.5
 """seconds of preparation after which the start of ranks is announced"""
-# runs in a separate process, since in this one only the thread of faulthandler may still run
+# runs in a separate process, since only faulthandler's thread may still run in this one
 _STALL_REPORT_SCRIPT = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
 
 
@@ -87,7 +87,7 @@ def run_on_ranks(
         finally:
             if watchdog is not None:
                 watchdog.stop_watching()
-        # ranks need the same time before their first output
+        # the ranks need as long before their first output
         if time.monotonic() - start_time > _ANNOUNCE_AFTER_SECONDS:
             say("starting the ranks", sys.stderr)
         if (code := run_elsewhere(prepared)) is not None:
@@ -124,7 +124,7 @@ def _run_and_report_errors(
 ) -> int:
     """Prepare and work; return the exit code of the work, or of an error.
 
-    User errors in `prepare` occur on all ranks. An error of one rank ends all of them, and one reports it.
+    User errors in `prepare` occur on all ranks. An error on one rank ends all ranks, and one of them reports it.
     """
     from ..comm import abort_with_error
 
@@ -159,7 +159,7 @@ def get_mpi_job(arguments: argparse.Namespace) -> Job | None:
     """Return the MPI job of this process; LaunchError if -n differs from its number of ranks."""
     job = detect_job(os.environ)
     if job is not None and arguments.ranks not in (None, job.size or arguments.ranks):
-        raise LaunchError(f"-n {arguments.ranks} inside an MPI job of {job.size} ranks; leave out -n, the job decides")
+        raise LaunchError(f"-n {arguments.ranks} inside an MPI job of {job.size} ranks; leave out -n")
     return job
 
 
@@ -175,9 +175,9 @@ def create_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole
 def _run_on_virtual_ranks(arguments: argparse.Namespace, run_rank: Callable[[Transport], int]) -> int:
     """Call run_rank(transport) on every virtual rank, a thread each, and return the highest exit code."""
     if arguments.ranks is not None:
-        raise LaunchError("--virtual runs all ranks in this process, and -n starts processes; give one of them")
+        raise LaunchError("--virtual runs all ranks in this process, and -n starts processes; give only one of the two")
     if detect_job(os.environ) is not None:
-        raise LaunchError("--virtual inside an MPI job: leave it out, or run the command without mpirun")
+        raise LaunchError("--virtual cannot be used inside an MPI job; leave it out, or run the command without mpirun")
     from ..comm import loopback
 
     threads.limit_threads(arguments.virtual)
@@ -197,14 +197,14 @@ def needs_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
 
 
 def _get_minimum_ranks(arguments: argparse.Namespace) -> int:
-    """Return the number of ranks to validate the input for: the minimum if hosts determine their number."""
+    """Return the number of ranks for which to validate the input: the minimum if the hosts determine it."""
     if arguments.elastic is not None and arguments.source is not None:
         return int(arguments.elastic[0])
     return int(arguments.ranks)
 
 
 def _start_mpi(job: Job, watchdog: Watchdog | None) -> Transport:
-    """Start MPI, return the transport of its ranks, and pass their hosts and pids to the watchdog."""
+    """Start MPI, pass the hosts and pids of its ranks to the watchdog, and return their transport."""
     from ..comm import mpi
 
     restore_tmpdir(os.environ)
@@ -217,7 +217,7 @@ def _start_mpi(job: Job, watchdog: Watchdog | None) -> Transport:
     if (job.size or 1) > 1 and world.size == 1:
         raise LaunchError(
             f"mpirun has started {job.size} ranks, but mpi4py sees one: they belong to different MPI libraries;"
-            " use the mpirun of the library that `neondist doctor` shows, or install mpi4py again for yours"
+            " use the mpirun of the library that `neondist doctor` shows, or reinstall mpi4py for your own"
         )
     if watchdog is not None:
         host = platform.node()

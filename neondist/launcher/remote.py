@@ -1,7 +1,7 @@
 """Remote execution of `neondist` commands over ssh, with forwarding of signals.
 
 `python safe_path.py neondist.launcher.remote` is the remote side. It reads the command as a line of JSON, then one
-signal number per line. When its input ends, because this machine or the connection was lost, it ends the command.
+signal number per line. When the input ends, because the caller or the connection was lost, it ends the command.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .parent_watch import end_process
 
 REMOTE_MODULE = "neondist.launcher.remote"
 UNREACHABLE_EXIT_CODE = 255
-"""Exit code of ssh without a connection, or after its loss."""
+"""Exit code of ssh if the connection fails or is lost."""
 _SIGKILL_AFTER_SECONDS = 10.0
 _CLOSE_AFTER_KILL_SECONDS = 2.0
 _MAX_REQUEST_CHARACTERS = 1 << 20
 _REMOTE_SHELL_SCRIPT = """[ -x "$1" ] && [ -f "$2" ] && exec "$@"
-echo "error: $0: has no $1 with $2; install neondist there in the same folders, or give the node its python_venv in a \
+echo "error: $0: has no $1 with $2; install neondist there in the same folders, or set python_venv of the node in a \
 resource file, for neondist launch" >&2
 exit 2"""
 
@@ -39,7 +39,7 @@ def remote_side_command(host: str) -> list[str]:
 
 
 class RemoteProcess:
-    """Command on another machine, a `fork_server.Process`; with exit code UNREACHABLE_EXIT_CODE if the machine is lost.
+    """`fork_server.Process` on another machine; its exit code is UNREACHABLE_EXIT_CODE if the machine is lost.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class RemoteProcess:
         self._send_line(json.dumps(request))
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code; None while the command runs."""
         return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -72,7 +72,7 @@ class RemoteProcess:
         return self._process.wait(timeout)
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the command has ended."""
         self._send_line(str(int(sig)))
 
     def terminate(self) -> None:
@@ -80,7 +80,7 @@ class RemoteProcess:
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL, and close the connection if it does not end."""
+        """Send SIGKILL, and close the connection if the command does not end."""
         self.send_signal(signal.SIGKILL)
         try:
             self._process.wait(_CLOSE_AFTER_KILL_SECONDS)
@@ -95,12 +95,12 @@ class RemoteProcess:
 
 
 def describe_exit_cause(code: int, host: str) -> str:
-    """Describe the cause of the end of a killed process on a host."""
+    """Describe why a process on a host was killed."""
     return f"connection to {host} lost" if code == UNREACHABLE_EXIT_CODE else describe_exit_code(code)
 
 
 def _run_requested_command(requests: IO[str]) -> int:
-    """Run the command in the first line; return its exit code, 128 + n if killed by signal n."""
+    """Run the command in the first line; return its exit code, or 128 + n if signal n killed it."""
     request, host = json.loads(requests.readline(_MAX_REQUEST_CHARACTERS)), os.uname().nodename
     if request["version"] != __version__:
         difference = f"neondist {__version__} there, {request['version']} where the job was started"

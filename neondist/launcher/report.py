@@ -1,4 +1,4 @@
-"""Output of an error that ends the command on all ranks, printed once."""
+"""Output of an error that ends the command on all ranks; the error is printed once."""
 
 from __future__ import annotations
 

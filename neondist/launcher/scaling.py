@@ -43,7 +43,7 @@ def read_slots(source: HostSource | None, reread: bool = False) -> dict[str, int
 
 
 def reject_unreachable_maximum(bounds: WorkerBounds, source: HostSource | None) -> None:
-    """Raise an error if a job can never reach its maximum.
+    """Raise LaunchError if a job can never reach its maximum number of workers.
 
     Lists produced by a script are exempt, since they may grow.
     """
@@ -66,11 +66,11 @@ class ElasticSlots:
     ----------
     table : SlotTable
     read_hosts : callable
-        Returns the current slots of each host.
+        Returns the current number of slots of each host.
     exclude_host : callable
         Called with an unreachable host, which `read_hosts` then excludes for a while.
     wait_limit : float
-        Seconds for which the job waits for its minimum.
+        Seconds for which the job waits for its minimum number of workers.
     list_excluded_hosts : callable
         Returns the excluded hosts and the remaining seconds.
     """
@@ -94,7 +94,7 @@ class ElasticSlots:
         report: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> list[str] | None:
-        """Wait for the minimum; return the host of each worker, or None after the limit or if stopped."""
+        """Wait for slots for the minimum number of workers; return their hosts, or None on timeout or if stopped."""
         start, reports, limit = time.monotonic(), -1, self.wait_limit
         while not is_stopped():
             if hosts := self._table.take_slots(self._read_hosts()):
@@ -120,7 +120,7 @@ class ElasticSlots:
         return self._table.has_free_slots(self._read_hosts())
 
     def take_slots(self) -> list[str]:
-        """Return the hosts of workers that may be started now."""
+        """Take slots for the workers that may be started now; return their hosts."""
         return self._table.take_slots(self._read_hosts())
 
     def surplus_workers(self) -> int:
@@ -133,7 +133,7 @@ class ElasticSlots:
         return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job is waiting"
 
     def free_worker_slots(self, host: str, permanently: bool) -> None:
-        """Free the slots of a worker, as `SlotTable.free_worker_slots`."""
+        """Free the slots of a worker, as `SlotTable.free_worker_slots` does."""
         self._table.free_worker_slots(host, permanently)
 
     def free_slots_on_lost_host(self, host: str) -> None:
@@ -142,10 +142,10 @@ class ElasticSlots:
         self._table.free_worker_slots(host)
 
     def report_giving_up(self) -> None:
-        """Report that the job ends after it waited too long for its minimum."""
-        remedy = "start it again later, or lower --num-workers"
+        """Report that the job ends because slots for its minimum of workers were not free in time."""
+        remedy = "start the job again later, or lower --num-workers"
         if excluded := self._list_excluded_hosts():
-            remedy = f"correct the list, or the error shown by `ssh {next(iter(excluded))}`"
+            remedy = f"correct the list of hosts, or the error shown by `ssh {next(iter(excluded))}`"
         say(f"error: gave up after {self.wait_limit:g} s: {self.describe_slot_users()}; {remedy}", sys.stderr)
 
     def describe_slot_users(self) -> str:
@@ -206,5 +206,5 @@ def describe_change(before: int, after: int, reason: str) -> str:
 
 
 def choose_workers_to_release(indices: Sequence[int], count: int) -> list[int]:
-    """Return the workers to release: the last ones; never worker 0, which writes the run."""
+    """Return the workers to release: the last ones; never worker 0, which writes the output of the run."""
     return sorted((index for index in indices if index > 0), reverse=True)[:count]

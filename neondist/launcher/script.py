@@ -1,4 +1,4 @@
-"""Rank that runs a user's script like `python SCRIPT WORD...`, started by `neondist launch`."""
+"""Rank that runs a user's script as `python SCRIPT WORD...` does; started by `neondist launch`."""
 
 import os
 import runpy

@@ -23,11 +23,11 @@ class ServiceProcess:
     name : str
         Name in messages.
     words : sequence of str
-        Arguments of its command, without its address.
+        Arguments of the service's command, without the address.
     node : JobNode
-        Machine on which it runs.
+        Machine on which the service runs.
     start : callable
-        Starts a process from the arguments of a command; its first line of output ends with the address.
+        Starts a process from the arguments of a command; the first line of its output ends with its address.
 
     Attributes
     ----------
@@ -44,12 +44,12 @@ class ServiceProcess:
         self._process = self._start_process()
 
     def wait_until_listening(self) -> None:
-        """Wait until the service listens; restart it if it is killed before.
+        """Wait until the service listens; restart it if it is killed before then.
 
         Raises
         ------
         NodeLostError
-            Its machine cannot be reached.
+            The machine of the service cannot be reached.
         LaunchError
             The service exited by itself, or was killed too often.
         """

@@ -1,4 +1,4 @@
-"""Slots of a machine shared by the jobs of a user, each with a minimum and a maximum number of workers.
+"""Slots of a machine shared by a user's jobs; each job has a minimum and a maximum number of workers.
 
 A per-user folder has a file for each job, with its bounds and the slots it holds. A job keeps a kernel lock (flock) on
 its file, so that a killed job holds no slots, however it ended. A second lock serialises access to these files.
@@ -24,7 +24,7 @@ from ..io.files import convert_file_errors
 
 try:
     import fcntl
-except ImportError:  # no POSIX
+except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 LOCK_TIMEOUT = 2.0
@@ -35,7 +35,7 @@ _MAX_COUNT = 1 << 22
 
 @dataclass(frozen=True)
 class WorkerBounds:
-    """Bounds on the number of workers of a job, and their size.
+    """Bounds on the number of workers of a job, and the size of each worker.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class WorkerBounds:
 def fair_shares(slots: int, jobs: Sequence[WorkerBounds]) -> list[int]:
     """Return the number of workers of each job, in order of arrival.
 
-    Jobs get their minimum in this order, up to the first one whose minimum does not fit: it and later ones get 0.
+    Jobs get their minimum in this order, up to the first one whose minimum does not fit; that job and later ones get 0.
     Further workers are assigned one by one to the job with the fewest slots that is below its maximum.
 
     Parameters
@@ -88,7 +88,7 @@ class _JobEntry:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the job has less than its minimum."""
+        """Whether the job has fewer workers than its minimum."""
         return self.workers_by_host.total() < self.bounds.min_workers
 
     def format(self) -> bytes:
@@ -132,7 +132,7 @@ class SlotTable:
         with _convert_errors(self._folder), self._hold_lock() as locked:
             if not locked:
                 raise LaunchError(
-                    f"{self._folder}: another job has locked it for {LOCK_TIMEOUT:g} s; try again, or end that job"
+                    f"{self._folder}: locked by another job for {LOCK_TIMEOUT:g} s; try again, or end that job"
                 )
             self._own_entry.order = 1 + max((one.order for one in self._read_other_entries()), default=0)
             self._own_descriptor = os.open(self._own_path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
@@ -152,7 +152,7 @@ class SlotTable:
 
     @property
     def workers(self) -> int:
-        """Workers for which this job holds slots."""
+        """Number of workers for which this job holds slots."""
         return self._own_entry.workers_by_host.total()
 
     def take_slots(self, hosts: Mapping[str, int]) -> list[str]:
@@ -176,13 +176,13 @@ class SlotTable:
             return assigned
 
     def has_free_slots(self, hosts: Mapping[str, int]) -> bool:
-        """Whether `take_slots` would return anything."""
+        """Whether `take_slots` would return any host."""
         with self._update_entries() as others:
             return bool(others is not None and self._hosts_of_new_workers(hosts, others))
 
     def free_worker_slots(self, host: str, permanently: bool = False) -> None:
-        """Free the slots of a worker on a host; `permanently`: the job is about to end and needs no others."""
-        self._own_entry.workers_by_host[host] -= 1  # first: if the files are locked, the next update records it
+        """Free the slots of a worker on a host; `permanently`: the job is about to end and needs no other slots."""
+        self._own_entry.workers_by_host[host] -= 1  # first: if the files are locked, the next update records this
         self._own_entry.workers_by_host += Counter()
         if permanently:
             low, high = (min(bound, self.workers) for bound in (self.bounds.min_workers, self.bounds.max_workers))
@@ -223,7 +223,7 @@ class SlotTable:
     def _update_entries(self) -> Iterator[list[_JobEntry] | None]:
         """Yield the entries of other jobs, and write that of this job on exit.
 
-        Yields None while the files are locked or if they were removed: a running job stays as it is.
+        Yields None while the files are locked or if they were removed; a running job then stays as it is.
         """
         if not self._folder.is_dir():
             yield None
@@ -278,7 +278,7 @@ def shared_slots_folder() -> Path:
     Raises
     ------
     LaunchError
-        Other users can access it, or it cannot be created.
+        Other users can access the folder, or it cannot be created.
     """
     if fcntl is None or not hasattr(os, "getuid"):
         raise LaunchError("--num-workers MIN:MAX: needs POSIX file locks; give a fixed number of workers")
@@ -294,7 +294,7 @@ def shared_slots_folder() -> Path:
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
                 raise LaunchError(
-                    f"{folder}: jobs share slots there, but other users can write to it; remove it, or set"
+                    f"{folder}: jobs share slots in this folder, but it is not private to you; remove it, or set"
                     " XDG_RUNTIME_DIR to a folder of your own"
                 )
     return path

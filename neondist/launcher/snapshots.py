@@ -1,4 +1,4 @@
-"""Connections to the processes that keep snapshots on nodes after their ranks end, until they are dismissed."""
+"""Connections to the processes that keep snapshots on nodes after the ranks end, until dismissed by this one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SnapshotKeepers:
                 _send_exit_message(connection, self.exit_message)
         for connection in list(self._connection_by_node.values()):
             if self.exit_message:
-                with suppress(OSError):  # the process exits once it has removed them
+                with suppress(OSError):  # the process exits once it has removed the snapshots
                     receive_bytes(connection, 1)
             connection.close()
 
@@ -78,7 +78,7 @@ class SnapshotKeepers:
             listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept a connection from a rank that proves the key; the process that keeps snapshots inherits it."""
+        """Accept a connection if the rank proves the key; the process that keeps snapshots inherits the connection."""
         with suppress(OSError):
             connection = listener.accept()[0]
             connection.settimeout(_GREETING_TIMEOUT)

@@ -20,7 +20,7 @@ from .mpirun_notices import NoticeFilter, copy_stream
 from .parent_watch import end_process, parent_death_preexec
 
 _MPIRUN_EXIT_TIMEOUT = 20.0
-"""seconds after the end of the ranks before an mpirun that has not noticed it is ended"""
+"""seconds after the end of the ranks until mpirun is ended if it has not noticed"""
 _LOST_NODE_REPORT_TIMEOUT = 0.2
 """seconds for mpirun to report a lost daemon, whose ranks die with it"""
 _EXIT_TIMEOUT_AFTER_LOSS = 2.0
@@ -65,10 +65,10 @@ def supervise_command(
 ) -> JobEnding:
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
-    It inherits the file descriptors `inherited_descriptors`. If ranks listen, SIGTERM is forwarded as SIGUSR1, which
-    requests a stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If `ranks_handle_stop`,
-    both are held back until all ranks of the monitor listen, since SIGUSR1 would kill the others. `received_signals`
-    names earlier signals. Once `hosts_changed` returns true, listening ranks are requested to stop as well.
+    The command inherits the file descriptors `inherited_descriptors`. If ranks handle SIGUSR1, SIGTERM is forwarded as
+    SIGUSR1, which requests a stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If
+    `ranks_handle_stop`, both signals are held back until all ranks of the monitor handle SIGUSR1, since it would kill
+    the others. `received_signals` names earlier signals. Once `hosts_changed` returns true, a stop is requested too.
     """
     forwarder, changing = _SignalForwarder(ranks_handle_stop), False
     handlers = _install_handlers(forwarder.forward)  # before the start: a signal must not end this process alone
@@ -84,7 +84,7 @@ def supervise_command(
             stdin=subprocess.DEVNULL,
             stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job if its output is closed
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches it once, through this process
+            start_new_session=True,  # Ctrl-C reaches mpirun once, through this process
             preexec_fn=parent_death_preexec(),
         )
         notice_filter = NoticeFilter()
@@ -105,7 +105,7 @@ def supervise_command(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LOST_NODE_REPORT_TIMEOUT)
                 monitor.kill_remaining_ranks()
-                end_process(process, _EXIT_TIMEOUT_AFTER_LOSS)  # hangs if it waits for a lost daemon
+                end_process(process, _EXIT_TIMEOUT_AFTER_LOSS)  # mpirun hangs if it waits for a lost daemon
         if monitor is not None:
             monitor.drain_connections()
         for copier in filter(None, copiers):
@@ -133,7 +133,7 @@ def _is_mpirun_overdue(monitor: Monitor) -> bool:
 def _determine_ending(
     code: int, signals: Sequence[int], monitor: Monitor | None, notice_filter: NoticeFilter
 ) -> JobEnding:
-    """Return the end of the job, from mpirun's exit code, the signals for it, and the messages of the ranks."""
+    """Return how the job ended, from mpirun's exit code, the received signals, and the messages of the ranks."""
     killed, code = code < 0, 128 - code if code < 0 else code
     if code in (0, STOPPED_EXIT_CODE) and (monitor is None or not monitor.unreported_ranks()):
         return JobEnding(code)
@@ -166,7 +166,7 @@ def _determine_ending(
 def _start_copier(
     source: IO[bytes] | None, target: int, notice_filter: NoticeFilter | None = None
 ) -> threading.Thread | None:
-    """Copy a pipe, if any, to a file descriptor in a thread, until it is closed."""
+    """Copy a pipe, if any, to a file descriptor in a thread, until the pipe is closed."""
     if source is None:
         return None
     thread = threading.Thread(target=copy_stream, args=(source.fileno(), target, notice_filter), daemon=True)
@@ -182,7 +182,7 @@ class _SignalForwarder:
         self.process: subprocess.Popen[bytes] | None = None
         self.received_signals: list[int] = []
         self.pending_signals: list[int] = []  # to be sent once the command runs
-        self.deferred_signals: list[int] = []  # to be sent once the ranks listen
+        self.deferred_signals: list[int] = []  # to be sent once the ranks handle SIGUSR1
 
     def forward(self, number: int, frame: FrameType | None = None) -> None:
         """Receive a signal, and forward it once the command can handle it."""

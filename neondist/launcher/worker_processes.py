@@ -31,7 +31,7 @@ class TaskProgress:
     Attributes
     ----------
     unassigned_tasks : int
-        Unassigned tasks.
+        Number of unassigned tasks.
     started_workers : frozenset of int
         Workers that have requested a task.
     """
@@ -60,12 +60,12 @@ class WorkerProcesses:
         Initial machine of each worker, and replacements of lost machines.
     services : sequence of ServiceProcess
     report_lost : callable
-        Called with the index of an ended worker before it is restarted. If it returns False because a service did not
-        respond, it is called again while that worker is absent, since others would wait for it.
+        Called with the index of an ended worker before this worker is restarted. Returns False if a service did not
+        respond; it is then called again while the worker is absent, since other workers would wait for that worker.
     elastic_slots : ElasticSlots, optional
         Slots of an elastic job.
     fetch_progress : callable, optional
-        Returns the tasks of an elastic job; None if currently unknown.
+        Returns the progress of an elastic job; None if currently unknown.
     log_event : callable
         Called with the name and the fields of each event.
     """
@@ -142,7 +142,7 @@ class WorkerProcesses:
                 time.sleep(0.1)
 
     def _exit_code_or_refill(self) -> int | None:
-        """Return the exit code of a job without workers; None if it obtained other hosts for them."""
+        """Return the exit code of a job without workers; None if hosts for new workers were found."""
         if self._exit_codes or self._elastic_slots is None:
             return max(self._exit_codes.values())
         hosts = self._elastic_slots.wait_for_minimum(lambda: self._stopping, lambda text: say(text, sys.stderr))
@@ -169,7 +169,7 @@ class WorkerProcesses:
             return None
         self._exit_codes[index] = (
             code if not _was_killed(code) else STOPPED_EXIT_CODE
-        )  # signalled before its handler was installed
+        )  # the signal arrived before the worker's handler was installed
         return None if self._exit_codes[index] in (0, STOPPED_EXIT_CODE) else code
 
     def _restart_worker(self, index: int, worker: _Worker, code: int) -> int | None:
@@ -213,7 +213,7 @@ class WorkerProcesses:
             self._add_workers(elastic_slots)
 
     def _release_workers(self, count: int, reason: str, only_idle: bool = False) -> None:
-        """Release the workers of the highest indices, after their minibatch or at once if they have no task."""
+        """Release the workers with the highest indices, after their minibatch, or at once if they have no task."""
         candidates = [index for index, worker in self._workers.items() if worker.deadline is None]
         progress = self._fetch_progress()
         if only_idle:
@@ -251,7 +251,7 @@ class WorkerProcesses:
         index = next(number for number in range(len(self._workers) + 1) if number not in self._workers)
         self._workers[index] = _Worker(self._start(index, host, index in self._restart_counts), host)
         self._restart_counts.setdefault(index, 0)
-        if self._stopping:  # a signal arrived in between
+        if self._stopping:  # a signal arrived in the meantime
             self._workers[index].process.send_signal(signal.SIGTERM)
 
     def _restart_killed_services(self) -> None:

