@@ -37,7 +37,7 @@ _LINE_PATTERN = re.compile(rf"{_HOST_PATTERN}(?::(?P<colon>\d{{1,6}})|(?P<rest>(
 
 
 def slots_by_node(resources: ResourceSpec) -> dict[str, int]:
-    """Return the slots of each node: one per GPU, or one per CPU without GPUs."""
+    """Return the slots of each node: one per GPU, or one per CPU if the node has no GPUs."""
     return {node.address: len(node.gpus or node.cpus) for node in resources.nodes}
 
 
@@ -89,7 +89,7 @@ class HostSource:
 
     @cached_property
     def slots_at_start(self) -> dict[str, int]:
-        """Hosts at the start of the command, read once for all checks and placements; as `read`."""
+        """Result of `read` at the start of the command, for all checks and placements."""
         return self.read()
 
     def read(self) -> dict[str, int]:
@@ -111,7 +111,7 @@ class HostSource:
                 f"{self.path}: cannot be read ({error.strerror}); specify a readable list or script"
             ) from None
         if text.startswith("#!"):
-            raise ConfigError(f"{self.path}: is a script that is not executable; chmod +x it")
+            raise ConfigError(f"{self.path}: is a script that is not executable; run chmod +x on it")
         return parse_hosts(text, str(self.path))
 
     def _run_host_script(self) -> str:
@@ -145,18 +145,18 @@ class HostPool:
     Parameters
     ----------
     read : callable
-        Returns hosts and slots, as `HostSource.read`.
+        Returns hosts and slots, as `HostSource.read` does.
     cooldown : float
         Seconds for which a failed host is excluded.
     clock : callable
-        Replacement of time.monotonic in tests.
+        Replacement for time.monotonic in tests.
 
     Attributes
     ----------
     listed_slots : dict of str to int
         Slots of each host, as of the last successful `refresh`.
     refresh_error : str
-        Reason why the last `refresh` failed, which keeps the list; '' if it succeeded.
+        Reason why the last `refresh` failed and kept the old list; '' if it succeeded.
     """
 
     def __init__(
@@ -176,16 +176,16 @@ class HostPool:
             self.refresh_error = str(error)
 
     def record_failure(self, host: str) -> None:
-        """Exclude a host until it has cooled down."""
+        """Exclude a host until the end of its cooldown."""
         self._excluded_until[host] = self._clock() + self.cooldown
 
     def exclude_unusable(self, reasons: Mapping[str, str]) -> list[str]:
-        """Exclude unusable hosts like failed ones; return a message for each host with a new reason."""
+        """Exclude unusable hosts, as failed ones; return a message for each host with a new reason."""
         new = {host: reason for host, reason in reasons.items() if self._reported_reasons.get(host) != reason}
         for host in reasons:
             self.record_failure(host)
         self._reported_reasons.update(reasons)
-        return [f"hosts: {host} {reason}; it is left out" for host, reason in new.items()]
+        return [f"hosts: {host} {reason}; the host is left out" for host, reason in new.items()]
 
     def list_excluded_hosts(self) -> dict[str, float]:
         """Return the listed hosts in their cooldown, with the remaining seconds."""
@@ -200,7 +200,7 @@ class HostPool:
         return {host: slots for host, slots in self.listed_slots.items() if host not in excluded}
 
     def listed_host_of(self, name: str) -> str:
-        """Return the listed host with a name, fully qualified or not; '' if there is none."""
+        """Return the listed host of a given name, fully qualified or not; '' if there is none."""
         if name in self.listed_slots:
             return name
         short = name.partition(".")[0]
@@ -220,7 +220,7 @@ def ranks_per_host(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
 def command_on_host(
     host: str, words: Sequence[str], env: Mapping[str, str], extra_options: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that runs a command on a host by ssh, with `extra_options`, or by mpirun's agent."""
+    """Return the command line that runs a command on a host by ssh, with `extra_options`, or by mpirun's agent."""
     options = shlex.split(env.get(SSH_ARGS_VARIABLE, ""))
     options += [] if SSH_AGENT_VARIABLE in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra_options]
     return remote_command(host, options, words, env)

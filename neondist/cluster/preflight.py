@@ -61,14 +61,14 @@ class NodeReport:
     node : Node
     ssh : SSHConfig
     ranks : int
-        Number of its ranks.
+        Number of ranks on the node.
     python : str
-        Path of its Python.
+        Path of Python on the node.
     node_info : dict
         Results of the check; empty for a node that does not respond.
     problems : list of str
     clock_skew : float
-        Seconds by which its clock is ahead.
+        Seconds by which the node's clock is ahead of this machine's.
     """
 
     node: Node
@@ -113,7 +113,7 @@ def check_nodes(
     ssh_config_path : Path
         Path of an ssh_config written by `write_ssh_config`.
     mpirun : str
-        Path of mpirun, the same on all nodes, next to the program of its daemons.
+        Path of mpirun, the same on all nodes; prted must be in the same folder.
     files : sequence of Path
         Files that must exist on all nodes with the same content.
     env : mapping
@@ -146,7 +146,7 @@ class UnusableNodesError(LaunchError):
     Attributes
     ----------
     nodes : tuple of str
-        Their addresses.
+        Addresses of the unusable nodes.
     """
 
     nodes: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments
         message += f"; check address, username, port and key_file: {format_ssh_command(report.node, report.ssh)}"
         report.problems.append(f"cannot be reached: {message}")
     else:
-        report.problems.append(f"{report.python} does not run ({message}); set python_venv to its virtual environment")
+        report.problems.append(f"{report.python} does not run ({message}); set python_venv for this node")
 
 
 def _find_problems(
@@ -223,7 +223,7 @@ def _find_problems(
             if digest is None or digest != expected:
                 yield f"{file} {'cannot be read' if digest is None else 'has different content'}; share or copy it"
     if info["memory"] is not None and info["memory"] < report.ranks * MIN_BYTES_PER_RANK:
-        too_little = f"too little for {counted(report.ranks, 'rank')}; give it fewer cpus or gpus"
+        too_little = f"too little for {counted(report.ranks, 'rank')}; list fewer cpus or gpus for the node"
         yield f"{info['memory'] >> 20} MiB free, {too_little}"
     if abs(report.clock_skew) > MAX_CLOCK_SKEW_SECONDS:
         yield f"its clock is {report.clock_skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

@@ -45,7 +45,7 @@ class SSHConfig:
         '' for the user of this process.
     port : int
     key_file : str or None
-        Absolute; None: OpenSSH's default keys.
+        Absolute path; None: OpenSSH's default keys.
     python_venv : str
         A shell command that activates the node's virtual environment, such as 'source /opt/venv/bin/activate'.
     shared_envs : dict of str to str
@@ -92,7 +92,7 @@ class Device:
     Attributes
     ----------
     node : str
-        Its address.
+        Address of the node.
     kind : 'gpu' or 'cpu'
     index : int
     """
@@ -109,8 +109,8 @@ class ResourceSpec:
     ----------
     resources : path of a YAML file, or mapping
         `nodes`: a list of {address, cpus, gpus, chief, ssh_config, network_bandwidth}; `ssh`: a mapping of names to
-        {username, port, key_file, python_venv, shared_envs}, or one for all nodes. Relative paths of key files
-        are relative to the file.
+        {username, port, key_file, python_venv, shared_envs}, or a single such mapping for all nodes.
+        Relative paths of key files are relative to the folder of the file.
 
     Attributes
     ----------
@@ -165,7 +165,7 @@ class ResourceSpec:
 
     @property
     def servers(self) -> int:
-        """Number of devices that can own parameters: CPUs, at least one of each node."""
+        """Number of devices that can own parameters: CPUs, at least one per node."""
         return sum(len(node.cpus) for node in self.nodes)
 
     def _parse_node(self, node: yaml_nodes.Node, path: str, is_single: bool) -> Node:
@@ -242,7 +242,7 @@ def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConf
             fields[name] = _parse_line(fields[name], join_path(path, name))
     if re.search(r"^-|[\s@]", fields.get("username", "")):
         raise field_error(node, path, "username", f"invalid; expected a user name, got '{fields['username']}'")
-    if "key_file" in fields:  # relative ones are checked by the launcher: their files may be created later
+    if "key_file" in fields:  # the launcher checks relative paths, whose files may be created later
         file = Path(fields["key_file"]).expanduser()
         if file.is_absolute() and not file.is_file():
             raise field_error(node, path, "key_file", f"'{file}' does not exist; give the path of a private key")
@@ -256,7 +256,7 @@ def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConf
 
 
 def _parse_line(node: yaml_nodes.Node, path: str) -> str:
-    """Return text of one line; numbers are taken as text."""
+    """Return a single line of text; numbers are read as text."""
     text = str(convert_node(node, str | int | float, path))
     if not text.isprintable():
         raise node_error(node, path, "expected text of one line without control characters")

@@ -26,8 +26,8 @@ def ssh_settings_of(resources: ResourceSpec, node: Node) -> SSHConfig:
 def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]) -> None:
     """Write the settings of all nodes reached by SSH.
 
-    The user's own configuration applies to settings that are left open. The key of an unknown host is accepted on first
-    use; a changed key is rejected. No password is requested.
+    The user's own configuration applies to settings that are not specified. The key of an unknown host is accepted on
+    first use; a changed key is rejected. No password is requested.
 
     Raises
     ------
@@ -53,12 +53,12 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
 def ssh_command(
     node: Node, config_path: Path, command: list[str], env: Mapping[str, str], options: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that runs a command on a node; `options` are additional options of ssh."""
+    """Return the command line that runs a command on a node; `options` are additional options of ssh."""
     return remote_command(node.address, ["-F", str(config_path), *options], command, env)
 
 
 def remote_command(host: str, options: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the command that runs a command on a host by ssh with options, or by mpirun's agent."""
+    """Return the command line that runs a command on a host by ssh with options, or by mpirun's agent."""
     agent = shlex.split(env.get(SSH_AGENT_VARIABLE, "ssh")) or ["ssh"]
     return [*agent, *options, host, shlex.join(command)]
 
@@ -97,5 +97,8 @@ def python_path_of(ssh: SSHConfig, setting_name: str, default: str) -> str:
 def _quote_argument(text: str, setting_name: str) -> str:
     """Return a quoted argument of ssh_config, which cannot escape quotes and variables."""
     if re.search(r'["\\]|\$\{', text):
-        raise ConfigError(f"{setting_name}: '{text}' has characters that ssh_config cannot take (\" \\ ${{); rename it")
+        raise ConfigError(
+            f"{setting_name}: '{text}' contains characters that ssh_config does not support (\" \\ ${{); use a name"
+            " without these"
+        )
     return f'"{text}"'

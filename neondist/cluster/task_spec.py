@@ -39,7 +39,7 @@ class TaskSpecDef:
         Index among the tasks of its type.
     trial : str, optional
         Trial of a hyperparameter search.
-    ps_hosts, worker_hosts : list of str, or text with commas, optional
+    ps_hosts, worker_hosts : list of str, or comma-separated text, optional
     master : str, optional
         The master's address.
     num_workers : int, optional
@@ -109,7 +109,7 @@ class TaskSpecDef:
         return self.type == "evaluator"
 
     def use_last_worker_as_evaluator(self) -> TaskSpecDef:
-        """Return the task for a job in which the last worker is the evaluator.
+        """Return this task in a job whose last worker is the evaluator.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class TaskSpecDef:
             If there is only one worker.
         """
         if self.num_workers < 2 or not self._worker_count:
-            raise ConfigError("use_last_worker_as_evaluator: needs at least two workers; start another one")
+            raise ConfigError("use_last_worker_as_evaluator: needs at least two workers; start another worker")
         last = self._worker_count - 1
         evaluates = self.type == "worker" and self.index == last
         return TaskSpecDef(

@@ -49,7 +49,7 @@ def test_hosts_that_join_without_neondist(folder, capsys, monkeypatch):
     assert script.started[:2] == [{"a": 1}, {"a": 1, "c": 1}]
     out = capsys.readouterr().out
     assert out.count("hosts: b has no ") == 1
-    assert "with neondist; install it there at the same path; it is left out\n" in out
+    assert "with neondist; install it there at the same path; the host is left out\n" in out
 
 
 def test_hosts_without_neondist_at_the_start(folder, monkeypatch):
