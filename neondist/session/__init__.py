@@ -1,9 +1,9 @@
-"""Training and evaluation sessions: a script's own loop with hooks, checkpoints and a common end on all ranks.
+"""Training and evaluation sessions: a script's own loop with hooks, checkpoints and a coordinated stop.
 
 distributed_session: the session. state: its state, for hooks. training, evaluation: the two roles. data_position:
 batches from the position of a checkpoint. servers: parameter servers that update the model. hooks: stopping, initial
-weights. logs: step logs and summaries. follow: evaluation of each checkpoint of a job. autodist: distribution of
-single-process scripts.
+weights. logs: step logs and summaries. checkpoint_follower: evaluation of each checkpoint of a job. autodist:
+distribution of single-process scripts.
 """
 
 from .autodist import AutoDist, scope

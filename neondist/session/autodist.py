@@ -33,10 +33,10 @@ _GRID_KEYS = "replicas", "rows", "cols", "planes"
 
 
 class AutoDist:
-    """Distributes the training step of a script written for a single process.
+    """Distribute the training step of a script written for a single process.
 
-    Inside an MPI job it joins the job; otherwise `python script.py` reruns the script on all devices of the resource
-    spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec it uses a single process.
+    AutoDist joins an existing MPI job; otherwise `python script.py` reruns the script on all devices of the resource
+    spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec a single process is used.
     Ranks start with rank 0's random states of Python, NumPy and PyTorch, and only rank 0 prints.
 
     Parameters
@@ -115,7 +115,7 @@ class AutoDist:
             yield
 
     def function(self, function: Function) -> Function:
-        """Decorate a function of whole batches, such as a training step, to run its model calls distributed.
+        """Decorate a function of whole batches, such as a training step, so that its model calls run distributed.
 
         Losses from torch.nn are computed on tiles; all other operations receive whole outputs. The result is whole and
         the same on every rank. Outside such functions every rank runs the models as in a single process.
@@ -129,8 +129,8 @@ class AutoDist:
         name = getattr(function, "__name__", type(function).__name__)
         if not self._scope_entered:
             raise ConfigError(
-                f"{_source_line(function)}: {name}: function() outside a scope; decorate it inside or after the"
-                " `with d.scope():` in which its models are created"
+                f"{_source_line(function)}: {name}: function() called outside a scope; call it inside or after the"
+                " `with d.scope():` in which the models are created"
             ).on_all_ranks()
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or not callable(function):
             raise ConfigError(f"{_source_line(function)}: {name}: expected a function, not a generator or coroutine")
@@ -145,7 +145,7 @@ class AutoDist:
 
     @property
     def strategy(self) -> StrategyBuilder | Strategy:
-        """The strategy built for the models of the scopes so far; the builder itself if there are none."""
+        """The strategy built for the models of the scopes so far; the builder itself if there are no models."""
         planned = self._plan_module_parameters()
         return self._given_strategy if planned is None else planned.strategy
 
@@ -195,7 +195,7 @@ class AutoDist:
         return plan_parameters(parameters, self.grid.shape, self._given_strategy)
 
     def _divide_optimizer_steps(self) -> None:
-        """Divide optimiser steps among owners if the strategy requires it; at the first call of a function."""
+        """At the first call of a function, divide optimiser steps among owners if the strategy requires it."""
         if self._steps_divided:
             return
         self._steps_divided = True
@@ -290,11 +290,11 @@ def _relaunch_script(resources: ResourceSpec) -> None:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not file or not os.path.isfile(file):
         raise LaunchError(
-            "AutoDist reruns the script on all devices, but this process has no script; run it as `python script.py`,"
-            " or start the ranks with mpirun"
+            "AutoDist reruns the script on all devices, but this process has no script; write a script and run"
+            " `python script.py`, or start the ranks with mpirun"
         )
     if resources.path is None:
-        raise LaunchError("resource_spec: a job is started from a file; give AutoDist the path of a resource file")
+        raise LaunchError("resource_spec: a job can only be started from a resource file; give AutoDist its path")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     command = safe_path.python_command("neondist", "launch", str(resources.path), os.path.abspath(file), *sys.argv[1:])

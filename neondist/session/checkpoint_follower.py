@@ -1,4 +1,4 @@
-"""Continuous evaluation of all checkpoints of a job, once each and in order of steps, until it is complete."""
+"""Continuous evaluation of all checkpoints of a job, once each and in order of steps, until the job is complete."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PendingCheckpoint:
 
 
 class CheckpointFollower:
-    """Iterates over the checkpoints of a job as they appear. Collective.
+    """Iteration over the checkpoints of a job as they appear. Collective.
 
     Parameters
     ----------
@@ -84,12 +84,12 @@ class CheckpointFollower:
         self._seen_files: set[tuple[int, int]] = set()
 
     def wait_for_next(self) -> PendingCheckpoint | None:
-        """Wait for the next checkpoint; None once all of a complete job are evaluated, or the time limit is reached."""
+        """Wait for the next checkpoint; None once a complete job has no more checkpoints, or at the time limit."""
         while True:
             result: tuple[PendingCheckpoint | None, bool] = (None, False)
             with all_or_none(self.world):
                 if self.world.rank == 0:
-                    complete = (self.folder / COMPLETE).exists()  # before listing: nothing is written after it
+                    complete = (self.folder / COMPLETE).exists()  # read before the list: nothing is written later
                     result = self._find_next(), complete or self.clock() >= self.deadline
             checkpoint, over = self.world.bcast(result)
             if checkpoint is not None or over:
@@ -121,7 +121,7 @@ class CheckpointFollower:
         return True
 
     def _find_next(self) -> PendingCheckpoint | None:
-        """Return the next checkpoint, if any, preferring files named by step, if the job keeps several."""
+        """Return the next checkpoint, if any; files named by step are preferred if the job keeps several."""
         path = self.folder / CHECKPOINT
         kept = {step: file for file in checkpoints_by_step(path) if (step := _step_in_name(file)) is not None}
         for step in sorted(kept):
@@ -144,7 +144,7 @@ def _step_in_name(path: Path) -> int | None:
 
 
 class EvaluationRecorder:
-    """Results of checkpoints, passed to hooks like those of epochs: metrics.jsonl, and loggers by step.
+    """Recorder of the results of checkpoints; hooks receive them like those of epochs: metrics.jsonl, loggers by step.
 
     Parameters
     ----------
@@ -211,11 +211,11 @@ def follow_checkpoints(
     Parameters
     ----------
     experiment : FitExperiment
-        Its model, data, metrics and loggers.
+        Experiment with the model, data, metrics and loggers.
     folder : path
         Folder of the checkpoints of a run or session.
     grid : ProcessGrid, optional
-        Default `experiment.open_grid()`.
+        Default: `experiment.open_grid()`.
     output : path, optional
         Folder of metrics.jsonl and loggers; default: 'evaluation' in `folder`. Steps already in its metrics.jsonl
         are skipped.

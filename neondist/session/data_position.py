@@ -1,4 +1,4 @@
-"""Batches of a data set from the position of a checkpoint."""
+"""Batches of a data set, starting at the position of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class DataPosition:
     dataset : Dataset
         Opened on the model's grid.
     batch_size : int
-        Samples of a batch, over all replicas.
+        Number of samples in a batch, over all replicas.
     seed : int
         Seed of the order of samples.
     """
 
     def __init__(self, state: SessionState, dataset: Dataset, batch_size: int, seed: int) -> None:
         self.state, self.dataset, self.batch_size, self.seed = state, dataset, batch_size, seed
-        #: number of samples, over all replicas, of the current batch, and of those not yet counted by a step
+        #: number of samples, over all replicas, in the current batch, and how many of these no step has counted yet
         self.current_batch_size = self.uncounted_samples = 0
         replicas = state.grid.replicas
         #: whether each replica reads a shard of its own
@@ -77,7 +77,7 @@ class DataPosition:
                     return
 
     def advance_past_batch(self) -> int:
-        """Advance past the current batch; return its number of samples, 0 if it is already counted."""
+        """Advance past the current batch; return its number of samples, or 0 if already counted."""
         size, self.uncounted_samples = self.uncounted_samples, 0
         self.state.samples_seen += size
         return size

@@ -1,4 +1,4 @@
-"""Session of a script's own training loop: roles, hooks, checkpoints and a common end on all ranks."""
+"""Session for a script's own training loop: roles, hooks, checkpoints and a coordinated stop on all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DistributedSession:
     model : optional
         A built neondist model, a module returned by `ndt.distribute`, or a list of one of these with its optimiser and
         other objects with `state_dict` and `load_state_dict`, such as schedulers. A DistributedOptimizer is found
-        through its module. None: only steps are counted and hooks called.
+        through its module. None: the session only counts steps and calls hooks.
     checkpoint_dir : path, optional
         Default: no checkpoints.
     hooks : sequence of Hook
@@ -54,10 +54,10 @@ class DistributedSession:
     chief_only_hooks : sequence of Hook
         Called only on the first rank of the master task; they must not communicate.
     save_checkpoint_secs, save_checkpoint_steps : optional
-        Interval between checkpoints; whichever elapses first. The newest is checkpoint.h5; the last five are kept as
-        checkpoint-STEP.h5.
+        Intervals between checkpoints; the first to elapse applies. The newest is checkpoint.h5; the last five are kept
+        as checkpoint-STEP.h5.
     save_summaries_steps, save_summaries_secs : optional
-        Interval at which mean loss and speed are written to summaries.jsonl and loggers. Default: never.
+        Intervals at which mean loss and speed are written to summaries.jsonl and loggers. Default: never.
     stop_grace_period_secs : float
         Time to wait at the end for ranks still in their loop, or for other workers, before the job is aborted.
     log_step_count_steps : int, optional
@@ -102,7 +102,7 @@ class DistributedSession:
             if isinstance(argument, Hook):
                 raise ConfigError(f"{name}: expected a list of hooks; write {name}=[{type(argument).__name__}(...)]")
         if self.task_spec.is_ps():
-            raise ConfigError("task_spec: a parameter server has no session; call task_spec.create_server() alone")
+            raise ConfigError("task_spec: a parameter server has no session; call only task_spec.create_server()")
         state = self.state = create_session_state(model)
         folder = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._is_open = False
@@ -156,7 +156,7 @@ class DistributedSession:
 
     @property
     def global_step(self) -> int:
-        """Number of steps, including earlier sessions; in an evaluator, the step of the current checkpoint.
+        """Number of steps, including those of earlier sessions; in an evaluator, the step of the current checkpoint.
 
         With parameter servers: updates by all workers, as of this worker's last step.
         """
@@ -200,9 +200,9 @@ class DistributedSession:
     def batches(
         self, dataset: Dataset, batch_size: Count, epochs: Count | None = None, seed: Index | None = None
     ) -> Generator[tuple[Any, Any]]:
-        """Yield this rank's images and targets for one `run` each, from the checkpoint's position until `should_stop`.
+        """Yield images and targets of this rank, one batch per `run`, from a checkpoint's position until `should_stop`.
 
-        The order of an epoch is that of an experiment. The optimiser's schedule of a neondist model is applied.
+        Samples of an epoch are ordered as in an experiment. For a neondist model, its optimiser's schedule is applied.
 
         Parameters
         ----------
@@ -227,8 +227,8 @@ class DistributedSession:
     def _require_training(self) -> TrainingRole:
         if not isinstance(self._role, TrainingRole):
             raise ConfigError(
-                "session.batches and session.batch_size are available only to training tasks; in an evaluator, use the"
-                " data passed to the function given to run"
+                "session.batches and session.batch_size are available only to training tasks; in an evaluator, pass the"
+                " data to the function that session.run calls"
             )
         return self._role
 

@@ -39,7 +39,7 @@ class StopAtTimeHook(Hook):
     """Stop training after the first step that ends after a time limit; the run is then complete.
 
     Each rank has its own clock; all ranks stop after the same step: in a session the step in which the first rank
-    exceeds the limit, in an experiment the next one, whose gradients carry the request.
+    exceeds the limit, in an experiment the next one, since its gradient reduction carries the request.
 
     Parameters
     ----------
@@ -58,14 +58,14 @@ class StopAtTimeHook(Hook):
         self.start_time = self.clock()
 
     def after_step(self, run: TrainState) -> None:
-        """Stop if a rank requested it; request a stop if the time limit is exceeded."""
+        """Stop if a rank has requested a stop; request one if the time limit is exceeded."""
         run.receive_stop_requests()
         if run.stop is None and self.clock() - self.start_time >= self.seconds:
-            run.request_stop(f"{self.seconds:g} s are over")
+            run.request_stop(f"the time limit of {self.seconds:g} s was reached")
 
 
 class LoadCheckpoint(Hook):
-    """Initialise the weights from a checkpoint, unless the run resumes from its own.
+    """Initialise the weights from a checkpoint, unless the run resumes from its own checkpoint.
 
     Arrays are matched by name and shape; the optimiser is not restored.
 

@@ -17,14 +17,14 @@ from ..strategies import PSLoadBalancing
 from .state import SessionState
 
 START_TIMEOUT_SECONDS = 600.0
-"""Seconds that a worker waits for the servers, and for the master to begin."""
+"""Seconds for which a worker waits for the servers, and for the master to begin."""
 CALL_TIMEOUT_SECONDS = 30.0
 HEARTBEAT_SECONDS = 2.0
 """Seconds between two heartbeats of a worker."""
 
 
 class JobServersClient:
-    """Client of a job's parameter servers. Methods are collective over this worker's ranks; the first one communicates.
+    """Client of a job's parameter servers. Methods are collective over the worker's ranks; the first rank communicates.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class JobServersClient:
     grace : float
         Seconds that the master waits at the end for the other workers.
     environ : mapping
-        Contains the job's token, on the first rank.
+        Environment variables, with the job's token on the first rank.
 
     Raises
     ------
@@ -91,11 +91,11 @@ class JobServersClient:
         self.synchronise_step_count()
 
     def synchronise_step_count(self) -> None:
-        """Set the step to the number of updates by all workers; request a stop if the master has requested one."""
+        """Set the step to the number of updates by all workers; request a stop if the master has requested a stop."""
         assert self._updates is not None
         model = self._state.model
         model.step = self._first_step + self._updates.version
-        model.steps_without_optimizer = model.step  # its own optimiser would resume in a job without servers
+        model.steps_without_optimizer = model.step  # not counted by the optimiser that a job without servers uses
         if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 
@@ -143,7 +143,7 @@ class JobServersClient:
             reply = self._clients[0].call("begun", {"seconds": 10.0})
             if reply.fields.get("first_step") is not None:
                 return reply.integer("first_step")
-        raise ServiceUnavailableError(f"the master has not begun within {START_TIMEOUT_SECONDS:g} s; start it")
+        raise ServiceUnavailableError(f"the master has not begun within {START_TIMEOUT_SECONDS:g} s; start the master")
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):

@@ -17,7 +17,7 @@ from ..models import TrainableModel, TrainingScriptAdapter
 from ..train import Stop, TrainState
 
 SESSION_ENTRY_NAME = "session"
-"""Name of the entry in checkpoint files."""
+"""Name of the session's entry in checkpoint files."""
 
 
 class _MissingDataset(Dataset):
@@ -67,11 +67,11 @@ class SessionState(TrainState):
 
     @property
     def epoch_size(self) -> int:
-        """Number of samples of an epoch; without a data set, that of the restored checkpoint, or 0."""
+        """Number of samples of an epoch; without a data set, the number in the restored checkpoint, or 0."""
         return self._samples
 
     def set_dataset(self, dataset: Dataset, samples: int) -> None:
-        """Set the data set and its number of samples; DataError if an epoch cannot be resumed with that number."""
+        """Set the data set and its number of samples; DataError if the epoch cannot be resumed with this number."""
         if self.samples_seen and self._samples != samples:
             previous, self._samples = self._samples, samples
             super().require_epoch_size(previous)
@@ -100,7 +100,7 @@ class SessionState(TrainState):
         self.stop_reason = ""
 
     def checkpoint_texts(self) -> dict[str, str]:
-        """Return the model's settings and the states of further objects as text. Collective."""
+        """Return the model's settings and the states of further objects as texts. Collective."""
         if isinstance(self.model, TrainingScriptAdapter):
             settings = self.model.settings()
         else:

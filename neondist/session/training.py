@@ -1,4 +1,4 @@
-"""Training role of a session: steps, hooks, checkpoints and a common end on all ranks."""
+"""Training role of a session: steps, hooks, checkpoints and a coordinated stop on all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .servers import JobServersClient
 
 KEPT_CHECKPOINTS = 5
-"""Number of older checkpoints kept by step, so that an evaluator can lag behind."""
+"""Number of older checkpoints kept under names with their steps, so that an evaluator can lag behind."""
 RESUME_REMEDY = "start the script again to continue from here"
 
 
@@ -92,7 +92,7 @@ class TrainingRole:
             if folder is not None:
                 if self.writes_checkpoints:
                     stack.enter_context(lock_folder(world, folder, "auto"))
-                restores = self.servers is None or self.writes_checkpoints  # others use the values of the servers
+                restores = self.servers is None or self.writes_checkpoints  # others pull the values from the servers
                 if restores and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore_checkpoint(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
                     state.start_messages.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
@@ -108,14 +108,14 @@ class TrainingRole:
             self._stack = stack.pop_all()
 
     def _stop_on_supervisor_signal(self, stack: ExitStack) -> None:
-        """Let the job's supervisor, if any, stop the session with a checkpoint, so that it can be restarted.
+        """Let the job's supervisor, if any, stop the session with a checkpoint, so that the job can be restarted.
 
-        The signal handlers stay for the life of the process, so that a late signal does not kill it.
+        The signal handlers stay for the life of the process, since a late signal would otherwise kill it.
         """
         if self.servers is not None or connection_descriptor(os.environ) is None:
             return
         signals = find_active_signal_recorder("SIGUSR1") or SignalRecorder().install_handlers()
-        if find_active_signal_recorder("SIGUSR1") is signals:  # not in a thread
+        if find_active_signal_recorder("SIGUSR1") is signals:  # handlers exist only in the main thread
             self.hooks.append(StopOnSignal(signals, RESUME_REMEDY))
             self.is_supervised = True
             send_to_supervisor(os.environ, "listens")
@@ -172,7 +172,7 @@ class TrainingRole:
         Raises
         ------
         SystemExit
-            With exit code 75: the supervisor resumes the job from that checkpoint.
+            With exit code 75: the supervisor resumes the job from the last checkpoint.
         """
         with self._stack:
             if error is not None:
@@ -230,7 +230,7 @@ def _abort_job(world: Transport, message: str) -> None:
 
 
 def _to_loss(result: Any) -> float:
-    """Return the result of a step as a number; NaN if it is not one."""
+    """Return the result of a step as a number; NaN if it is not a number."""
     try:
         return float(result.item() if hasattr(result, "item") else result)
     except (TypeError, ValueError, RuntimeError):

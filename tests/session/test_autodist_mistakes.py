@@ -72,7 +72,7 @@ MISTAKES = {
         HERE + "step calls a Conv2d .*outside the",
     ),
     "operator": (lambda d: train_one_step(d, Eigenvalues), HERE + "aten.linalg_eigvals"),
-    "function first": (decorate_outside_a_scope, HERE + r"<lambda>: function\(\) outside a scope"),
+    "function first": (decorate_outside_a_scope, HERE + r"<lambda>: function\(\) called outside a scope"),
     "generator": (decorate_a_generator, HERE + "steps: expected a function, not a generator"),
     "closure": (
         train_with_optimizer(torch.optim.LBFGS),
@@ -112,7 +112,7 @@ def test_invalid_scripts(name):
         ),
         (
             {"resource_spec": {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}},
-            "a job is started from a file|this process has no script",  # under pytest; in a worker of xdist
+            "only be started from a resource file|this process has no script",  # under pytest; in a worker of xdist
         ),
     ],
 )
