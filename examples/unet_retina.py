@@ -5,7 +5,7 @@ mpirun -n 4 python examples/unet_retina.py
 
 The photograph is included in scikit-image. The ground truth is not a clinical annotation, but the output of a ridge
 filter, which the network is trained to reproduce on rotated, flipped and recoloured crops. Columns from
-FIRST_HELD_OUT_COLUMN on are held out for evaluation.
+FIRST_HELD_OUT_COLUMN to the right edge are held out for evaluation.
 """
 
 import argparse
@@ -113,8 +113,8 @@ def main():
     whole = model.gather(y)  # the only gathered array, for the picture
     if grid.rank == 0:
         draw_picture(options.output, image[0], labels[0], whole[0].argmax(-1), grid)
-        print(f"unseen part: IoU {hit / max(1, hit + extra + missed):.3f} (of saying nothing: 0), wrong cells"
-              f" {(extra + missed) / cells:.2%} (of saying nothing: {(hit + missed) / cells:.2%})")  # fmt: skip
+        print(f"unseen part: IoU {hit / max(1, hit + extra + missed):.3f} (empty prediction: 0), wrong cells"
+              f" {(extra + missed) / cells:.2%} (empty prediction: {(hit + missed) / cells:.2%})")  # fmt: skip
         print(f"halos sent by rank 0: {model.bytes_sent / 1e6:.1f} MB")
         print(f"written: {options.output}")
 
