@@ -31,7 +31,7 @@ def run(*words, threads=None):
 
 
 def compare_exchanges(folder):
-    """Return comparisons outside the suite: exchanges with plain messages, and the memory of more ranks."""
+    """Return comparisons outside the suite: halo exchanges with plain messages, and the memory on 4 ranks and on 1."""
     file = folder / "result.json"
 
     def measure(*words, threads=None):
@@ -63,7 +63,7 @@ def write(path, text):
 
 
 def main(argv=None):
-    """Measure and write."""
+    """Run the benchmarks, and write their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "measured.md")
     arguments, words = parser.parse_known_args(argv)

@@ -1,8 +1,8 @@
 """Benchmark of local parameter servers: python tools/bench_servers.py [--megabytes 100] [--servers 2] [--rounds 7].
 
 Compares a push and a pull of all parameters with sending the same number of bytes over plain sockets to the same number
-of processes, and an update on a server with the same optimiser in process. Best of several interleaved rounds; prints
-a table.
+of processes, and an update on a server with the same optimiser in process. Prints a table of the best of several
+interleaved rounds.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def measure(functions, rounds):
 
 
 def measure_traffic(megabytes, servers, rounds):
-    """Return the size in bytes, and the best seconds of sockets and of servers."""
+    """Return the size in bytes, and the shortest seconds with plain sockets and with servers."""
     shapes = [(1000, 250)] * megabytes
     specs = [ParameterSpec(f"layer{index}/weights", shape) for index, shape in enumerate(shapes)]
     values = {spec.name: np.zeros(spec.shape, "float32") for spec in specs}
@@ -108,7 +108,7 @@ def measure_traffic(megabytes, servers, rounds):
 
 
 def measure_updates(optimizer, megabytes, rounds):
-    """Return the best seconds of an update in process and of one on a server."""
+    """Return the shortest seconds of an update in process and of an update on a server."""
     size = megabytes * 250_000
     layout = place_parameters(PSLoadBalancing().build([ParameterSpec("weights", (size // 1000, 1000))], 1), 1)[0]
     state = ServerState(layout.to_json(), describe_optimizer(optimizer))

@@ -58,7 +58,7 @@ def draw_command(rng: random.Random, tiles: str, bounds: str | None, digits: boo
 
 
 def vary_slots(folder: Path, bounds: str, width: int, rng: random.Random, ended: threading.Event) -> None:
-    """Change the number of slots at random intervals, within those for MIN to MAX workers."""
+    """Change the number of slots at random intervals, between the slots of MIN and of MAX workers."""
     low, high = map(int, bounds.split(":"))
     slots = high
     while True:
@@ -73,7 +73,7 @@ def find_targets(job: int, kind: str) -> list[int]:
     """Return the pids of a kind of process in a job."""
     try:
         return _targets(job, kind)
-    except psutil.Error:  # one has just ended
+    except psutil.Error:  # a process has just ended
         return []
 
 
@@ -81,7 +81,7 @@ def _targets(job: int, kind: str) -> list[int]:
     if kind == "supervisor":
         return [job]
     processes = psutil.Process(job).children()
-    name = {"server": "serve ps", "master": "serve master"}.get(kind, "worker ")  # of forked processes
+    name = {"server": "serve ps", "master": "serve master"}.get(kind, "worker ")  # titles of forked processes
     word = {"server": "ps", "master": "master"}.get(kind, "train")
     matches = [process for process in processes if process.name().startswith(name)] or [
         process
@@ -184,10 +184,10 @@ def expected_applied_text(digits: bool) -> str:
 
 
 def check_result(run: Path) -> str:
-    """Return the problem with the error of a run, if any."""
+    """Return a description of a test error above the limit, or ''."""
     error = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_error"]
     print(f"  error {100 * error:.2f} %", flush=True)
-    return "" if error <= MAX_ERROR else f"an error of {100 * error:.2f} %"
+    return "" if error <= MAX_ERROR else f"test error {100 * error:.2f} %, expected at most {100 * MAX_ERROR:g} %"
 
 
 def _find_leftovers(folder: Path, watched: set[int]) -> str:

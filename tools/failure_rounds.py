@@ -3,9 +3,10 @@
 python tools/failure_rounds.py [--rounds N] [--first N] [--seed S] [--folder DIR] [--results FILE] [--only KIND]
 
 A round kills a rank, a node's daemon, mpirun or the supervisor (then `--resume auto`), stops a rank, or does two of
-these at the same time, once or twice. It fails if the job reports success prematurely, loses a step of a snapshot,
-leaves a process or a file behind, resumes late, or ends with different weights than an undisturbed job. At the end it
-prints, for each kind of event, the seconds to the end of the first step after it. Requires Linux and root.
+these at the same time, once or twice. A round fails if the job reports success prematurely, loses a step of a
+snapshot, leaves a process or a file behind, resumes late, or ends with different weights than an undisturbed job. At
+the end, the tool prints the seconds from each kind of event to the end of the first step after it. Requires Linux and
+root.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Round:
     number, seed : int
     base : Path
     patience : float
-        Factor on time limits, for a busy machine.
+        Factor by which time limits are multiplied, for a busy machine.
     kinds : sequence of str
         Kinds of models, used in turn.
     """
@@ -173,7 +174,7 @@ class Round:
         resume = self.resumes()[len(resumed)]
         while self.newest_step() <= resume["step"] and job.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
-        lease = LEASE if events == ["stop"] else 0  # with another event, it is ended at once with the other ranks
+        lease = LEASE if events == ["stop"] else 0  # with another event, the stopped rank is killed at once
         first = time.time() - now - lease
         delay = datetime.fromisoformat(resume["time"]).timestamp() - now - lease
         self.check_ended(victims)
@@ -182,9 +183,7 @@ class Round:
         if self.count_host_changes() > host_changes:
             self.events[-1] += ", growth"
         elif first > (NOTICE_SECONDS + STARTUP_SECONDS.get(self.kind, 0.0)) * self.patience:
-            self.faults.append(
-                f"{events}: resumed after {delay:.1f} s, and the first step was over after {first:.1f} s"
-            )
+            self.faults.append(f"{events}: resumed after {delay:.1f} s, and the first step ended after {first:.1f} s")
         if resume["step"] < step:
             self.faults.append(f"{events}: resumes at step {resume['step']}, but step {step} was saved")
         return job
@@ -309,7 +308,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("failure_rounds"))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--patience", type=float, default=1.0, help="factor on all time limits, for a busy machine")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor by which all time limits are multiplied")
     parser.add_argument("--only", choices=(*KINDS, "digits"), help="run only models of this kind")
     arguments = parser.parse_args()
     if reason := find_obstacle():

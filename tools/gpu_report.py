@@ -2,10 +2,10 @@
 
 python tools/gpu_report.py [--page FILE] [--seconds 540] [--networks resnet,unet]
 
-Checks that layers and a PyTorch module train equally on 1, 2 and 4 ranks that share the GPU. Compares steps of networks
-of `neondist bench suite`, as layers and as distributed PyTorch modules, with eager and compiled PyTorch in time and
-memory, and a halo exchange with a copy of its bytes on the device. Measurements beyond the time limit are reported as
-not run.
+Checks that training of layers and of a PyTorch module gives equal results on 1, 2 and 4 ranks that share the GPU.
+Compares steps of networks of `neondist bench suite`, as layers and as distributed PyTorch modules, with eager and
+compiled PyTorch in time and memory, and a halo exchange with a copy of its bytes on the device. Measurements beyond the
+time limit are reported as not run.
 """
 
 import argparse
@@ -179,14 +179,14 @@ def measure_network(case: Any, precision: str, card: Card, compiles: bool, round
         measurements, *network = _measure_neondist(case, x, precision, card, rounds)
     except (TypeError, nd.ConfigError) as error:  # unsupported precision
         return {"ours": str(error).splitlines()[0]}
-    gc.collect()  # returns its memory to PyTorch's pool
+    gc.collect()  # returns the memory of the model to PyTorch's pool
     return measurements | _measure_torch(case, x, network, precision, card, compiles, rounds)
 
 
 def _measure_neondist(
     case: Any, x: np.ndarray, precision: str, card: Card, rounds: int
 ) -> tuple[Measurements, Any, Any, Any]:
-    """Return our measurements, and the network for PyTorch: its arrays, the names of trained ones, and labels."""
+    """Return our measurements, and the network for PyTorch: its arrays, the names of trained arrays, and labels."""
     options = {} if precision == "float32" else {"precision": precision}
     training = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
     model = nd.ConvnetDist(case.layers(), backend=card.backend, **training, **options)
@@ -245,7 +245,7 @@ def _distributed_step(twin: Any) -> Any:
 def _time_step(step: Any, rounds: int, card: Card) -> tuple[float, float]:
     """Return the seconds of a step after warm-up, and its peak memory on the GPU in bytes.
 
-    The memory is that reserved by PyTorch's pool, which CuPy shares, including that of captured graphs.
+    The memory is the amount reserved by PyTorch's pool, which CuPy shares; it includes captured graphs.
     """
     import torch
 
@@ -269,7 +269,7 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
         return seconds - (time.perf_counter() - start)
 
     yield from (f"Measured on {card.name}, neondist {nd.__version__}.", "")
-    yield "| Ranks on one GPU | Largest relative difference to one rank, float64: layers | PyTorch module |"
+    yield "| Ranks on one GPU | Largest relative difference from one rank, float64: layers | PyTorch module |"
     yield "| --- | --- | --- |"
     expected_by_job = {job: card.run_job(job, 1) for job in ("losses", "modules")}
     for ranks in RANKS[1:]:
@@ -304,7 +304,7 @@ def _format_row(measurements: Measurements) -> str:
 
 
 def _worst_difference(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """Return the largest difference, relative to the largest number of its array."""
+    """Return the largest difference, relative to the largest number of the same array."""
     return max(float(np.abs(actual[name] - one).max() / max(np.abs(one).max(), 1e-3)) for name, one in expected.items())
 
 
@@ -315,10 +315,10 @@ def write(path: Path, text: str) -> None:
 
 
 def main() -> int:
-    """Measure, print and write."""
+    """Measure, and print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=480, help="begin no measurement later (default 480)")
+    parser.add_argument("--seconds", type=float, default=480, help="start no measurement after this time (default 480)")
     parser.add_argument("--networks", default=",".join(NETWORK_ORDER), help=f"default {','.join(NETWORK_ORDER)}")
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)

@@ -80,14 +80,14 @@ class Link:
 
 
 class SlowTransport(DryRunTransport):
-    """Transport of a single rank, whose reductions take the time of a link."""
+    """Transport of a single rank, whose reductions take as long as on the simulated link."""
 
     def __init__(self, rank: int, size: int, link: Link) -> None:
         super().__init__(rank, size, MessageLog())
         self.link = link
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
-        """Return the transport of the ranks of the same colour."""
+        """Return the transport of the ranks with the same colour."""
         group = [rank for rank in range(self.size) if color(rank) == color(self.rank)]
         return SlowTransport(group.index(self.rank), len(group), self.link)
 
@@ -124,7 +124,7 @@ class SyncModel:
         self.step()
 
     def time_step(self, bandwidth: float) -> float:
-        """Return the seconds of a step on a link of a bandwidth."""
+        """Return the seconds of a step on a link of the given bandwidth."""
         self.link.bandwidth = bandwidth
         start = time.perf_counter()
         self.step()

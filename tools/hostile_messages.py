@@ -15,7 +15,7 @@ from random_messages import SERVER_METHODS, check_hostile_requests, send_message
 
 
 def main() -> int:
-    """Send the messages."""
+    """Send the messages, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
@@ -29,9 +29,9 @@ def main() -> int:
             for name in SERVER_METHODS
         )
         alive = not job.client("0").status()[0]["initialized"]
-    print(f"{refused} of {count * len(SERVER_METHODS)} malformed messages refused; the server answers: {alive}")
+    print(f"{refused} of {count * len(SERVER_METHODS)} malformed messages rejected; the server still responds: {alive}")
     requests = check_hostile_requests(arguments.count, arguments.seed)
-    print(f"{requests} of {arguments.count} well-formed requests with wrong content refused; values as before")
+    print(f"{requests} of {arguments.count} well-formed requests with invalid content rejected; values unchanged")
     return 0 if refused == count * len(SERVER_METHODS) and alive else 1
 
 

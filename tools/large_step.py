@@ -1,9 +1,9 @@
 """Verified training step on an image larger than memory: mpirun -n 2 python tools/large_step.py --extent 65536.
 
 The image, of 8-bit colours in an HDF5 file, repeats a random square. Sums over an output of convolutions are therefore
-polynomials of degree 2 in the number of repeats, with terms for corners, edges and interiors. PyTorch computes them for
-2, 3 and 4 repeats in float64. Their extrapolation to the large image, which no process could compute at once, is
-compared with the loss and all gradients of the step. The exit code is 1 if they differ by more than 1e-4 of their
+polynomials of degree 2 in the number of repeats, with terms for corners, edges and interiors. PyTorch computes these
+sums for 2, 3 and 4 repeats in float64. Their extrapolation to the large image, which no process could compute at once,
+is compared with the loss and all gradients of the step. The exit code is 1 if they differ by more than 1e-4 of their
 largest value, or 1e-9 in float64.
 """
 
@@ -36,7 +36,7 @@ def write(path: Path, extent: int, square: np.ndarray) -> None:
 
 
 def network(memory: str, dtype: str) -> nd.ConvnetDist:
-    """Return the network `plain` of docs/measured.md; its step changes no weights."""
+    """Return the network `plain` of docs/measured.md, with learning rate 0, so that a step changes no weights."""
     layers: list[nd.Layer] = []
     for channels, stride in CONVOLUTIONS:
         layers.append(nd.ConvLayerDist(channels, 3, stride=stride, padding=1, activation=nd.ReLU()))
@@ -85,11 +85,11 @@ def expected_gradients(state: dict[str, np.ndarray], square: np.ndarray, repeats
 
 
 def main() -> int:
-    """Run the step, and compare."""
+    """Run the step, and compare it with the expected results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extent", type=int, default=65536, help="rows and columns, a multiple of the square's")
+    parser.add_argument("--extent", type=int, default=65536, help="rows and columns, a multiple of --square")
     parser.add_argument("--square", type=int, default=256, help="rows and columns of the square, a multiple of 4")
-    parser.add_argument("--memory", default="8GiB", help="memory limit of all ranks together")
+    parser.add_argument("--memory", default="8GiB", help="limit of the total memory of all ranks")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     parser.add_argument("--file", type=Path, default=Path("large.h5"), help="written if missing")
     arguments = parser.parse_args()

@@ -2,9 +2,10 @@
 
 python tools/lost_worker_steps.py [--tiles 2x1] [--kills 10] [--seconds 0.1]
 
-Three workers and two servers; feed sleeps for a fixed time per minibatch, in place of the computation on separate
-cores. Workers are killed one after the other. The loss lasts from the kill to the first step of the restarted worker;
-it is compared with an equally long time before it. The output has the medians of both for each kill, and their ratio.
+The job has three workers and two servers; `feed` sleeps for a fixed time per minibatch, in place of the computation on
+separate cores. Workers are killed one after the other. The loss lasts from the kill to the first step of the restarted
+worker. The output has, for each kill, the median step time of the other workers during the loss and during a period of
+equal length before it, and their ratio.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from processes import kill, list_children  # noqa: E402
 
 BATCH_SIZE, SETTLED_STEPS = 16, 30
 CHECKED_BATCHES = 4
-"""Minibatches that a process may feed to validate its input, rather than in steps."""
+"""Maximum number of minibatches that a process feeds to validate its input, before its first step."""
 LOGGED_STEP = """def feed(records, mode):
     import os
     import pathlib
@@ -47,7 +48,7 @@ def read_steps(folder: Path) -> dict[int, list[float]]:
 
 
 def step_times(times: list[float], start: float, end: float) -> list[float]:
-    """Return the seconds between the steps of a process that began within a period."""
+    """Return the seconds between the steps that a process began within a period."""
     within = [moment for moment in times if start <= moment <= end]
     return [after - before for before, after in itertools.pairwise(within)]
 
@@ -55,7 +56,7 @@ def step_times(times: list[float], start: float, end: float) -> list[float]:
 def wait_for_steps(
     job: subprocess.Popen[bytes], folder: Path, started: float, processes: int
 ) -> dict[int, list[float]]:
-    """Wait until that many processes have each taken some steps since a moment; return all steps."""
+    """Wait until `processes` processes have each taken SETTLED_STEPS steps since `started`; return all steps."""
     while job.poll() is None:
         steps = read_steps(folder)
         if sum(sum(moment > started for moment in times) >= SETTLED_STEPS for times in steps.values()) >= processes:
@@ -65,7 +66,7 @@ def wait_for_steps(
 
 
 def kill_worker(job: subprocess.Popen[bytes], folder: Path, index: int, ranks: int) -> tuple[float, float, float]:
-    """Kill a worker; return the seconds of the loss, and the others' median step times before it and during it."""
+    """Kill a worker; return the seconds of the loss, and the median step times of the others before and during it."""
     known = set(wait_for_steps(job, folder, time.time(), 3 * ranks))
     victims = find_targets(job.pid, "worker")
     victim = victims[index % len(victims)]

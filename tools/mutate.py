@@ -2,8 +2,8 @@
 
 python tools/mutate.py [WORD ...] [--list FILE] [--check] [--limit SECONDS] [--jobs N]
 
-WORDs select mutations by name, file or tests. The exit code is 1 if one survives or is stale, which means that its text
-no longer occurs exactly once in its file; then update tools/mutations.yaml.
+WORDs select mutations by name, file or tests. The exit code is 1 if a mutation survives or is stale, which means that
+its text no longer occurs exactly once in its file; then update tools/mutations.yaml.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Mutation:
         path = root / self.file
         count = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
         if count != 1:
-            return f"stale: its text is found {count} times" if path.is_file() else "stale: no such file"
+            return f"stale: its text occurs {count} times" if path.is_file() else "stale: no such file"
         missing = next((test for test in self.tests if not (root / test.partition("::")[0]).exists()), None)
         return f"stale: no {missing}" if missing else None
 

@@ -1,6 +1,6 @@
 """PyTorch's own samples of operators on tiles: python tools/operator_samples.py [--cases N] [--seed S] [--jobs J].
 
-A case is an operator of PyTorch's own tests with sampled arguments, which are tiled like images or replicated as
+A case is an operator of PyTorch's own tests with sampled arguments, which are tiled like images or replicated like
 parameters. Outputs and gradients on virtual ranks must equal those of one process in float64, unless the operator is
 refused. Failures are printed; the exit code is 1 if there are any.
 """
@@ -35,7 +35,7 @@ WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "new_empty_strided", "empt
 
 
 class SampledOperator(nn.Module):
-    """Operator of some tensors; the others are parameters or buffers."""
+    """Module that applies an operator to its inputs; the other tensors are parameters or buffers."""
 
     def __init__(self, function: Any, leaves: Sequence[Any], spec: Any, indices: Sequence[int], trained: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def run_sample(module: SampledOperator, images: list[torch.Tensor], grid: tuple[
         expected = run_serial(module, images)
         perturbed = run_serial(module, [image * (1 + 1e-13) for image in images], expected["gradients"])
         if not expected["outputs"] or not find_difference(perturbed, expected)[0] < TOLERANCE / 10:
-            return "useless", "its values are discontinuous"
+            return "useless", "the operator is discontinuous"
     except Exception as error:
         return "useless", repr(error)
     try:

@@ -4,8 +4,7 @@
     python tools/prediction_error.py --machine machine.yaml
 
 A prediction times the work of one rank alone; the measurement is a step of all ranks. Predictions and measurements
-alternate, and medians are compared, so that a machine whose speed changes by the minute does not count as an error of
-the model.
+alternate, and medians are compared, so that changes in the speed of the machine do not count as errors of the model.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def convnext() -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Block of a ResNet-18, or of a MobileNetV2 with `inner` channels of a depthwise convolution."""
+    """Block of a ResNet-18, or, with `inner` channels of a depthwise convolution, of a MobileNetV2."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, inner: int = 0) -> None:
         super().__init__()
@@ -151,7 +150,7 @@ EXPERIMENTS: dict[str, Callable[[], FitExperiment]] = {
     "resnet18": _module(resnet, 256, 1),
     "unet": _module(UNet, 256, 2),
 }
-assert EXPERIMENTS.keys().isdisjoint(VALIDATION_NETWORKS)  # which `calibrate` was checked on
+assert EXPERIMENTS.keys().isdisjoint(VALIDATION_NETWORKS)  # not those on which `calibrate` was checked
 
 
 def create_step(experiment: FitExperiment, grid: ProcessGrid) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Generated networks against PyTorch: python tools/random_graphs.py [--cases N] [--seed S] [--first K] [--jobs J].
+"""Random networks compared with PyTorch: python tools/random_graphs.py [--cases N] [--seed S] [--first K] [--jobs J].
 
 Each case is a random network, trained serially and on two grids of virtual ranks (see tests/helpers/graphs).
 Failures are printed as minimised programs; the exit code is 1 if there are any.
@@ -30,7 +30,7 @@ def attempt(seed: int, number: int) -> tuple[str, Case, str]:
         check_case(small)
     except Exception as error:
         return "wrong", case, f"seed {seed}, case {number}: {type(error).__name__}: {error}\n\n{small.program()}"
-    return "wrong", case, f"seed {seed}, case {number}: not always\n\n{small.program()}"
+    return "wrong", case, f"seed {seed}, case {number}: not reproducible\n\n{small.program()}"
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
 python tools/run_dockerfile.py              # all commands (minutes, 1 GB of memory), then an experiment on two ranks
 python tools/run_dockerfile.py --last 1     # commands after the packages: users and sshd
 
-The copy is an overlay in a separate mount namespace (Linux, root). Finally it starts sshd like a worker, with the key
-as mounted by an operator, and runs ssh like a launcher.
+The copy is an overlay in a separate mount namespace (Linux, root). Finally, sshd is started as on a worker, with the
+key mounted as by an operator, and ssh is run as on a launcher.
 """
 
 import argparse

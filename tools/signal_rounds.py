@@ -1,9 +1,9 @@
-"""Stress test of jobs of seven kinds, with signals at random moments and a resumption to the end.
+"""Stress test of jobs of seven kinds, which receive signals at random moments and are then resumed to the end.
 
 python tools/signal_rounds.py [--rounds N] [--seed S] [--beside K] [--folder DIR] [--results FILE]
 
-A round fails if the job hangs, prints a traceback, ends with another exit code than documented in docs/cluster.md,
-leaves a process or a folder behind, or if `--resume auto` does not reach the weights of an undisturbed job.
+A round fails if the job hangs, prints a traceback, ends with an exit code other than those in docs/cluster.md, leaves a
+process or a folder behind, or if `--resume auto` does not reach the weights of an undisturbed job.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Round:
                 codes |= killed_codes | ({1, 143, 137} if is_mpirun else set()) | (set() if self.had_handlers else {1})
             elif can_stop and victim == "main" and not is_mpirun:
                 codes |= {75} | (set() if self.had_handlers else killed_codes)
-            elif can_stop:  # mpirun, or a rank, which may not listen yet
+            elif can_stop:  # mpirun, or a rank, which may not have installed its handlers yet
                 codes |= {75} | killed_codes | ({1, 143, 137} if is_mpirun else set())
             else:
                 codes |= killed_codes
@@ -291,7 +291,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--only", help="only actions with this word, such as INT")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background scripts, and inherited by jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background scripts ignore SIGINT, and jobs inherit this
     actions = [action for action in ACTIONS if arguments.only is None or arguments.only in action.split()]
     base = arguments.folder.resolve()
     shutil.rmtree(base, ignore_errors=True)

@@ -1,7 +1,7 @@
 #!/bin/bash
-# A Slurm of one node on this machine, to try jobs (Debian: slurm-wlm and munge; root):
-#   tools/slurm_node.sh FOLDER        starts it; then export SLURM_CONF=FOLDER/slurm.conf
-#   tools/slurm_node.sh FOLDER stop   ends it
+# Start a one-node Slurm on this machine, to try jobs (as root; on Debian, install slurm-wlm and munge):
+#   tools/slurm_node.sh FOLDER        starts Slurm; then export SLURM_CONF=FOLDER/slurm.conf
+#   tools/slurm_node.sh FOLDER stop   stops Slurm
 set -eu
 folder=$(realpath "$1") host=$(hostname -s)
 
@@ -12,7 +12,7 @@ fi
 mkdir -p "$folder/state" "$folder/spool"
 chmod 755 "$folder"
 (umask 077 && head -c 1024 /dev/urandom > "$folder/munge.key")
-# cred_expire: a job that goes back into the queue waits for so long, two minutes otherwise
+# cred_expire: seconds for which a requeued job waits (default: two minutes)
 cat > "$folder/slurm.conf" << END
 ClusterName=one
 SlurmctldHost=$host(127.0.0.1)

@@ -1,8 +1,8 @@
-"""Streams against whole images: python tools/stream_exactness.py [--extent N] [--ranks 1,2,3,4,6] [--rows 1,16,100].
+"""Exactness of streaming: python tools/stream_exactness.py [--extent N] [--ranks 1,2,3,4,6] [--rows 1,16,100].
 
 Runs three training steps in float64 of three convolutions with batch normalisation on virtual ranks, in strips of given
-numbers of rows of the last map, for each number of ranks. Prints the largest difference of outputs, losses, weights and
-statistics from those of one process with whole images. The exit code is 1 if any is above 1e-10.
+numbers of rows of the last feature map, for each number of ranks. Prints the largest difference of outputs, losses,
+weights and statistics from those of one process with whole images. The exit code is 1 if any is above 1e-10.
 """
 
 import argparse

@@ -56,7 +56,7 @@ def neondist(*words):
 
 
 def measure(file, *words):
-    """Return the JSON in `file`, which a neondist command writes unless it exists."""
+    """Return the JSON in `file`; if it does not exist, first run the neondist command that writes it."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         neondist(*words)
@@ -108,7 +108,7 @@ def deep_rows(folder):
 
 
 def add_halo(part, rows):
-    """Return the results with the exact halo on all tiles: trained on one tile, with bytes from the plan."""
+    """Return the results of `halo` for all numbers of tiles: trained on one tile, with bytes from the plan."""
     exact = [row for row in rows if row["scheme"] == "halo" and count_tiles(row) == 1]
     for tiles in dict.fromkeys(count_tiles(row) for row in rows if count_tiles(row) > 1):
         experiment, grid = load_experiment(ROOT / part.file), grid_shape(tiles)
@@ -146,9 +146,9 @@ def write(path, name, text):
 
 
 def main():
-    """Train, measure and write."""
+    """Train, measure, and write the tables and pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cifar10", type=Path, help="official binary batches; default: only the digits are trained")
+    parser.add_argument("--cifar10", type=Path, help="official binary batches (default: train only on the digits)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "study", help="results (default runs/study)")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "schemes.md")

@@ -1,10 +1,11 @@
-"""Test the torch part with the oldest PyTorch that pyproject.toml allows, the pinned one and the newest allowed.
+"""Test neondist.torch with the oldest PyTorch that pyproject.toml allows, the pinned one and the newest allowed.
 
 python tools/torch_versions.py [--versions oldest pinned newest 2.12 ...] [--pythons 3.10 3.11 PATH ...] [--smoke]
 
 Each version is installed by pip, with neondist and its extra `torch`, into a virtual environment in a temporary folder,
-and runs a part of the tests of neondist.torch; with --smoke it is imported and trains on two ranks. Missing Pythons and
-versions of PyTorch that do not exist for a Python are skipped with the reason. The exit code is 1 if any other fails.
+in which a part of the tests of neondist.torch is run; with --smoke, only an import and a run on two ranks are tested.
+Missing Pythons and versions of PyTorch that do not exist for a Python are skipped with the reason. The exit code is 1
+if any other fails.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def pip_requirement(version: str) -> str:
     """Return the pip requirement for 'oldest', 'pinned', 'newest' or a version."""
     bounds = REQUIRED_RANGE_PATTERN.search((ROOT / "pyproject.toml").read_text())
     pinned = PINNED_VERSION_PATTERN.search((ROOT / "constraints.txt").read_text())
-    assert bounds, "pyproject.toml has no bounds of torch"
+    assert bounds, "pyproject.toml has no version bounds for torch"
     assert pinned, "constraints.txt pins no torch"
     oldest, untested = bounds.groups()
     requirements = {"oldest": f"torch=={oldest}.*", "pinned": f"torch=={pinned[1]}", "newest": f"torch<{untested}"}
@@ -71,7 +72,7 @@ def test_version(version: str, python: str, smoke: bool) -> str:
         process = subprocess.run(list(map(str, [*install, torch_requirement])), capture_output=True, text=True)
         if process.returncode:
             if "No matching distribution" in process.stderr:
-                return "skipped: there is none for this Python"
+                return "skipped: not available for this Python"
             print(process.stderr, file=sys.stderr)
             return "FAILS"
         commands: list[Sequence[str | Path]] = [

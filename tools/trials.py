@@ -13,7 +13,7 @@ from typing import Any
 
 
 def create_parser(doc: str) -> argparse.ArgumentParser:
-    """Return the argument parser of a tool with a docstring."""
+    """Return the argument parser of a tool, described by the first line of its docstring."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=int(f"{date.today():%Y%m%d}"))

@@ -65,8 +65,8 @@ def test_outcomes_of_mutations(mutate, tree, monkeypatch):
     for name, outcome in {
         "seen": "killed ",
         "not seen": "SURVIVED",
-        "twice": "stale: its text is found 2 times",
-        "gone": "stale: its text is found 0 times",
+        "twice": "stale: its text occurs 2 times",
+        "gone": "stale: its text occurs 0 times",
         "no file": "stale: no such file",
         "no test": "stale: no test_other.py",
         "no such test": "broken: pytest ends with 4",
