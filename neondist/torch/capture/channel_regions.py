@@ -1,7 +1,8 @@
 """Regions of a program that are better partitioned by channels than by cells: those with more weights than cells.
 
-Ranks that share an image then have all cells of their own channels. A convolution reads only its rank's weights, and
-batch norm and pooling need no messages; inputs of the next convolution are gathered, which are small there.
+In such a region, each of the ranks that share an image has all cells of its own channels. A convolution reads only the
+weights of these channels, and batch norm and pooling need no messages; the inputs of the next convolution, which are
+small there, are gathered.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ..lowering.lowering import bind_arguments
 from ..rules.channels import sums_partial_results
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_MESSAGE = 5e10, 8e9, 1.5e-4
-"""Speed of one core, and latency with waiting: typical values, since all ranks must find the same regions."""
+"""Speed of one core, and latency including waiting: typical, not measured, so that ranks find the same regions."""
 BORDER_SECONDS = 4 * SECONDS_PER_MESSAGE
-"""Time to gather the inputs of a region, to partition its results into tiles, and for both gradients."""
+"""Time to gather the inputs of a region and partition its results into tiles, in the forward and backward pass."""
 WEIGHT_PASSES, SUM_PASSES, GATHER_PASSES = 6, 4, 2
-"""Passes over the memory of weights and their gradients in a convolution, and of what is summed or gathered."""
+"""Numbers of passes over memory: a convolution's weights and their gradients, and values summed or gathered."""
 _PRODUCTS = {"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.linear.default"}
 _BATCH_NORMS = {
     "aten.batch_norm.default", "aten._native_batch_norm_legit_functional.default",
@@ -37,7 +38,7 @@ _OTHERS = {
         f"max_pool{n}d", f"max_pool{n}d_with_indices", f"avg_pool{n}d")),
     "aten.flatten.using_ints", "aten.view.default", "aten.dropout.default",
 }  # fmt: skip
-"""Further operators that need no messages for partitioned channels."""
+"""Further operators that need no messages if channels are partitioned."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class _NodeEstimate:
     Attributes
     ----------
     saved : float
-        Seconds of a training step that this saves; negative: it takes longer.
+        Seconds per training step saved by partitioning by channels; negative if the step takes longer.
     is_partitioned : bool
-        Whether ranks have different channels of the results; otherwise all of them.
+        Whether ranks have different channels of the results; otherwise, every rank has all channels.
     moved : int
         Elements that are gathered or summed over ranks.
     weights : int
-        Elements of the weights of a convolution or product with all channels; 0: of another operator.
+        Elements of the weights of a convolution or matrix product, for all channels; 0 for other operators.
     """
 
     saved: float
@@ -63,7 +64,7 @@ class _NodeEstimate:
 
 
 def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
-    """Return the nodes of a result of `capture_module` that are partitioned by channels; the same ones on all ranks."""
+    """Return the nodes of a program from `capture_module` to partition by channels; the same nodes on all ranks."""
     if prod(mesh.parts[1:]) == 1:
         return set()
     read_inputs = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
@@ -71,7 +72,7 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
     region = _Region()
     for node in program.graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and read_inputs.isdisjoint(node.all_input_nodes)):
-            continue  # or computed from parameters alone
+            continue  # an input, or computed from parameters alone
         read_inputs.add(node)
         estimate = estimate_node(node, mesh, region.partitioned) if node.op == "call_function" else None
         if estimate is not None and estimate.moved <= estimate.weights and (region.nodes or estimate.weights):
@@ -85,7 +86,7 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
 
 
 class _Region:
-    """Consecutive nodes that are partitioned by channels, and those of them up to which this saves most."""
+    """Consecutive nodes to partition by channels, and the number of leading nodes that saves the most time."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -109,7 +110,7 @@ def estimate_node(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) ->
     Parameters
     ----------
     partitioned : collection of torch.fx.Node
-        Nodes of whose results ranks have different channels.
+        Nodes whose results are partitioned by channels.
     """
     target, out = node.meta.get("out_of_place", node.target), node.meta.get("val")
     has_own_channels, name = any(arg in partitioned for arg in node.all_input_nodes), str(target)

@@ -22,7 +22,7 @@ from .consistency import as_bytes_tensor
 
 
 def check_gather_at_paths(module: nn.Module, gather_at: Sequence[str]) -> None:
-    """Raise ConfigError, with suggestions, unless all are paths of modules."""
+    """Raise ConfigError, with suggestions, unless all of `gather_at` are paths of submodules."""
     if isinstance(gather_at, str):
         raise ConfigError(f"gather_at: expected a list of module paths, got a string; use [{gather_at!r}]")
     paths = [path for path, _ in module.named_modules()]
@@ -30,10 +30,10 @@ def check_gather_at_paths(module: nn.Module, gather_at: Sequence[str]) -> None:
         if path not in paths:
             close = difflib.get_close_matches(path, paths, 3, 0.4)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise ConfigError(f"gather_at: the module has none named {path!r}{hint or '; see named_modules()'}")
+            raise ConfigError(f"gather_at: the module has no submodule named {path!r}{hint or '; see named_modules()'}")
 
 
-_UNWRAP_REMEDY = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
+_UNWRAP_REMEDY = "pass model.module, not its {} wrapper; distribute itself sums gradients over all ranks"
 _WRAPPER_REMEDIES = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP_REMEDY.format("DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP_REMEDY.format("DataParallel"),
@@ -52,21 +52,21 @@ def check_module(module: nn.Module) -> None:
                 raise ConfigError(f"{name} is wrapped in {kind.__name__}, which communicates tensors itself; {remedy}")
         if isinstance(part, torch.jit.ScriptModule):
             raise ConfigError(
-                f"{name} was made by torch.jit and cannot be captured; give the nn.Module that it was made from"
+                f"{name} was created by torch.jit and cannot be captured; pass the nn.Module from which it was created"
             )
         if part._backward_hooks or part._backward_pre_hooks:
             raise ConfigError(
-                f"{name} has a backward hook, which would not be called; remove it, or register it on the module"
+                f"{name} has a backward hook, which would not be called; remove the hook, or register it on the module"
                 " that distribute returns"
             )
         if any(nn.parameter.is_lazy(p) for p in part._parameters.values()):
-            raise ConfigError(f"{name} is lazy and has no weights yet; apply the module to a small image first")
+            raise ConfigError(f"{name} is lazy and has no weights yet; call the module once on a small image first")
 
 
 def check_tensor(name: str, value: Any) -> None:
     """Raise ShapeError unless the value is a tensor."""
     if not isinstance(value, torch.Tensor):
-        hint = "; torch.from_numpy makes one of an array" if hasattr(value, "__array__") else ""
+        hint = "; use torch.from_numpy to convert an array" if hasattr(value, "__array__") else ""
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
 
 
@@ -78,19 +78,17 @@ def check_parameters(
         for name, value in ids.items():
             shape = plan.values[value].shape
             if name not in tensors or tuple(tensors[name].shape) != shape:
-                state = f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is gone"
-                raise ConfigError(
-                    f"the module's {kind} {name!r}, of shape {shape}, {state}; call distribute after such a change"
-                )
+                state = f"now has shape {tuple(tensors[name].shape)}" if name in tensors else "was removed"
+                raise ConfigError(f"the module's {kind} {name!r}, of shape {shape}, {state}; call distribute again")
 
 
 def requires_grad_flags(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return the `requires_grad` of each tensor, which determines the messages of the backward pass."""
+    """Return the `requires_grad` flag of each tensor; these flags determine the messages of the backward pass."""
     return {f"requires_grad of {kind} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor's shape, dtype and bits, on its device, as `comm.agreement.checksum_of`."""
+    """Return a checksum of a tensor's shape, dtype and bits, on its device, as `comm.agreement.checksum_of` does."""
     start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.is_meta or not tensor.numel():
         return start
@@ -105,8 +103,8 @@ def checksum_of(tensor: torch.Tensor) -> int:
 class BackwardCheck:
     """Check that all ranks begin a backward pass together, and warn about losses not computed by `model.loss`.
 
-    A gradient of a model's output is correct if it comes entirely from `model.loss`. Any other is treated as that of
-    this rank's part of a sum over ranks, which a mean over a tile is not.
+    A gradient of a model's output is correct if it comes entirely from `model.loss`. Any other gradient is treated
+    as the gradient of this rank's part of a sum over ranks, which is wrong for a mean over a tile.
 
     Parameters
     ----------
@@ -118,7 +116,7 @@ class BackwardCheck:
         self._grid, self._values = grid, values
         self._autograd_task_id, self._has_warned, self._loss_count = -1, False, 0
         self._output_versions = WeakIdKeyDictionary()
-        # gradients sent by losses in this pass: to outputs, by id; under None, to tensors computed from outputs
+        # gradients that losses have sent in this pass, by the output's id; None: to tensors computed from outputs
         self._loss_gradients: dict[int | None, list[torch.Tensor]] = {}
 
     def check_gradient_of_output(self, output: torch.Tensor, is_target: Callable[..., Any]) -> None:
@@ -135,7 +133,7 @@ class BackwardCheck:
             loss.register_hook(partial(self._check_loss_backward_begins, f"backward of loss {self._loss_count}"))
 
     def alias_for_loss(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor for a loss to read; records the gradient that the loss sends back."""
+        """Return an alias of a tensor for a loss to read, and record the gradient that the loss sends back."""
         if self._grid.size == 1 or not tensor.requires_grad:
             return tensor
         key = id(tensor) if self._output_versions.get(tensor) == tensor._version else None
@@ -144,8 +142,8 @@ class BackwardCheck:
         return alias
 
     def _check_loss_backward_begins(self, call: str, gradient: torch.Tensor) -> None:
-        on_host = gradient.device.type == "cpu"  # reading it would synchronise a GPU
-        self._check_backward_begins(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
+        on_host = gradient.device.type == "cpu"  # reading the gradient would synchronise a GPU
+        self._check_backward_begins(call, {"gradient of the loss": f"{gradient.item():.5g}"} if on_host else {})
 
     def _check_backward_begins(self, call: str, values: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._grid.check(call, {**self._values, **values})
@@ -155,7 +153,7 @@ class BackwardCheck:
             self._loss_gradients.clear()
 
     def _record_loss_gradient(self, gradient: torch.Tensor, key: int | None) -> None:
-        if self._autograd_task_id != torch._C._current_graph_task_id():  # of a gathered output, before any loss
+        if self._autograd_task_id != torch._C._current_graph_task_id():  # gathered output: arrives before any loss's
             self._check_backward_begins("backward of an output")
         self._loss_gradients.setdefault(key, []).append(gradient)
 

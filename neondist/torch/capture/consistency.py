@@ -13,7 +13,7 @@ from ...comm import Transport
 from ...errors import ConfigError
 
 MAX_RELATIVE_WEIGHT_DRIFT = 1e-4
-"""Tolerance of sums over weights, relative to sums of absolute values: rounding depends on the processor."""
+"""Tolerance of sums of weights, relative to sums of absolute values, since rounding depends on the processor."""
 
 
 def program_digest(plan: Any, program: Any) -> str:
@@ -52,7 +52,7 @@ def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor],
         for values in ([p.sum() for p in wide], torch._foreach_norm(wide, 1))
     )
     sizes = np.maximum(sizes, np.finfo(float).tiny)
-    factors = 1 + np.sqrt(np.arange(1, len(sizes) + 1)) % 1  # so that differences of two tensors do not cancel
+    factors = 1 + np.sqrt(np.arange(1, len(sizes) + 1)) % 1  # so that differences in two tensors do not cancel
     number = factors @ (totals / sizes + np.log(sizes))
     extremes = np.array([number, -number])
     world.allreduce(extremes, "max")

@@ -19,7 +19,7 @@ from ..ir.errors import CaptureError
 from ..ir.functionalize import GRAD_MODE_REGION, storage_id, written_arguments
 
 MAX_KNOWN_ELEMENTS = 2**18
-"""Maximum number of elements of a tensor whose values are computed; code reads no numbers from larger ones."""
+"""Maximum number of elements of a tensor whose values are computed; code cannot read numbers from larger tensors."""
 _VALUE_DEPENDENT_SHAPE_FUNCTIONS = frozenset(
     ["argwhere", "bincount", "masked_select", "nonzero", "one_hot", "repeat_interleave", "unique", "unique_consecutive"]
 )
@@ -31,17 +31,17 @@ _BATCH_NORM_FORWARD_CODES = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.fo
 _METHODS_READING_MEMORY = (
     _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
 )  # fmt: skip
-"""Functions that read the memory directly, unseen by dispatch modes."""
+"""Methods that read memory directly, so that dispatch modes do not intercept them."""
 _REAL_TENSOR_TYPES = torch.Tensor, nn.Parameter
 _INDEXING_METHODS = _TENSOR.__getitem__, _TENSOR.__setitem__
 _METADATA_GETTERS = frozenset(
     getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
 ) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
-"""The most frequent calls of PyTorch while it traces."""
+"""Functions that PyTorch calls most often while tracing."""
 
 
 class ValueReads(NamedTuple):
-    """The tensors from which a forward has read numbers; the captured program is valid for these values only.
+    """The tensors from which a forward pass has read numbers; the captured program is valid for these values only.
 
     Attributes
     ----------
@@ -118,8 +118,8 @@ class KnownValueTracker(TorchDispatchMode):
         writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
         if any(map(self._outlives_capture, writes)):  # a captured pass would not repeat the write
             raise CaptureError(
-                "the forward pass writes into a tensor that is not a buffer of the module, or reaches a buffer by"
-                " another name; register it as a buffer, and write into that"
+                "the forward pass writes to a tensor that is not a buffer of the module, or to a buffer through another"
+                " reference; register the tensor as a buffer, and write to this buffer under its registered name"
             )
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -175,7 +175,7 @@ class KnownValueTracker(TorchDispatchMode):
 
 
 class _KnownValueProvider(TorchFunctionMode):
-    """Provide known values to PyTorch function calls: reads of memory, value-dependent shapes, and masks as indices.
+    """Provide known values to PyTorch functions that read memory, have value-dependent shapes, or index by masks.
 
     Attributes
     ----------
@@ -194,7 +194,7 @@ class _KnownValueProvider(TorchFunctionMode):
         self._batch_norm_depth += 1
 
     def leave_batch_norm(self, *_: Any) -> None:
-        """Record that it has ended."""
+        """Record that a forward of PyTorch's batch norm has ended."""
         self._batch_norm_depth -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,7 +235,7 @@ class _KnownValueProvider(TorchFunctionMode):
     def _select_by_known_values(
         self, func: Any, x: Any, selector: Any = None, dim: int | None = None, **options: Any
     ) -> Any:
-        """Return the elements of a tensor selected by a known mask or repeat count, or None if that is unknown."""
+        """Return the elements of a tensor selected by a mask or repeat count, or None if this is unknown."""
         is_mask = func in _MASKED_SELECT_FUNCTIONS
         selector = options.get("mask" if is_mask else "repeats", selector)
         value = self._values.read_value(selector) if isinstance(selector, torch.Tensor) else None
@@ -254,9 +254,9 @@ class _KnownValueProvider(TorchFunctionMode):
         self, batch_count: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
         training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Any:  # fmt: skip
-        """Return the result of a batch norm whose running statistics are cumulative averages, counted by a tensor.
+        """Return the result of a batch norm whose running statistics are cumulative averages over the counted batches.
 
-        A factor held as a number would need a new program in each pass.
+        If the averaging factor were a number, each pass would need a new program.
         """
         with self._values:
             statistics = torch.zeros_like(running_mean), torch.zeros_like(running_var)
@@ -284,7 +284,7 @@ class _KnownValueProvider(TorchFunctionMode):
 
 
 def depends_on_shape_only(func: Any) -> bool:
-    """Return whether an operator depends on the shape of its tensor, not on its values."""
+    """Return whether an operator depends only on the shape of its tensor argument, not on the values."""
     name = str(func)
     return "_like" in name or ".new_" in name
 
@@ -311,14 +311,14 @@ def _compute_values(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequen
 def _try_compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> list[torch.Tensor] | None:
     try:
         result = _compute_values(func, leaves, spec, entries)
-    except Exception:  # such as an operator for fake tensors alone
+    except Exception:  # for example, an operator that accepts only fake tensors
         return None
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager
 def track_values(module: nn.Module) -> Iterator[KnownValueTracker]:
-    """Let a captured forward pass read numbers from tensors with known values; yield the recorded reads."""
+    """Let a captured forward pass read numbers from tensors with known values; yield the tracker of the reads."""
     values = KnownValueTracker()
     real = dict(module.named_buffers(remove_duplicate=False))
 

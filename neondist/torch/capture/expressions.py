@@ -20,8 +20,8 @@ from .constants import depends_on_shape_only, track_values
 class ExpressionRecorder(TorchDispatchMode):
     """Value numbering of the expressions that passes compute: equal expressions have equal numbers in all passes.
 
-    State that a pass leaves for the next keeps its number there, unless it depends on the inputs of that pass or on
-    random numbers.
+    State that a pass leaves for the next pass has the same number in both, unless the state depends on the inputs of
+    the earlier pass or on random numbers.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class ExpressionRecorder(TorchDispatchMode):
         return result
 
     def expression_number(self, tensor: torch.Tensor) -> int:
-        """Return the number of the expression of a tensor's current values."""
+        """Return the number of the expression that yields a tensor's current values."""
         own, write = self._expression_numbers.get(id(tensor)), self._written_numbers.get(_storage_key(tensor))
         if own is None:
             self._keep_alive.append(tensor)
@@ -95,7 +95,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
     """Return a key shared by a tensor and its views."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
         return id(tensor)
 
 
@@ -119,16 +119,16 @@ class RepeatedPasses:
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._inputs = module, inputs
         self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ExpressionRecorder()
-        self._fakes: dict[str, Any] = {}  # the module could write to real ones
+        self._fakes: dict[str, Any] = {}  # the module could write to real tensors
         fakes: dict[torch.Tensor, Any] = {}
-        for path, part in module.named_modules():  # aliases, too: functional_call restores them in order
+        for path, part in module.named_modules():  # including aliases, which functional_call restores in order
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None:
                     fakes[tensor] = fakes[tensor] if tensor in fakes else self._mode.from_tensor(tensor)
                     self._fakes[f"{path}.{name}".removeprefix(".")] = fakes[tensor]
 
     def run(self) -> list[Any]:
-        """Return the expressions of the results of a pass, and of all parameters and buffers after it."""
+        """Run a pass; return the expression numbers of its results, and of all parameters and buffers after it."""
         with self._mode, torch.compiler.set_stance("force_eager"):
             inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._inputs]
             self.recorder.begin_pass([*inputs, *self._fakes.values()])

@@ -1,7 +1,7 @@
 """Values that the `forward` of a module can reach, and their restoration.
 
-Attributes of modules and objects, items of containers, closures, defaults, class attributes and global variables, as
-far as the user's code, of all functions reached, refers to them by name.
+The values are attributes of modules and objects, items of containers, closures, defaults, class attributes and global
+variables, as far as user code that the `forward` can call refers to them by name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CTYPES_TYPES: Any = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 
 def _dereference(proxy: Any) -> Any:
-    """Return the referent of a weak proxy, or None if it is gone."""
+    """Return the referent of a weak proxy, or None if it no longer exists."""
     try:
         return proxy.__repr__.__self__
     except ReferenceError:
@@ -77,7 +77,7 @@ class ReachableState:
     ----------
     containers : list of ValueContainer
     key_by_path : dict
-        By path, comparison keys: equal if the code would read equal values.
+        Comparison key of the value at each path; two keys are equal if the code would read equal values.
     tensors : list of tensors
     arrays : dict of path to NumPy array
     random_generators, iterators : dict of path to object
@@ -90,7 +90,7 @@ class ReachableState:
         self.names, self._excluded = names, excluded
         names.update(("forward", "training"))
         count = -1
-        while count < len(names):  # code reached may use further names
+        while count < len(names):  # code reached by these names may use further names
             count = len(names)
             self._has_dynamic_access = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
             self.containers: list[ValueContainer] = []
@@ -130,7 +130,7 @@ class ReachableState:
             self.key_by_path[path] = "same as", self._path_by_id[id(value)]
             return
         self._path_by_id[id(value)] = path
-        self._kept_alive.append(value)  # or others could have its id
+        self._kept_alive.append(value)  # otherwise, another object could get its id
         kind = type(value)
         self.key_by_path[path] = kind
         if isinstance(value, torch.Tensor):
@@ -176,7 +176,7 @@ class ReachableState:
             self._visit_object(value, path, module)
 
     def _visit_computed_value(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
-        """Visit the result of a function, now and before each pass."""
+        """Visit the result of `read`, which is called again before each pass."""
         self.containers.append(ValueContainer(path, module, store, ("",), lambda _: read(), is_restored=False))
         self._visit(read(), path, module)
 
@@ -199,7 +199,7 @@ class ReachableState:
         self._visit_classes_of(type(module), path, module)
 
     def _visit_registered(self, members: Any, name: str, path: str, module: nn.Module) -> None:
-        watched = name != "_buffers"  # a forward pass may replace them
+        watched = name != "_buffers"  # a forward pass may replace buffers
         self.containers.append(ValueContainer(f"{path}.{name}", module, members, in_nn_module=True, is_watched=watched))
         for key, value in members.items():
             place = f"{path}.{key}".removeprefix(".")
@@ -230,13 +230,13 @@ class ReachableState:
             used = names_used_by(function.__code__)
             self.names.update(used)
             self._visit_globals(function.__globals__, function.__module__ or "", used, module)
-            for name in used & sys.modules.keys() - function.__globals__.keys():  # imported inside
+            for name in used & sys.modules.keys() - function.__globals__.keys():  # imported inside the function
                 self._visit(sys.modules[name], f"module {name}", module)
 
     def _visit_globals(
         self, items: dict[str, Any], owner: str, names: Collection[str], module: nn.Module | None
     ) -> None:
-        """Visit the global variables of these names."""
+        """Visit the global variables with these names."""
         path = f"module {owner}"
         visited = self._globals.setdefault(id(items), (items, path, {}))[2]
         for name in sorted(names):
@@ -297,7 +297,7 @@ class ReachableState:
             self._visit(vars(cls)[name], f"{path}.{name}", module)
 
     def _visit_attrs(self, attrs: dict[str, Any], path: str, module: nn.Module | None, names: Collection[str]) -> None:
-        """Visit attributes of these names."""
+        """Visit the attributes with these names."""
         paths = {name: f"{path}.{name}".removeprefix(".") for name in names}
         paths = {name: place for name, place in paths.items() if place not in self._excluded}
         self.containers.append(ValueContainer(path, module, attrs, list(paths), attrs.get, is_restored=False))

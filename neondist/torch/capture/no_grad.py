@@ -1,4 +1,4 @@
-"""Detection of values computed without gradients in a captured module, which decompositions do not preserve."""
+"""Detachment of values that a captured module computes without gradients, since decompositions do not preserve this."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
     Parameters
     ----------
     place : callable
-        Returns the user's file and line of a node.
+        Returns the file and line of the user's code that created a node.
 
     Raises
     ------
     CaptureError
-        If an in-place write to memory with gradients is hidden from autograd.
+        If an in-place write is hidden from autograd, or is not declared in the operator's schema.
     """
     graph = program.graph_module.graph
     for node in graph.nodes:
         if has_undeclared_writes(node):
             raise CaptureError(
-                f"{node.target} modifies running statistics, which its schema does not declare; use batch_norm",
+                f"{node.target} modifies running statistics, undeclared in its schema; use batch_norm instead",
                 place(node),
             )
     for node, old, hidden in _in_place_writes(program):
         if hidden and not _is_buffer(program, old):
             raise CaptureError(
-                f"{node.target} modifies a tensor in place under torch.no_grad() or through .detach(), which its"
-                " gradient does not see; create a new tensor", place(node),
+                f"{node.target} modifies a tensor in place under torch.no_grad() or through .detach(), so that"
+                " gradients ignore the change; create a new tensor instead", place(node),
             )  # fmt: skip
     for node in list(graph.nodes):
         results = list(node.users) if node.target is GRAD_MODE_REGION and node.args[0] is False else []
@@ -53,7 +53,7 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
 
 
 def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield nodes that write, the first node of the memory, and whether the write is hidden from autograd."""
+    """Yield each node that writes in place, the first node in its memory, and whether autograd misses the write."""
     module = program.graph_module
     first: dict[int, Any] = {}
     detached: set[int] = set()

@@ -1,4 +1,4 @@
-"""Detection of state that a forward pass keeps for the next one; a captured module computes the same in every pass.
+"""Detection of state that a forward pass keeps for the next one; a captured module runs the same program in every pass.
 
 Counters, caches and stored results are harmless; state that the next forward pass would read is rejected.
 """
@@ -23,14 +23,14 @@ from .module_state import NN_MODULE_ATTRIBUTES, PLAIN_TYPES, ReachableState, con
 from .value_container import MISSING
 
 _LIST_REPEATS, _COUNTER_SHIFT = 1000, 10_000
-"""Factor on the length of lists, and increment of counters, that simulate many later passes."""
+"""Multiplier of the length of lists, and increment of counters, to simulate many later passes."""
 _ARITHMETIC_OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 _UNARY_OPERATORS = "neg", "pos", "abs"
 _PREDICATE_METHODS = "lt", "le", "gt", "ge", "eq", "ne", "bool"
 
 
 class _NumberProbe:
-    """Instrumented numbers in place of those that passes change, to detect control flow that depends on them.
+    """Instrumented replacements of numbers that passes change, to detect control flow that depends on these numbers.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class _NumberProbe:
 
 
 def _yield_probes(numbers_change: bool) -> Iterator[_NumberProbe]:
-    """Yield the probes of the next passes; the first records comparisons, the last inverts them if there are any."""
+    """Yield a probe for each further pass; the first records comparisons; if there are any, the last inverts them."""
     yield (first := _NumberProbe())
     if numbers_change:
         yield _NumberProbe(_COUNTER_SHIFT)
@@ -94,7 +94,7 @@ class RestorableState:
         self._arrays = [(path, array, array.copy()) for path, array in reach.arrays.items()]
 
     def changed_values(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
-        """Return the changed values: by name, the module that holds them and the new values."""
+        """Return, by the name of each changed value, the module that contains it and the new values."""
         changes: dict[str, tuple[nn.Module | None, list[Any]]] = {}
         for container, before in self._before:
             if container.in_nn_module:
@@ -110,7 +110,7 @@ class RestorableState:
         return changes
 
     def insert_probe_numbers(self, names: Collection[str], probe: _NumberProbe) -> None:
-        """Replace changed numbers, and lists that have grown, of these names by the probe's."""
+        """Replace, under these names, changed numbers by the probe's, and lists that have grown by longer lists."""
         for container, before in self._before:
             present = container.read_values()
             if container.in_nn_module or all(container.value_name(key) not in names for key in present):
@@ -167,7 +167,7 @@ def _is_fx_wrapper(value: Any, inner: Any) -> bool:
 
 @contextmanager
 def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool]:
-    """Restore a module after its capture; raise CaptureError if its next pass would compute something else.
+    """Restore a module after its capture; raise CaptureError if its next pass would behave differently.
 
     Yields whether the module's code depends on whether gradients are computed.
 
@@ -179,7 +179,7 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
     if before.iterators:
         raise CaptureError(
             f"the forward pass may read from the iterator {next(iter(before.iterators))}, whose next value would be"
-            " captured as a constant; read it before the pass",
+            " captured as a constant; read this value before the forward pass",
             _location(module),
         )
     random_state = _global_generator_hash(), before.own_generator_hash()
@@ -230,9 +230,9 @@ def _nn_module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
 
 
 _REMEDY_BY_KIND = {
-    "parameter": "create, replace or freeze it before a pass",
-    "buffer": "register it before the first pass, with its final shape",
-    "hooks of": "register them before a pass",
+    "parameter": "create, replace or freeze it before the forward pass",
+    "buffer": "register it before the first forward pass, with its final shape",
+    "hooks of": "register hooks before the forward pass",
 }
 
 
@@ -242,7 +242,7 @@ def _global_generator_hash() -> int:
 
 
 def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Raise CaptureError if a pass depends on state that the previous one has left."""
+    """Raise CaptureError if a pass depends on state that the previous pass has left."""
     before, passes = RestorableState(module), RepeatedPasses(module, inputs)
     expected = passes.run()
     changes = before.changed_values()
@@ -253,9 +253,9 @@ def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.
         before.insert_probe_numbers(persistent, probe)
         if _run_or_none(passes.run) != expected:
             raise CaptureError(
-                f"the forward pass changes {', '.join(persistent or changes)}, which the next forward pass reads; every"
-                " pass of a distributed module runs the captured graph; keep it in a buffer, or, if only the first"
-                " pass changes it, call the module once before distribute",
+                f"the forward pass changes {', '.join(persistent or changes)}, which the next forward pass reads, but"
+                " every pass of a distributed module runs the captured graph; store this state in a buffer, or, if only"
+                " the first pass changes it, call the module once before distribute",
                 _location(next(iter((persistent or changes).values()))[0] or module),
             )
 
@@ -263,7 +263,7 @@ def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.
 def _location(module: nn.Module) -> str:
     """Return the file and line of a module's forward, or of a criterion's function."""
     function = getattr(module, "criterion", None)
-    for name in ("func", "__func__"):  # of a functools.partial, of a method
+    for name in ("func", "__func__"):  # inside a functools.partial or a method
         function = getattr(function, name, function)
     return definition_site(function if isinstance(function, FunctionType) else type(module).forward)
 
@@ -278,13 +278,13 @@ def _run_or_none(run: Callable[[], Any]) -> Any:
 
 def _reject_foreign_random_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: RestorableState) -> None:
     """Raise CaptureError if every pass draws from Python's or NumPy's random generators."""
-    for _ in range(3):  # another thread may have drawn
+    for _ in range(3):  # another thread may have drawn numbers
         before = _global_generator_hash(), state.own_generator_hash()
         _run_or_none(RepeatedPasses(module, inputs).run)
         if (_global_generator_hash(), state.own_generator_hash()) == before:
             return
     message = (
-        "the forward draws from Python's or NumPy's random generator, whose values would be captured as"
-        " constants; draw with torch"
+        "the forward pass draws from Python's or NumPy's random generator, whose values would be captured as"
+        " constants; use PyTorch's random functions instead"
     )
     raise CaptureError(message, _location(module))

@@ -27,7 +27,7 @@ class Partitioning(Enum):
 
 
 class RegionConversion:
-    """Conversion of values between the regions of a program that is lowered.
+    """Conversion of values between the regions of a program during its lowering.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class RegionConversion:
             self._partitionings.update((value.id, partitioning) for value in values)
 
     def convert(self, value: Any, node: Node | None = None) -> Any:
-        """Return a value, or the values in a list, for the use in a node; None: after the program."""
+        """Convert a value, or the values in a list, for use in a node; None: for use after the program."""
         wanted = Partitioning.TILES if node is None else self._partitioning_of(node)
         if isinstance(value, (tuple, list)):
             return type(value)(self.convert(item, node) for item in value)
@@ -68,7 +68,7 @@ class RegionConversion:
         return self._converted[key]
 
     def gather(self, values: Iterable[Value]) -> list[Value]:
-        """Return the values after the program with all indices on every rank; statistics of channels in one message."""
+        """Gather values after the program on every rank; statistics of channels in one message per dtype."""
         lowering, mesh, values = self.lowering, self.lowering.mesh, list(values)
         tiles = prod(mesh.parts[1:])
         evenly = [

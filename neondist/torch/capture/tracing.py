@@ -30,7 +30,7 @@ _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
 @contextmanager
 def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
-    """Serialise tracing and neutralise the caller's settings; errors of PyTorch become ConfigError."""
+    """Serialise tracing and neutralise the caller's settings; PyTorch's errors are raised as ConfigError."""
     with TRACING, _suppress_logs(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), _no_validation():
         try:
             yield
@@ -40,7 +40,7 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
 
 @contextmanager
 def leave_inference_mode() -> Iterator[None]:
-    """Create ordinary tensors even in inference_mode, whose tensors allow neither gradients nor in-place changes."""
+    """Create ordinary tensors even in inference_mode; its tensors allow neither gradients nor in-place changes."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -18,18 +18,18 @@ class ValueContainer(NamedTuple):
     ----------
     path : str
     module : nn.Module or None
-        Innermost module that contains it.
+        Innermost module that has the container.
     object : the object that holds the values
     names : collection or None
         The relevant names of a mapping or an object; default: all.
     value_of_name : callable, optional
-        Maps a name to its value; default: `object` is iterated over.
+        Maps a name to its value; by default, the values are read by iterating over `object`.
     separator : str
         Separator between the path and the name of a value; empty: the values share the path as their name.
     in_nn_module : bool
-        Whether it belongs to nn.Module itself: parameters, modules, hooks.
+        Whether the container belongs to nn.Module itself: parameters, modules, hooks.
     is_watched, is_restored : bool
-        Whether it is compared before each pass, and whether a capture restores it.
+        Whether the values are compared before each pass, and whether they are restored after a capture.
     """
 
     path: str
@@ -84,5 +84,5 @@ def get_or_missing(get: Callable[[Any], Any], name: Any) -> Any:
     """Return the value of a name, or MISSING."""
     try:
         return get(name)
-    except (AttributeError, ValueError):  # an empty slot, or cell
+    except (AttributeError, ValueError):  # an empty slot or cell
         return MISSING

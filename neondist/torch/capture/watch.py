@@ -1,4 +1,4 @@
-"""Detection of changes of values that were read when a module or a criterion was captured."""
+"""Detection of changes to values that were read when a module or a criterion was captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .value_container import MISSING
 
 
 class StateKey:
-    """Snapshot of the values, usable as a key; `numbers` are the contents of tensors that were read."""
+    """Snapshot of watched values, usable as a key; `numbers`: contents of the tensors from which numbers were read."""
 
     def __init__(self, key_by_path: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
         self.key_by_path, self.numbers = key_by_path, numbers
@@ -34,7 +34,7 @@ class StateKey:
 class StateWatch:
     """Values on which the computation of a module or a criterion may depend, beyond parameters and buffers.
 
-    The result of torch.export is valid only for their values at the time of export.
+    An exported program is valid only for the values at the time of export.
 
     Parameters
     ----------
@@ -55,9 +55,9 @@ class StateWatch:
         self._inspect_reachable_state()
 
     def key(self) -> StateKey:
-        """Return the current values of a function's closure, of containers and objects, and dtypes of tensors.
+        """Return a key of the current values of closures, containers and objects, and of the dtypes of tensors.
 
-        Keys are equal if nothing has changed, including the values of tensors from which a forward has read numbers.
+        Keys are equal if nothing has changed, including tensors from which a forward pass has read numbers.
         """
         state = self._current_state_key()
         reads = self._reads_by_state.get(state) if self._reads_by_state else None
@@ -87,7 +87,7 @@ class StateWatch:
         Parameters
         ----------
         reads : ValueReads, optional
-            Tensors from which it has read numbers; their values are part of later keys.
+            Tensors from which this pass has read numbers; their values are part of later keys.
         """
         old, new = before.key_by_path, self._current_state_key().key_by_path
         self._excluded.update(path for path in {**old, **new} if old.get(path, MISSING) != new.get(path, MISSING))
@@ -99,7 +99,7 @@ class StateWatch:
         return self.key()
 
     def _is_unchanged(self) -> bool:
-        """Return whether nothing has changed since the last inspection; takes a microsecond for dozens of values."""
+        """Return whether nothing has changed since the last inspection, in about a microsecond for dozens of values."""
         if (list(map(len, self._sized_containers)), self._dtypes_and_devices()) != self._known_sizes_and_properties:
             return False
         values = self._read_values()
@@ -116,7 +116,7 @@ class StateWatch:
         return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._getter_names))]
 
     def _dtypes_and_devices(self) -> list[Any]:
-        """Return the dtypes and devices of the tensors and, where it matters, `requires_grad`."""
+        """Return the dtypes and devices of the tensors and, if the code depends on it, `requires_grad`."""
         tensors = [where[at] for _, where, at in self._registered_tensors]
         tensors += self._plain_tensors
         properties: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
@@ -138,7 +138,7 @@ class StateWatch:
                 self._getters.append(container.value_of_name)
                 self._getter_names.append(container.names)
             elif not len(container.object):
-                pass  # only its size is compared
+                pass  # only the container's size is compared
             elif isinstance(container.object, dict):
                 self._views += [container.object] * (not container.in_nn_module) + [container.object.values()]
             else:

@@ -198,7 +198,7 @@ DIFFERENT_ARGUMENTS = {
     ),
     f"{SUM_PATTERN} -?[0-9]": lambda state, wrong: train_with(state, wrong, change_rate),
     f"{SUM_PATTERN} [0-9.]+, but": lambda state, wrong: train_with(state, wrong, change_weights),
-    "its factor is 2": lambda state, wrong: (
+    "gradient of the loss is 2": lambda state, wrong: (
         state.model.loss(F.mse_loss, state.y, state.tile) * (1 + wrong)
     ).backward(),
     "the number of batches is 2": lambda state, wrong: list(

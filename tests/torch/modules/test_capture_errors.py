@@ -172,6 +172,6 @@ def test_gather_at_suggests_similar_names():
     def body(grid):
         ndt.distribute(build_seeded(Net), IMAGES, grid, gather_at=["firts"])
 
-    check_rejected(body, "gather_at: the module has none named 'firts'; did you mean 'first'?")
+    check_rejected(body, "gather_at: the module has no submodule named 'firts'; did you mean 'first'?")
     with nd.ProcessGrid.serial() as grid, pytest.raises(nd.ConfigError, match=r"got a string; use \['first'\]"):
         ndt.distribute(build_seeded(Net), IMAGES, grid, gather_at="first")

@@ -339,7 +339,7 @@ def fill_detached(x):
 
 @pytest.mark.parametrize("function", [double_in_place, fill_detached])
 def test_writes_hidden_from_autograd_are_rejected(function):
-    with pytest.raises(nd.UserError, match=r"\.py:\d+: .* which its gradient does not see"):
+    with pytest.raises(nd.UserError, match=r"\.py:\d+: .* so that gradients ignore the change"):
         check_module(FunctionModule(lambda x, conv: function(conv(x)), nn.Conv2d(3, 3, 3)), IMAGES, grids=[(1, 1, 2)])
 
 
@@ -356,7 +356,7 @@ def test_written_parameters_are_rejected():
             return super().forward(x)
 
     for kind, message in (
-        (ClippedConv, "which its gradient does not see"),
+        (ClippedConv, "so that gradients ignore the change"),
         (ClippedDataConv, "Tensor.data in a forward"),
     ):
         with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError) as caught:

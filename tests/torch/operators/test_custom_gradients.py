@@ -214,7 +214,10 @@ def test_backward_hooks_are_rejected():
 
 def test_unsupported_modules_are_rejected():
     scripted = nn.Sequential(nn.Conv2d(3, 3, 3), torch.jit.script(nn.ReLU()))
-    for module, message in ((scripted, "'1' was made by torch.jit"), (nn.Sequential(nn.LazyConv2d(3, 3)), "is lazy")):
+    for module, message in (
+        (scripted, "'1' was created by torch.jit"),
+        (nn.Sequential(nn.LazyConv2d(3, 3)), "is lazy"),
+    ):
         with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError, match=message):
             ndt.distribute(module, IMAGES, grid)
 

@@ -320,7 +320,10 @@ MISTAKES = {
     "rate": ("model.optimizer.arguments={lr: -3}", r"optimizer\.arguments: Adam failed: ValueError: Invalid learn.*"),
     "weights": ("model.weights=no.safetensors", r"weights: no\.safetensors: no such file; check the path"),
     "shape": ("model.shape=[1, 3, 4]", r"shape: \[1, 3, 4\] has other spatial extents than the data set's images.*"),
-    "gather_at": ("model.gather_at=[head]", r"gather_at: the module has none named 'head'; see named_modules\(\)"),
+    "gather_at": (
+        "model.gather_at=[head]",
+        r"gather_at: the module has no submodule named 'head'; see named_modules\(\)",
+    ),
     "feed": ("model.feed=nets:not_moved", r"feed: features are .* expected .* of shape \(8, 1, 13, 11\): samples.*"),
     "labels": ("model.feed=nets:as_arrays", r"feed: labels are a ndarray; return a torch\.Tensor"),
     "no labels": ("model.feed=nets:alone", r"feed: must return \(features, labels\), got Tensor"),
