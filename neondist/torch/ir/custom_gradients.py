@@ -1,7 +1,7 @@
-"""Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients taken in a forward pass.
+"""Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients computed in forward.
 
-Export records the forward of a Function and drops its backward. Therefore, Functions become custom operators here,
-which run the user's code; other gradients that would be dropped are rejected.
+torch.export records the forward of a Function and drops its backward. Therefore, Functions are replaced by custom
+operators, which run the user's code; other code whose gradients would be dropped is rejected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import CaptureError, definition_site
 from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING
 
 FUNCTION_OPERATOR = "neondist.function.default"
-"""Name of the operator in captured graphs: (tensors, number) -> tensors."""
+"""Name of the operator in captured graphs; its signature is (tensors, number) -> tensors."""
 _RECORDED_CALLS: ContextVar[list[FunctionCall] | None] = ContextVar("_RECORDED_CALLS", default=None)
 """Calls recorded in the module that this thread is capturing."""
 
@@ -42,7 +42,7 @@ class FunctionCall:
 
     @property
     def name(self) -> str:
-        """The class, with the file and line of its definition."""
+        """Name of the class, with the file and line of its definition."""
         source = definition_site(self._cls.forward)
         return f"autograd.Function {self._cls.__qualname__}" + (f" ({source})" if source else "")
 
@@ -62,7 +62,7 @@ class FunctionCall:
         return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
 
     def unflatten_outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the results in their original structure, given its tensors."""
+        """Return the results in their original structure, given their tensors."""
         assert self._output_structure is not None
         leaves, spec = self._output_structure
         rest = iter(tensors)
@@ -71,7 +71,7 @@ class FunctionCall:
     def gradients_if_pointwise(self, tensors: Sequence[torch.Tensor], tiled_dims: Sequence[int]) -> list[bool] | None:
         """Return which results have a gradient, if forward and backward are pointwise; else None.
 
-        Both are traced twice, the second time for larger extents, to detect dependence on a tile's shape.
+        Forward and backward are traced twice, once for larger extents, to detect dependence on a tile's shape.
 
         Parameters
         ----------
@@ -111,7 +111,7 @@ def _trace_grads(call: FunctionCall, tensors: Sequence[torch.Tensor]) -> tuple[t
     try:
         with TRACING:
             graph = make_fx(forward_and_backward, tracing_mode="fake")(*tensors)
-    except Exception:  # such as a read of values
+    except Exception:  # for example, the code reads values
         return None
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -119,7 +119,7 @@ def _trace_grads(call: FunctionCall, tensors: Sequence[torch.Tensor]) -> tuple[t
 
 
 def _is_pointwise_graph(graph: torch.fx.GraphModule) -> bool:
-    """Return whether each computed element depends on one index of each tensor."""
+    """Return whether each computed element depends on only one index of each tensor."""
     shapes = set()
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -145,10 +145,10 @@ _POINTWISE_IF_SAME_SHAPE = {
 
 
 class _UnrecordedFunctionGuard(TorchFunctionMode):
-    """Reject operations of a forward pass that are not recorded."""
+    """Reject operations of a forward pass that torch.export does not record."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        applies = func not in _DATA_ACCESSORS or isinstance(args[0], FakeTensor)  # PyTorch reads data of real tensors
+        applies = func not in _DATA_ACCESSORS or isinstance(args[0], FakeTensor)  # PyTorch itself reads real ones
         if func in _UNRECORDED_NAMES and applies:
             raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward pass is not recorded{_REMEDIES.get(func, '')}")
         return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
@@ -169,11 +169,11 @@ _REMEDIES = {_TENSOR_DATA.__get__: "; use .detach() instead"}
 
 @contextmanager
 def record_functions() -> Iterator[list[FunctionCall]]:
-    """Record the autograd.Functions that this thread applies as operators, except PyTorch's own."""
+    """Record, as operators, the autograd.Functions that this thread applies, except PyTorch's own."""
     calls: list[FunctionCall] = []
     token = _RECORDED_CALLS.set(calls)
     # patch the metaclass: modules may hold a reference to MyFunction.apply, and PyTorch's apply, compiled since 2.14,
-    # reads these from the class in every call
+    # reads these methods from the class in every call
     for name, read in _PATCHED_METHODS.items():
         setattr(FunctionMeta, name, property(read))
     try:
@@ -186,24 +186,24 @@ def record_functions() -> Iterator[list[FunctionCall]]:
 
 
 def _declared_method(cls: Any, name: str, owner: Any = None) -> Any:
-    """Return a method as declared by a class or its bases, bound to `owner`, by default the class."""
+    """Return a method as declared by a class or its bases, bound to `owner` (default: the class)."""
     return inspect.getattr_static(cls, name).__get__(None, owner or cls)
 
 
 def _becomes_operator(cls: Any) -> bool:
-    """Return whether a Function that this thread applies becomes an operator; PyTorch's own do not."""
+    """Return whether a Function that this thread applies becomes an operator; most of PyTorch's own do not."""
     is_user = not (_declared_method(cls, "forward").__module__ or "").startswith("torch.")
     return _RECORDED_CALLS.get() is not None and (is_user or cls is CheckpointFunction)
 
 
 def _recording_forward(cls: Any) -> Any:
-    """Return a Function's forward; while a module is captured, one that calls the operator instead."""
+    """Return a Function's forward or, while a module is captured, a function that calls the operator instead."""
     forward = _declared_method(cls, "forward")
     if not _becomes_operator(cls):
         return forward
     has_context = _declared_method(cls, "setup_context") is _declared_method(Function, "setup_context")
 
-    @functools.wraps(forward)  # its signature has the defaults
+    @functools.wraps(forward)  # the signature has the defaults of arguments
     def recording(*args: Any) -> Any:
         return _apply_as_operator(cls, args[has_context:])
 
@@ -211,7 +211,7 @@ def _recording_forward(cls: Any) -> Any:
 
 
 def _recording_setup_context(cls: Any) -> Any:
-    """Return a Function's setup_context; while a module is captured, one that does nothing."""
+    """Return a Function's setup_context or, while a module is captured, a function that does nothing."""
     declared = _declared_method(cls, "setup_context")
     is_own = declared is not _declared_method(Function, "setup_context")
     return (lambda ctx, inputs, output: None) if is_own and _becomes_operator(cls) else declared

@@ -42,7 +42,7 @@ class CaptureError(Exception):
     Parameters
     ----------
     source : str
-        File and line of the cause; default: where it is raised.
+        File and line of the cause; default: the place where the error is raised.
     """
 
     def __init__(self, why: str, source: str = "") -> None:

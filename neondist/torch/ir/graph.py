@@ -1,4 +1,4 @@
-"""Values and steps of a plan; a step is local work or a dependence on other ranks."""
+"""Values and steps of a plan; a step is local work or communication with other ranks."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ class Value:
     local : tuple of int
         Shape of this rank's part.
     axes : frozenset of int
-        Axes of the mesh along which ranks have different parts; along others the value is replicated.
+        Axes of the mesh along which ranks have different parts; along other axes, the value is replicated.
     dtype : torch.dtype
     kind : 'value', 'parameter' (whose gradient is summed at the end), or 'constant' (without a gradient)
     layout : Layout or None
         Layout of the whole tensor; None: a view, which is used by one operation only.
     shape_at : callable, optional
-        From a place to the shape there of a view.
+        Maps a place to the shape of a view there.
     """
 
     id: int
@@ -149,13 +149,13 @@ class BlockComputation(Protocol):
         Parameters
         ----------
         grad_inputs : collection of int, optional
-            Positions of the inputs that require gradients in a backward pass; default: a forward pass.
+            For a backward pass, the positions of the inputs that require gradients; None: for a forward pass.
         """
 
 
 @dataclass(eq=False)
 class Step:
-    """Operation of a plan: local work, or a dependence on other ranks.
+    """Operation of a plan: local work, or communication with other ranks.
 
     Attributes
     ----------
@@ -164,17 +164,17 @@ class Step:
         The module's path and the operator.
     inputs, outputs : values, by id
     run : callable
-        For 'local': from the inputs' tensors to the outputs'.
+        For 'local': maps the tensors of the inputs to those of the outputs.
     bind_to_place : callable, optional
-        From a place to `run` there, if that differs between places.
+        Maps a place to `run` there, if `run` differs between places.
     op_name : str
-        The operator that computes the first output, if there is one.
+        Name of the operator that computes the first output, if any.
     is_window_view : bool
-        Whether it is a view for sliding windows, a range along each axis, which may have a border scheme.
+        Whether the step is a view for sliding windows (a range along each axis), so that it may have a border scheme.
     scheme : ExchangePolicy or None
         Border scheme for cells of other tiles; None: exact exchange.
     has_unshared_gradient : bool
-        Of a view: whether the memory of its output's gradient is not shared.
+        For a view: whether the memory of its output's gradient is not shared.
     blocks : BlockComputation or None
         `run`, if it computes the step block by block.
     """
@@ -257,20 +257,20 @@ class TorchGraph:
         total = len(self.steps)
         producers = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
-        live = [0] * total  # values of earlier steps that are read at or after this one
+        live = [0] * total  # values of earlier steps that are read at or after this step
         for value, first in producers.items():
             for at in range(first + 1, last.get(value, first) + 1):
                 live[at] += total if self._may_be_overwritten(value, last) else 1
         return self._split_into_segments(recompute_cuts(live))
 
     def partitioned_parameters(self) -> dict[int, Step]:
-        """Return the parameters of which each rank reads one part, by id, with the steps that select them."""
+        """Return the parameters of which each rank reads one part, by id, with the steps that select the parts."""
         readers = Counter(value for step in self.steps for value in step.inputs)
         steps = {step.inputs[0]: step for step in self.steps if step.kind == "part"}
         return {value: step for value, step in steps.items() if readers[value] == 1 and value not in self.outputs}
 
     def recomputed_segments(self) -> list[Segment]:
-        """Return the segments that the backward pass computes again: all but the last one, if `recompute`."""
+        """Return the segments that the backward pass computes again: all but the last one, if `recompute` is set."""
         return self.segments()[:-1] if self.recompute else []
 
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -323,7 +323,7 @@ class TorchGraph:
                 step.op_name in UNSHARED_WEIGHT_GRADIENT_OPS and step.blocks is None and step.inputs[1:2] == (value,)
                 for step in steps
             ]
-            is_matrix = len(self.values[parameter].local) > 1  # a bias may have the gradient of a single result
+            is_matrix = len(self.values[parameter].local) > 1  # a bias may share the gradient of a single result
             if computes_gradient == [True] and is_matrix and parameter not in self.outputs:
                 unshared.add(parameter)
         return unshared
@@ -344,14 +344,14 @@ class TorchGraph:
 
 
 class Segment(NamedTuple):
-    """Consecutive steps, the values that they read, and their results that others read."""
+    """Consecutive steps, the values that they read, and those of their results that other steps read."""
 
     steps: list[Step]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     def function(self) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that runs local steps, with its own code: torch.compile limits compilations per code."""
+        """Return a function of its own that runs local steps, since torch.compile limits compilations per function."""
 
         def run(*tensors: Any) -> tuple[Any, ...]:
             return self.run(*tensors)

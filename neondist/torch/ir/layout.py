@@ -1,7 +1,7 @@
 """Layout of a tensor over ranks: its partitioned dimensions, with the grid axis and boundaries of each.
 
-Pure integers. A dimension is a product of *atoms*, the first changing slowest: flattening (N, C, H, W) to (N, C·H·W)
-makes one dimension of three atoms, of which H and W stay partitioned, so that reshaping needs no messages.
+Layouts contain only integers. A dimension is a product of *atoms*, the first changing slowest: flattening (N, C, H, W)
+to (N, C·H·W) makes one dimension of three atoms, of which H and W stay partitioned, so reshaping needs no messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ranges_at_place(needed: NeededRanges, place: Sequence[int]) -> dict[int, Ran
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks as replicas x parts of each spatial axis, numbered row-major; axis 0 cuts the batch.
+    """Ranks as replicas x parts of each spatial axis, numbered row-major; axis 0 partitions the batch.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Mesh:
 
     @classmethod
     def of(cls, grid: GridShape, spatial: int) -> Mesh:
-        """Return the mesh of a grid for images of `spatial` axes; 0: tensors of up to four axes are not images."""
+        """Return the mesh of a grid of images with `spatial` axes; 0: tensors of at most 4 dimensions are no images."""
         return cls((grid.replicas, *grid.parts(spatial or 3)))
 
     @property
@@ -72,7 +72,7 @@ class Mesh:
         return [frozenset({axis}) for axis in sorted(axes)]
 
     def even_atom(self, extent: int, axis: int | None) -> Atom:
-        """Return a range of indices split evenly over an axis: the first extent % parts parts have one more."""
+        """Return an atom split evenly over an axis: the first extent % parts parts have one more index."""
         return Atom(extent) if axis is None or self.parts[axis] == 1 else Atom.even(extent, axis, self.parts[axis])
 
     def image_layout(self, shape: Sequence[int]) -> Layout:
@@ -138,7 +138,7 @@ def local_atom_extents(dim: Dim, place: Place) -> Shape:
 
 
 def merge_atoms(dim: Iterable[Atom]) -> Dim:
-    """Return the dimension in the fewest atoms: whole atoms are merged into the preceding one."""
+    """Return the dimension with the fewest atoms: whole atoms are merged into the preceding atom."""
     atoms: list[Atom] = []
     for atom in dim:
         if atom.extent == 1 and atom.axis is None:
@@ -156,7 +156,7 @@ class UnalignedPartitionError(Exception):
     Attributes
     ----------
     required_multiple : int
-        Every bound of the atom must be a multiple of it; 0: no partition is possible.
+        Number of which every bound of the atom must be a multiple; 0: no partition is possible.
     atom : Atom
     """
 
@@ -174,7 +174,7 @@ def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:
         If a partition boundary would have to move.
     """
     atoms = [atom for dim in layout for atom in dim]
-    atoms.reverse()  # the next one is the last
+    atoms.reverse()  # so that pop returns the next atom
     dims = []
     for at, size in enumerate(shape):
         dim: list[Atom] = []
@@ -206,14 +206,14 @@ def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:
             atoms.append(minor)
             rest //= common
         dims.append(merge_atoms(dim))
-    left = [atom for atom in atoms[::-1] if atom.axis is not None]  # of one index, which one part has
+    left = [atom for atom in atoms[::-1] if atom.axis is not None]  # atoms of one index, which belongs to one part
     if left and not dims:
         raise UnalignedPartitionError(left[0])
     return (*dims[:-1], merge_atoms((*dims[-1], *left))) if dims else ()
 
 
 def _drop_unit_atoms(atoms: list[Atom], shape: Sequence[int]) -> None:
-    """Drop whole atoms of one index from the end until no more of them remain than leading 1s of `shape`."""
+    """Drop whole atoms of one index from the end until at most as many remain as `shape` has leading 1s."""
     ones = next((at for at, size in enumerate(shape) if size != 1), len(shape))
     run = next((at for at, atom in enumerate(atoms[::-1]) if atom.extent != 1), len(atoms))
     for at in range(len(atoms) - 1, len(atoms) - 1 - run, -1):
@@ -232,7 +232,7 @@ def local_indices(dim: Dim, place: Place) -> list[int]:
 
 
 def is_contiguous_on_every_rank(dim: Dim) -> bool:
-    """Return whether each rank's indices along a dimension are one range."""
+    """Return whether each rank's indices along a dimension form one range."""
     last = max((at for at, atom in enumerate(dim) if atom.axis is not None), default=0)
     return all(hi - lo <= 1 for atom in dim[:last] for lo, hi in atom.ranges)
 
@@ -247,7 +247,7 @@ def range_at(dim: Dim, place: Place) -> Range:
 
 
 def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
-    """Split an atom into `major` groups of neighbours and the position within a group."""
+    """Split an atom into `major` groups of adjacent indices and the position within a group."""
     minor = atom.extent // major
     if atom.bounds is None:
         return Atom(major), Atom(minor)

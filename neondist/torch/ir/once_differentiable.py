@@ -34,6 +34,6 @@ class _NoSecondGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise ConfigError(
-            "second derivatives of a distributed module are not supported; compute what needs create_graph=True, such"
-            " as a gradient penalty, with the module itself on whole images, or by finite differences"
+            "second derivatives of a distributed module are not supported; compute terms that need create_graph=True,"
+            " such as a gradient penalty, with the original module on whole images, or by finite differences"
         ).on_all_ranks()

@@ -18,7 +18,7 @@ SymbolRanges = dict[int, Range]
 class Dependence(NamedTuple):
     """Reach that a call of a rule declares, the id of its view, and the atom of the argument.
 
-    Symbols of the call are at least `first_symbol`.
+    Symbols created by the call are at least `first_symbol`.
     """
 
     first_symbol: int
@@ -40,7 +40,7 @@ def trace_ranges(dependences: Sequence[Dependence], outputs: SymbolRanges) -> Sy
         assert reach.out_atom.origin is not None
         symbol, factor = reach.out_atom.origin
         lo, hi = (at * factor for at in needed.get(symbol, (0, 0)))
-        if symbol < first_symbol:  # of another argument, of which earlier calls may need more
+        if symbol < first_symbol:  # another argument's, of which earlier calls may need more indices
             lo, hi = 0, reach.out_atom.extent
         for indices in reach.view(lo, hi, source_atom.extent).ranges:
             extend_symbol_range(needed, source_atom, *indices)

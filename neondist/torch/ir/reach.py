@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...geometry import Atom, AxisCells, DimRequest, Place, Range, Window, clip_ranges, fold_index, hull_of, shift_range
 
 SAME_INDEX_WINDOW = Window.for_pointwise(1)
-"""Window of results that depend on the same index, or on all indices if they are whole."""
+"""Window of results that depend on the same index, or on all indices if the dimension is whole."""
 
 
 class DimView(NamedTuple):
@@ -18,7 +18,7 @@ class DimView(NamedTuple):
     Attributes
     ----------
     ranges : of indices
-        Without padding, they begin and end with indices that results depend on.
+        Excluding padding, the ranges begin and end with indices that results depend on.
     used_cells : the indices that results depend on
     pads : numbers of indices before and after the tensor
     """
@@ -34,11 +34,11 @@ class Reach(NamedTuple):
     Attributes
     ----------
     out_atom : Atom
-        Partition of the results along the dimension; whole: all ranks need the same indices.
+        Partition of the results along the dimension; if it is whole, all ranks need the same indices.
     window : Window
-        Of one axis; results depend on the indices in it.
+        Window of one axis; results depend on the indices in the window.
     with_padding : bool
-        Whether the view has the cells of the window outside the tensor.
+        Whether the view includes the window's cells outside the tensor.
     """
 
     out_atom: Atom
@@ -67,7 +67,7 @@ class Reach(NamedTuple):
         return 0 if self.is_whole(source) else self.view(*self.out_atom.range(place), source.extent).ranges[0][0]
 
     def is_whole(self, source: Atom) -> bool:
-        """Return whether every rank has all indices of the dimension and of the results; then so does the view."""
+        """Return whether every rank has all indices of the dimension and the results, and thus of the view."""
         return self.out_atom.axis is source.axis is None and not self.with_padding
 
 

@@ -13,8 +13,8 @@ class Rule(NamedTuple):
     Attributes
     ----------
     function : callable
-        `function(lowering, **arguments) -> Value`: the operator's arguments by the names in its schema, with `self` and
-        `input` called `x`.
+        `function(lowering, **arguments) -> Value`; the arguments are the operator's, by their names in its schema, with
+        `self` and `input` renamed to `x`.
     always : bool
         Whether the rule also applies where every rank has all arguments whole.
     whole : tuple of str
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
 
 TRACING = threading.Lock()
-"""Held while PyTorch traces, since it patches functions of its modules meanwhile: virtual ranks take turns."""
+"""Lock held while PyTorch traces: tracing patches PyTorch's functions, so virtual ranks must take turns."""
 RULES: dict[str, Rule] = {}
 POINTWISE_OPS: set[str] = set()
 CAPTURE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
@@ -64,7 +64,7 @@ def register_pointwise(*names: str) -> None:
 
 
 def rule_table() -> list[tuple[str, str, list[str]]]:
-    """Return (kind, description, operators) for all operators that have a rule; kinds are the modules of `rules`."""
+    """Return (kind, description, operators) for all operators that have a rule; kinds are modules of `rules`."""
     names_by_note: dict[tuple[str, str], list[str]] = {}
     for name, entry in RULES.items():
         names_by_note.setdefault((entry.function.__module__.rpartition(".")[2], entry.description), []).append(name)
