@@ -1,1 +1,1 @@
-"""From operators to the steps of a plan, and the costs of a plan; single operators are in rules/."""
+"""Lowering of operators to the steps of a plan, and costs of a plan; the rules of operators are in rules/."""

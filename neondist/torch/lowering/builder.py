@@ -1,4 +1,4 @@
-"""Values as rules need them: as views of windows, gathered, repartitioned or reshaped."""
+"""Conversion of values to the form that a rule needs: views of windows, gathered, repartitioned or reshaped values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..ir.reach import Reach, dim_request_of
 from .steps import StepList
 
 ReachByDim = Mapping[int, Reach]
-"""The reach of results along some dimensions of an argument; along others they depend on the same indices."""
+"""The reach of results along some dimensions of an argument; along others, results depend on the same indices."""
 
 
 class PlanBuilder(StepList):
@@ -44,7 +44,7 @@ class PlanBuilder(StepList):
         Parameters
         ----------
         cut_axes : iterable of int
-            Axes that partition the result computed from the view; default: the value's and those of `reaches`.
+            Axes that partition the result computed from the view; default: the axes of the value and of `reaches`.
         fill : float
             Value of the cells outside the tensor.
         sliding : bool
@@ -52,7 +52,7 @@ class PlanBuilder(StepList):
         """
         axes = axes_of((reach.out_atom,) for reach in reaches.values())
         inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
-        lost = axes_of(value.layout) - inside  # the result is replicated along these
+        lost = axes_of(value.layout) - inside  # the result is replicated along these axes
         if lost:
             value = self.gather(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
         requests, pads, moved = [], [], []
@@ -84,7 +84,7 @@ class PlanBuilder(StepList):
         return result
 
     def gather(self, value: Value, dims: Iterable[int] | None = None) -> Value:
-        """Return a value with all indices (of these dimensions) on every rank, for replicated work."""
+        """Return a value with all indices (along `dims`, if given) on every rank, for replicated work."""
         rank = len(value.layout)
         chosen = set(range(rank)) if dims is None else {dim % rank for dim in dims}
         axes = axes_of(value.layout[dim] for dim in chosen)
@@ -123,13 +123,13 @@ class PlanBuilder(StepList):
             except UnalignedPartitionError as problem:
                 if problem.required_multiple:
                     value = self.reshard(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
-                else:  # no partition fits: gather it
+                else:  # no partition fits: gather the value
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
                     value = self.gather(value, dims if axes_of(value.layout[d] for d in dims) else None)
         return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
     def reshape_local(self, value: Value, layout: Layout) -> Value:
-        """Return a value whose local part is reshaped as `layout`; without data movement."""
+        """Return a value whose local part is reshaped as `layout`, without data movement."""
         if value.layout_or_none == layout:
             return value
         return self.local(lambda shape, x: x.reshape(shape), [value], layout, at=partial(local_shape, layout))
@@ -169,14 +169,14 @@ class PlanBuilder(StepList):
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
     def parts_of_tiles(self, layout: Layout) -> DimPart | None:
-        """Return the parts of a tensor of this layout if they are ranges of one dimension, another for each tile."""
+        """Return the parts of a tensor of this layout if they are ranges of one dimension that differ between tiles."""
         axes = self.mesh.axes - {0}
         return DimPart.of(layout) if axes and axes_of(layout) == axes else None
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
         """Return a layout with these dimensions whole; their axes partition other dimensions that are long enough.
 
-        Each rank then has these dimensions whole for a part of the tensor, and no rank all of it.
+        Each rank then has these dimensions whole for a part of the tensor, and no rank has the whole tensor.
         """
         kept = {dim % len(layout) for dim in dims}
         resharded = list(replicated_along(layout, kept))
@@ -199,14 +199,14 @@ class PlanBuilder(StepList):
         return self._merge_view_dims(seen, layout)
 
     def gather_as(self, value: Value, target: Layout, cut_axes: Iterable[int]) -> Value:
-        """Return a value aligned to a layout, gathered along the dimensions that are whole in it."""
+        """Return a value aligned to a layout, gathered along the dimensions that are whole in that layout."""
         offset = len(target) - len(value.layout)
         dims = [
             at
             for at, dim in enumerate(value.layout)
             if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
         ]
-        if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition it twice
+        if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition the value twice
             value, dims = self.gather(value, dims), []
         if not dims:
             return self.align_for_broadcast(value, target, cut_axes)
@@ -224,7 +224,7 @@ class PlanBuilder(StepList):
     def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
         """Return values with these dimensions whole and the others partitioned alike, and the layout for the results.
 
-        Along these dimensions that layout is the one of the first value.
+        Along these dimensions, the results are partitioned like the first value.
         """
         first, chosen = values[0].layout, set(dims)
         rest = self.pointwise_layout(
@@ -240,11 +240,11 @@ class PlanBuilder(StepList):
         return [self.partition_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
 
     def as_single_atom(self, value: Value, dim: int) -> Value:
-        """Return the value, gathered along a dimension if that is made of several atoms."""
+        """Return the value, gathered along a dimension if this consists of several atoms."""
         return value if len(value.layout[dim]) == 1 else self.gather(value, [dim])
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
-        """Return the layout of a pointwise result: in each dimension that of the first partitioned value."""
+        """Return the layout of a pointwise result: each dimension is partitioned as in the first value that does so."""
         rank = max(len(layout) for layout in layouts)
         common_dims: list[Dim] = []
         used: set[int] = set()
@@ -296,7 +296,7 @@ def _align_bounds(dim: Dim, problem: UnalignedPartitionError, mesh: Mesh) -> Dim
 
 
 def _insert_unit_atoms(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
-    """Return the new atoms with the old ones' atoms of one index inserted."""
+    """Return the new atoms, with those of the old ones that have one index inserted."""
     if len(old) == len(new):
         return list(new)
     matched, rest = [], list(new)

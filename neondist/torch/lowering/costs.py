@@ -35,9 +35,9 @@ class StepCosts:
     flops : int
         Floating-point operations of products, forward and backward, on the plan's rank.
     parameters : int
-        Elements of trained parameters that these steps read first.
+        Elements of the trained parameters that these steps are the first to read.
     memory : int
-        Bytes on the rank with the most: outputs, those parameters, their gradients and optimiser state.
+        Bytes of outputs, of these parameters, their gradients and optimiser state, on the rank with the most.
     """
 
     crosses: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class PlanCosts:
         for step in self.plan.steps:
             try:
                 forward, backward = self._count_flops(step)
-            except (RuntimeError, TypeError, ValueError):  # it needs values, which meta tensors lack
+            except (RuntimeError, TypeError, ValueError):  # the step needs values, which meta tensors lack
                 self.uncounted_steps.append(step.name)
                 forward = backward = 0
             flops[id(step)] = forward * (1 + (id(step) in repeated)) + backward
@@ -150,7 +150,7 @@ class PlanCosts:
         """Return the floating-point operations of a step, forward and backward."""
         if step.kind == "ring":
             return self._ring_flops(step)
-        if step.kind != "local" or step.kind_args is not None:  # random numbers by key
+        if step.kind != "local" or step.kind_args is not None:  # or this rank has an empty result
             return 0, 0
         assert step.run is not None
         if step.blocks is not None and prod(step.blocks.block_counts) > MAX_BLOCKS_TO_RUN:
@@ -168,7 +168,7 @@ class PlanCosts:
         value = self.plan.values[number]
         tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
         trains = number in self.back.grad_values and supports_gradients(value.dtype)
-        return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
+        return tensor.requires_grad_().clone() if trains else tensor  # a leaf must not be modified in place
 
     def _ring_flops(self, step: Step) -> tuple[int, int]:
         """Return the FLOPs of ring attention, which recomputes the scores in the backward pass."""
@@ -180,9 +180,9 @@ class PlanCosts:
 
 
 def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
-    """Return each step's module path by name, truncated to at most `limit` distinct ones; other steps keep theirs."""
+    """Return the module path of each step name, truncated to at most `limit` distinct paths; others keep their name."""
     full = {name: name.rpartition(":")[0] or name for name in names}
-    # operators that are in no module have dots of their own
+    # the names of operators outside modules contain dots, too
     parts = {name: path.split(".") if ":" in name else [path] for name, path in full.items()}
     for depth in range(max(map(len, parts.values()), default=1), 0, -1):
         paths = {name: ".".join(part[:depth]) for name, part in parts.items()}
@@ -192,7 +192,7 @@ def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
 
 
 def last_output_shape(plan: TorchPlan, names: Collection[str]) -> Shape | None:
-    """Return the global shape of the last value that these steps pass to others; None if it has none."""
+    """Return the global shape of the last value that these steps pass to others; None if there is none."""
     outputs = [
         out for step in plan.steps if step.name in names and step.kind not in IDENTITY_KINDS for out in step.outputs
     ]

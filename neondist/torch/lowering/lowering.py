@@ -1,4 +1,4 @@
-"""Lowering of a captured graph to a plan: each operator by its rule, to views, sums and local work."""
+"""Lowering of a captured graph to a plan: the rule of each operator adds views, sums and local work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lowering(PlanBuilder):
     group_description : str
         Description of the operators that are executed as a group.
     widened_ranges : sequence of NeededRanges
-        Ranges of the inputs passed to each rank, where they exceed its tiles.
+        Ranges of the inputs that are passed to each rank, where these ranges exceed the rank's tiles.
     """
 
     computes_in_parts = False
@@ -85,7 +85,7 @@ class Lowering(PlanBuilder):
         name = str(target)
         self.target, self._current_call = target, (target, args, kwargs)
         rule = RULES.get(name)
-        always = rule is not None and (rule.always or self.partitions_channels)  # also of values that all have
+        always = rule is not None and (rule.always or self.partitions_channels)  # even if all ranks have all values
         random = _is_random(target, bound)  # each rank would draw different numbers
         if rule is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
             self.refuse("PyTorch has no gradient for it")
@@ -131,7 +131,7 @@ class Lowering(PlanBuilder):
         return _tensor_call(target or self._current_call[0], *self._current_call[1:])
 
     def decompose(self, builtin_only: bool = False) -> Any:
-        """Lower the current operator by its decomposition into simpler ones; return None if it has none.
+        """Lower the current operator by its decomposition into simpler ones; return None if there is none.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class Lowering(PlanBuilder):
                 graph = make_fx(run, tracing_mode="fake")(*fakes)
                 if not store_out_of_place_variants(graph.graph):
                     graph = make_fx(functionalize(run), tracing_mode="fake")(*fakes)
-                    if any(map(written_values, graph.graph.nodes)):  # inside composite operators
+                    if any(map(written_values, graph.graph.nodes)):  # composite operators contain writes
                         graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
         except Exception:  # untraceable functions cannot be decomposed
             return None
@@ -223,7 +223,7 @@ class Lowering(PlanBuilder):
             samples = [torch.ones((1,) * len(value.shape), dtype=value.dtype) for value in values]
             for sample, value in zip(samples, values, strict=True):
                 sample.requires_grad_(value.kind != "constant" and (sample.is_floating_point() or sample.is_complex()))
-            with torch.enable_grad():  # clones, since it may write into its arguments
+            with torch.enable_grad():  # clones, since the operator may write to its arguments
                 result = run(*(sample.clone() for sample in samples))
             self._differentiable_results[key] = [y.requires_grad for y in pytree.tree_leaves(result)]
         return self._differentiable_results[key]
@@ -249,7 +249,7 @@ def _tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return target(*positional, **named)
 
     values = [leaves[i] for i in value_indices]
-    if values == [arg for arg in args if isinstance(arg, Value)]:  # none in a list: no tree to rebuild in each pass
+    if values == [arg for arg in args if isinstance(arg, Value)]:  # no value is in a list: passes rebuild no tree
         places = [i for i, arg in enumerate(args) if isinstance(arg, Value)]
 
         def run_flat(*tensors: torch.Tensor) -> Any:

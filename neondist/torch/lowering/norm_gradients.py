@@ -16,9 +16,9 @@ _NORM_NAME_PATTERN = re.compile("(batch|instance)_norm")
 
 
 def convert_gradient_format(y: torch.Tensor, format: torch.memory_format = torch.contiguous_format) -> None:
-    """Convert the gradient of a norm's result to a memory format, which PyTorch 2.13 needs for correct results.
+    """Convert the gradient of a norm's result to a memory format, as PyTorch 2.13 requires for correct results.
 
-    It guesses the memory format of a single sample's gradient from its strides, which are ambiguous.
+    PyTorch guesses the memory format of a single sample's gradient from strides, which are ambiguous.
     """
     if y.requires_grad:
         y.register_hook(lambda dy: dy.contiguous(memory_format=format))

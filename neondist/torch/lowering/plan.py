@@ -49,7 +49,7 @@ class TorchPlan(TorchGraph):
     def traffic(self, rank: int, trained: Collection[str] | None = None, inputs: bool = False) -> Traffic:
         """Return the bytes that a rank sends, or contributes to reductions, in a forward and a backward pass.
 
-        Keys are (kind, step, direction), the first fields of those in `comm.ledger`.
+        Keys are (kind, step, direction), the first fields of the keys in `comm.ledger`.
 
         Parameters
         ----------
@@ -65,7 +65,7 @@ class TorchPlan(TorchGraph):
         return sum(count for (kind, _, _), count in self.traffic(rank).items() if kind != "sum")
 
     def reduction_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'."""
+        """Return the bytes that a rank contributes to reductions in a training step, by step name or 'gradients'."""
         counts: Counter[str] = Counter()
         for (kind, name, _), count in self.traffic(rank).items():
             if kind == "sum":
@@ -76,7 +76,7 @@ class TorchPlan(TorchGraph):
     def is_replaced_by_module(self) -> bool:
         """Whether the only rank runs the module itself instead of the steps.
 
-        False if the steps save memory, or draw random numbers, which the plan keys so that they are the same on all
+        False if the steps save memory, or draw random numbers: in a plan, these have keys that make them equal on all
         grids.
         """
         saves_memory = self.recompute or any(step.blocks is not None for step in self.steps)
@@ -91,8 +91,8 @@ class TorchPlan(TorchGraph):
     def peak(self) -> tuple[int, str]:
         """Return this rank's peak of live bytes in a forward pass without gradients, and the step where it occurs.
 
-        Excludes parameters and buffers; includes the workspace of convolutions, interpolations and rings, estimated
-        as the size of their arrays, and that of block-wise computation.
+        The peak excludes parameters and buffers. It includes the workspace of block-wise computation and, estimated as
+        the size of their arrays, that of convolutions, interpolations and rings.
         """
         sizes = [value.nbytes for value in self.values]
         kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}

@@ -17,7 +17,7 @@ from ..ir.graph import DimPart, Step, Value, axes_of_values, supports_gradients
 from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, replicated
 
 PlaceFunction = Callable[[Place], Any]
-"""From the place of a rank, or block, to what a step there depends on."""
+"""Maps the place of a rank or block to the value that a step uses there."""
 
 
 class StepList:
@@ -51,7 +51,7 @@ class StepList:
         Parameters
         ----------
         run : callable
-            From the parts' tensors to that of the result.
+            Maps the tensors of the parts to the tensor of the result.
         args : sequence of Value or None
             None is passed to `run` as None.
         layout : Layout
@@ -59,7 +59,7 @@ class StepList:
         cut_axes : iterable of int
             Further axes along which ranks compute different parts.
         at : callable, optional
-            From the place of a rank, or block, to the first argument of `run` there.
+            Maps the place of a rank or block to the first argument of `run` there.
         """
         values = [arg for arg in args if arg is not None]
         inside = axes_of_values(values) | axes_of(layout) | frozenset(cut_axes)
@@ -171,7 +171,7 @@ class StepList:
         return self._new_value(local_shape(layout, self._place), axes_of(layout), dtype, kind, layout)
 
     def image_input(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
-        """Return the value that a module's input is passed as, and its tile; they differ in some schemes."""
+        """Return the value as which a module's input is passed, and the input's tile; they differ in some schemes."""
         tile = self.new_input(layout, dtype)
         return tile, tile
 
@@ -225,7 +225,7 @@ class StepList:
     def _add_bound_step(
         self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: PlaceFunction | None
     ) -> None:
-        """Add local work on tensors, and on what follows from the place."""
+        """Add local work on tensors and, if `at` is given, on its value at the place."""
         bind = None if at is None else lambda place: partial(run, at(place))
         bound = run if bind is None else bind(self._place)
         self._add_step("local", inputs, results, run=bound, bind_to_place=bind, kind_args=shapes_if_empty(results))
@@ -263,7 +263,7 @@ def _returning_tuple(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
 
 
 def _accepting_missing(run: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
-    """Return a function of the arguments that are present; others are None."""
+    """Return a function of the arguments that are present; it passes None for the others."""
 
     def filled(*tensors: torch.Tensor) -> Any:
         rest = iter(tensors)

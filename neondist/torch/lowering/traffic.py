@@ -1,4 +1,4 @@
-"""Traffic of ranks in a pass of a distributed module, for one rank or for all at once; pure."""
+"""Traffic of some or all ranks in a pass of a distributed module, computed without communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TrafficKey = tuple[str, str, str]
 
 
 class RankSubset:
-    """Some ranks of a mesh, for which quantities are computed together, as arrays (len(ranks),)."""
+    """Some ranks of a mesh, for which quantities are computed at once, as arrays of shape (len(ranks),)."""
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
         self.mesh, self.ranks = mesh, np.asarray(ranks)
@@ -31,23 +31,23 @@ class RankSubset:
         return cls(mesh, range(mesh.size))
 
     def extent_products(self, value: Value, dims: Iterable[int]) -> np.ndarray:
-        """Return the product of some extents of the ranks' parts of a value.
+        """Return, for each rank, the product of the extents of its part of a value along `dims`.
 
-        For a view these are the extents on the plan's own rank.
+        For a view, the extents on the plan's own rank are used.
         """
         if value.layout_or_none is None:
             return self.index_counts(()) * prod(value.local[dim] for dim in dims)
         return self.index_counts(atom for dim in dims for atom in value.layout[dim])
 
     def index_counts(self, atoms: Iterable[Atom]) -> np.ndarray:
-        """Return the product of the ranks' numbers of indices of some atoms."""
+        """Return, for each rank, the product of its numbers of indices of some atoms."""
         lengths = np.ones(len(self.ranks), int)
         for atom in atoms:
             lengths *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
         return lengths
 
     def moved_cells(self, transfer: Transfer) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of cells that the ranks send to and receive from others, if a transfer is separable."""
+        """Return the numbers of cells that each rank sends to and receives from other ranks in a separable transfer."""
         counts = np.ones((3, len(self.ranks)), int)
         for request in transfer.requests:
             parts = next((self.places[axis] for axis in request.axes), 0)
@@ -83,7 +83,7 @@ class _TrafficCounter:
         self.plan, self.ranks, self.trained, self.inputs = plan, ranks, trained, inputs
 
     def bytes_by_key(self) -> dict[TrafficKey, np.ndarray]:
-        """Return all accounts."""
+        """Return the bytes of all steps and directions."""
         plan, accounts = self.plan, dict[TrafficKey, np.ndarray]()
 
         def add(steps: Iterable[Step], direction: str) -> None:
@@ -105,7 +105,7 @@ class _TrafficCounter:
         accounts["sum", GRADIENTS, "backward"] = (
             self._sum_bytes(plan.mesh.axes, [plan.values[value] for value in read - parts.keys()])
             + self._sum_bytes(plan.mesh.axes & {0}, owned)
-            + self._sum_bytes(plan.mesh.axes - {0}, owned)  # gathered
+            + self._sum_bytes(plan.mesh.axes - {0}, owned)  # the sums are gathered
         )
         return accounts
 
@@ -145,7 +145,7 @@ class _TrafficCounter:
             pieces = transfer.sends(rank) if direction == "forward" else transfer.receives(rank)
             numbers = [piece.source.size * count for piece in pieces if piece.peer != rank]
             if step.scheme is not None:
-                size = 4 if value.dtype == torch.bfloat16 else size  # bfloat16, which NumPy lacks
+                size = 4 if value.dtype == torch.bfloat16 else size  # NumPy has no bfloat16, so it is sent as float32
                 sent.append(round(step.scheme.mean_bytes(numbers, size, direction)))
             else:
                 sent.append(sum(numbers) * size)
@@ -190,7 +190,7 @@ class BackwardSteps:
     visited_ids : set of int
         Steps of the backward pass, by id().
     communicating_ids : set of int
-        Those of them whose backward pass may communicate.
+        Those of `visited_ids` whose backward pass may communicate.
     """
 
     def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: Iterable[int] = ()) -> None:
@@ -204,16 +204,16 @@ class BackwardSteps:
             if any(out in self.sources and out in self.grad_values for out in step.outputs):
                 self.sources.update(step.inputs)
                 self.visited_ids.add(id(step))
-                summed = step.inputs[:1] if step.kind == "norm" else step.inputs  # not those of a norm's weights
+                summed = step.inputs[:1] if step.kind == "norm" else step.inputs  # excluding a norm's weights
                 if any(value in self.grad_values for value in summed):
                     self.communicating_ids.add(id(step))
 
 
 def ring_key_counts(ring: RingPlan, direction: str) -> np.ndarray:
-    """Return the number of keys that each rank sends in a pass, with values, or with gradients of both, as (size,)."""
+    """Return the number of keys that each rank sends in a pass, with their values or gradients, as an array (size,)."""
     axes = sorted(axes_of([ring.keys]))
     length = RankSubset.all(ring.mesh).index_counts(ring.keys)
-    # the ranks of each ring last, in their order
+    # move the axes of each ring to the end, in order
     ends = range(len(ring.mesh.parts) - len(axes), len(ring.mesh.parts))
     rings = np.moveaxis(length.reshape(ring.mesh.parts), axes, ends)
     shape = rings.shape

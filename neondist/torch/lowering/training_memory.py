@@ -14,7 +14,7 @@ from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset
 
 MIN_DEDUPLICATED_BYTES = 1 << 16
-"""Size of a saved tensor below which it is kept beside its copy in a view."""
+"""Saved tensors smaller than this are kept in addition to their copies in views."""
 _SAVED_INPUT_COUNTS = {"norm": 1, "ring": 3}
 """Number of inputs that non-local steps keep for their backward pass, by kind."""
 
@@ -26,9 +26,9 @@ class _SavedValues:
     Attributes
     ----------
     values : set of int
-        Inputs and outputs.
+        Inputs and outputs that are kept.
     extra_bytes_per_byte : float
-        Further bytes, per byte of the first output.
+        Further bytes that are kept, per byte of the first output.
     aliases : dict of int to int
         Outputs that share memory with an input.
     aliased_grads : set of int
@@ -61,7 +61,7 @@ class TrainingMemory:
     def peak(self, rank: int) -> int:
         """Return the most bytes that are live at once on a rank.
 
-        Inputs, parameters and their gradients are not counted, nor temporary memory of kernels.
+        Inputs, parameters, their gradients and temporary memory of kernels are not counted.
         """
         return _Lifetimes(self, RankSubset(self.plan.mesh, [rank])).peak()
 
@@ -76,11 +76,11 @@ class _Timeline:
     backward_at : list of int
         Time of a step's backward pass.
     segment_of_value : dict of int to int
-        Segments that are recomputed, numbered from 0, by the values that they compute.
+        For each value computed in a recomputed segment, the number of that segment, from 0.
     released_at : list of int
         Time at which a segment's inputs are released.
     end : int
-        Number of times.
+        Number of points in time.
     """
 
     def __init__(self, plan: TorchPlan, back: BackwardSteps) -> None:
@@ -132,7 +132,7 @@ class _Lifetimes:
                 first.setdefault(owner[out], at)
             last |= dict.fromkeys((owner[value] for value in (*step.inputs, *step.outputs) if value in owner), at)
         copies = self._copies_in_views(owner)
-        first_again, last_again = dict[int, int](), dict[int, int]()  # of values that are recomputed
+        first_again, last_again = dict[int, int](), dict[int, int]()  # times of recomputed values
         for at, step, kept in self.steps:
             segment, again = self.timeline.segment_of_value.get(step.outputs[0]), self.timeline.recomputed_at[at]
             backward = self.timeline.backward_at[at] if id(step) in self.back.visited_ids else -1
@@ -156,11 +156,11 @@ class _Lifetimes:
                 last[owner[out]] = max(last[owner[out]], len(self.steps))
         for begin, end in ((first, last), (first_again, last_again)):
             for value, until in end.items():
-                if value in begin:  # otherwise it is an input's memory
+                if value in begin:  # otherwise, the memory is an input's
                     self._add_lifetime(value, begin[value], until)
 
     def _owners(self) -> dict[int, int]:
-        """Return the value whose memory each result has."""
+        """Return, for each result, the value whose memory it uses."""
         owner = dict[int, int]()
         for _, step, kept in self.steps:
             for out in step.outputs:
@@ -168,8 +168,8 @@ class _Lifetimes:
         return owner
 
     def _copies_in_views(self, owner: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-        """Return for values of which a view has a copy the view's step, and the view, which is kept instead."""
-        copies, rank = dict[int, tuple[int, int]](), self.plan.rank  # its views, too, stand for those of all ranks
+        """Return, for each value copied into a view, the view's step and the view, which is kept instead."""
+        copies, rank = dict[int, tuple[int, int]](), self.plan.rank  # whose views stand for those of all ranks
         for at, step, _ in self.steps:
             if step.kind == "view" and step.scheme is None and step.outputs[0] not in self.timeline.segment_of_value:
                 value = owner.get(step.inputs[0], step.inputs[0])
@@ -190,11 +190,11 @@ class _Lifetimes:
             if value in self.back.grad_values and supports_gradients(self.plan.values[value].dtype):
                 moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
                 own = [at for number, (at, aliased) in enumerate(moments) if number or not aliased]
-                if own:  # otherwise it shares the memory of another one
+                if own:  # otherwise, it shares the memory of another gradient
                     self._add_lifetime(value, own[0], until)
 
     def _add_blocks(self) -> None:
-        """Add what steps need for a block."""
+        """Add the memory that block-wise steps need for a block."""
         for at, step, _ in self.steps:
             if step.blocks is not None:
                 forward_bytes = step.blocks.peak_bytes()
@@ -220,7 +220,7 @@ def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedVal
         return everything
     try:
         return _trace_saved_values(plan, step, back)
-    except (RuntimeError, TypeError, ValueError):  # it needs values, which meta tensors lack
+    except (RuntimeError, TypeError, ValueError):  # the step needs values, which meta tensors lack
         return everything
 
 
@@ -251,9 +251,9 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
             dxs = zip(leaves, torch.autograd.grad(ends, [*leaves.values()], dys, allow_unused=True), strict=True)
             memory = {*map(_storage_of, dys)}
             kept.aliased_grads = {v for v, dx in dxs if dx is None or _storage_of(dx) in memory}
-        elif step.run not in IN_PLACE_VARIANTS.values():  # their gradients are new memory nevertheless
+        elif step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have gradients in new memory
             kept.aliased_grads = {*kept.aliases.values()}
-        if plan.is_replaced_by_module:  # its own operators divide the expanded gradient of a mean
+        if plan.is_replaced_by_module:  # the module's operators divide the expanded gradient of a mean
             limit = plan.values[step.outputs[0]].nbytes
             kept.aliased_grads = {v for v in kept.aliased_grads if plan.values[v].nbytes <= limit}
         return kept
@@ -263,7 +263,7 @@ def _empty_tensor(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Te
     value = plan.values[number]
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
     trains = number in back.grad_values and supports_gradients(value.dtype)
-    return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
+    return tensor.requires_grad_().clone() if trains else tensor  # a leaf must not be modified in place
 
 
 def _storage_of(tensor: torch.Tensor) -> Any:
