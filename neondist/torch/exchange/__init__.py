@@ -1,1 +1,1 @@
-"""Communication of tensors between ranks, with its adjoints for autograd; no decisions about what to send."""
+"""Communication of tensors between ranks, and its adjoints for autograd; what is sent is decided elsewhere."""

@@ -44,7 +44,7 @@ class Channel:
         return self.comm.grid.observers.observe(event, self.name, direction)
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
-        """Return this rank's view of a tensor, from its part.
+        """Return this rank's view of a tensor, from the rank's part.
 
         Parameters
         ----------
@@ -67,7 +67,7 @@ class Channel:
         return result
 
     def _margin_views(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the parts of a view around the rank's own one, if they may have indices that are not received."""
+        """Yield the parts of a view around the rank's own part, if they may have indices that are not received."""
         if not self.transfer.has_unused_cells:
             return
         own = [piece.target.ranges for piece in self.own]
@@ -90,7 +90,7 @@ class Channel:
         pads: Sequence[tuple[int, int, int]] = (),
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part from the gradients of all views of it, which are summed.
+        """Return the gradient of this rank's part from the summed gradients of all views of it.
 
         Parameters
         ----------
@@ -105,7 +105,7 @@ class Channel:
         return part
 
     def own_part_of(self, view: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor | None:
-        """Return this rank's part in a result of `view`; None if it lacks some cells of the part."""
+        """Return this rank's part of a result of `view`, or None if the result lacks some cells of the part."""
         if not self.includes_own_part:
             return None
         return self._lattice_view(without_padding(view, pads), self.own[0].target)
@@ -127,7 +127,7 @@ class Channel:
         return tensor[tuple(slices)]
 
     def _start_exchange(self, direction: str, tensor: torch.Tensor) -> _MessageBuffers | None:
-        """Start to send parts of a tensor or of its views; return buffers to wait for, or None if no rank sends."""
+        """Start sending parts of a tensor or of its views; return buffers to wait for, or None if no rank sends."""
         if self.transfer.needs_no_messages:
             return None
         sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved_dims)
@@ -154,7 +154,7 @@ class _MessageBuffers:
     Attributes
     ----------
     outgoing, incoming : list of (Piece, torch.Tensor)
-        Views into the buffers, one per piece, in its shape.
+        Views into the buffers, one per piece and of the piece's shape.
     """
 
     def __init__(self, channel: Channel, like: torch.Tensor, is_forward: bool) -> None:
@@ -179,7 +179,7 @@ class _MessageBuffers:
         self.staged = channel.comm.create_staged_exchange(channel.group, outgoing, incoming, channel.first)
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:
-        """Wait for the messages of others, and return their contents by piece."""
+        """Wait for the messages of other ranks, and return their contents by piece."""
         self.staged.finish()
         return self.incoming
 
@@ -199,11 +199,11 @@ def _by_peer(pieces: Iterable[Piece]) -> _Pieces:
 
 
 CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory format of images and volumes, by the dimensions of their tensors."""
+"""The memory format of images and volumes, by the number of dimensions of their tensors."""
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last if the tensor, or the one it is a slice of, has only this format; otherwise contiguous."""
+    """Return channels-last if a tensor, or the tensor that it is sliced from, has only this format; else contiguous."""
     if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
         if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():

@@ -30,12 +30,12 @@ _HALO_ARGS = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilatio
 def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
     """Return the view of a window on a tiled image: this rank's tile plus its halo.
 
-    Each view has the cells needed for this rank's part of the window's output, which is split evenly too: a convolution
-    without padding over the views yields the tiles of the output. Padding is filled in. Backward sums the gradient of a
-    cell over all ranks whose views contain it. Collective over all ranks, forward and backward.
+    Each view has the cells needed for this rank's part of the window's output, which is split evenly, too: a
+    convolution without padding over the views yields the tiles of the output. Padding is filled in. Backward sums the
+    gradient of a cell over all ranks whose views contain it. Collective over all ranks, forward and backward.
 
-    It is implemented as the custom operator `torch.ops.neondist.halo`, whose shapes and gradient torch.compile knows:
-    with `global_shape` it compiles into a single graph.
+    `halo` is implemented as the custom operator `torch.ops.neondist.halo`, whose shapes and gradient torch.compile
+    knows: with `global_shape`, it compiles into a single graph.
 
     Parameters
     ----------
@@ -73,17 +73,17 @@ def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int,
     return _grid_state_of(grid, window.ndim).extent_of(x, window)
 
 
-# torch.compiler.disable as a decorator would import the compiler, 2 s, with neondist.torch
+# torch.compiler.disable as a decorator would import the compiler, which takes 2 s, with neondist.torch
 _uncompiled_extent_of = torch._disable_dynamo(_extent_of)
 
 
 def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
     """Return the elementwise sum or maximum over ranks, on every rank (an allreduce). Collective.
 
-    As in `halo`, the loss is taken to be the sum of the values on which the ranks call `backward`. So call `backward`
-    on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
+    As in `halo`, the loss is taken to be the sum of the values on which the ranks call `backward`. Therefore, call
+    `backward` on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
 
-    It is implemented as the custom operator `torch.ops.neondist.reduce`, whose shapes and gradient torch.compile knows.
+    The custom operator `torch.ops.neondist.reduce` implements it; torch.compile knows its shapes and gradient.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ _halo.register_autograd(_halo_backward, setup_context=_save_halo_args)
 @custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
 def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
     state = _grid_state_of(ProcessGrid.from_handle(grid), 2)
-    values = {CALL_KEY: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
+    values = {CALL_KEY: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "the dtype of x": x.dtype}
     check_equal_on_ranks(state.comm.grid.world, values | {"x.requires_grad": x.requires_grad})
     all_axes = state.comm.mesh.axes
     axes = {"tiles": all_axes - {0}, "replicas": all_axes & {0}, "world": all_axes}[group]
@@ -217,15 +217,16 @@ class _GridState:
         return extent
 
     def check_on_all_ranks(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
-        """Raise on all ranks if the arguments of any are invalid or differ from others'. Collective."""
+        """Raise on all ranks if the arguments of any rank are invalid, or differ between ranks. Collective."""
         error = None
         try:
             self.check_tile(x, window, extent)
         except UserError as problem:
             error = problem
-        values = {CALL_KEY: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
-        samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # replicas may differ
-        values |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
+        values = {CALL_KEY: "halo", "window": window, "x.requires_grad": x.requires_grad, "the dtype of x": x.dtype}
+        samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # it may differ between replicas
+        values |= {"the number of samples of x": samples, "the number of channels of x": x.shape[1]}
+        values["global_shape"] = extent
         check_equal_on_ranks(self.comm.grid.world, values, error)
 
     def _gather_extent(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -263,7 +264,7 @@ class _GridState:
             )
 
     def view(self, window: Window, extent: tuple[int, ...]) -> _HaloViewPlan:
-        """Return the messages for a window over an image, planned once."""
+        """Return the plan of the view for a window over an image, computed once."""
         key = window, extent
         if key not in self._views_by_window:
             self._views_by_window[key] = self._plan_view(window, extent)
@@ -275,7 +276,7 @@ class _GridState:
             own = mesh.even_atom(n, axis + 1)
             reach = Reach(mesh.even_atom(out, axis + 1), window.axis_window(axis), with_padding=True)
             request, around = dim_request_of(reach, axis + 2, own)
-            requests.append(replace(request, used=None))  # code of users may read every cell
+            requests.append(replace(request, used=None))  # user code may read every cell
             pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
         moved = tuple(request for request in requests if request.dim in padded or not request.requests_only_own_cells)
@@ -302,7 +303,7 @@ def _check_grid(grid: Any) -> None:
     if not isinstance(grid, ProcessGrid):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
     if grid.closed:
-        raise GridError("grid: is closed; use halo and reduce inside its `with` block")
+        raise GridError("grid: expected an open one, got a closed one; call halo and reduce inside its `with` block")
 
 
 def _check_arguments(x: Any, window: Any, global_shape: Any) -> None:
@@ -316,4 +317,4 @@ def _check_arguments(x: Any, window: Any, global_shape: Any) -> None:
             f"x: a window of {counted(window.ndim, 'axis', 'axes')} needs the shape {expected}, got {tuple(x.shape)}"
         )
     if global_shape is not None and len(global_shape) != x.dim():
-        raise ShapeError(f"global_shape: expected {expected}, got {len(global_shape)}")
+        raise ShapeError(f"global_shape: expected {expected}, got {len(global_shape)} numbers")

@@ -5,7 +5,7 @@ gradient on unchanged (`SumOverRanks`), and the gradient of a replicated value u
 ranks is summed over them (`SumGradientOverRanks`). Only parameters are different: each rank computes its part of their
 gradient, and all parts are summed once, at the end of the backward pass (`SumParameterGradients`).
 
-None of them supports double backward, which would have to communicate too; they raise an error.
+None of these functions supports double backward, which would also have to communicate; they raise an error instead.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def save_recompute_trigger(ctx: Any) -> None:
 def trigger_recompute(ctx: Any) -> Any:
     """Return the saved tensors, so that an enclosing checkpoint recomputes its forward pass before any send.
 
-    A checkpoint recomputes when the first saved tensor is unpacked. With local work this may be a different one on each
+    A checkpoint recomputes when the first saved tensor is unpacked. With local work, it may be a different one on each
     rank, and the messages of the two passes would then have different orders on different ranks.
     """
     return ctx.saved_tensors
 
 
 class ExchangeView(torch.autograd.Function):
-    """View that a rank needs of a partitioned tensor; the adjoint sums."""
+    """View that a rank needs of a partitioned tensor; the adjoint sums the gradients of all views."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, has_unshared_gradient: bool
     ) -> torch.Tensor:
-        """Return the view of this rank; `has_unshared_gradient` if its gradient shares no memory."""
+        """Return the view of this rank; `has_unshared_gradient`: whether its gradient shares no memory."""
         ctx.channel, ctx.options = channel, (tensor.shape, pads, has_unshared_gradient)
         save_recompute_trigger(ctx)
         with channel.observe("forward"):
@@ -66,7 +66,7 @@ class RecomputedResult(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor."""
         save_recompute_trigger(ctx)
-        return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # not a view: it may be modified in place
+        return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # not a view: the result may be modified in place
 
     @staticmethod
     @once_differentiable
@@ -128,7 +128,7 @@ class SumGradientOverRanks(torch.autograd.Function):
 
 
 class CountGradientOnce(torch.autograd.Function):
-    """Parameter used in replicated work: its gradient counts on one of the ranks."""
+    """Parameter used in replicated work: its gradient counts on only one of the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
@@ -162,9 +162,9 @@ class RecordGradient(torch.autograd.Function):
 
 
 class SumParameterGradients(torch.autograd.Function):
-    """All parameters of a pass; their gradients are summed over all ranks, a few of one dtype at once.
+    """All parameters of a pass; their gradients are summed over all ranks, in groups of one dtype.
 
-    Of some parameters each rank uses a part. Their gradients are summed over replicas, and gathered.
+    If each rank uses only a part of a parameter, the gradients of the parts are summed over replicas, and gathered.
     """
 
     @staticmethod
@@ -202,15 +202,15 @@ class SumParameterGradients(torch.autograd.Function):
 
 
 MAX_BUCKET_BYTES = 1 << 22
-"""Size of gradients that are summed at once: larger arrays would be new memory in each step, not the allocator's."""
+"""Size of gradients that are summed at once: the allocator would not reuse the memory of larger arrays."""
 MIN_SINGLE_BYTES = 1 << 18
-"""Size of gradients that are summed in place, if possible, instead of being joined with others."""
+"""Size from which a gradient is summed alone, in place if possible, instead of being joined with others."""
 
 
 def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Return groups of the gradients with these indices: large ones alone, others joined up to MAX_BUCKET_BYTES.
 
-    Sizes are those of whole gradients, since all ranks need the same groups, and their parts may differ.
+    `sizes` are those of whole gradients: all ranks need the same groups, although their parts may differ.
     """
     buckets = [[at] for at in indices if sizes[at] >= MIN_SINGLE_BYTES]
     joined, filled = list[int](), 0
@@ -224,7 +224,7 @@ def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _sum_bucket(ctx: Any, indices: Sequence[int], grads: Sequence[torch.Tensor], axes: frozenset[int]) -> torch.Tensor:
-    """Return the sums of gradients over axes, flat."""
+    """Return the sums of gradients over axes as a flat tensor."""
     first = grads[0]
     if len(grads) == 1 and ctx.unshared[indices[0]] and first.is_contiguous():
         return ctx.comm.reduce(GRADIENTS, "backward", first.view(-1), axes, in_place=True)

@@ -28,11 +28,11 @@ def run_guarded_step(
     """
     originals = [tensor.detach().clone() for tensor in tensors]
     results = run(step, tensors)
-    if step.run not in IN_PLACE_VARIANTS.values():  # these modify memory without other readers
+    if step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have no other readers
         for index, (tensor, copy) in enumerate(zip(tensors, originals, strict=True)):
             if not _is_equal(tensor.detach(), copy):
                 raise _guard_error(
-                    rank, step, f"modified its argument {index} in place, which others may read; work on a copy"
+                    rank, step, f"modified its argument {index} in place, which other steps may read; modify a copy"
                 )
     for index, (tensor, value) in enumerate(zip(results, (values[out] for out in step.outputs), strict=True)):
         dtype = tensor.dtype if any(autocast_states()) else value.dtype

@@ -91,7 +91,7 @@ class MeshComm:
         return f"axis {axis}", group
 
     def connect_devices(self, device: torch.device) -> None:
-        """Connect the devices of all ranks, which NCCL needs before messages between only some of them. Collective.
+        """Connect the devices of all ranks, which NCCL requires before messages between only some ranks. Collective.
 
         A module must therefore be on its device when it is distributed.
         """
@@ -103,12 +103,12 @@ class MeshComm:
         return device if device.type in self.grid.world.tensor_device_types else torch.device("cpu")
 
     def create_staged_exchange(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
-        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as of `message_group`."""
+        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as returned by `message_group`."""
         return StagedExchange(self, group, out, back, first)
 
     def message_group(self, axes: Collection[int]) -> tuple[Transport, int]:
         """Return the transport for messages along axes, and the rank of its first member; not collective."""
-        grid = self.grid  # its world may be the caller's communicator, with messages of its own; its tiles are not
+        grid = self.grid  # grid.world may be the caller's communicator, with other messages; tile_comm is not
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
 
     def gather_parts(
@@ -148,7 +148,7 @@ class MeshComm:
     ) -> Any:
         """Return the sum, or maximum, over axes as a new tensor, or possibly in place. Collective over the axes."""
         groups = self._sum_groups.get(axes)
-        if groups is None:  # created by all ranks, those without elements too
+        if groups is None:  # created by all ranks, including those without elements
             groups = self._sum_groups[axes] = list(map(self.sum_group, self.mesh.reduction_axes(axes)))
         if not groups or not tensor.numel():
             return tensor if in_place else tensor.clone()
@@ -169,7 +169,7 @@ class MeshComm:
 
 
 def _receive_buffer(own: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return flat memory for values like `own`: that of the only target if it is contiguous."""
+    """Return flat memory for values like `own`: the memory of the only target, if contiguous, or new memory."""
     if len(targets) == 1 and targets[0].is_contiguous():
         return targets[0].view(-1)
     return own.new_empty(sum(target.numel() for target in targets))
@@ -224,7 +224,7 @@ class StagedExchange:
 def create_messages(buffers: Flats, first: int, as_tensors: bool) -> list[Message]:
     """Return a message for each buffer, keyed by rank of the world; `first` is the rank of the group's first member.
 
-    Messages are of tensors if the transport supports them, else of NumPy arrays sharing their memory.
+    Messages contain tensors if the transport supports them, otherwise NumPy arrays that share the tensors' memory.
     """
     result = []
     for peer, tensor in buffers.items():
@@ -239,5 +239,5 @@ def create_messages(buffers: Flats, first: int, as_tensors: bool) -> list[Messag
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as real numbers, since transports need not support complex ones."""
+    """Return the same memory as real numbers, since transports need not support complex numbers."""
     return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor

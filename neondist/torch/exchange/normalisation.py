@@ -19,13 +19,13 @@ class Moments(NamedTuple):
     groups : int or None
         Number of groups of channels with statistics per sample; None: statistics per channel over all samples.
     group_size : int
-        Number of elements of the whole images in one mean.
+        Number of elements of the whole images that one mean covers.
     eps : float
     axes : axes of the mesh that the elements of one mean are partitioned over
     own_cells : slices of the spatial dimensions, or None
-        Cells that count on this rank, if it has cells of other ranks too.
+        Cells that this rank contributes, if it also has cells of other ranks.
     is_placeholder : bool
-        Whether this rank's replica has no samples, but one as a placeholder.
+        Whether this rank's replica has no samples except a placeholder.
     """
 
     groups: int | None
@@ -36,7 +36,7 @@ class Moments(NamedTuple):
     is_placeholder: bool = False
 
     def select_own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the cells of rows that count on this rank."""
+        """Return the cells of rows that this rank contributes."""
         return rows if self.own_cells is None else rows[(slice(None), slice(None), *self.own_cells)]
 
     def reshape_to_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,10 +53,10 @@ class Moments(NamedTuple):
 
 
 class Normalise(torch.autograd.Function):
-    """Batch, group and instance normalisation with statistics of the whole images, in one pass over memory each.
+    """Batch, group and instance normalisation with statistics of the whole images, with few passes over memory.
 
-    Ranks merge their means and variances in one sum in double precision, which holds the squares of narrower types;
-    float64 takes two sums, to avoid cancellation (Chan, Golub and LeVeque 1983).
+    Ranks merge their means and variances in one sum in double precision, which suffices for squares of narrower types;
+    float64 requires two sums, to avoid cancellation (Chan, Golub and LeVeque 1983).
     """
 
     @staticmethod
@@ -148,7 +148,7 @@ def _merge_moments(
     dtype = mean.dtype
     if not axes & comm.mesh.axes:
         return mean, variance
-    if dtype == torch.float64:  # no wider type: squares would cancel
+    if dtype == torch.float64:  # no wider type: differences of squares would cancel
         mean, own_mean = comm.reduce(name, "forward", mean * share, axes, in_place=True), mean
         deviations = (own_mean - mean).square_().add_(variance).mul_(share)
         return mean, comm.reduce(name, "forward", deviations, axes, in_place=True)

@@ -2,7 +2,7 @@
 
 A rank processes the keys of one rank at a time, in chunks of columns of the scores, and keeps for each of its queries
 the largest score so far and the sum of exponentials (Milakov and Gimelshein 2018). In the backward pass keys and values
-travel once more, together with their gradients, which end on the rank that owns them.
+travel once more, together with their gradients, which finally return to the owners of the keys.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .mesh_comm import MeshComm, StagedExchange
 
 _OPS = torch.ops.aten
 MAX_SCORES_AT_ONCE = 2**20
-"""Number of scores computed at once, if that is more than 64 keys."""
+"""Maximum number of scores computed at once, unless this is fewer than 64 keys."""
 
 
 class RingPlan(NamedTuple):
-    """Plan of ring attention; pure.
+    """Plan of ring attention.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class RingPlan(NamedTuple):
         Partition of the rows and columns of the scores, over the same axes.
     causal : bool
     scale : float
-        Factor on the scores.
+        Factor by which scores are multiplied.
     """
 
     mesh: Mesh
@@ -44,7 +44,7 @@ class RingPlan(NamedTuple):
     scale: float
 
     def ranks(self, rank: int) -> list[int]:
-        """Return a rank's ring, itself included, in the order in which blocks travel."""
+        """Return the ranks of a rank's ring, including the rank itself, in the order in which blocks travel."""
         axes, place = axes_of([self.keys]), self.mesh.place(rank)
         others = [coord for axis, coord in enumerate(place) if axis not in axes]
         places = ((peer, self.mesh.place(peer)) for peer in range(self.mesh.size))
@@ -69,12 +69,12 @@ class RingChannel:
         return self.comm.grid.observers.observe("redistribute", self.name, direction)
 
     def rotate(self, direction: str, *tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield the owner of the current keys and its tensors, this rank's first; changes to tensors are passed on.
+        """Yield the owner's position and tensors for each block, this rank's first; changes to tensors are passed on.
 
-        Backward, the first half of the tensors finally returns to its owner, and is yielded once more.
+        In the backward pass, the first half of the tensors finally returns to its owner, and is yielded once more.
         """
         number, back = len(self.ranks), direction == "backward"
-        shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of the data of each key
+        shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of the data of one key
         ends = [prod(shape) for shape in shapes]
         key = direction, (tensors[0].dtype, tensors[0].device), tuple(shapes)
         if key not in self._planned_exchanges:
@@ -97,7 +97,7 @@ class RingChannel:
                 exchanges[hop].run()
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
-        """Return the scores of this rank's scaled queries and some columns."""
+        """Return the scores of this rank's scaled queries for some columns."""
         scores, columns = q @ keys.mT, columns.to(q.device)
         if mask is not None:
             mask = mask if mask.shape[-1] == 1 else mask.index_select(-1, columns)
@@ -107,7 +107,7 @@ class RingChannel:
         return scores
 
     def _plan(self, elements: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[StagedExchange]]:
-        """Return two buffers and the exchanges between them; `numbers` is the number of elements per key."""
+        """Return two buffers and the exchanges between them; `elements` is the number of elements per key."""
         count, sizes = len(self.ranks), [elements * len(columns) for columns in self.key_indices]
         flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
         for hop in range(count - 1 + back):

@@ -28,7 +28,7 @@ Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 
 @dataclass
 class _BufferOwner:
-    """Array, channels last, as seen by its halo buffer."""
+    """Attributes of a channels-last array that its halo buffer uses."""
 
     grid: ProcessGrid
     policy: ExchangePolicy
@@ -61,11 +61,11 @@ class SchemeChannel:
         seen = buffer.forward(_as_channels_last(tensor), self.comm.phase)
         if self.comm.is_guarded and (missing := mask_of_unfilled(seen, owner.plan)).any():
             raise HaloError(
-                f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of its view were never"
+                f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of the view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
             )
         self._record_messages(owner)
-        view = torch.from_numpy(seen).movedim(-1, 1)  # on the host: schemes exchange there
+        view = torch.from_numpy(seen).movedim(-1, 1)  # on the host, where schemes exchange cells
         shape, inside = list(view.shape), [slice(None)] * tensor.dim()
         for dim, before, after in pads:
             inside[dim] = slice(before, before + shape[dim])
@@ -84,7 +84,7 @@ class SchemeChannel:
         pads: Sequence[tuple[int, int, int]] = (),
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part from that of its view, always in new memory."""
+        """Return the gradient of this rank's part from the gradient of its view, always in new memory."""
         gradient = without_padding(gradient, pads)
         owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
         part = buffer.backward(_as_channels_last(gradient), self.comm.phase)
@@ -98,7 +98,7 @@ class SchemeChannel:
     def _halo_buffer_for(self, tensor: torch.Tensor, fill: float) -> tuple[_BufferOwner, HaloBuffer]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._buffers:
-            self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # no other batch
+            self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # for one batch
             plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _as_channels_last(tensor[:0]).dtype
             owner = _BufferOwner(self.grid, self.policy, plan, tensor.shape[1], dtype)
             self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
@@ -118,7 +118,7 @@ class SchemeChannel:
                 used[axis] = tuple(shift_range(cells, need[axis][0]) for cells in request.used[request.part(place)])
 
         def to_image_cells(piece: Piece) -> Piece:
-            """Return the piece in cells of the image at both ends: each view is one range."""
+            """Return the piece with both ends in cells of the image; each view is one range."""
             cells = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own)}
             cells |= zip(requests, piece.source.ranges, strict=True)
             return Piece(piece.peer - first, *[Lattice(tuple(cells.values()))] * 2)
@@ -161,22 +161,22 @@ def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> 
     for path, scheme in schemes.items() if isinstance(schemes, Mapping) else [("", schemes)]:
         policy = as_scheme(scheme)
         if path not in names:
-            raise ConfigError(f"scheme: the module has no part {path!r}{suggest(path, names)}")
+            raise ConfigError(f"scheme: the module has no submodule named {path!r}{suggest(path, names)}")
         if policy.gradients != "scatter":
             raise ConfigError(
-                f"scheme: '{scheme_text(policy)}' applies to neondist layers: gradients of a module's windows are"
-                " scattered; leave 'backward' out"
+                f"scheme: '{scheme_text(policy)}' applies to neondist layers only: gradients of a module's windows are"
+                " always scattered; leave 'backward' out"
             )
         if recompute and policy.has_memory:
             raise ConfigError(
-                f"recompute: '{scheme_text(policy)}' keeps state between steps, so a step cannot be recomputed; omit it"
+                f"recompute: '{scheme_text(policy)}' keeps state, so a step cannot be recomputed; omit one of the two"
             )
         policies[path] = policy
     return policies
 
 
 def assign_schemes(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> None:
-    """Set the scheme of each window to that of the innermost module that has one."""
+    """Set the scheme of each window to the scheme of the innermost module that has one."""
     for step in steps:
         if step.is_window_view:
             module, _, _ = step.name.rpartition(":")
@@ -192,6 +192,6 @@ def policy_of_module(module: str, schemes: Mapping[str, ExchangePolicy]) -> Exch
 
 
 def _as_channels_last(tensor: torch.Tensor) -> np.ndarray:
-    """Return an array (n, *cells, C) sharing the tensor's memory; dtypes that NumPy lacks are copied."""
+    """Return an array (n, *cells, C) sharing the tensor's memory; bfloat16, which NumPy lacks, is copied to float32."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).movedim(1, -1).numpy()

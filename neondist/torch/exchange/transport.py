@@ -24,11 +24,11 @@ from ...errors import LaunchError, RemoteError
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets."""
 FIRST_MESSAGE_TAG = 1 << 16
-"""Lower tags are for the caller's own messages over the same process group."""
+"""Lower tags are reserved for the caller's own messages over the same process group."""
 MESSAGE_KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
 """Kinds of messages, each with its own tag: exchanges; collectives; the second half of pending sums."""
 ALLREDUCE_DTYPES = ("float32", "float64", "int32", "int64")
-"""Dtypes reduced by gloo's own allreduce, which does not support all."""
+"""Dtypes reduced by gloo's own allreduce, which does not support all dtypes."""
 DIRECT_PAIRS = ("cpu:gloo", "cuda:nccl")
 """Devices whose tensors a backend sends directly; gloo supports cuda too, but not in messages."""
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
@@ -40,7 +40,7 @@ PeerTensor = tuple[int, torch.Tensor]
 def world(max_count: int = MAX_COUNT) -> TorchTransport:
     """Return the transport over torch.distributed's default process group. Collective.
 
-    The group is initialised with gloo, from the variables that torchrun sets, unless it already is.
+    The group is initialised with gloo, from the variables that torchrun sets, unless it is already initialised.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ def world(max_count: int = MAX_COUNT) -> TorchTransport:
         missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
         if missing:
             raise LaunchError(
-                f"torch.distributed is not initialised, and {', '.join(missing)} missing in the environment: start"
-                " with `torchrun --nproc-per-node N SCRIPT`, or call torch.distributed.init_process_group first"
+                f"torch.distributed is not initialised, and the environment lacks {', '.join(missing)}: start the"
+                " script with `torchrun --nproc-per-node N SCRIPT`, or call torch.distributed.init_process_group first"
             )
         try:
             dist.init_process_group("gloo")
@@ -83,12 +83,12 @@ def join_process_group(address: str, rank: int, size: int, patience: float = 600
         HOST:PORT, where rank 0 listens.
     rank, size : int
     patience : float
-        Seconds to wait for the others.
+        Seconds to wait for the other processes.
 
     Raises
     ------
     LaunchError
-        The others do not connect in time, or gloo cannot start or is missing.
+        If the other processes do not connect in time, or gloo cannot start or is missing.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
         raise LaunchError(
@@ -101,7 +101,7 @@ def join_process_group(address: str, rank: int, size: int, patience: float = 600
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"process {rank} of {size} cannot connect to the others at {address}: {str(error).splitlines()[0]};"
-                " start all of them, and check that the address is that of the first process and that its port is free"
+                " start all processes, and check that the address is that of process 0 and that its port is free"
             ) from error
     return TorchTransport()
 
@@ -124,8 +124,8 @@ class _RankSubset(NamedTuple):
 class TorchTransport(Transport):
     """Transport over a torch.distributed process group, which the caller owns.
 
-    Subgroups are not process groups, since torch creates those collectively, with a connection per pair, and frees them
-    only at exit. The messages of a subgroup have their own tags, and it is released with its last user.
+    Subgroups are not process groups, since torch creates these collectively, with a connection per pair, and frees them
+    only at exit. The messages of a subgroup have their own tags; the subgroup is released with its last user.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class TorchTransport(Transport):
     Raises
     ------
     LaunchError
-        If the group has no gloo backend for host arrays, such as nccl alone.
+        If the group has no gloo backend for host arrays, for example only nccl.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class TorchTransport(Transport):
 
     @property
     def group(self) -> Any:
-        """The process group, until this is closed."""
+        """The process group; an error is raised if the transport is closed."""
         if self.closed:
             raise closed_error()
         return self._group
@@ -179,7 +179,7 @@ class TorchTransport(Transport):
         """Return the groups of tiles and of replicas, whose members are known without communication."""
         replica, tile = divmod(self.rank, tiles)
         number, places = self._new_subgroup_number(), range(self.size)
-        # one number for both: they have no two ranks in common
+        # one number for both groups, which have only this rank in common
         return self._subgroup(places[replica * tiles :][:tiles], number), self._subgroup(places[tile::tiles], number)
 
     def _new_subgroup_number(self) -> int:
@@ -198,14 +198,14 @@ class TorchTransport(Transport):
         return _TorchExchange(self, sends, receives)
 
     def allreduce(self, array: Any, op: ReduceOp = "sum") -> None:
-        """Replace a contiguous array, or tensor of one of the devices, by its sum, or maximum, over all ranks."""
+        """Replace a contiguous array, or a tensor on a supported device, by its sum, or maximum, over all ranks."""
         if isinstance(array, torch.Tensor):
             self._allreduce_tensor(array, op)
         else:
             self._start_reduction(array, op, COLLECTIVES).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Start to replace a contiguous array by its sum over all ranks."""
+        """Start replacing a contiguous array by its sum over all ranks."""
         return self._start_reduction(array, "sum", SUMS)
 
     def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -274,7 +274,7 @@ class TorchTransport(Transport):
             self.sendrecv([], [(root, data)])
 
     def abort(self, code: int) -> None:
-        """End this rank with this exit code; torchrun then ends the others, whose connections to this one are cut."""
+        """End this rank with this exit code; torchrun then ends the other ranks, which lose their connections to it."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -283,7 +283,7 @@ class TorchTransport(Transport):
         """Start sends and receives; messages of the same kind between two ranks match in the order listed."""
         group, tag = self.group, self._tags[kind]
         with self.convert_remote_errors():
-            # receives first, so that no message arrives unexpected
+            # receives first, so that no message arrives before its receive
             ends = [(dist.irecv, receives), (dist.isend, sends)]
             ops = [
                 dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)
@@ -370,7 +370,7 @@ class _TorchExchange(Exchange):
 
 
 def _with_buffer(cells: Any) -> tuple[Any, Any]:
-    """Return cells and the contiguous array that is sent: the same, or a buffer for their copies."""
+    """Return cells and the contiguous array that is sent or received: the cells themselves, or a buffer."""
     if isinstance(cells, torch.Tensor):
         return cells, cells
     fit = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns about read-only arrays
@@ -388,5 +388,5 @@ def bytes_of(data: Any) -> torch.Tensor:
 
 
 def pickle_to_array(value: Any) -> np.ndarray:
-    """Return a value as bytes, for pickle.loads."""
+    """Return a value as an array of bytes, for pickle.loads."""
     return np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)

@@ -123,7 +123,7 @@ def test_traffic_matches_plan(scheme, dtype):
     ("scheme", "message"),
     [
         ("tover", "unknown; did you mean 'tower'"),
-        ({"7": "tower"}, "scheme: the module has no part '7'"),
+        ({"7": "tower"}, "scheme: the module has no submodule named '7'"),
         ("halo(backward=gather)", "applies to neondist layers"),
     ],
 )

@@ -120,7 +120,7 @@ def test_halo_with_different_tile_shapes(name):
         x = torch.ones(2, 1, 6, 3)
         ndt.halo(WRONG_TILES[name](x) if world.rank else x, WINDOW, nd.ProcessGrid(world, cols=2))
 
-    with pytest.raises(nd.ConfigError, match=f"rank 1: its number of {name} is"):
+    with pytest.raises(nd.ConfigError, match=f"rank 1: the number of {name} of x is"):
         nd.loopback.run(2, body)
 
 

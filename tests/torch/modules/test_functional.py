@@ -242,7 +242,7 @@ def test_bad_arguments():
         (lambda grid: ndt.halo(x, 3, grid), ["window: expected an nd.Window, got 3"] * 2),
         (lambda grid: ndt.halo(x, window, grid, (1, 1, 7, 3)), ["this rank's tile of (7, 3) is"] * 2),
         (lambda grid: ndt.halo(x, nd.Window(20), grid), ["more than the padded input has"] * 2),
-        (lambda grid: ndt.halo(x.double() if grid.rank else x, window, grid), ["its dtype is torch.float64"] * 2),
+        (lambda grid: ndt.halo(x.double() if grid.rank else x, window, grid), ["the dtype of x is torch.float64"] * 2),
         (lambda grid: ndt.reduce(x, "mean", grid), ["op: 'mean' is unknown; choose 'sum' or 'max'"] * 2),
         (lambda grid: ndt.reduce(x[grid.rank :], "sum", grid), ["rank 1: the shape of x is (0, 1, 3, 3)"] * 2),
         (lambda grid: ndt.reduce(x, "sum", None), ["grid: expected a ProcessGrid, got None"] * 2),
@@ -253,5 +253,5 @@ def test_bad_arguments():
             assert bool(expected) == bool(message)
     grid = nd.ProcessGrid.serial()
     grid.close()
-    with pytest.raises(nd.GridError, match="grid: is closed"):
+    with pytest.raises(nd.GridError, match="grid: expected an open one"):
         ndt.halo(x, window, grid)

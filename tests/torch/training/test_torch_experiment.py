@@ -280,7 +280,7 @@ def test_recompute_scheme_and_strips_fields(folder, capsys):
         halos.append(re.findall(r"^(\S+) +halo ", capsys.readouterr().out, re.M))
     assert halos[0][0] == "0"
     assert main(["check", *arguments, "recompute=true", "model.scheme=stale"]) == 2
-    assert "recompute: 'stale' keeps state between steps, so a step cannot be recomputed" in capsys.readouterr().err
+    assert "recompute: 'stale' keeps state, so a step cannot be recomputed" in capsys.readouterr().err
     assert main(["check", *arguments, "model.scheme=deep_halo(layers=3)"]) == 0
     assert "segments: 1, with 3 windows and the operators after them" in capsys.readouterr().out
     assert halos[1] == []
@@ -334,7 +334,7 @@ MISTAKES = {
         r" leave it out",
     ),
     "criterion": ("model.feed=nets:floats", r"model: targets: labels must be integers from 0 to 2, not float64"),
-    "scheme": ("model.scheme={'9': tower}", r"scheme: the module has no part '9'.*"),
+    "scheme": ("model.scheme={'9': tower}", r"scheme: the module has no submodule named '9'.*"),
     "tag": ("model=!TorchModle {}", r"model: unknown tag !TorchModle; did you mean 'TorchModel'\?"),
 }
 
