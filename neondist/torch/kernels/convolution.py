@@ -1,8 +1,8 @@
 """Convolutions by the fastest available kernels: compiled ones, matrix products, or PyTorch's.
 
-With one thread the compiled ones (`CompiledConvolution`) are up to twice as fast as oneDNN's for 3 x 3 windows, and ten
-times as fast as PyTorch's for volumes of few channels and for gradients of depthwise weights. They take and return
-channels-last memory, which later operators preserve.
+With one thread, compiled kernels (`CompiledConvolution`) are up to twice as fast as oneDNN's for 3 x 3 windows, and ten
+times as fast as PyTorch's for volumes with few channels and for gradients of depthwise weights. Compiled kernels take
+and return channels-last memory, which later operators preserve.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import volumes, winograd
 Ints = Sequence[int]
 _FALLBACK_BY_NDIM: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
 _MIN_OUTPUTS = 256  # least number of outputs for a gain
-_MAX_WEIGHTS_PER_OUTPUT = 1000  # most weights per output: they are reordered each time
+_MAX_WEIGHTS_PER_OUTPUT = 1000  # most weights per output, since weights are reordered in each call
 _MAX_DEPTHWISE_WINDOW = 512  # most cells of a depthwise window
 
 
@@ -41,7 +41,7 @@ def conv(
     dilation: Ints,
     groups: int,
 ) -> torch.Tensor:
-    """Return the convolution, as F.conv1d, F.conv2d and F.conv3d."""
+    """Return the convolution, as F.conv1d, F.conv2d and F.conv3d do."""
     options = tuple(stride), tuple(padding), tuple(dilation), groups
     if _should_use_compiled(x, weight, *options) or _is_matrix_product(x, weight, *options):
         y: torch.Tensor = _Convolution.apply(x, weight, bias, *options)
@@ -56,7 +56,7 @@ def conv(
 def _should_use_compiled(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
-    """Return whether compiled kernels are available for a convolution, and measured to be faster."""
+    """Return whether compiled kernels are available for a convolution, and were measured to be faster."""
     outer, inner, *kernel = weight.shape
     if not _is_supported(x, weight) or prod(kernel) == 1:
         return False
@@ -139,7 +139,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _copy_without_activation(z: np.ndarray, y: np.ndarray) -> None:
-    """Apply no activation."""
+    """Copy values without applying an activation."""
     if z is not y:
         y[...] = z
 

@@ -1,7 +1,8 @@
-"""3-D convolutions of one small sample by oneDNN, for which PyTorch uses its own kernel, up to ten times slower.
+"""3-D convolutions of one small sample by oneDNN; PyTorch would use its own kernel, which is up to ten times slower.
 
-Measured with one thread, forward and backward: 8 channels of 32 x 64 x 64 take 79 ms instead of 821, 64 channels of
-8 x 28 x 56 take 124 instead of 613. In 2-D, PyTorch's own kernel is no slower than oneDNN where PyTorch selects it.
+Measured with one thread, forward and backward: 8 channels of 32 x 64 x 64 cells take 79 ms instead of 821 ms, and 64
+channels of 8 x 28 x 56 cells take 124 ms instead of 613 ms. In 2-D, PyTorch's own kernel is no slower than oneDNN where
+PyTorch selects it.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _transposed_convolution(
 def _weight_gradient(
     x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints
 ) -> torch.Tensor:
-    """Return the gradient of the weights; the sample is split in two, for which PyTorch uses oneDNN."""
+    """Return the gradient of the weights; the sample is split in two, since PyTorch uses oneDNN for two samples."""
     extents = dy.shape[2:]
     axis = next((at for at, n in enumerate(extents) if n % 2 == 0), extents.index(max(extents)))
     dim, n, step = axis + 2, extents[axis], stride[axis]
@@ -137,7 +138,7 @@ def _weight_gradient(
     x, span = F.pad(x, pads), (half - 1) * step + dilation[axis] * (weight.shape[dim] - 1) + 1
     windows = torch.cat([x.narrow(dim, at, span) for at in (0, (n - half) * step)])
     slopes = torch.cat([dy.narrow(dim, at, half) for at in (0, n - half)])
-    if n % 2:  # the plane in both halves counts in the first
+    if n % 2:  # the plane in both halves is counted in the first half
         slopes[1:].narrow(dim, 0, 1).zero_()
     rest = [0 if at == axis else p for at, p in enumerate(padding)]
     _, gradient, _ = torch.ops.aten.convolution_backward(

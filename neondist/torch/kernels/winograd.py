@@ -1,8 +1,9 @@
 """3 x 3 convolutions of many channels by Winograd's F(2 x 2, 3 x 3) (Lavin and Gray 2016): 2.25 times fewer products.
 
 Each 2 x 2 output tile reads 4 x 4 inputs spaced `dilation` apart: y = A^T [sum over channels of (G w G^T) (B^T x B)] A,
-16 products of matrices (outputs, channels) (channels, tiles). float32 errors are comparable to those of direct
-summation: with 128 to 2048 channels 0.1 to 1.6 times oneDNN's for outputs and weight gradients, 1.1 to 2.8 for inputs'.
+16 products of matrices (outputs, channels) (channels, tiles). Errors in float32 are comparable to those of
+direct summation: with 128 to 2048 channels, they are 0.1 to 1.6 times oneDNN's errors for outputs and weight gradients,
+and 1.1 to 2.8 times for input gradients.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from ..ir.once_differentiable import once_differentiable
 Pair = Sequence[int]
 _WEIGHT_TRANSFORM = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
 _FLAT_WEIGHT_TRANSFORM = torch.kron(_WEIGHT_TRANSFORM, _WEIGHT_TRANSFORM)  # (16, 9)
-_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: thresholds from which it is faster
+_MIN_CHANNELS, _MIN_TILES = 128, 512  # measured: minimum sizes at which Winograd's algorithm is faster
 _MANY_CHANNELS, _MIN_TILES_OF_MANY_CHANNELS = 512, 192
 _MAX_COVERED_PER_OUTPUT = 1.25  # measured: largest ratio of covered to needed outputs at which it is faster
-_MAX_BATCH_BYTES = 16 << 20  # bytes of transformed cells
+_MAX_BATCH_BYTES = 16 << 20  # maximum bytes of transformed cells at once
 
 
 def conv2d(
@@ -56,7 +57,7 @@ def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pai
 
 
 def _fills_tiles(samples: int, channels: int, extents: Pair, dilation: Pair) -> bool:
-    """Return whether there are enough outputs, which fill most of their tiles."""
+    """Return whether there are enough outputs, and whether these fill most of their tiles."""
     covered = prod(_round_up_to_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
     least = _MIN_TILES_OF_MANY_CHANNELS if channels >= _MANY_CHANNELS else _MIN_TILES
     return samples * prod(extents) >= 4 * least and covered <= _MAX_COVERED_PER_OUTPUT * prod(extents)
@@ -120,7 +121,7 @@ def _output_extents(x: torch.Tensor, padding: Pair, dilation: Pair) -> list[int]
 
 
 def _round_up_to_tiles(n: int, dilation: int) -> int:
-    """Return the extent covered by whole tiles; their cells are `dilation` apart, so `dilation` tiles interlock."""
+    """Return the extent covered by whole tiles; cells of a tile are `dilation` apart, so `dilation` tiles interlock."""
     return -(-n // (2 * dilation)) * 2 * dilation
 
 
