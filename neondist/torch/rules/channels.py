@@ -36,7 +36,7 @@ def sums_partial_results(inputs: int, outputs: int) -> bool:
 def partition_operands(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, groups: int = 1
 ) -> ChannelOperands:
-    """Return operands of which each rank has the weights of its own channels.
+    """Return the operands, with weights partitioned so that each rank has those of its own channels.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def partition_operands(
     if groups == 1 and sums_partial_results(inputs, outputs) and not lowering.is_whole(x, 1):
         own = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 1, *x.layout[1]))
         return ChannelOperands(x, own, bias, (Atom(outputs),), axes_of(x.layout[1:2]))
-    others = axes_of((x.layout[0], *x.layout[2:])) - {0}  # such as rows that are the cells of images
+    others = axes_of((x.layout[0], *x.layout[2:])) - {0}  # for example, rows that are cells of images
     units = None if others else _split_units(lowering, outputs if groups == 1 else groups)
     if units is None:
         return ChannelOperands(lowering.gather(x, [1]), weight, bias, (Atom(outputs),))

@@ -19,7 +19,7 @@ from .index import position_of_indexed_dims, slice_dim
 
 @rule("aten.gather.default")
 def gather(lowering: Lowering, x: Value, dim: int, index: Value, sparse_grad: bool = False) -> Value:
-    """Gather the dimension for the indices of each rank."""
+    """Gather the indexed dimension for the indices of each rank."""
     dim %= len(x.shape)
     x = _crop_other_dims(lowering, x, dim, index.shape)
     rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (index, x)])
@@ -54,7 +54,7 @@ def embedding(
 ) -> Value:  # fmt: skip
     """Select rows of a replicated table locally."""
     if scale_grad_by_freq:
-        lowering.refuse("scale_grad_by_freq needs how often all ranks pick a row")
+        lowering.refuse("scale_grad_by_freq needs the number of times each row is selected on all ranks")
     rows = lowering.gather(weight)
     padding = padding_idx if padding_idx >= 0 else None
     layout = (*indices.layout, *replicated(weight.shape[1:]))
@@ -81,7 +81,7 @@ def scatter(
     lowering: Lowering, x: Value, dim: int, index: Value, src: Value | None = None, value: float | None = None,
     **options: object,
 ) -> Value:  # fmt: skip
-    """Gather the dimension, and partition it again."""
+    """Gather the indexed dimension, and partition it again afterwards."""
     dim %= len(x.shape)
     if src is not None:
         src = _crop_other_dims(lowering, src, -1, index.shape)
@@ -101,7 +101,7 @@ def index_update(
     lowering: Lowering, x: Value, dim: int, index: Value, source: Value | None = None,
     value: Value | float | None = None, reduce: str = "", **options: object,
 ) -> Value:  # fmt: skip
-    """Gather the dimension, and partition it again; replicate the index tensor."""
+    """Gather the indexed dimension, and partition it again afterwards; replicate the index tensor."""
     dim %= len(x.shape)
     (there, *given), back = lowering.co_align([v for v in (x, source) if v is not None], {dim})
     given += [value] if isinstance(value, Value) else []
@@ -119,7 +119,7 @@ def index_update(
 def index_put(
     lowering: Lowering, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False, **_: object
 ) -> Value:
-    """Gather indexed dimensions, and partition them again; apply boolean masks locally."""
+    """Gather the indexed dimensions, and partition them again afterwards; apply boolean masks locally."""
     given = {dim: value for dim, value in enumerate(indices) if value is not None}
     if any(value.dtype == torch.bool for value in given.values()):
         return _put_masked(lowering, x, given, values, accumulate)

@@ -19,7 +19,7 @@ from ..lowering.lowering import Lowering
 
 
 def remap_dim(lowering: Lowering, x: Value, dim: int, extent: int, source_index: Callable[[int], int]) -> Value:
-    """Return x with one dimension resized, whose index i is index source_index(i) of x."""
+    """Return x with one dimension resized, so that its index i is index source_index(i) of x."""
     x = lowering.as_single_atom(x, dim)
     out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
     reach = Reach(out, IndexMap(lambda lo, hi: map(source_index, range(lo, hi))))
@@ -39,12 +39,12 @@ def remap_dim(lowering: Lowering, x: Value, dim: int, extent: int, source_index:
 
 
 def rotate_dim(lowering: Lowering, x: Value, dim: int, extent: int, shift: int) -> Value:
-    """Return x with one dimension resized, whose index i is index i - shift of x, modulo its extent."""
+    """Return x with one dimension resized, so that its index i is index i - shift of x, modulo the extent of x."""
     return _shift_dim(lowering, x, dim, extent, Window(1, padding=((shift, 0),), mode="wrap"))
 
 
 def _shift_dim(lowering: Lowering, x: Value, dim: int, extent: int, window: Window, fill: float = 0.0) -> Value:
-    """Return x with one dimension resized, whose index i is the only one in the window at i, or `fill`."""
+    """Return x with one dimension resized, so that its index i is the only index in the window at i, or `fill`."""
     x = lowering.as_single_atom(x, dim)
     out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
     view = lowering.view(x, {dim: Reach(out, window, with_padding=True)}, None, fill)
@@ -65,7 +65,7 @@ def slice_dim(
         return lowering.local(lambda a: a[(slice(None),) * dim + (slice(start, end, step),)], [x], layout)
     if not picked:
         layout = replace_dim(x.layout, dim, Atom(0))
-        device = pytree.tree_leaves(lowering.fake_out)[0].device  # a split has several
+        device = pytree.tree_leaves(lowering.fake_out)[0].device  # a split has several results
         empty = partial(torch.empty, dtype=x.dtype, device=device)
         return lowering.local(empty, [], layout, x.dtype, at=partial(local_shape, layout))
     return remap_dim(lowering, x, dim, len(picked), lambda i: picked[i])
@@ -87,7 +87,7 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
         return (own, 1) if 0 <= own < hi - lo else (0, 0)
 
     def run(own: tuple[int, int], a: torch.Tensor) -> torch.Tensor:
-        return a.narrow(dim, *own).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a` for autograd
+        return a.narrow(dim, *own).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a`, for autograd
 
     return lowering.reduced(run, [x], [] if axis is None else [axis], layout, at=own_index)
 
@@ -129,7 +129,7 @@ def slice_scatter(
     rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (x, src)])
     x, src = (_gather_if_axis_reused(lowering, value, dim, rest) for value in (x, src))
     if lowering.is_whole(x, dim) and x.kind == "constant" and not lowering.is_whole(src, dim):
-        # zeros to be overwritten are partitioned
+        # partition zeros that are to be overwritten
         atom = lowering.mesh.even_atom(x.shape[dim], lowering.axis_of(src, dim))
         x = lowering.partition_as(x, replace_dim(x.layout, dim, atom))
     if lowering.is_whole(x, dim):
@@ -174,7 +174,7 @@ def flip(lowering: Lowering, x: Value, dims: Sequence[int]) -> Value:
 def roll(lowering: Lowering, x: Value, shifts: Sequence[int], dims: Sequence[int]) -> Value:
     """Shift cells cyclically, and redistribute them."""
     if not dims:
-        lowering.refuse("it rolls the flattened tensor; give dims")
+        lowering.refuse("it rolls the flattened tensor; pass dims")
     for shift, dim in zip(shifts, (d % len(x.shape) for d in dims), strict=True):
         n = x.shape[dim]
         if lowering.is_whole(x, dim):
@@ -253,7 +253,7 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 
 def _gather_if_axis_reused(lowering: Lowering, value: Value, dim: int, other_dims: Layout) -> Value:
-    """Return the value such that no mesh axis of other dimensions partitions this one, which has one atom."""
+    """Return the value, gathered if this dimension has several atoms or shares a mesh axis with other dimensions."""
     atoms = value.layout[dim]
     return lowering.gather(value, [dim] if len(atoms) > 1 or axes_of([atoms]) & axes_of(other_dims) else [])
 
@@ -276,7 +276,7 @@ def select_scatter(lowering: Lowering, x: Value, src: Value, dim: int, index: in
 
 @rule("aten.index_select.default")
 def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Value:
-    """Gather the dimension, and replicate the index tensor."""
+    """Gather the indexed dimension, and replicate the index tensor."""
     dim %= len(x.shape)
     x, index = lowering.gather(x, [dim]), lowering.gather(index)
     layout = replace_dim(x.layout, dim, Atom(lowering.fake_out.shape[dim]))
@@ -288,7 +288,7 @@ def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Valu
     """Gather the indexed dimensions, and replicate the index tensors."""
     given = [(dim, lowering.gather(value)) for dim, value in enumerate(indices) if value is not None]
     if any(value.dtype == torch.bool for _, value in given):
-        lowering.refuse("the shape of a selection by a mask depends on values")
+        lowering.refuse("the shape of a selection by a mask depends on the mask's values")
     dims = [dim for dim, _ in given]
     x = lowering.gather(x, dims)
     new = replicated(torch.broadcast_shapes(*(value.shape for _, value in given)))

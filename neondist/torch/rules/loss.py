@@ -67,13 +67,13 @@ def _cell_weights(lowering: Lowering, losses: Value, target: Value, weight: Valu
 def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Value:
     """Compute locally, with the classes as a new last dimension."""
     if num_classes < 0:
-        lowering.refuse("the number of classes depends on the values; give num_classes")
+        lowering.refuse("the number of classes depends on the values; pass num_classes")
     return lowering.local(lambda a: F.one_hot(a, num_classes), [x], (*x.layout, (Atom(num_classes),)), torch.int64)
 
 
 @rule("aten.multilabel_margin_loss.default")
 def multilabel_margin_loss(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Value:
-    """Sum losses over all samples; PyTorch 2.13's decomposition counts targets after the first -1."""
+    """Sum losses over all samples. Not decomposed: PyTorch 2.13's decomposition counts targets after the first -1."""
     x = lowering.gather(x, [-1])
     there = lowering.align_for_broadcast(target, x.layout, x.axes)
     run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
@@ -148,7 +148,7 @@ def traceable_gaussian_nll_loss(
             raise ValueError(f"var: shape {tuple(var.shape)} does not fit an input of shape {tuple(input.shape)}")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    clamped = var + (var.clamp(min=eps) - var).detach()  # its gradient is passed on below eps, too
+    clamped = var + (var.clamp(min=eps) - var).detach()  # var has a gradient below eps, too
     loss = 0.5 * (clamped.log() + (input - target) ** 2 / clamped).where(var >= 0, torch.nan)
     loss = loss + 0.5 * log(2 * pi) if full else loss
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()

@@ -46,7 +46,7 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
         args.append(lowering.gather_as(value, layout, axes_of(there)))
     returns_tuple = isinstance(lowering.fake_out, (tuple, list))
     outs = list(lowering.fake_out) if returns_tuple else [lowering.fake_out]
-    is_nonempty = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in outs]  # others are empty
+    is_nonempty = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in outs]  # other results are empty
 
     def run_nonempty(*tensors: torch.Tensor) -> list[torch.Tensor]:
         all_outputs = run(*tensors) if returns_tuple else [run(*tensors)]
@@ -57,7 +57,7 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
         run_nonempty, args, nonempty_outs, [(*there, *replicated(out.shape[len(batch) :])) for out in nonempty_outs]
     )
     if "linalg_lu.default" in str(lowering.target):
-        results[0].kind = "constant"  # an order of rows
+        results[0].kind = "constant"  # a permutation of rows, which has no gradient
     waiting = [lowering.partition_as(y, _result_layout(lowering, batch, values[0], y.shape)) for y in reversed(results)]
     outputs = tuple(waiting.pop() if one else None for one in is_nonempty)
     return outputs if returns_tuple else outputs[0]
@@ -81,7 +81,7 @@ def _batch_layout_with_whole_matrices(lowering: Lowering, batch: Layout, core: L
 
 
 def _result_layout(lowering: Lowering, batch: Layout, first_argument: Value, shape: Sequence[int]) -> Layout:
-    """Return the layout of results: image-like ones as the argument's, others partitioned along the batch."""
+    """Return the layout of results: those of the argument's shape are partitioned as it is, others along the batch."""
     core = replicated(shape[len(batch) :])
     if tuple(shape) == first_argument.shape and not axes_of(first_argument.layout[len(batch) :]) & axes_of(batch):
         core = first_argument.layout[len(batch) :]
@@ -101,7 +101,7 @@ def diagonal(lowering: Lowering, x: Value, offset: int = 0, dim1: int = 0, dim2:
 
 @rule("aten.diagonal_scatter.default", always=True)
 def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
-    """Gather the two dimensions, and partition them again."""
+    """Gather the two dimensions, and partition them again afterwards."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
     (there,), back = lowering.co_align([x], dims)
     layout = (*(dim for at, dim in enumerate(there.layout) if at not in dims), *replicated(src.shape[-1:]))

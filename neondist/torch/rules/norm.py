@@ -52,7 +52,7 @@ def scale_and_shift(lowering: Lowering, x: Value, weight: MaybeValue, bias: Mayb
 
 
 def _whole_or_own_channels(lowering: Lowering, x: Value, *per_channel: MaybeValue) -> list[Any]:
-    """Return x with all channels and the given values, or with its own channels and their values."""
+    """Return x and the given values with all channels, or with this rank's own channels."""
     if not lowering.partitions_channels or lowering.is_whole(x, 1):
         return [lowering.gather(x, [1]), *per_channel]
     own = (value and lowering.partition_as(value, (x.layout[1],)) for value in per_channel)
@@ -108,7 +108,7 @@ def _update_running_statistics(
     lowering: Lowering, running: Sequence[Value], current: Sequence[Value], momentum: float, group_size: int,
     samples: int = 1,
 ) -> list[Value]:  # fmt: skip
-    """Return running statistics, updated by those of a pass, which are sums over `samples` samples."""
+    """Return running statistics, updated by the statistics of a pass, which are sums over `samples` samples."""
     unbiased = group_size / max(1, group_size - 1)
     return [
         lowering.local(partial(_moving_mean, momentum, momentum * factor / samples), [old, new], new.layout, old.dtype)

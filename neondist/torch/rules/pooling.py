@@ -52,7 +52,7 @@ def max_pool_with_indices(
         flat, size = torch.zeros_like(here), 1
         for dim in reversed(range(n)):
             at, step = here % a.shape[dim - n] + first[dim], window.dilation[dim]
-            at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all are -inf
+            at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all cells are -inf
             flat, here, size = flat + at * size, here // a.shape[dim - n], size * cells[dim]
         return flat
 

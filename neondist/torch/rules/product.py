@@ -45,7 +45,7 @@ def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bi
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
 def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
-    """Gather the rows of the second argument; a decomposition has NaN gradients at distance 0."""
+    """Gather the rows of the second argument. Not decomposed: decompositions have NaN gradients at distance 0."""
     one, two = lowering.gather(x1, [-1]), lowering.gather(x2, [-1])
     batch = lowering.pointwise_layout([one.layout[:-2], two.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
@@ -75,7 +75,7 @@ def matmul(
     lowering: Lowering, x: Value, other: Value | None = None, mat2: Value | None = None, vec: Value | None = None,
     tensor: Value | None = None,
 ) -> Value:  # fmt: skip
-    """Sum partial products over a dimension partitioned alike in both factors; otherwise gather the second along it."""
+    """Sum partial products over a dimension partitioned alike in both factors; otherwise gather the second factor."""
     a, b = x, next(value for value in (other, mat2, vec, tensor) if value is not None)
     if len(a.shape) < 2 or len(b.shape) < 2:
         one, two = a, b
@@ -106,7 +106,7 @@ def _rows_layout(value: Value, batch: Layout) -> Dim:
 
 
 MIN_RING_BYTES = 2**24
-"""Smaller keys and values are gathered, which sends them twice instead of three times, with fewer waits."""
+"""Keys and values smaller than this are gathered: they are sent twice instead of three times, with fewer waits."""
 
 
 def _uses_ring_attention(lowering: Lowering, query: Value, key: Value, value: Value, mask: Value | None) -> bool:
@@ -125,7 +125,7 @@ def attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Value:  # fmt: skip
     """Gather keys and values for each rank's queries, or pass large ones around a ring."""
-    if dropout_p:  # of scores, each by its global index
+    if dropout_p:  # dropout of scores, each drawn by its global index
         return lowering.decompose() or lowering.refuse("it applies dropout inside attention")
     query, key, value = (lowering.gather(t, [-1]) for t in (query, key, value))
     batch = lowering.pointwise_layout([t.layout[:-2] for t in (query, key, value)])
@@ -147,7 +147,7 @@ def attention(
     def run(
         own: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        if is_causal and is_partitioned:  # PyTorch would take this rank's first query for that of the image
+        if is_causal and is_partitioned:  # PyTorch would treat this rank's first query as the image's first
             here = torch.tensor(own, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
             return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale, enable_gqa=enable_gqa)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)

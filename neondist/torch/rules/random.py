@@ -111,7 +111,7 @@ def rrelu(
 
 @rule("aten.bernoulli.p", "aten.bernoulli_.float", always=True)
 def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: object = None) -> Value:
-    """Draw ones with probability p, and zeros, locally, keyed by the global index."""
+    """Draw ones with probability p, and zeros otherwise, locally, keyed by the global index."""
     dtype, draws = x.dtype, draw_uniform(lowering, x.layout)
     return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
 
@@ -161,7 +161,7 @@ def randn(
 
 
 def _layout_of_draws(lowering: Lowering, x: Value | None) -> Layout:
-    """Return the layout of random numbers, which is that of x if given."""
+    """Return the layout of random numbers: the layout of x, if given, or a replicated one."""
     return x.layout if x is not None else replicated(lowering.fake_out.shape)
 
 

@@ -1,4 +1,4 @@
-"""Reductions along dimensions; along partitioned ones, ranks exchange partial results."""
+"""Reductions along dimensions; along partitioned dimensions, ranks exchange partial results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Dims = int | Sequence[int] | None
 
 
 def nonnegative_dims(x: Value, dim: Dims) -> list[int]:
-    """Return dimensions as sorted non-negative integers; None and empty lists stand for all."""
+    """Return dimensions as sorted non-negative integers; None and empty lists stand for all dimensions."""
     rank = len(x.shape)
     dims = [dim] if isinstance(dim, int) else dim
     return sorted(d % rank for d in dims) if dims and rank else list(range(rank))
@@ -118,7 +118,7 @@ def vector_norm(
 ) -> Value:  # fmt: skip
     """Sum powers over ranks; reduce extrema for infinite orders; gather the dimensions for orders below 1."""
     dims = nonnegative_dims(x, dim)
-    if ord < 1 and ord not in (0, -torch.inf):  # a decomposition would have another gradient at 0
+    if ord < 1 and ord not in (0, -torch.inf):  # a decomposition would have a different gradient at 0
         x = lowering.gather(x, dims)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
         return operator_along_dims(lowering, x, dim, keepdim, ord=ord, dtype=dtype)
@@ -151,7 +151,7 @@ def amax_or_amin(lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool =
 def _global_maximum(
     lowering: Lowering, run: Callable[..., torch.Tensor], x: Value, dims: list[int], dtype: torch.dtype | None = None
 ) -> Value:
-    """Return the maximum of run(x) over dimensions, keeping them; it has no gradient."""
+    """Return the maximum of run(x), without a gradient, over dimensions, which are kept with size 1."""
 
     def local_maximum(a: torch.Tensor) -> torch.Tensor:
         a = run(a.detach())
@@ -179,7 +179,7 @@ def softmax(
 ) -> Value:
     """Compute locally; along a partitioned dimension, reduce maximum and sum over ranks."""
     dims, name = nonnegative_dims(x, dim), str(lowering.target)
-    logarithm, safe = "log" in name, "safe" in name  # safe: zeros, where all is -inf
+    logarithm, safe = "log" in name, "safe" in name  # safe: zeros where all scores are -inf
     if dtype is not None and dtype != x.dtype:
         x = lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
     if not axes_of_dims(x, dims):
@@ -227,7 +227,7 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
 def order_statistic(
     lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, q: Value | float | None = None, **_: object
 ) -> Value | tuple[Value, ...]:
-    """Gather the dimension."""
+    """Gather the reduced dimensions."""
     dims, outs = nonnegative_dims(x, dim), lowering.fake_out
     returns_tuple = isinstance(outs, (tuple, list))
     values, run = lowering.values_and_function()

@@ -34,7 +34,7 @@ class Taps(NamedTuple):
 
 
 def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by_dim: dict[int, int | None]) -> Value:
-    """Return x resampled along dimensions, partitioned along the mesh axes `axis_by_dim`."""
+    """Return x resampled along dimensions; the result is partitioned along the mesh axes `axis_by_dim`."""
     outs = {dim: lowering.mesh.even_atom(len(taps.cells), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
     reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in outs.items()}
     context = x.axes | axes_of((reach.out_atom,) for reach in reaches.values())
@@ -70,7 +70,7 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
 def spatial_dims_and_axes(lowering: Lowering, x: Value, ndim: int) -> tuple[list[int], dict[int, int | None]]:
     """Return the last ndim dimensions, and the mesh axes that partition the results along them.
 
-    An unpartitioned input is partitioned if the mesh has as many axes, since upsampling may enlarge it to a full image.
+    An unpartitioned input is partitioned if the mesh has ndim axes, since upsampling may enlarge it to a full image.
     """
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     axes = {dim: lowering.axis_of(x, dim) for dim in dims}
@@ -122,7 +122,7 @@ def cubic_taps(n_in: int, n_out: int, factor: float | None, align: bool, dtype: 
 def antialiased_taps(n_in: int, n_out: int, scale: float, dtype: torch.dtype, cubic: bool) -> Taps:
     """Return the taps of interpolation with antialias=True: filters as wide as the source region of one result.
 
-    As in ATen's UpSampleKernel.cpp: triangular or cubic (A = -0.5), computed in `dtype`.
+    The filters are triangular or cubic (A = -0.5), and computed in `dtype`, as in ATen's UpSampleKernel.cpp.
     """
     width, reach = torch.tensor(max(scale, 1.0), dtype=dtype), 2 if cubic else 1
     centres = torch.tensor(scale, dtype=dtype) * (torch.arange(n_out, dtype=dtype) + 0.5)

@@ -1,4 +1,4 @@
-"""Reshaping; data move only if a partition boundary has to."""
+"""Reshaping; data are moved only if a partition boundary has to move."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def pixel_shuffle(lowering: Lowering, x: Value, upscale_factor: int) -> Value:
 
 @rule("aten.pixel_unshuffle.default")
 def pixel_unshuffle(lowering: Lowering, x: Value, downscale_factor: int) -> Value:
-    """Move cells to channels; partition boundaries move to groups of cells."""
+    """Move cells to channels; partition boundaries are moved to boundaries of groups of cells."""
     r, (*batch, c, h, w) = downscale_factor, x.shape
     k = len(batch)
     split = lowering.reshape(x, [*batch, c, h // r, r, w // r, r])

@@ -1,4 +1,4 @@
-"""Fourier transforms, and complex numbers as pairs of real ones."""
+"""Fourier transforms, and complex numbers as pairs of real numbers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def stft(
 def _transform_dim(
     lowering: Lowering, x: Value, dim: int, extent: int, run: Callable[..., torch.Tensor], dtype: torch.dtype
 ) -> Value:
-    """Return run(x) along one gathered dimension, which may be resized; partitioned again as x was."""
+    """Return run(x) along one gathered dimension, which may be resized; the result is partitioned as x was."""
     dim, old_layout = dim % len(x.shape), x.layout
     seen = lowering.partition_as(x, lowering.reshard_away_from(old_layout, [dim]))
     result = lowering.local(run, [seen], replace_dim(seen.layout, dim, Atom(extent)), dtype)

@@ -25,7 +25,7 @@ def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> 
     partitioned_dims = [at - len(layout) for at, dim in enumerate(layout) if axes_of([dim])]
     has_gradient = function.gradients_if_pointwise([lowering.fake_tensor(value) for value in tensors], partitioned_dims)
     if has_gradient is None:
-        lowering.refuse("its forward and backward do not read one index each")
+        lowering.refuse("its forward or its backward is not pointwise")
     aligned = [lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in tensors]
     return lowering.mark_constants(
         lowering.local_results(function, aligned, outs, [layout for _ in outs]), has_gradient

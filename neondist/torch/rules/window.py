@@ -134,7 +134,7 @@ def _slice_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def _zeros_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the transposed counterpart of `_slice_instead_of_stride`: results s cells apart, zeros between."""
+    """Return the transposed counterpart of `_slice_instead_of_stride`: results `stride` apart, zeros between."""
 
     def conv_transpose_to_subgrid(
         a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, stride: Ints, pads: Ints, extras: Ints, groups: int,
@@ -209,7 +209,7 @@ def _transposed_view(
 ) -> tuple[Value, list[int], list[Atom], Callable[[Layout, Ints], _LocalCrops]]:
     """Return the view of the cells that contribute to this rank's results of transposed windows.
 
-    Then the padding to remove along whole dimensions, the results' atoms, and the crops along partitioned ones.
+    Also return the padding to remove along whole dimensions, the results' atoms, and the crops along partitioned ones.
     """
     reaches, remaining_padding, atoms = dict[int, Reach](), [], []
     adjoint, x = GradientWindow(window, extents), _with_single_atoms(lowering, x, window.ndim)

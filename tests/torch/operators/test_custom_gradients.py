@@ -163,8 +163,8 @@ def call_autograd(x):
 
 
 REJECTED = {
-    "a tile's numel": (MeanGradient.apply, "MeanGradient", "one index each"),
-    "the image's mean": (CentredImage.apply, "CentredImage", "one index each"),
+    "a tile's numel": (MeanGradient.apply, "MeanGradient", "is not pointwise"),
+    "the image's mean": (CentredImage.apply, "CentredImage", "is not pointwise"),
     "in place": (lambda x: InPlaceDouble.apply(x * 1), "InPlaceDouble", "modifies its arguments in place"),
     "a hook": (add_hook, "register_hook", "not recorded"),
     "a gradient": (call_autograd, "autograd.grad", "not recorded"),
