@@ -57,11 +57,12 @@ def run_command(command, cwd, **env):
         out, err = communicate(process)
     finally:
         process.kill()
-    return (
-        process.returncode,
-        out,
-        re.sub(r"^(preparing, [^\n]* so far  |starting the ranks)\n", "", err, flags=re.MULTILINE),
-    )
+    return process.returncode, out, strip_progress_lines(err)
+
+
+def strip_progress_lines(err):
+    """Return stderr without the progress lines that only a busy machine prints."""
+    return re.sub(r"^(preparing, [^\n]* so far  |starting the ranks)\n", "", err, flags=re.MULTILINE)
 
 
 def run_in_process(folder, *argv):
@@ -73,7 +74,7 @@ def run_in_process(folder, *argv):
             code = main([str(word) for word in argv])
     finally:
         os.chdir(previous)
-    return code, out.getvalue(), err.getvalue()
+    return code, out.getvalue(), strip_progress_lines(err.getvalue())
 
 
 def mpirun_environment():

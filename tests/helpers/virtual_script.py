@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch_runs import share_captures
 
+from neondist import ProcessGrid
 from neondist.comm import loopback, mpi
 
 
@@ -20,8 +21,10 @@ def run_script(script, *arguments, ranks=1):
         names = {"__name__": script.stem, "__file__": str(script)}
         names["print"] = lambda *values, flush: lines.append(" ".join(values))
         exec(code, names)
-        if hasattr(names.get("model"), "grid"):  # a process would end here; log writers may keep the namespace alive
-            names["model"].grid.close()
+        # a process would end here; log writers may keep the namespace alive
+        for grid in {getattr(value, "grid", None) for value in names.values()}:
+            if isinstance(grid, ProcessGrid):
+                grid.close()
 
     with pytest.MonkeyPatch.context() as patch, share_captures():
         patch.setattr(mpi, "world_transport", lambda: local.world)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from availability import needs_mpirun
-from cli_runs import build_command
+from cli_runs import build_command, strip_progress_lines
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -345,7 +345,7 @@ def test_mistakes_are_located(folder, capsys, name):
     setting, message = MISTAKES[name]
     arguments = ["classifier.yaml", "--import", "nets.py", "--set", setting, "epochs=1"]
     assert main(["run", *arguments, "--output", "out"]) == 2
-    error = capsys.readouterr().err
+    error = strip_progress_lines(capsys.readouterr().err)
     assert re.fullmatch(rf"error: (--set {re.escape(setting)}|classifier\.yaml:\d+): (model\.)?{message}\n", error), (
         error
     )
@@ -376,7 +376,8 @@ def test_failing_feed_on_one_rank_ends_all(folder, capsys):
     arguments = ["run", "classifier.yaml", "--import", "nets.py", "--virtual", "2"]
     assert main([*arguments, "--set", "model.feed=nets:wrong_somewhere", "epochs=1"]) == 2
     place = "--set model.feed=nets:wrong_somewhere: model.feed"
-    assert capsys.readouterr().err == f"error: {place}: wrong_somewhere failed: OSError: no such lens\n"
+    error = strip_progress_lines(capsys.readouterr().err)
+    assert error == f"error: {place}: wrong_somewhere failed: OSError: no such lens\n"
 
 
 def test_without_torch(folder):
