@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 MAX_MESSAGE_LENGTH = 4000
-"""characters of a message"""
+"""maximum number of characters of a message"""
 _UserErrorType = TypeVar("_UserErrorType", bound="UserError")
 
 
@@ -18,10 +18,10 @@ class NeondistError(Exception):
 
 
 class UserError(NeondistError):
-    """Invalid input; the message says where, what is wrong and how to fix it.
+    """Invalid input; the message says where it is, what is wrong, and how to fix it.
 
-    `subject` is the object at fault, if any: the command line adds its file and line. `raised_on_all_ranks`: one of
-    them can report it, since every rank has this error (comm.raise_if_any_failed).
+    `subject` is the object at fault, if any: the command line adds its file and line. `raised_on_all_ranks`: every rank
+    raises this error, so that any one of them can report it (comm.raise_if_any_failed).
     """
 
     subject: object = None
@@ -37,7 +37,7 @@ class UserError(NeondistError):
 
 
 def _shorten_middle(text: str) -> str:
-    """Return a message without its middle if it is long: names in files have any length."""
+    """Return a message without its middle if it is long: names in files may be arbitrarily long."""
     if len(text) <= MAX_MESSAGE_LENGTH:
         return text
     return f"{text[: MAX_MESSAGE_LENGTH * 3 // 4]} [...] {text[-MAX_MESSAGE_LENGTH // 5 :]}"
@@ -62,7 +62,7 @@ class DataError(UserError):
 class AxesError(DataError):
     """A file does not name the axes of an array, and its shape leaves several choices.
 
-    `shape` is that of the array in the file.
+    `shape` is the shape of the array in the file.
     """
 
     shape: tuple[int, ...] = ()
@@ -77,11 +77,11 @@ class OutputError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient is NaN or infinite; the message says at which step and where first. Weights are as before."""
+    """A loss or gradient is NaN or infinite; the message names the step and the first such value; weights are kept."""
 
 
 class PassError(UserError):
-    """A bprop does not match the last fprop, whose arrays have been released; the message says why."""
+    """A backward pass matches no forward pass, or a pass cannot end at the requested layer; the message says why."""
 
 
 class LaunchError(UserError):
@@ -105,7 +105,7 @@ class HaloError(UserError):
 
 
 class PlanError(UserError):
-    """Messages of a layer or scheme differ from its declaration; the error names it."""
+    """A layer or scheme sends other messages than it declares; the error names the layer or scheme."""
 
 
 class RemoteError(NeondistError):

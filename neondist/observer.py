@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Observer:
-    """Base class of observers; a subclass overrides the events it needs. Arrays passed to it belong to the pass.
+    """Base class of observers; a subclass overrides the events it needs, and copies the arrays that it keeps.
 
     Events with begin and end: 'step' (of training), 'layer', 'halo' (a view is made, or its gradient exchanged),
     'reduce' (allreduce), 'redistribute' (of a vector), 'wait' (inside MPI), 'cost', 'sync' (of gradients), 'update'.
@@ -39,7 +39,7 @@ class Observer:
 
 
 class Observers:
-    """Observers of one grid's ranks; without any, the cost is one `if`."""
+    """Observers of one grid's ranks; without observers, an event costs one `if`."""
 
     def __init__(self) -> None:
         self.observers: tuple[Observer, ...] = ()

@@ -1,7 +1,7 @@
 """Python processes that do not import from their working directory, as with `python -P` since 3.11.
 
-Otherwise a file queue.py or mpi4py.py there would shadow the real module on every rank. This file is also the script
-of such a process: `python safe_path.py [--parent-pid=PID] MODULE WORD...`.
+Otherwise a file queue.py or mpi4py.py in that directory would shadow the real module on every rank. This file is also
+the script of such a process: `python safe_path.py [--parent-pid=PID] MODULE WORD...`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def python_command(module: str, *words: object, ends_with_parent: bool = False) -> list[str]:
     """Return the command line that runs a module of neondist, or neondist itself, in a new process.
 
-    With `ends_with_parent` it gets SIGTERM when this process is killed (Linux). The child requests that itself: a
+    With `ends_with_parent` the child gets SIGTERM when this process is killed (Linux). It requests that itself: a
     `preexec_fn` occasionally crashes or hangs between fork and exec if this process has gRPC threads.
     """
     parent = [f"{_PARENT_PID_OPTION}{os.getpid()}"] if ends_with_parent else []

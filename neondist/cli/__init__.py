@@ -25,15 +25,15 @@ from .completion import print_completions
 __all__ = ["main"]
 
 _OUTPUT_ERRNOS = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
-"""Errors of a print to a closed pipe or a full disk."""
+"""Error numbers of output to a closed pipe, a full disk or a broken device."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 closed output. Anything else is a bug:
-    a traceback and exit code 1. Without `argv`, the process is the command: it reads sys.argv, and handles signals
-    until it exits.
+    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 closed output. Any other failure is a
+    bug: a traceback and exit code 1. Without `argv`, the whole process is the command: its words are those of sys.argv,
+    and signals are handled until it exits.
     """
     if argv is not None:
         signals = SignalRecorder().install_handlers()

@@ -17,15 +17,15 @@ from . import bench, data, doctor, files, inference, launch, options, plan, run,
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2; in an MPI job one rank prints the message."""
+        """Exit with code 2; in an MPI job, only one rank prints the message."""
         if is_reporting_rank():
             say(f"error: {self.prog}: {message} (usage: {self.prog} --help)", sys.stderr)
         sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words of this command; argparse would leave unknown options to the root command's message."""
+        """Parse the words of this command; reject unknown options, which argparse would report for the root command."""
         words = list(sys.argv[1:] if args is None else args)
-        # before an error about arguments that the misspelt option was to give
+        # before argparse reports arguments as missing that were given with the misspelt option
         own_words = takewhile(lambda word: word.startswith("-"), words) if self._subparsers is not None else words
         for word in own_words:
             if word.startswith("--") and word != "--" and not self._is_option(word.partition("=")[0]):
@@ -75,14 +75,15 @@ def create_parser() -> argparse.ArgumentParser:
         prog="neondist",
         description="Train convolutional networks on images that are partitioned into tiles, one per MPI rank.",
     )
-    # stops: SIGTERM and SIGUSR1 request a stop instead of killing it, and it writes to `folder`; watched: monitored for
-    # hangs by `watchdog`; restarts, elastic, lease: as in `run`; begun: start time of the job's first generation
+    # stops: SIGTERM and SIGUSR1 request a stop instead of killing the command, which writes to `folder`; watched:
+    # monitored for hangs by `watchdog`; restarts, elastic, lease: as in `run`; begun: start time of the job's first
+    # generation
     root.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
-    # of `launch`, and of elastic hosts
+    # options of `launch` and of elastic hosts
     root.set_defaults(resources=None, hosts_from=None, cooldown=None, wait=None, snapshot=None, source=None, spares=0)
     root.set_defaults(hosts=None, generation=None)
-    # of `train`: servers (0: default) and their update rule; bounds of the number of workers, source of their slots,
-    # the wait; a process with all imports, from which those of the job are forked
+    # options of `train`: number of servers (0: default) and their update rule; bounds of the number of workers, source
+    # of their slots, maximum wait for slots; a process with all imports, from which the job's processes are forked
     root.set_defaults(num_ps=0, update_rule=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
@@ -92,7 +93,7 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 def normalise_option_words(argv: Sequence[str]) -> list[str]:
-    """Return the words in argparse's form; it would take the file as the value of a preceding option.
+    """Return the words in a form in which argparse does not mistake the file for the value of a preceding option.
 
     `--set a=1 b=2` becomes `--set a=1 --set b=2`, likewise --vary; `--resume auto` becomes `--resume=auto`, and
     `--resume` becomes `--resume=yes`.

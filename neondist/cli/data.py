@@ -1,4 +1,4 @@
-"""`neondist data`: download a data set, convert one to HDF5, or write its records."""
+"""`neondist data`: download MNIST, convert a data set to HDF5, or write records."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
     )
     cmd.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
     cmd.add_argument(
-        "--mode", choices=["L", "RGB", "RGBA"], help="colour mode of images (default: that of the first one)"
+        "--mode", choices=["L", "RGB", "RGBA"], help="colour mode of images (default: that of the first image)"
     )
     cmd.add_argument("--compress", action="store_true", help="compress with gzip: smaller, slower to read")
     cmd.set_defaults(command=convert)
@@ -113,7 +113,7 @@ def write_records(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert, reporting progress, and print the shapes and the data set field."""
+    """Convert the sources, reporting progress; print the shapes, and the `dataset` field that reads the file."""
     from ..data.convert import convert, open_split_sources
     from ..errors import ConfigError
     from ..formats.image_loader import ImageLoader
@@ -145,7 +145,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def progress_bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a progress bar per name with extra columns while open; yields the callable that updates them."""
+    """Show a progress bar per name, with extra columns, inside the block; yield the function that updates the bars."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     from ..terminal.rich_console import Console

@@ -46,7 +46,7 @@ DEFINABLE_NAMES = (
     "feed", "loss", "optimizer", "eval_metrics_fn", "callbacks", "custom_data_reader", "PredictionOutputsProcessor",
     "custom_model",
 )  # fmt: skip
-"""Names that a file may define under other names."""
+"""Objects that a file may define under other names."""
 
 
 def load_definition(path: str, names: Mapping[str, str] | None = None) -> ModelDefinition:

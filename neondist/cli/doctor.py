@@ -91,7 +91,7 @@ def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, st
         errors |= {module: answers[module] for module in answered if answers[module]}
         remaining = remaining[len(answered) :]
         if remaining:
-            errors[remaining.pop(0)] = f"no answer within {timeout:g} s, or it terminates the process"
+            errors[remaining.pop(0)] = f"the import takes more than {timeout:g} s, or terminates the process"
     return errors
 
 
@@ -145,7 +145,7 @@ def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
         lines.append((name, value or "not set"))
         if value and value.isdecimal() and int(value) > cores:
             warnings.append(
-                f"{name}={value} is more than {counted(cores, 'core')}; unset it, and neondist divides the cores"
+                f"{name}={value} is more than {counted(cores, 'core')}; unset it to let neondist divide the cores"
             )
     reason = pinning.unpinned_reason(os.environ)
     pinned = f"ranks of `neondist run -n N` are pinned to their own cores, up to {counted(cores, 'thread')} in total"
@@ -171,7 +171,7 @@ def probe_mpi(timeout: float = 20) -> MPILibrary:
     try:
         return MPILibrary(**json.loads(text.splitlines()[-1]))
     except (IndexError, ValueError):
-        return MPILibrary(error=f"no answer within {timeout:g} s, or it terminated the process")
+        return MPILibrary(error=f"the start took more than {timeout:g} s, or terminated the process")
 
 
 def _describe_gpu_support(mpi: MPILibrary) -> str:

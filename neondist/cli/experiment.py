@@ -49,7 +49,7 @@ def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: in
         replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
-                f"{ranks} ranks are more than the {cells} cells of an image, so that some would have no cells; give at"
+                f"{ranks} ranks are more than the {cells} cells of an image, so some ranks would have no cells; give at"
                 f" most {replicas * cells} ranks, or more replicas; {FORCE_HINT}"
             )
 
@@ -69,7 +69,7 @@ def load_on_all_ranks(
         if check is not None:
             check(experiment)
     except UserError as problem:
-        error = add_location(problem)  # now: other ranks receive the message without its subject
+        error = add_location(problem)  # before other ranks receive the message, without its subject
     except Exception as problem:
         error = problem
     raise_if_any_failed(world, error)
@@ -95,7 +95,7 @@ def import_module(name: str, message_prefix: str = "--import ") -> str:
 
 
 def load_factory(text: str, message_prefix: str) -> Callable[..., Any]:
-    """Return the callable FILE.py:NAME or MODULE:NAME; ConfigError, with the option, if it is not one."""
+    """Return the callable FILE.py:NAME or MODULE:NAME; ConfigError, with the prefix, if there is none."""
     place, colon, name = text.rpartition(":")
     if not (colon and place and name):
         raise ConfigError(f"{message_prefix}{text}: does not name a function; expected FILE.py:NAME or MODULE:NAME")
@@ -141,7 +141,7 @@ def _import_file(path: Path) -> None:
     loaded_module = sys.modules.get(path.stem)
     if getattr(loaded_module, "__file__", None) == str(path.absolute()):
         return  # reloading would define different classes of the same names
-    _add_to_path(path.resolve().parent)  # as for a script: its folder is on the path
+    _add_to_path(path.resolve().parent)  # Python also adds the folder of a script to the path
     spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     assert spec is not None
     assert spec.loader is not None

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help="folder with one subfolder per class, or with images/ and masks/, or with images and a labels.csv",
     )
     cmd.add_argument(
-        "--to", type=options.parse_path, metavar="FILE.yaml", help="output file (default: NAME OF THE FOLDER.yaml)"
+        "--to", type=options.parse_path, metavar="FILE.yaml", help="output file (default: the folder's name with .yaml)"
     )
     cmd.set_defaults(command=write_experiment)
 
@@ -104,9 +104,11 @@ def _classification_yaml(folder: Path) -> str:
     elif len(classes) < 2:
         if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
             first = nested[0]
-            raise DataError(f"{folder}: has no images, but {first.name}/ has folders of them: neondist init {first}")
+            raise DataError(
+                f"{folder}: has no images, but {first.name}/ has subfolders with images; run neondist init {first}"
+            )
         if any(path.suffix in (".nc", ".nc4", ".zarr") for path in folder.iterdir()):
-            raise DataError(f"{folder}: has NetCDF or Zarr files; for series over time, adapt examples/climate.yaml")
+            raise DataError(f"{folder}: has NetCDF or Zarr files; for time series, adapt examples/climate.yaml")
         raise DataError(
             f"{folder}: has {counted(len(classes), 'subfolder')} with images; give a subfolder for each class, or"
             " images/ and masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
@@ -123,7 +125,7 @@ def _classification_yaml(folder: Path) -> str:
         outputs = count or 0
         names = f": {', '.join(sub.name for sub in classes)[:200]}" if labels == "folders" else ""
         if labels != "folders" and not are_classes:
-            names = ". Integers in the table are classes, from 0; write regression targets as 250.0"
+            names = ". Integers in the table are class numbers, starting at 0; write regression targets as 250.0"
         task, cost = f"Image classification, {counted(outputs, 'class', 'classes')}{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _EXPERIMENT_TEMPLATE.format(
@@ -152,15 +154,15 @@ def _segmentation_yaml(folder: Path, masks: str) -> str:
             classes |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
     labels = _quote_yaml(_image_pattern(folder / masks))
     if channels:
-        task = "Regression: numbers per cell; the masks hold floats, classes would be integers"
+        task = "Regression: numbers per cell, because the masks contain floats (classes are integers)"
         outputs, cost, metrics = channels, "!MSE {}", ""
     else:
         void = min(classes) if min(classes) < 0 else 255 if max(classes) == 255 > len(classes) else None
         ignored = {void} & classes
         outputs = max(classes - ignored, default=0) + 1
         if outputs < 2:
-            raise DataError(f"{folder / masks}: has only the values {sorted(classes)}; number the classes from 0 on")
-        task = f"Segmentation: a class per cell; the first masks hold 0 to {outputs - 1}"
+            raise DataError(f"{folder / masks}: has only the values {sorted(classes)}; number the classes 0, 1, ...")
+        task = f"Segmentation: a class per cell; the first masks contain 0 to {outputs - 1}"
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # other values in a mask are an error"
         if ignored:
@@ -210,7 +212,7 @@ def _choose_crop(paths: list[Path]) -> tuple[list[int], int]:
 
 _EXPERIMENT_TEMPLATE = """\
 # {task}
-# Fields and their defaults: the reference of neondist; `neondist schema` lets an editor complete and check them.
+# neondist's docs/reference.md lists all fields; with `neondist schema`, an editor completes and checks them.
 !FitExperiment
 dataset: !ImageFiles
   images: {images}
@@ -225,8 +227,8 @@ model: !ConvnetDist
   cost: {cost}
   optimizer: !AdamW
     learning_rate: 0.001
-    decay_all: false       # weight decay leaves biases and norms alone
-    schedule: !Warmup {{epochs: 1, then: !CosineDecay {{epochs: 29}}}}  # together the epochs below
+    decay_all: false       # no weight decay for biases and norms
+    schedule: !Warmup {{epochs: 1, then: !CosineDecay {{epochs: 29}}}}  # add up to `epochs` below
 batch_size: 16
 epochs: 30
 metrics: [{metrics}]

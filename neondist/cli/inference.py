@@ -125,7 +125,7 @@ def _add_weights_options(cmd: argparse.ArgumentParser) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Print the cost and metrics of a checkpoint, or of each one that a job writes, as a line of JSON."""
+    """Print the cost and metrics of a checkpoint as a line of JSON, or evaluate each checkpoint that a job writes."""
     if arguments.weights is not None:
         return _evaluate_module(arguments)
     _reject_weights_options(arguments)
@@ -163,7 +163,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         def read_names() -> Sequence[str]:
             path = Path(arguments.checkpoint)
             trained = read_checkpoint_class_names(path) or experiment.dataset.class_names
-            return trained or read_run_class_names(path.parent)  # of checkpoints without names
+            return trained or read_run_class_names(path.parent)  # for checkpoints without class names
 
         _print_results(arguments, grid, arguments.file, arguments.checkpoint, results, samples, read_names)
 
@@ -314,9 +314,9 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
     command = arguments.words[0]
     for name in ("file", "checkpoint"):
         if (value := getattr(arguments, name)) is not None:
-            raise ConfigError(f"{command}: --weights needs no {value}; leave out one of them")
+            raise ConfigError(f"{command}: --weights cannot be combined with {value}; leave out one of them")
     if arguments.factory is None:
-        raise ConfigError(f"{command}: --weights W contains no network; give --factory FILE.py:NAME, which returns one")
+        raise ConfigError(f"{command}: --weights W contains no network; give --factory FILE.py:NAME, which returns it")
     memory = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
     if len(memory) < len(arguments.settings) or arguments.modules:
         raise ConfigError(

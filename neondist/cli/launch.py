@@ -1,4 +1,4 @@
-"""`neondist launch`: one job over the nodes of a resource file, for an experiment or a script."""
+"""`neondist launch`: one job on the nodes of a resource file, for an experiment or a script."""
 
 from __future__ import annotations
 

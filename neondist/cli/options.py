@@ -27,7 +27,7 @@ def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS
     )  # fmt: skip
     cmd.add_argument(
         "--memory", dest="settings", action="append", type="memory={}".format, metavar="SIZE",
-        help="memory limit for all ranks on a machine together, such as 8GiB; larger steps are streamed in strips",
+        help="total memory limit of all ranks on a machine, such as 8GiB; larger steps are streamed in strips",
     )  # fmt: skip
     cmd.add_argument(
         "--strategy", dest="settings", action="append", type="strategy={}".format, metavar="NAME|FILE",
@@ -49,7 +49,7 @@ def add_rank_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP)
 
 
 def add_round_options(cmd: argparse.ArgumentParser, timed_text: str, steps: int) -> None:
-    """Add --rounds and --steps of a benchmark; `timed_text`: its variants and a verb, for the help text."""
+    """Add --rounds and --steps of a benchmark; `timed_text`, such as 'all variants are', is part of the help text."""
     cmd.add_argument(
         "--rounds",
         type=positive_int,
@@ -137,6 +137,6 @@ def positive_ints(text: str) -> list[int]:
 
 
 def print_written(files: Iterable[str | Path | None], file: IO[str] | None = None) -> None:
-    """Print the paths of the files that a command has written, if any, to `file`, default stdout; None is skipped."""
+    """Print the paths of the files that a command has written, if any, to `file` (default stdout); skip None."""
     if paths := [escape_invisible(str(path), keep="") for path in files if path is not None]:
         say("\n  ".join(["written:", *paths]), file)

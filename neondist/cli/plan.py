@@ -22,7 +22,7 @@ UNKNOWN_PREDICTION_ERROR_TEXT = (
 
 def add_parser(commands: Any) -> None:
     """Add the command's parser."""
-    cmd = commands.add_parser("plan", help="select a grid and a strategy by a cost model", allow_abbrev=False)
+    cmd = commands.add_parser("plan", help="select a grid and a strategy with a cost model", allow_abbrev=False)
     options.add_experiment_options(
         cmd, "number of ranks to plan for (default: the replicas of --resources, or 1); none is started"
     )
@@ -108,7 +108,7 @@ def _plan_in_strips(experiment: Any, plan: Any, limit: int) -> Any:
 
 
 def _plan_with_cheapest_schemes(experiment: Any, grid: Any, machine: Any) -> Any:
-    """Return the plan of a grid with the cheapest exact schemes; None if these are `halo` or set explicitly."""
+    """Return the plan of a grid with the cheapest exact schemes; None if all are `halo`, or if the file sets others."""
     from ..halo import scheme_text
     from ..models import Model
     from ..plan.choices import choose_schemes, machine_profile_for, set_schemes

@@ -44,7 +44,8 @@ def add_parser(commands: Any) -> None:
     options.add_experiment_options(cmd, "number of ranks to plan for (default 1); none is started")
     cmd.add_argument(
         "--measure-memory", action="store_true",
-        help="also run a few batches as rank 0 in this process, with evaluation and files, and print its peak memory",
+        help="also run a few batches as rank 0 in this process, with evaluation and output files, and print the peak"
+             " memory",
     )  # fmt: skip
     cmd.set_defaults(command=check)
 
@@ -157,10 +158,10 @@ def _run_script(arguments: argparse.Namespace) -> int:
     for name in _EXPERIMENT_OPTIONS:
         if getattr(arguments, name) not in (None, False, []):
             option = "--set, --memory and --strategy" if name == "settings" else f"--{name.replace('_', '-')}"
-            verb, leave = ("are", "them") if name == "settings" else ("is", "it")
+            verb, leave = ("apply", "them") if name == "settings" else ("applies", "it")
             raise LaunchError(
-                f"{option}: {verb} for experiments; put a script's own arguments after its name"
-                f" (nd.DistributedSession writes its checkpoints), and leave {leave} out"
+                f"{option}: {verb} to experiments; leave {leave} out, and put a script's own arguments after its name"
+                " (nd.DistributedSession writes the checkpoints of a script)"
             )
     if not os.path.isfile(arguments.file):
         raise LaunchError(f"{arguments.file}: no such script; give the path of an existing file")
@@ -190,12 +191,12 @@ def check(arguments: argparse.Namespace) -> int:
 
         emit("measuring a short run of rank 0 ...")
         peak = measure_peak_memory(experiment, experiment_grid_shape(experiment, ranks))
-        emit(f"measured peak: {format_size(peak)} for the whole process of rank 0, which also writes files and draws")
+        emit(f"measured peak: {format_size(peak)} for the process of rank 0, which also writes files and plots")
     return 0
 
 
 def _load_and_prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
-    """Return the experiment after validating file, data, grid and output directory. Collective."""
+    """Return the experiment after validating file, data, grid and output folder. Collective."""
     from ..io.output import prepare_run_folder
 
     experiment = load_and_validate(arguments, world, ranks)

@@ -1,4 +1,4 @@
-"""`neondist serve`: a service of a job as a separate process, started by the job, reached by its address."""
+"""`neondist serve`: a service of a job in a process of its own, which the job reaches by its address."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def serve_parameters(arguments: argparse.Namespace) -> int:
     from ..services.wire import ServiceHost, read_token
 
     token = read_token(os.environ)
-    keep_freed_memory()  # each message needs as much as the last one
+    keep_freed_memory()  # each message needs as much memory as the previous one
     with ServiceHost([ParameterServer(arguments.checkpoint_dir)], arguments.address, token) as host:
         say(f"PServer at {host.address}")
         host.wait_until_stopped()
@@ -95,7 +95,7 @@ def serve_master(arguments: argparse.Namespace) -> int:
 def _add_address_option(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
         "--address", default="127.0.0.1:0", metavar="HOST:PORT",
-        help="address to listen on, which is printed (default: 127.0.0.1 and any free port)",
+        help="address to listen on; the service prints it (default: 127.0.0.1 and any free port)",
     )  # fmt: skip
 
 

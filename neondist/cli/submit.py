@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--nodes", type=options.positive_int, metavar="N", help="number of machines or pods (default 1)")
     cmd.add_argument(
         "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
-        help="numbers of ranks on which to continue after a loss (--mpijob: default from one worker to all)",
+        help="numbers of ranks on which to continue after ranks are lost (--mpijob: default from one worker to all)",
     )  # fmt: skip
     cmd.add_argument("--name", metavar="NAME", help="name of the job (default: that of the file)")
     cmd.add_argument(
@@ -75,7 +75,7 @@ def submit(arguments: argparse.Namespace) -> int:
     if not arguments.delete:
         _write_or_print(arguments, manifests.dump_yaml(objects))
         if arguments.claim is None:
-            say("without --claim the folder of the run is lost with its pod", sys.stderr)
+            say("warning: the run's folder is lost with its pod; give --claim to keep it", sys.stderr)
     return _apply_or_delete(objects, arguments) if arguments.apply or arguments.delete else 0
 
 
@@ -103,7 +103,7 @@ def _submit_to_slurm(arguments: argparse.Namespace, job: Submission) -> int:
 
     for name in ("image", "claim"):
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name} applies to --mpijob and --trainjob; Slurm's nodes run this Python environment")
+            raise ConfigError(f"--{name} applies to --mpijob and --trainjob; leave it out with --slurm")
     if arguments.delete:
         raise ConfigError("--delete applies to --mpijob and --trainjob; cancel a Slurm job with scancel")
     output = Path("runs", Path(job.experiment_file).stem)

@@ -92,7 +92,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     except ImportError:
         raise MissingPackageError("sweep needs optuna: pip install 'neondist[sweep]'") from None
     if detect_job(os.environ) is not None:
-        raise LaunchError("sweep starts the ranks of each run itself; give their number with -n, outside MPI jobs")
+        raise LaunchError("sweep starts the ranks of each trial itself; run it outside an MPI job, with -n RANKS")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     needs_launch(arguments, None)
     spaces = dict(map(parse_space, arguments.spaces))
@@ -111,8 +111,8 @@ def sweep(arguments: argparse.Namespace) -> int:
         previous = study.user_attrs.get("job", job)
         if differ := [name for name in job if job[name] != previous[name]]:
             raise OutputError(
-                f"{folder}: holds a sweep started with another {' and another '.join(differ)}; give the original to"
-                " resume it, or another folder with --output"
+                f"{folder}: contains a sweep started with another {' and another '.join(differ)}; repeat the original"
+                " command to resume it, or give another folder with --output"
             )
         study.set_user_attr("job", job)
         return _run_trials(study, arguments, spaces, best, experiment.metrics, folder)
@@ -124,7 +124,7 @@ def parse_space(text: str) -> tuple[str, BaseDistribution]:
     Raises
     ------
     ConfigError
-        The text is none of these.
+        The text is not a valid search space.
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -267,7 +267,7 @@ def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]
 def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
     """Yield trials to run: an interrupted one of an earlier call, and new ones.
 
-    The choice depends only on earlier results and the number of the trial: a resumed sweep equals an uninterrupted one.
+    Proposals depend only on earlier results and the trial's number, so a resumed sweep equals an uninterrupted one.
     """
     from optuna.samplers import TPESampler
     from optuna.trial import Trial, TrialState
@@ -327,7 +327,7 @@ def start_training(words: Sequence[str], log: Path, env: Mapping[str, str]) -> A
 
 
 def _read_objective(run: Path, best: Best, metrics: Any) -> float | None:
-    """Return the number to optimise at a run's best epoch; None if it is finite in none."""
+    """Return the number to optimise at a run's best epoch; None if it is not finite in any epoch."""
     records = read_epoch_records(run / "metrics.jsonl")
     epoch = best.find_best_epoch(records, metrics)
     values = [record.get(best.metric_name(records)) for record in records if record["epoch"] == epoch]

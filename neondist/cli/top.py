@@ -46,7 +46,7 @@ def top(arguments: argparse.Namespace) -> int:
 
 
 def render_status(status: Any, now: float) -> Any:
-    """Return tables of a state for a console."""
+    """Return a job's state as text and tables for a console."""
     from rich.console import Group
     from rich.table import Table
 

@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
     )
     cmd.add_argument(
         "--num-workers", type=parse_workers, default=1, metavar="N|MIN:MAX",
-        help="number of replicas (default 1); with servers, MIN:MAX adapts it to the slots that other jobs leave free",
+        help="number of replicas (default 1); with servers, MIN:MAX varies with the slots that other jobs leave free",
     )  # fmt: skip
     cmd.add_argument(
         "--hosts-from", dest="slots_from", type=options.parse_path, metavar="FILE|SCRIPT",
@@ -134,7 +134,7 @@ def add_parser(commands: Any) -> None:
 
 
 def route_to_model_command(words: list[str]) -> list[str]:
-    """Return the words with the command for model-definition files, if they name one."""
+    """Return the words, with the command for model-definition files if they contain the name of such a file."""
     if words and words[0] in MODEL_COMMANDS and any(word.endswith(".py") for word in _positional_arguments(words[1:])):
         return [MODEL_COMMANDS[words[0]], *words[1:]]
     return words
@@ -226,7 +226,7 @@ def check(arguments: argparse.Namespace) -> int:
     definition.model(arguments.seed)
     if arguments.training_data is None:
         emit(
-            f"{arguments.file}: defines all that training needs; give --training-data to check feed and the"
+            f"{arguments.file}: defines everything that training needs; give --training-data to check feed and the"
             " model's plan"
         )
         return 0
@@ -301,7 +301,7 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
 
 
 def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
-    """Return the update rule of the servers; None: no servers, the workers own the parameters."""
+    """Return the update rule of the servers; None if the workers own the parameters instead."""
     workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
     elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
     wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
@@ -339,7 +339,7 @@ def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
 
 
 def _copy_results(arguments: argparse.Namespace) -> list[Path]:
-    """Copy the results to --output, if the run has another folder."""
+    """Copy the results to --output, if that is not the folder of the run."""
     if arguments.output is None or Path(arguments.output) == arguments.folder:
         return []
     target = Path(arguments.output)
@@ -388,7 +388,7 @@ def _add_file_arguments(cmd: argparse.ArgumentParser) -> None:
 
 
 def _custom_names(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the names of objects in the file by option; of FILE.NAME, as in ElasticDL, the last part."""
+    """Return the names of objects in the file by option; FILE.NAME, as in ElasticDL, means NAME."""
     names = {name: getattr(arguments, f"name_{name}") for name in DEFINABLE_NAMES}
     return {name: own.rpartition(".")[2] for name, own in names.items() if own is not None}
 

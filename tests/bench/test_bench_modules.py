@@ -51,9 +51,9 @@ def nets(tmp_path, monkeypatch):
     [
         ("--models nowhere.py:Small", "--models nowhere.py: no such file"),
         ("--models nets.py:Smal", "nets.py has no 'Smal'; did you mean 'Small'?"),
-        ("--models resnet", "--models resnet: unknown; there are efficientnet_b0, "),
+        ("--models resnet", "--models resnet: unknown; expected efficientnet_b0, "),
         ("--models nets.py:Small -n 1000", "-n 1000: this machine has "),
-        ("--models nets.py:Small --json nowhere/made.json", "its folder is not there"),
+        ("--models nets.py:Small --json nowhere/made.json", "its folder does not exist"),
         ("--models nets.py:Small,nets.py:fails --variant eager", "--variant measures one model"),
         ("--models nets.py:Small --variant eager -n 2", "--variant eager runs in one process; leave out -n"),
         ("--models nets.py:fails --variant eager", "fails failed: ValueError: no weights here"),

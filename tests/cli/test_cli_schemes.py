@@ -154,7 +154,7 @@ def test_virtual_ranks_match_one_process(folder):
     ("words", "message"),
     [
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", "halo,towr"], "did you mean 'tower'"),
-        (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: no scheme named"),
+        (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: no scheme is given"),
         (
             ["bench", "schemes", "small.yaml", "--virtual", "1,3", "--set", "grid.rows=1", "grid.cols=1"],
             "match 3 ranks",

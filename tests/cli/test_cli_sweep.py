@@ -86,7 +86,7 @@ def test_best_trial_is_written(run_sweep, capsys, tmp_path):
     assert run_sweep(*words, "--trials", "3") == 0
     assert "epoch" not in capsys.readouterr().out, "a complete sweep trains nothing"
     assert run_sweep("--vary", LEARNING_RATE_SPACE, "--output", "here") == 2
-    assert "here: holds a sweep started with another --vary and another --number;" in capsys.readouterr().err
+    assert "here: contains a sweep started with another --vary and another --number;" in capsys.readouterr().err
 
 
 @pytest.mark.long

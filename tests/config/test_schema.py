@@ -133,7 +133,7 @@ def test_init_explains_integer_labels(tmp_path, monkeypatch, point):
     write_images(tmp_path / "mine")
     (tmp_path / "mine" / "labels.csv").write_text("".join(f"{i}.png,{i + 10}{point}\n" for i in range(4)))
     assert main(["init", "mine"]) == 0
-    comment = "# Image classification, 14 classes. Integers in the table are classes, from 0; write regression"
+    comment = "# Image classification, 14 classes. Integers in the table are class numbers, starting at 0; write"
     assert (comment in (tmp_path / "mine.yaml").read_text()) == (not point)
     assert isinstance(load_experiment("mine.yaml").model.cost, nd.MSE) == bool(point)
 
@@ -164,7 +164,7 @@ def test_init_ignores_255_and_negative_labels(tmp_path, monkeypatch, capsys, lab
             np.save(tmp_path / "mine" / folder / f"{i}.npy", np.resize(np.array(values, "i2"), (16, 16)))
     assert main(["init", "mine"]) == (0 if 1 in labels else 2)
     if 1 not in labels:
-        assert "masks: has only the values [0, 255]; number the classes from 0 on" in capsys.readouterr().err
+        assert "masks: has only the values [0, 255]; number the classes 0, 1, ..." in capsys.readouterr().err
         return
     experiment = load_experiment("mine.yaml")
     experiment.validate(2)
@@ -184,7 +184,7 @@ def test_init_counts_indices_of_palettes(tmp_path, monkeypatch):
             picture.putpalette([200, 10, 90] * 4)
             picture.save(tmp_path / "mine" / folder / f"{i}.{'gif' if folder == 'images' else 'png'}")
     assert main(["init", "mine"]) == 0
-    assert "masks hold 0 to 3" in (tmp_path / "mine.yaml").read_text()
+    assert "masks contain 0 to 3" in (tmp_path / "mine.yaml").read_text()
     assert load_experiment("mine.yaml").model.leaves[-1].arguments()["out_channels"] == 4
 
 
@@ -211,14 +211,14 @@ def test_init_for_volumes(tmp_path, monkeypatch, kind):
 def test_init_without_images(tmp_path, capsys):
     write_images(tmp_path / "split" / "train" / "cat", 1)
     assert main(["init", str(tmp_path / "split"), "--to", str(tmp_path / "x.yaml")]) == 2
-    assert "but train/ has folders of them: neondist init" in capsys.readouterr().err
+    assert "but train/ has subfolders with images; run neondist init" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     (tmp_path / "climate").mkdir()
     (tmp_path / "climate" / "1.nc").touch()
     for folder, message in (
         ("none", "no such folder"),
         ("empty", "has 0 subfolders with images; give a subfolder"),
-        ("climate", "has NetCDF or Zarr files; for series over time, adapt examples/climate.yaml"),
+        ("climate", "has NetCDF or Zarr files; for time series, adapt examples/climate.yaml"),
     ):
         assert main(["init", str(tmp_path / folder), "--to", str(tmp_path / "x.yaml")]) == 2
         assert message in capsys.readouterr().err

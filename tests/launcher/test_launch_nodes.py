@@ -102,7 +102,7 @@ def test_errors_with_scripts(folder):
     write_nodes(folder, ["nodeB"])
     for words, message in (
         (["no.py"], "no.py: no such script"),
-        (["--snapshot", "1", "--restarts", "2", "script.py"], "--snapshot: is for experiments"),
+        (["--snapshot", "1", "--restarts", "2", "script.py"], "--snapshot: applies to experiments"),
     ):
         code, _, err = run_in_process(folder, "launch", "nodes.yaml", *words)
         assert (code, message in err) == (2, True), err

@@ -425,7 +425,7 @@ def test_damaged_slide_leaves_no_output(folder, tmp_path, capsys):
         ([], "give FILE.yaml, or --weights W and --factory"),
         (["--weights", "w.pt"], "needs images and labels; give --input X and --labels T"),
         (["--weights", "w.pt", "--split", "test"], "--split applies to experiments"),
-        (["e.yaml", "--weights", "w.pt", "--input", "x.npy", "--labels", "t.npy"], "--weights needs no e.yaml"),
+        (["e.yaml", "--weights", "w.pt", "--input", "x.npy", "--labels", "t.npy"], "cannot be combined with e.yaml"),
         (["e.yaml", "--checkpoint", "c.h5", "--scale", "2"], "evaluate: --scale requires --weights W"),
     ],
 )

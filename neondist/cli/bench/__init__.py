@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument(
         "--against",
         choices=["torch"],
-        help="compare losses and gradients with this library, then time the same network in both, alternately",
+        help="compare losses and gradients with PyTorch, then time the network in neondist and PyTorch, alternately",
     )
     cmd.add_argument(
         "--steps", type=options.positive_int, default=10, metavar="K", help="number of steps to time (default 10)"
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--json", type=options.parse_path, metavar="FILE", help="also write the results to this file")
     cmd.add_argument(
         "--progress", metavar="FILE", type=options.parse_path,
-        help="write the estimated time of the end to this file, in seconds since 1970, and print no progress",
+        help="write the estimated end time to this file, in seconds since 1970, instead of printing progress",
     )  # fmt: skip
     cmd.set_defaults(command=step)
 
@@ -131,7 +131,7 @@ def _print_table_and_write_json(
     file: str | None,
     others: Sequence[Path | None] = (),
 ) -> None:
-    """Print the table on rank 0; write the JSON file if requested; print its path and those of other files."""
+    """Print the table on rank 0; write the JSON file if requested; print the paths of all written files."""
     if world.rank:
         return
     from ...terminal.rich_console import Console

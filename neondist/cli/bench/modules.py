@@ -1,4 +1,4 @@
-"""`neondist bench torch`: training steps of PyTorch modules, distributed, against PyTorch in one process."""
+"""`neondist bench torch`: training steps of distributed PyTorch modules, compared with PyTorch in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_parser(benches: Any) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--against", type=_parse_variants, default=list(BASELINES), metavar="eager,compile",
-        help="modes of PyTorch, in one process on all cores, to compare with, or none (default: both)",
+        help="modes of PyTorch to compare with, in one process on all cores, or none (default: both)",
     )  # fmt: skip
     cmd.add_argument(
         "-n", "--ranks", dest="ranks", type=options.positive_int, metavar="RANKS",
@@ -66,18 +66,20 @@ def add_parser(benches: Any) -> None:
             f"--{kind}", metavar="FILE", type=options.parse_as_path, help="also write the results to this file"
         )
     cmd.add_argument(
-        "--variant", choices=["ranks", *BASELINES], help="time one variant of a model for a round; write it to --json"
+        "--variant",
+        choices=["ranks", *BASELINES],
+        help="time one variant of a model for one round, and write the result to --json",
     )
     cmd.add_argument("--profile", action="store_true", help="with --variant: also profile a step")
     cmd.add_argument(
         "--progress", metavar="FILE", type=options.parse_path,
-        help="with --variant: write the estimated time of the end to this file, in seconds since 1970",
+        help="with --variant: write the estimated end time to this file, in seconds since 1970",
     )  # fmt: skip
     cmd.set_defaults(command=modules)
 
 
 def modules(arguments: argparse.Namespace) -> int:
-    """Measure every model; 2 if one of them cannot be distributed."""
+    """Measure every model; return 2 if one of them cannot be distributed."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("bench torch: PyTorch is not installed; install it with pip install 'neondist[torch]'")
     return _bench_models(arguments) if arguments.variant is None else _measure_variant(arguments)
@@ -134,7 +136,7 @@ def _bench_models(arguments: argparse.Namespace) -> int:
 
 
 def _measure_variant(arguments: argparse.Namespace) -> int:
-    """Measure one variant of one model, in this process, or on ranks."""
+    """Measure one variant of one model, in this process or on several ranks."""
     if arguments.models is None or len(arguments.models) != 1:
         raise ConfigError("--variant measures one model; specify it with --models")
     if arguments.variant != "ranks":
@@ -144,7 +146,7 @@ def _measure_variant(arguments: argparse.Namespace) -> int:
     (name,) = arguments.models
 
     def prepare(world: Transport, ranks: int) -> Any:
-        return get_factory_and_shape(name) if world.size == ranks else None  # not before mpirun has started the ranks
+        return get_factory_and_shape(name) if world.size == ranks else None  # only after mpirun has started the ranks
 
     def work(world: Transport, model: tuple[Callable[[], Any], Any]) -> int:
         from ...bench.module_step import measure_module
@@ -168,7 +170,7 @@ def get_factory_and_shape(name: str) -> tuple[Callable[[], Any], tuple[int, ...]
     model = MODELS.get(name)
     if model is None:
         if ":" not in name:
-            raise ConfigError(f"--models {name}: unknown; there are {', '.join(MODELS)}, FILE.py:NAME and MODULE:NAME")
+            raise ConfigError(f"--models {name}: unknown; expected {', '.join(MODELS)}, FILE.py:NAME or MODULE:NAME")
         return load_factory(name, "--models "), None
     return partial(load_factory(model.factory, "--models "), **model.arguments), model.shape
 
@@ -182,7 +184,7 @@ def _least_step_seconds(name: str, shape: tuple[int, ...] | None, speed: HostSpe
         factory, default = get_factory_and_shape(name)
     except UserError:
         if name in MODELS:
-            return 0.0  # the report has the reason
+            return 0.0  # the report states the reason
         raise
     return speed.least_seconds(3 * forward_flops(factory, shape or default))  # a backward pass is two forward passes
 
@@ -233,7 +235,7 @@ def _measurement_error(code: int, stderr: str) -> UserError:
     if code == 2:
         return ConfigError(stderr.rpartition("error: ")[2].strip() or stderr.strip())
     sys.stderr.write(stderr)
-    return LaunchError(f"ended with exit code {code}; see its output above")
+    return LaunchError(f"the benchmark process ended with exit code {code}; see its output above")
 
 
 def _installed_models(names: list[str], notes: list[str]) -> list[str]:
@@ -243,7 +245,7 @@ def _installed_models(names: list[str], notes: list[str]) -> list[str]:
     packages = {name: MODELS[name].factory.partition(":")[0].partition(".")[0] for name in names}
     missing = {name: package for name, package in packages.items() if importlib.util.find_spec(package) is None}
     for package in dict.fromkeys(missing.values()):
-        notes.append(f"{package} is not installed: without {', '.join(n for n in missing if missing[n] == package)}")
+        notes.append(f"{package} is not installed; omitted: {', '.join(n for n in missing if missing[n] == package)}")
     available = [name for name in names if name not in missing]
     if not available:
         raise ConfigError(f"--models: none of {', '.join(names)} is installed; give FILE.py:NAME")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def add_parser(benches: Any) -> None:
     """Register the commands."""
-    cmd = benches.add_parser("scaling", help="training step on an increasing number of ranks", allow_abbrev=False)
+    cmd = benches.add_parser("scaling", help="training steps on increasing numbers of ranks", allow_abbrev=False)
     options.add_experiment_options(cmd, argparse.SUPPRESS)  # -n is rejected
     cmd.add_argument(
         "--ranks",
@@ -88,7 +88,8 @@ def add_parser(benches: Any) -> None:
     )
     cmd.add_argument(
         "--measure", type=_parse_rank_counts, metavar="1,2",
-        help="numbers of ranks to measure for the prediction error, or none (default: those that this machine can run)",
+        help="numbers of ranks on which to measure the prediction error, or none (default: all that this machine can"
+             " run)",
     )  # fmt: skip
     cmd.add_argument(
         "--measured", type=_parse_seconds_by_rank_count, default={}, metavar="8=0.24,16=0.25",
@@ -101,7 +102,7 @@ def add_parser(benches: Any) -> None:
 
 
 def scaling(arguments: argparse.Namespace) -> int:
-    """Measure each rank count in turn, several times, and write tables and a picture."""
+    """Measure each rank count in turn, several times, and write a table and a plot."""
     from ...bench.least_time import HostSpeed
     from ...bench.noise import noise_warnings
     from ...bench.scaling import bench_scaling, scaling_table, write_scaling_report
@@ -142,7 +143,7 @@ def scaling(arguments: argparse.Namespace) -> int:
 def validate_step_bench(
     arguments: argparse.Namespace, ranks: int, steps: float, speed: HostSpeed, cores: int
 ) -> tuple[int, float]:
-    """Return the batch size of an experiment, and the minimum seconds of its job of `run_step_bench`."""
+    """Return the batch size of an experiment, and the minimum seconds that its `run_step_bench` takes."""
     from ...bench.step import ROUND_SECONDS
     from ...comm import SingleTransport
 
@@ -155,7 +156,7 @@ def validate_step_bench(
 
 def begin_bench_job(progress: ProgressLine, activity: str, file: Path) -> None:
     """Begin a part that is a job of `run_bench_for_json`, which writes its estimated end to a file."""
-    file.unlink(missing_ok=True)  # of the last job
+    file.unlink(missing_ok=True)  # written by the previous job
     progress.begin_part(activity, partial(read_seconds_left, file))
 
 
@@ -186,7 +187,7 @@ def run_bench_for_json(
     create_error: Callable[[int, str], UserError],
     stderr: int | None = subprocess.PIPE,
 ) -> dict[str, Any]:
-    """Return the contents of the JSON file that `neondist bench` with these words writes.
+    """Run `neondist bench` with these words, and return the contents of the JSON file that it writes.
 
     Parameters
     ----------
@@ -209,7 +210,7 @@ def run_bench_for_json(
 def calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine."""
     if get_mpi_job(arguments) is None and arguments.ranks is None:
-        arguments.ranks = 2 * max(2, threads.count_cores())  # two per core, to measure the cost of sharing one
+        arguments.ranks = 2 * max(2, threads.count_cores())  # two per core, to measure the cost of sharing a core
 
     def check(_: Transport, ranks: int) -> None:
         if ranks < 2:
@@ -254,7 +255,7 @@ def predict(arguments: argparse.Namespace) -> int:
         raise LaunchError("bench model predict runs in one process; run it outside an MPI job, with --ranks, not -n")
     machine = read_machine(Path(arguments.machine))
     measured = arguments.measure
-    if measured is None:  # automatic on the machine that the file describes
+    if measured is None:  # by default, only on the machine that the file describes
         local = machine.host == platform.node()
         measured = [count for count in arguments.counts if local and count <= 2 * threads.count_cores()]
     folder = options.output_folder(arguments, "model")
@@ -268,7 +269,7 @@ def predict(arguments: argparse.Namespace) -> int:
         progress.begin_part("checking the experiment")
         profiles, least_seconds = {}, {}
         speed, file = HostSpeed.measure(), Path(progress_folder, "end")
-        for count in counts:  # a fixed grid suits only one of them
+        for count in counts:  # a fixed grid suits only one rank count
             experiment = load_and_validate(arguments, SingleTransport(), count)
             profiles[count] = model.count_profiles(count, experiment)
             least_seconds[count] = LEAST_STEPS * speed.least_step_seconds(experiment, count)
@@ -316,7 +317,7 @@ def _load_with_sample_shape(arguments: argparse.Namespace) -> Any:
 def _measure_row(
     arguments: argparse.Namespace, machine: Machine, row: dict[str, Any], progress_file: Path
 ) -> dict[str, Any]:
-    """Return a row with the measured step, predicted from uncontended times of its rank just before and after it."""
+    """Return a row with the measured step time, and its prediction from uncontended times just before and after."""
     from threadpoolctl import threadpool_limits
 
     from ...bench.model.predict import measure_uncontended_seconds, replace_uncontended_seconds

@@ -22,7 +22,7 @@ from ..experiment import load_and_validate
 
 DEFAULT_SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
 PASSES_PER_SCHEME = 4
-"""forward and backward passes: two batches of the exact exchange, and of the scheme"""
+"""forward and backward passes: two batches with the exact exchange, and two with the scheme"""
 DEFAULT_SEAM_SCHEMES = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
 
 
@@ -134,7 +134,7 @@ def seams(arguments: argparse.Namespace) -> int:
 
 
 def _count_shared_cores(arguments: argparse.Namespace, world: Transport) -> int:
-    """Return the cores that the ranks share; those of a job on several machines have at least one each."""
+    """Return the number of cores that the ranks share; at least one per rank, as a job may have several machines."""
     cores = threads.count_cores(os.getppid())
     return cores if arguments.virtual else max(world.size, cores)
 
@@ -169,7 +169,7 @@ def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: 
 def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
     texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not texts:
-        raise ConfigError("--schemes: no scheme named; give for instance --schemes halo,tower")
+        raise ConfigError("--schemes: no scheme is given; give for instance --schemes halo,tower")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""`neondist bench suite`: built-in networks, or any file, against the fastest PyTorch."""
+"""`neondist bench suite`: built-in networks, or any experiment file, compared with PyTorch's fastest mode."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_parser(benches: Any) -> None:
 
 
 def suite(arguments: argparse.Namespace) -> int:
-    """Measure every network; 1 if a variant of neondist could not be measured."""
+    """Measure every network; return 1 if a variant of neondist could not be measured."""
     from ...bench.least_time import HostSpeed
     from ...bench.networks import NETWORK_GROUPS
     from ...bench.step import ROUND_SECONDS
@@ -91,7 +91,7 @@ def suite(arguments: argparse.Namespace) -> int:
             try:
                 result = measure(network, variant, first)
             except (ConfigError, LaunchError):
-                progress.add_done_parts(arguments.rounds if first else 1)  # its other rounds are skipped
+                progress.add_done_parts(arguments.rounds if first else 1)  # the variant's other rounds are skipped
                 raise
             progress.add_done_parts(1)
             return result
@@ -100,7 +100,7 @@ def suite(arguments: argparse.Namespace) -> int:
         for row in bench_suite(list(files), _interleave(variants), measure_and_count, arguments.rounds, begin):
             results["networks"].append(row)
             results["means"] = geometric_means(results["networks"], {**NETWORK_GROUPS, "all": list(files)})
-            if arguments.json:  # after each network: the command may be stopped before the last
+            if arguments.json:  # after each network: an interrupted run keeps its results
                 write_text(arguments.json, json.dumps(results, indent=2, default=str) + "\n")
     Console(soft_wrap=True).print(suite_table(results))
     if arguments.markdown:
@@ -124,16 +124,16 @@ def check_timing_conditions(
         )
     for file in filter(None, files):  # before hours of measurements
         if file.is_dir() or not file.parent.is_dir():
-            raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; give a file")
+            raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder does not exist'}; give a file")
 
 
 def measurable_torch_variants(variants: list[str], notes: list[str]) -> list[str]:
     """Return the PyTorch variants that can be measured; reasons for the others are added to `notes`."""
     if importlib.util.find_spec("torch") is None:
-        notes.append("PyTorch is not installed, so neondist was timed alone; pip install 'neondist[torch]'")
+        notes.append("PyTorch is not installed, so only neondist was timed; run pip install 'neondist[torch]'")
         return []
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        notes.append("torch.compile needs a C++ compiler, g++ or clang++, and found none")
+        notes.append("torch.compile was not timed: it needs a C++ compiler; install g++ or clang++")
         variants.remove("compile")
     return variants
 
@@ -161,13 +161,13 @@ def _network_files(arguments: argparse.Namespace, folder: Path) -> dict[str, Pat
             name, file = Path(name).stem, Path(name).absolute()
         else:
             raise ConfigError(
-                f"--networks {name}: unknown; there are {', '.join([*NETWORKS, *NETWORK_GROUPS])}, and any FILE.yaml"
+                f"--networks {name}: unknown; expected {', '.join([*NETWORKS, *NETWORK_GROUPS])} or any FILE.yaml"
             )
         if name in paths:
             raise ConfigError(f"--networks {file}: two networks are named {name}; rename the file")
         paths[name] = file
     if not paths:
-        raise ConfigError(f"--networks: no network named; choose from {', '.join(NETWORKS)}, or FILE.yaml")
+        raise ConfigError(f"--networks: no network is given; choose from {', '.join(NETWORKS)}, or FILE.yaml")
     return paths
 
 
