@@ -2,5 +2,6 @@
 
 step: steps per second, a table of the layers, memory, limits, and the same network in PyTorch. halo: exchanges
 compared with raw MPI. scaling: the step on increasing rank counts. schemes: accuracy, bytes and time of border schemes.
-seams: their errors by the distance to the seam. Unlike the library, measurements wait for all ranks, sleeping.
+seams: errors of border schemes by distance to the seam. Unlike the library, benchmarks use barriers; waiting ranks
+sleep.
 """

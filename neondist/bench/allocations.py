@@ -13,7 +13,7 @@ MIN_COUNTED_BLOCK_BYTES = 1 << 16
 
 
 class OperatorAllocations(NamedTuple):
-    """Large blocks that one operator of PyTorch has taken from its allocator."""
+    """Large memory blocks that one operator of PyTorch has allocated."""
 
     operator: str
     block_count: int
@@ -22,7 +22,7 @@ class OperatorAllocations(NamedTuple):
 
 
 def measure_allocations(call: Callable[[], object]) -> list[OperatorAllocations]:
-    """Return allocations while `call` runs, by the operator that the backend has called; largest first.
+    """Return the allocations made while `call` runs, by outermost operator; largest first.
 
     Scratch memory that oneDNN and MKL allocate themselves is not included.
     """

@@ -26,9 +26,9 @@ ROUND_SECONDS = 0.02
 def bench_halo(
     world: Transport, extents: tuple[int, ...] = IMAGE_EXTENTS, progress: ProgressLine | None = None
 ) -> dict[str, Any]:
-    """Measure exchanges of one cell's width, image split along H. Collective: every rank gets the same result.
+    """Measure exchanges of halos one cell wide. Collective: every rank gets the same result.
 
-    Images are (8, n, n, 64) float32. Seconds are medians over rounds, of the slowest rank.
+    Images are (8, n, n, 64) float32, split along H. Seconds are medians over rounds, of the slowest rank.
     """
     grid = ProcessGrid(world, rows=world.size, cols=1)
     sizes = []
@@ -68,7 +68,7 @@ def _measure_size(grid: ProcessGrid, extent: int) -> dict[str, Any]:
 
 
 def _time_rounds(world: Transport, calls_by_name: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Return every contestant's seconds per call for each round; each round runs all of them."""
+    """Return every contestant's seconds per call in each round; each round runs all contestants."""
     counts = {}
     for name, call in calls_by_name.items():
         call()
@@ -88,7 +88,7 @@ def _time_calls(world: Transport, call: Callable[[], object], count: int) -> flo
 
 
 def _plain_mpi_exchange(world: Transport, view: np.ndarray) -> Callable[[], object]:
-    """Return the same exchange written in plain mpi4py: subarrays, receives first."""
+    """Return the same exchange in plain mpi4py, with subarrays, and with receives started before sends."""
     comm, mpi = getattr(world, "comm", None), getattr(world, "mpi", None)
     if comm is None or mpi is None:
         return lambda: None

@@ -1,4 +1,4 @@
-"""Minimum times of training steps on this machine, from which benchmarks estimate early how long they take."""
+"""Minimum times of training steps on this machine, from which benchmarks estimate their duration at the start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .roofline import measure_rank_rates
 
 MATRIX_EXTENT, COPIED_BYTES, TIMED_CALLS = 512, 1 << 25, 3  # a quick measurement
 MAX_SAVED_PRODUCTS = 6.25
-"""flops of a plan over those of Winograd's algorithm, at most: 5 x 5 kernels"""
+"""largest ratio of a plan's flops to those of Winograd's algorithm; that of 5 x 5 kernels"""
 
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """Speed of one core, quickly measured.
+    """Speed of one core, from a quick measurement.
 
     Attributes
     ----------
@@ -55,5 +55,5 @@ class HostSpeed:
         return share * self.least_seconds(workload.flops, workload.memory_traffic)
 
     def least_seconds(self, flops: float, moved_bytes: float = 0.0) -> float:
-        """Return the minimum seconds of a core for the work of a plan."""
+        """Return the minimum seconds that one core takes for the work of a plan."""
         return float(max(flops / MAX_SAVED_PRODUCTS / self.flops, moved_bytes / self.bandwidth))

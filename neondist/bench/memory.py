@@ -23,7 +23,7 @@ def reset_peak() -> None:
 
 def peak_bytes() -> int:
     """Return the peak resident memory."""
-    with contextlib.suppress(OSError, StopIteration):  # not Linux, where getrusage would include the parent's memory
+    with contextlib.suppress(OSError, StopIteration):  # not Linux; on Linux, getrusage includes the parent's memory
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

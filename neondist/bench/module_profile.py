@@ -33,7 +33,7 @@ instance_norm scaled_dot_product_attention einsum softmax gelu_ max_pool2d max_p
 adaptive_avg_pool3d dropout relu6 silu_ upsample mean
 """
 WRAPPER_OPERATORS = frozenset(f"aten::{name}" for name in _WRAPPER_NAMES.split())
-"""operators that only call the computing one, whose name is more specific"""
+"""operators that only call another operator, which computes the result and has a more specific name"""
 COMPILED_FUNCTIONS = frozenset({"_Convolution", "_ConvolutionBackward"})
 """functions of neondist.torch that call compiled kernels, which the profiler does not see"""
 
@@ -45,7 +45,7 @@ class ProfileMarks(Observer):
         self._open_marks: list[record_function | None] = []
 
     def on_begin(self, what: str, name: str, direction: str, subject: object) -> None:
-        """Begin a mark for an event of its own kind."""
+        """Begin a mark if this kind of event is reported separately."""
         mark = record_function(_MARK_PREFIX + what) if what in _KIND_BY_EVENT else None
         if mark is not None:
             mark.__enter__()
@@ -59,7 +59,7 @@ class ProfileMarks(Observer):
 
 
 def measure_time_shares(step: Callable[[], object], grid: ProcessGrid) -> TimeShares:
-    """Return the breakdown of a step's time on this rank; call it on all ranks at the same time."""
+    """Return the breakdown of a step's time on this rank; all ranks must call this function at the same time."""
     with (
         suppress_stderr(),
         grid.observers.watched_by(ProfileMarks()),

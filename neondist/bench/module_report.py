@@ -1,4 +1,4 @@
-"""Reports of `neondist bench torch`: tables for a terminal and for a page."""
+"""Reports of `neondist bench torch`: tables for a terminal and in Markdown."""
 
 from __future__ import annotations
 

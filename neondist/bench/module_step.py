@@ -24,11 +24,11 @@ from .sleeping_barrier import sleeping_barrier
 from .step import ROUND_SECONDS
 
 LEARNING_RATE = 1e-6
-"""learning rate: with larger ones, the loss of random targets diverges to NaN"""
+"""learning rate, so small because the loss of random targets would otherwise diverge to NaN"""
 
 
 class TimedModuleStep:
-    """A module that is trained on one batch: mean squares to random targets, SGD with momentum.
+    """A module that is trained on one batch with random targets: mean squared error, SGD with momentum.
 
     Parameters
     ----------
@@ -137,12 +137,12 @@ def measure_module(
     profile: bool = False,
     progress: ProgressLine | None = None,
 ) -> dict[str, Any]:
-    """Return the measurement of a turn of `bench_suite`, the same on every rank. Collective.
+    """Return the measurement of one turn of `bench_suite`; every rank gets the same result. Collective.
 
     Parameters
     ----------
     steps : int
-        Minimum number of timed steps, after two that are not timed.
+        Minimum number of timed steps, which follow two steps that do not count.
     profile : bool
         Add the breakdown of the time of one more step.
     progress : ProgressLine, optional
@@ -170,7 +170,7 @@ def measure_module(
 
 
 def forward_flops(factory: Callable[[], Any], shape: Sequence[int] | None) -> float:
-    """Return the floating-point operations of a module's outputs, counted without computing them; 0 if unknown."""
+    """Return the number of floating-point operations of a forward pass, counted without computing; 0 if unknown."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with warnings.catch_warnings(), contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():

@@ -81,7 +81,7 @@ def _residual(inputs: int, channels: int, stride: int = 1) -> Nodes:
 
 
 def _unet_levels(channels: int, levels_below: int) -> Nodes:
-    """Return a level of a U-Net, and those below."""
+    """Return a level of a U-Net, and the levels below it."""
 
     def two_convolutions() -> Nodes:
         conv = lambda: ConvLayerDist(channels, 3, padding=1)  # noqa: E731

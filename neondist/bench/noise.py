@@ -9,11 +9,14 @@ NOISE_LIMIT = 0.25
 
 
 def relative_noise(seconds: Sequence[float]) -> float:
-    """Return the excess of the median over the fastest time of the same work, relative to the latter."""
+    """Return the excess of the median time of the same work over the fastest time, relative to the fastest."""
     return median(seconds) / min(seconds) - 1
 
 
 def noise_warnings(noise: float) -> list[str]:
     """Return a warning if times of the same work differed much."""
-    warning = f"turns of the same work differed by {noise:.0%}: other programs are running; results are unreliable"
+    warning = (
+        f"timings of the same work differed by {noise:.0%}, probably because other programs are running; repeat the"
+        " benchmark on an idle machine"
+    )
     return [warning] if noise > NOISE_LIMIT else []

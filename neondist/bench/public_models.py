@@ -1,4 +1,4 @@
-"""Public PyTorch models that `neondist bench torch` knows by name, and the inputs that they are trained on."""
+"""Public PyTorch models that `neondist bench torch` knows by name, and the shapes of the inputs to train them on."""
 
 from __future__ import annotations
 

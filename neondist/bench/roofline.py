@@ -17,11 +17,11 @@ from .sleeping_barrier import sleeping_barrier
 TIMED_CALLS = 15
 MATRIX_EXTENT = 1024
 COPIED_BYTES = 1 << 26
-"""bytes; more than the caches hold"""
+"""bytes to copy, more than fit in the caches"""
 
 
 def measure_peak_rates(model: Model, world: Transport) -> dict[str, float]:
-    """Return the peaks of all ranks together: flops per second of a matrix product, bytes per second of a copy."""
+    """Return the total peak rates of all ranks: flops per second of a matrix product, bytes per second of a copy."""
     rates = measure_rank_rates(world, model.leaves[0].kernels.matmul, model.dtype)
     return dict(zip(("flops_per_second", "bytes_per_second"), (world.size * rate for rate in rates), strict=True))
 
@@ -34,7 +34,7 @@ def measure_rank_rates(
     copied_bytes: int = COPIED_BYTES,
     calls: int = TIMED_CALLS,
 ) -> tuple[float, float]:
-    """Return a rank's flops per second of a matrix product, and bytes per second that a copy reads and writes."""
+    """Return a rank's flops per second in a matrix product, and the bytes per second that a copy reads and writes."""
     a, b = np.ones((2, matrix_extent, matrix_extent), dtype)
     source, target = np.ones((2, copied_bytes // 8))
     product = _fastest_call_seconds(world, lambda: matmul(a, b), calls)
@@ -45,8 +45,8 @@ def measure_rank_rates(
 def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
     """Return the rows with the flops, bytes and limit of each layer or segment, and its share of the limit.
 
-    Bytes are those of its input, output and their gradients, each read or written once; recomputation is not counted.
-    Sums over all ranks.
+    Bytes are those of input, output and their gradients, each read or written once; recomputation is not counted. All
+    values are sums over the ranks.
     """
     work = {
         name: _flops_and_bytes(plans, model.batch_size, model.dtype.itemsize)
@@ -67,14 +67,14 @@ def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, f
 
 
 def _flops_and_bytes(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
-    """Return flops and bytes of a step."""
+    """Return the flops and bytes of a layer or segment in a step."""
     inputs, outputs, back = prod(plans[0].input_shape), prod(plans[-1].output_shape), plans[0].needs_input_gradient
     flops = sum(count_products(plan) * (3 if plan.needs_input_gradient else 2) for plan in plans)
     return 2 * batch * flops, batch * itemsize * (2 * inputs + 2 * outputs + inputs * back)
 
 
 def count_products(plan: LayerPlan) -> int:
-    """Return the multiplications of a sample's forward pass."""
+    """Return the number of multiplications of a layer in a sample's forward pass."""
     weights = plan.trained_parameters.get("weights")
     if weights is None:
         return 0
@@ -83,7 +83,7 @@ def count_products(plan: LayerPlan) -> int:
 
 
 def _fastest_call_seconds(world: Transport, call: Callable[[], object], calls: int) -> float:
-    """Return the seconds of the fastest of several simultaneous calls on all ranks, of the slowest rank."""
+    """Return the seconds of the fastest of several calls, each made on all ranks at once and timed on the slowest."""
     call()
     times = []
     for _ in range(calls):

@@ -20,9 +20,9 @@ def bench_scaling(measure: Callable[[int], dict[str, Any]], ranks: Sequence[int]
     Parameters
     ----------
     measure : function of a rank count
-        Returns the result of `bench_step`. Every round measures all rank counts, so that a machine that slows down
+        Returns the result of `bench_step`. Every round measures all rank counts, so that a slowdown of the machine
         affects all of them.
-    ranks : rank counts in the order to measure; speed-up and efficiency are relative to the first
+    ranks : rank counts in order of measurement; speed-up and efficiency are relative to the first
     """
     measured = [[measure(count) for count in ranks] for _ in range(rounds)]
     rows = []
@@ -75,7 +75,7 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def write_scaling_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
-    """Write scaling.jsonl, scaling.md and, if matplotlib is there, scaling.png; return the files."""
+    """Write scaling.jsonl, scaling.md and, if matplotlib is installed, scaling.png; return the files."""
     make_folder(folder)
     lines, table, picture = (folder / f"scaling.{kind}" for kind in ("jsonl", "md", "png"))
     write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 class RunProgress(Hook):
-    """Progress of training runs, each of which is a part of the progress line of rank 0.
+    """Progress of training runs; each run is one part of the progress line of rank 0.
 
     Parameters
     ----------
@@ -36,14 +36,14 @@ class RunProgress(Hook):
     runs : int
         Number of runs.
     least_step_seconds : float
-        Of all runs, for the estimate before the first step ends.
+        Minimum seconds of a step of any run, for the estimate before the first step ends.
     """
 
     def __init__(self, progress: ProgressLine | None, runs: int, least_step_seconds: float) -> None:
         self.progress, self.runs, self.least_step_seconds = progress, runs, least_step_seconds
 
     def before_run(self, run: TrainState) -> None:
-        """Plan all runs: the open data set has the number of steps."""
+        """Plan all runs, now that the data set is open and the number of steps is known."""
         if self.progress is not None:
             steps = run.epochs * -(-run.epoch_size // run.batch_size)
             self.progress.change_parts(self.runs, [steps * self.least_step_seconds] * self.runs)
@@ -63,9 +63,9 @@ def bench_schemes(
     ----------
     runs : pairs of a description (with `scheme` and `seed`) and a function that loads its experiment
     folder : Path
-        Receives results.jsonl, one line per completed run.
+        Folder for results.jsonl, which gets one line per completed run.
     cores : int, optional
-        Shared by the ranks, for the estimate before the first step ends; default: one each.
+        Number of cores that the ranks share, for the estimate before the first step ends; default: one per rank.
     """
     rows: list[Record] = []
     with first_rank_progress(world.rank, sys.stderr, len(runs), "run", delay=0) as progress:
@@ -97,7 +97,7 @@ def bench_schemes(
 
 
 def write_report(rows: Sequence[Record], folder: Path) -> str:
-    """Write schemes.md and the pictures schemes.png and tiles.png into `folder`; return the table in Markdown."""
+    """Write schemes.md, schemes.png and, for several numbers of tiles, tiles.png; return the table in Markdown."""
     summary = summarise_by_scheme(rows)
     table = schemes_table(summary)
     write_text(folder / "schemes.md", table + "\n")
@@ -114,8 +114,8 @@ def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgres
     if last.selection_value("error") is None:
         raise ConfigError(
             f"bench schemes compares classification errors, but the {last.selection_split} split has no classes;"
-            " give an experiment that classifies"
-        ).on_all_ranks()  # they have the same history
+            " give an experiment with class labels"
+        ).on_all_ranks()  # all ranks have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),
         "ranks": grid.size,
@@ -146,7 +146,7 @@ def count_tiles(row: Record) -> int:
 def summarise_by_scheme(rows: Sequence[Record]) -> list[Row]:
     """Return one row for each scheme and number of tiles: means over the seeds, deviations, and the Pareto front.
 
-    A scheme is on the front if no other on the same number of tiles has both a lower mean error and fewer bytes.
+    A scheme is on the front unless another, on as many tiles, is better in mean error or bytes and worse in neither.
     """
     summary = []
     for tiles, scheme in dict.fromkeys((count_tiles(row), row["scheme"]) for row in rows):
@@ -200,9 +200,9 @@ def schemes_table(rows: Sequence[Row]) -> str:
 
 
 def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> bool:
-    """Plot error (mean and deviation) over bytes sent per step, a panel per number of tiles, the front as a line.
+    """Plot error (mean and deviation) against bytes sent per step, with one panel per number of tiles.
 
-    Returns False without matplotlib.
+    A line joins the schemes on the Pareto front. Return False without matplotlib.
     """
     if not has_matplotlib():
         return False
@@ -213,7 +213,7 @@ def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> bool:
     for axes, tiles in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts, strict=True):
         _plot_pareto_front(axes, [row for row in rows if row["tiles"] == tiles])
         axes.set_title(f"{counted(tiles, 'tile')}")
-    figure.supxlabel("halo bytes of a training step, all ranks, kB", fontsize=10)
+    figure.supxlabel("halo data per training step on all ranks, kB", fontsize=10)
     figure.supylabel(f"{rows[0]['split']} error, %", fontsize=10)
     figure.suptitle("Border schemes: exact (round), approximate (square), and the front", fontsize=11)
     write_figure(file, figure, dpi=90)
@@ -236,7 +236,7 @@ def _plot_pareto_front(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def plot_error_over_tiles(rows: Sequence[Row], file: Path) -> bool:
-    """Plot error (mean and deviation) over the number of tiles, a line per scheme; False without matplotlib."""
+    """Plot error (mean and deviation) against the number of tiles, one line per scheme; False without matplotlib."""
     if not has_matplotlib():
         return False
     from matplotlib.figure import Figure

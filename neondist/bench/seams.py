@@ -1,4 +1,4 @@
-"""Errors of an approximate border scheme by the distance to the seams between tiles."""
+"""Errors of an approximate border scheme by distance to the seams between tiles."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def measure_seam_errors(
 ) -> dict[str, ErrorsByDistance]:
     """Return the relative errors of outputs and input gradients of each layer with tiles. Collective.
 
-    An error is the mean absolute difference of all cells at a distance, over the mean absolute exact value of all
+    An error is the mean absolute difference of all cells at a distance, divided by the mean absolute exact value of all
     cells. Distance 0 is next to a seam. Errors of previous layers (for gradients: following layers) are included.
 
     Parameters
     ----------
     exact, approximate : Model
-        With the same layers, built on the same grid; the second receives the weights of the first.
+        Models with the same layers, built on the same grid; `approximate` receives the weights of `exact`.
     batches : sequence of array
-        This rank's tiles of images; only schemes with a memory need more than the last.
+        This rank's tiles of images; errors are those of the last batch, and schemes with a memory use earlier ones.
     """
     approximate.load_state(exact.state())
     profiles: dict[str, ErrorsByDistance] = {}
@@ -52,7 +52,7 @@ def measure_seam_errors(
             )
             for kind, shape in shapes.items()
             if len(shape) > 1 and traced.get((name, kind)) is not None
-            # overlapping input tiles each have a share of the gradient
+            # each overlapping input tile has only a share of the gradient
             if not (kind == "gradient" and layer.input.tiles.may_overlap)
         }
     return {name: profile for name, profile in profiles.items() if profile}
@@ -78,7 +78,7 @@ def _record_arrays(model: Model, batches: Sequence[Any], seed: int) -> dict[tupl
             for number, x in enumerate(batches):
                 model.step = number
                 y = model.fprop(x)
-                rng = np.random.default_rng(seed)  # the same gradient of the output for both
+                rng = np.random.default_rng(seed)  # the same output gradient for both models
                 whole = rng.normal(size=(model.batch_size, *model.output_shape)).astype(model.dtype)
                 model.bprop(model.scatter_output(whole)[: len(y)])
     finally:
@@ -87,7 +87,7 @@ def _record_arrays(model: Model, batches: Sequence[Any], seed: int) -> dict[tupl
 
 
 def _own_part(layer: Layer, kind: str, array: Any) -> Any:
-    """Return the part of an output that only this rank has; gradients are unchanged."""
+    """Return the part of an output that no other rank has; return gradients unchanged."""
     if kind == "gradient":
         return array
     own = layer.context.grid.tile_box(layer.output_shape[:-1])
@@ -121,7 +121,7 @@ def seam_distances(partition: Partition, tile: int) -> np.ndarray:
 
 
 def seam_table(errors: SeamErrors) -> str:
-    """Return the differences next to the seam and the first cells away from it, in Markdown."""
+    """Return a Markdown table of the errors in the cells next to the seam and in the following ones."""
     return markdown_table(
         ["scheme", "layer", "kind", *(f"at {at}" for at in range(MAX_SHOWN_DISTANCES))],
         [
@@ -140,7 +140,7 @@ def seam_table(errors: SeamErrors) -> str:
 
 
 def write_seam_report(folder: Path, errors: SeamErrors) -> list[Path]:
-    """Write seams.json, seams.md and, if matplotlib is there, seams.png; return the files."""
+    """Write seams.json, seams.md and, if matplotlib is installed, seams.png; return the files."""
     make_folder(folder)
     values, page, picture = (folder / f"seams.{kind}" for kind in ("json", "md", "png"))
     write_text(values, json.dumps(errors, indent=1) + "\n")
@@ -149,7 +149,7 @@ def write_seam_report(folder: Path, errors: SeamErrors) -> list[Path]:
 
 
 def plot_seam_errors(errors: SeamErrors, file: Path) -> bool:
-    """Plot the profiles of all schemes, one row each, outputs left and gradients right; False without matplotlib."""
+    """Plot the errors of each scheme in one row, outputs left and gradients right; False without matplotlib."""
     if not has_matplotlib():
         return False
     from matplotlib.figure import Figure

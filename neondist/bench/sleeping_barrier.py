@@ -1,4 +1,4 @@
-"""A barrier whose waiting ranks sleep, so that they do not disturb measurements of one process."""
+"""A barrier in which waiting ranks sleep, so that they do not disturb the measurement of other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..comm import Transport
 
 
 def sleeping_barrier(world: Transport) -> None:
-    """Wait for all ranks, sleeping; MPI's own barrier keeps its core busy."""
+    """Sleep until all ranks have called this function; MPI's own barrier would keep the core busy."""
     comm = getattr(world, "comm", None)
     if comm is None:
         return

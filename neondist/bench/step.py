@@ -35,7 +35,7 @@ WARM_UP_STEPS = 2
 ROUND_SECONDS = 0.3
 TRACED_STEPS = 3
 MIN_READ_STEPS, READ_ROUNDS = 10, 5
-"""minimum steps of a turn with batches that are read, one of them ahead; and number of turns"""
+"""minimum number of steps in a turn whose batches are read (one batch ahead), and number of such turns"""
 HALO_MESSAGE_KINDS = "halo", "ring"
 GRADIENT_TOLERANCES = {"float32": 1e-2, "float64": 1e-8}
 """relative tolerance of gradients: float32 sums have millions of terms"""
@@ -58,24 +58,24 @@ def bench_step(
     Parameters
     ----------
     experiment : FitExperiment
-        Of layers, or of a PyTorch module, whose steps are reported by submodule.
+        Experiment with a model of layers, or with a PyTorch module, whose times are reported by submodule.
     steps : int
         Number of steps to time.
     against : {'torch'}, optional
-        Also train the same network in PyTorch, alternating.
+        Also train the same network in PyTorch, in alternating rounds.
     threads : int
-        Threads of PyTorch: those of all ranks together.
+        Number of PyTorch's threads: the total of all ranks.
     roofline : bool
-        Add the roofline of every layer: 'machine', and four more numbers in 'layers'. With PyTorch's kernels also
-        'allocations', their allocations in a step of rank 0.
+        Add the roofline of every layer: 'machine', and further values in 'layers'. With PyTorch's kernels, also add
+        'allocations', the allocations of these kernels in a step of rank 0.
     trace : Path, optional
-        Trace file for Perfetto or chrome://tracing of a few more steps of all ranks.
+        File for a trace of a few more steps of all ranks, for Perfetto or chrome://tracing.
     reading : bool
-        Also time steps whose batches are read from the data set, as in training, alternating.
+        Also time steps whose batches are read from the data set, as in training, in alternating rounds.
     progress : ProgressLine, optional
         On rank 0: counts the steps.
     least_step_seconds : float
-        For its estimate before the first step ends; 0 if it is not known.
+        Minimum seconds of a step, for the estimate of `progress` before the first step ends; 0 if unknown.
 
     Returns
     -------
@@ -93,7 +93,7 @@ def bench_step(
     results |= describe_environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     turns = max(MIN_READ_STEPS, steps)
-    later_steps = 2 * READ_ROUNDS * turns * reading + TRACED_STEPS * (trace is not None)  # and those by layer
+    later_steps = 2 * READ_ROUNDS * turns * reading + TRACED_STEPS * (trace is not None)  # without those timed by layer
     if progress is not None:
         total = WARM_UP_STEPS + 1 + steps + later_steps + 1
         progress.expect_parts(total, planned_seconds=[least_step_seconds] * total)
@@ -113,7 +113,7 @@ def bench_step(
         for _ in range(WARM_UP_STEPS):
             train(1)
         count = max(1, round(ROUND_SECONDS / train(1)))
-        if progress is not None:  # whole rounds, and one by layer
+        if progress is not None:  # whole rounds, and one timed by layer
             total = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
             progress.change_parts(total, [least_step_seconds] * total)
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
@@ -162,7 +162,7 @@ def load_own_batch(experiment: FitExperiment, grid: ProcessGrid, plan: ModelPlan
 
 
 def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
-    """Return labels, those of images repeated for each cell if the model has outputs per cell."""
+    """Return the labels; if the model has outputs per cell, labels of images are repeated for each cell."""
     cells = plan.label_extent
     if targets.ndim > 1 or not cells:
         return targets
@@ -183,7 +183,7 @@ def _read_batches(
 def _start_baseline(
     trained: TrainableModel, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
 ) -> Iterator[tuple[TorchBaseline | None, dict[str, Any]]]:
-    """Start the PyTorch baseline on rank 0, and compare the loss and gradients of the initial weights."""
+    """Start the PyTorch baseline on rank 0, and compare loss and gradients at the initial weights."""
     if not against:
         yield None, {}
         return
@@ -221,7 +221,7 @@ def _time_baseline(baseline: TorchBaseline | None, grid: ProcessGrid, count: int
 
 
 def _gradients_without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
-    """Return loss and gradients of a step without an update and without dropout, whose masks differ in PyTorch."""
+    """Return loss and gradients of a step without update and without dropout, as dropout masks differ in PyTorch."""
     rates: list[tuple[Any, float]] = [(layer, layer.rate) for layer in model.leaves if hasattr(layer, "rate")]
     state = model.state()
     try:
@@ -237,7 +237,7 @@ def _gradients_without_dropout(model: Model, train: Any) -> tuple[float, dict[st
 
 
 def _layer_rows(model: TrainableModel, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
-    """Return the time and bytes of a step for every layer, or part of a module, from observed steps."""
+    """Return the time and bytes per step of every layer, or part of a module, from observed steps."""
     plan, clock, before = model.compiled, Clock(), model.ledger()
     with grid.observers.watched_by(clock):
         train()
@@ -247,7 +247,7 @@ def _layer_rows(model: TrainableModel, grid: ProcessGrid, train: Any, count: int
     for account, number in (model.ledger() - before).items():
         if account.kind in HALO_MESSAGE_KINDS:
             moved[plan.benchmark_row_of(account.layer)] += number * account.nbytes
-    observed = {row for row, _ in seconds}  # on one rank, a module's steps are not observed: the original module runs
+    observed = {row for row, _ in seconds}  # steps of a module on one rank are not observed: the original module runs
     rows = list(dict.fromkeys([*(name for name in names if name in observed), *(row for row, _ in seconds)]))
     own_seconds = {(row, kind): seconds[row, kind] / count for row in rows for kind in WORK_KINDS}
     all_ranks = grid.world.allgather((own_seconds, moved))

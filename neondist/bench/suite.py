@@ -19,8 +19,8 @@ WARM_ALLOCATOR_ENV = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
-"""settings with which the C library keeps freed memory, instead of requesting new pages in every step"""
-NEONDIST_VARIANTS = {"ranks": "a thread's share of the cores for each rank", "one": "one process with all cores"}
+"""settings with which the C library keeps freed memory instead of requesting new pages in every step"""
+NEONDIST_VARIANTS = {"ranks": "ranks that share the cores", "one": "one process with all cores"}
 TORCH_VARIANTS = {
     "eager": "eager, channels-last",
     "warm": "eager with a warm allocator",
@@ -35,9 +35,9 @@ class VariantMeasurements:
 
     Attributes
     ----------
-    seconds : of a step, in each round
-    peak_bytes : bytes of the largest process, in each round
-    failure_reason : the reason, if it cannot be measured
+    seconds : seconds per step, in each round
+    peak_bytes : peak memory of the largest process, in each round
+    failure_reason : reason why the variant cannot be measured, or ''
     extra : other results of the first round
     """
 
@@ -59,12 +59,12 @@ def bench_suite(
     Parameters
     ----------
     networks : names
-    variants : of NEONDIST_VARIANTS and TORCH_VARIANTS, in the order of a round
-    measure : function of a network, a variant, and whether it is the first round
-        Returns 'seconds' of a step and 'peak_bytes', in a new process, and 'details', if there are any.
-        A variant that raises ConfigError or LaunchError is skipped from then on, and its row has the reason.
+    variants : keys of NEONDIST_VARIANTS and TORCH_VARIANTS, in their order within a round
+    measure : function of a network, a variant, and whether this is the first round
+        Measures in a new process; returns 'seconds' per step, 'peak_bytes', and 'details', if there are any.
+        A variant that raises ConfigError or LaunchError is skipped from then on, and its row contains the reason.
     rounds : int
-        Every round measures all variants, so that a machine that slows down affects all of them.
+        Every round measures all variants, so that a slowdown of the machine affects all of them.
     announce : function of a text
         Called before each turn.
     """
@@ -87,7 +87,7 @@ def bench_suite(
 
 
 def summarise_network(network: str, turns: Mapping[str, VariantMeasurements]) -> Results:
-    """Return medians, and ratios of turns of the same round; 'memory' is of one process, or else of a rank."""
+    """Return medians, and ratios of turns of the same round; 'memory' is that of one process if measured, or a rank."""
     timed = {variant: turn for variant, turn in turns.items() if turn.seconds and not turn.failure_reason}
     variants: Results = {
         variant: {"seconds": median(turn.seconds), "all_seconds": turn.seconds, "peak_bytes": max(turn.peak_bytes)}
@@ -111,7 +111,7 @@ def summarise_network(network: str, turns: Mapping[str, VariantMeasurements]) ->
 
 
 def geometric_means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]) -> dict[str, Results]:
-    """Return the geometric means of the ratios over each group of networks, all of which must have been measured."""
+    """Return the geometric means of the ratios over each group whose networks have all been measured."""
     means_by_group = {}
     for group, names in groups.items():
         inside = [row for row in rows if row["network"] in names]
@@ -132,7 +132,7 @@ class TorchVariants:
     Parameters
     ----------
     experiment : FitExperiment
-        Not built.
+        Experiment whose model is not built.
     threads : int
     settings : dict
         Additional environment variables of each process.
@@ -141,7 +141,7 @@ class TorchVariants:
     def __init__(self, experiment: FitExperiment, threads: int, settings: Mapping[str, str]) -> None:
         self.threads, self.settings = threads, settings
         grid, dataset = experiment.open_grid(SingleTransport()), experiment.dataset
-        self.model = require_layer_model(experiment.model, "networks", "name others")
+        self.model = require_layer_model(experiment.model, "networks", "choose other networks")
         plan = self.model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
         self.batch = load_own_batch(experiment, grid, plan)
         self.model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
@@ -149,7 +149,7 @@ class TorchVariants:
         self.state, self.trained = self.model.state(), list(self.model.gradients())
 
     def measure(self, variant: str, steps: int) -> Results:
-        """Return the median seconds of at least `steps` steps of a new process, and its peak memory."""
+        """Return the median seconds of at least `steps` steps in a new process, and the process's peak memory."""
         settings = {**self.settings, **(WARM_ALLOCATOR_ENV if variant != "eager" else {})}
         other = TorchBaseline(self.model, self.state, self.trained, *self.batch, self.threads, settings)
         try:

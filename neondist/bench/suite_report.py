@@ -1,4 +1,4 @@
-"""Reports of the suite: tables for a terminal and for a page, and a plot."""
+"""Reports of `neondist bench suite`: tables for a terminal and in Markdown, and a plot."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _roofline_sections(row: Results) -> list[str]:
 
 
 def draw_suite(file: Path, results: Results) -> None:
-    """Draw the ratios of all networks, and the rooflines with their layers."""
+    """Draw the ratios of all networks, and the layers of all networks in a roofline plot."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
@@ -164,7 +164,7 @@ def draw_suite(file: Path, results: Results) -> None:
         ends = [0.1, flops / moved, max(1e3, 10 * flops / moved)]
         right.plot(ends, [ends[0] * moved, flops, flops], "k-", label="limits")
     right.set(
-        xscale="log", yscale="log", xlabel="flops for a byte of memory", ylabel="Gflop/s", title="layers and segments"
+        xscale="log", yscale="log", xlabel="flops per byte of memory", ylabel="Gflop/s", title="layers and segments"
     )
     right.legend(fontsize="small", ncols=2)
     write_figure(file, figure)

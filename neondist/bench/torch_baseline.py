@@ -1,4 +1,4 @@
-"""The process that trains the same network in PyTorch."""
+"""Process that trains the same network in PyTorch, for comparison."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
 
 
 class TorchBaseline:
-    """The PyTorch process; idle between calls.
+    """A process that trains a model's network in PyTorch; it is idle between calls.
 
     Parameters
     ----------
     model : Model
     state : dict of name to array
-        Its arrays, whole.
+        Whole arrays of the model.
     trained : sequence of str
         Names of the trained arrays.
     x, targets : ndarray
@@ -41,9 +41,9 @@ class TorchBaseline:
     Raises
     ------
     ConfigError
-        PyTorch has no counterpart of a part of the model; from any method.
+        PyTorch has no counterpart of a part of the model; raised by any method.
     LaunchError
-        Its process ended; from any method.
+        The process has ended; raised by any method.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class TorchBaseline:
         _use_all_cores(self.process.pid, threads)
 
     def compare_gradients(self, gradients: Mapping[str, np.ndarray]) -> tuple[float, float, str]:
-        """Return the loss of the initial weights, without dropout, and the worst gradient's error and name."""
+        """Return the loss at the initial weights, without dropout, and the error and name of the worst gradient."""
         loss, worst, name = self._request(
             "compare_gradients", self._write("gradients.npz", {**self.state, **gradients})
         )
         return loss, worst, name
 
     def compile(self) -> str:
-        """Use torch.compile from now on; return the problem, or ''."""
+        """Use torch.compile from now on; return the error message, or ''."""
         return str(self._request("compile"))
 
     def time_steps(self, steps: int) -> tuple[list[float], int, int]:
-        """Return the seconds of each step, and the peak memory in bytes: above the empty process, and in total."""
+        """Return the seconds of each step, and the peak memory in bytes: beyond that of an empty process, and total."""
         seconds, above, peak = self._request("time_steps", steps)
         return seconds, above, peak
 
     def close(self) -> None:
         """End the process."""
-        self.process.communicate()  # closes its input, at which it ends
+        self.process.communicate()  # the process ends when its input is closed
         self.folder.cleanup()
 
     def _write(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
@@ -112,18 +112,18 @@ class TorchBaseline:
             raise LaunchError(f"PyTorch's process ended with exit code {code}; see its output above")
         reply = json.loads(answer)
         if "error" in reply:
-            raise ConfigError(f"PyTorch's side: {reply['error']}")
+            raise ConfigError(f"network in PyTorch: {reply['error']}")
         return reply["made"]
 
 
 def _use_all_cores(process: int, threads: int) -> None:
-    """Let the process of a rank bound to fewer cores use all cores that the ranks share."""
+    """Let a process use all cores that the ranks share, even if this rank is bound to fewer."""
     if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) < threads:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(process, os.sched_getaffinity(os.getppid()))
 
 
 def _baseline_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return an environment with the threads of all ranks together, and without their MPI job's variables."""
+    """Return an environment with the total number of threads of all ranks, and without the MPI job's variables."""
     kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHER_PREFIXES)}
     return kept | dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads))

@@ -1,7 +1,7 @@
 """The same network in PyTorch's autograd, as one would write it for a CPU: channels-last, in-place ReLUs.
 
-Runs as a process of its own, `python -m neondist.bench.torch_twin FOLDER`, with threads and memory of its own. The
-folder holds the model, its weights and the batch; requests and answers are lines of JSON.
+`python -m neondist.bench.torch_twin FOLDER` runs it in a process with its own threads and memory. The folder contains
+the model, its weights and the batch; requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TorchTwin:
     Parameters
     ----------
     model : Model
-        Not built.
+        Model that is not built.
     state : dict of name to array
-        Its arrays, whole.
+        Whole arrays of the model.
     trained : list of str
         Names of the trained arrays.
     x, targets : array
@@ -75,7 +75,7 @@ class TorchTwin:
         self.run_module: Any = self.module
 
     def compile(self) -> str:
-        """Use torch.compile from now on; return the problem, or ''."""
+        """Use torch.compile from now on; return the error message, or ''."""
         self.run_module = torch.compile(self.module)
         try:
             self.step()
@@ -93,9 +93,9 @@ class TorchTwin:
         return float(loss.detach())
 
     def compare_gradients(self, file: str) -> tuple[float, float, str]:
-        """Return the loss, and the error and name of the gradient that differs most from a file; without dropout.
+        """Return the loss without dropout, and the error and name of the gradient that differs most from a file's.
 
-        No state changes. The file has all arrays of the model, with gradients in place of trained arrays.
+        No state changes. The file contains all arrays of the model, with gradients in place of trained arrays.
         """
         state_dict = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
         dropouts = [part for part in self.module.modules() if isinstance(part, nn.Dropout)]
@@ -118,7 +118,7 @@ class TorchTwin:
         return loss, *worst_gradient({name: references[name].detach() for name in gradients}, gradients)
 
     def time_steps(self, steps: int) -> tuple[list[float], int, int]:
-        """Return the seconds of each step, and the peak memory: above the empty process, and in total."""
+        """Return the seconds of each step, and the peak memory: beyond that of an empty process, and total."""
         taken = []
         for _ in range(steps):
             begin = time.perf_counter()
@@ -134,7 +134,7 @@ class TorchTwin:
 
 
 def worst_gradient(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest relative error and its name; tiny gradients (before a batch norm) count less."""
+    """Return the largest relative error and its gradient's name; tiny gradients (before a batch norm) count less."""
     norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
     least = 1e-3 * max(norms.values())
     return max((float((gradients[name] - expected[name]).norm()) / max(norms[name], least), name) for name in expected)
@@ -163,7 +163,7 @@ def _create_optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.
     kind, settings = _check_supported(model.optimizer, SUPPORTED_OPTIMIZERS), model.optimizer.arguments()
     for name, neutral in (("decay_all", True), ("clip_norm", None), ("ema", None)):
         if settings.pop(name) != neutral:
-            raise ConfigError(f"{name}: {kind} of PyTorch has no counterpart; leave it out")
+            raise ConfigError(f"{name}: PyTorch's {kind} has no such option; leave {name} out")
     settings.pop("schedule")
     rate = settings.pop("learning_rate")
     if kind == "SGD":

@@ -124,7 +124,7 @@ def test_layers_without_a_counterpart(monkeypatch):
         make_twin(model, np.ones((3, 6, 6, 1)), np.zeros(3, int))
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
     baseline = start_baseline(build_model([nd.FCLayer(2, activation=CustomActivation())], (6, 6, 1)))
-    with pytest.raises(ConfigError, match=r"PyTorch's side: .*CustomActivation"):
+    with pytest.raises(ConfigError, match=r"network in PyTorch: .*CustomActivation"):
         baseline.time_steps(1)
     baseline.close()
 

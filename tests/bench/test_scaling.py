@@ -40,7 +40,8 @@ def test_warning_of_unstable_times(tmp_path):
     rows = bench_scaling(lambda ranks: make_report(ranks, next(seconds)), [1, 2], 4)
     _, page, *_ = write_scaling_report(tmp_path, rows, "title")
     assert page.read_text().endswith(
-        "turns of the same work differed by 50%: other programs are running; results are unreliable\n"
+        "timings of the same work differed by 50%, probably because other programs are running; repeat the benchmark on"
+        " an idle machine\n"
     )
 
 

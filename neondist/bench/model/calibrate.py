@@ -1,6 +1,6 @@
 """Calibration on this machine: messages between two ranks, and slowdowns of ranks that share resources.
 
-Every round measures everything once, and medians over the rounds count. A slowdown is the median of the ratios within
+Every round measures everything once; results are medians over the rounds. A slowdown is the median of the ratios within
 a round: the speed of cores changes by up to a half from one second to the next (frequency, other guests of a host), and
 the fastest turn with one busy core may belong to a fast second in which no turn had all cores busy. Idle ranks sleep.
 """
@@ -36,7 +36,7 @@ MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 CALIBRATION_ROUNDS, TURN_SECONDS = 12, 0.1
 VALIDATION_NETWORKS, MEASURED_STEPS = ("mnist", "separable", "lcn"), 10
 SYNC_INTERVAL_SECONDS = (2e-3, 3e-2)
-"""seconds between two meetings of ranks that share cores: less than a scheduler time slice, and many of them"""
+"""seconds between two synchronisations of ranks that share cores: less than one scheduler time slice, and several"""
 
 
 def least_seconds_of_parts(world: Transport, cores: int) -> list[float]:
@@ -54,7 +54,7 @@ def least_seconds_of_parts(world: Transport, cores: int) -> list[float]:
 def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None) -> tuple[Machine, float]:
     """Return the machine of these ranks (at least two) as one node of `cores` cores, and the noise. Collective.
 
-    The noise is the excess of the median turn of a matrix product over the fastest; large if other programs run.
+    The noise is the relative excess of a matrix product's median time over its fastest; large if other programs run.
     """
     planned = [] if progress is None else least_seconds_of_parts(world, cores)
     if progress is not None:
@@ -134,7 +134,7 @@ def _validation_cases(world: Transport, cores: int) -> list[tuple[str, int]]:
 
 
 def _fit_link(times: dict[int, float]) -> Link:
-    """Fit a line to the times of messages, by relative errors, or the latency would be lost."""
+    """Fit a line to the times of messages, minimising relative errors; absolute ones would hide the latency."""
     taken = np.array(list(times.values()))
     matrix = np.array([[1.0, size] for size in times]) / taken[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(taken)), rcond=None)
@@ -142,13 +142,13 @@ def _fit_link(times: dict[int, float]) -> Link:
 
 
 def _fit_slowdown(seconds: Mapping[Hashable, Sequence[float]], name: str) -> float:
-    """Return the time of a workload with all cores busy relative to one, at least 1, by rounds."""
+    """Return the time of a workload with all cores busy, relative to one busy core; at least 1; median over rounds."""
     pairs = zip(seconds[name, "alone"], seconds[name, "shared"], strict=True)
     return max(1.0, median(shared / alone for alone, shared in pairs))
 
 
 def _fit_core_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, many: int) -> tuple[float, float]:
-    """Return the slowdown of ranks that share cores, and their waiting in seconds at each meeting, by rounds."""
+    """Return the slowdown of ranks that share cores, and their seconds of waiting per synchronisation; medians."""
     rounds = list(zip(seconds["product", "shared"], seconds["shared", few], seconds["shared", many], strict=True))
     # two ranks take turns on a core
     factor = max(1.0, median((b - a) / (2 * product * (many - few)) for product, a, b in rounds))
@@ -185,7 +185,7 @@ class _Timings:
         self.seconds_by_name: defaultdict[Hashable, list[float]] = defaultdict(list)
 
     def time_calls(self, name: Hashable, call: Callable[[], Any], count: int, ranks: int) -> float:
-        """Time calls on `ranks` ranks while the others sleep; the slowest rank counts."""
+        """Return the seconds per call of the slowest of `ranks` ranks, while the others sleep."""
         sleeping_barrier(self.world)
         begin = time.perf_counter()
         for _ in range(count if self.world.rank < ranks else 0):

@@ -10,7 +10,7 @@ from ...io.files import has_matplotlib, write_figure
 
 
 def draw_predictions(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
-    """Plot seconds against ranks; return the file, or nothing without matplotlib."""
+    """Plot seconds against ranks; return a list of the file, which is empty without matplotlib."""
     if not has_matplotlib():
         return []
     from matplotlib.figure import Figure

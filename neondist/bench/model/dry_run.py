@@ -1,4 +1,4 @@
-"""Dry run of one of many ranks: it computes, and records messages instead of sending them."""
+"""Dry run of one of many ranks: the rank computes, and records messages instead of sending them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class MessageLog:
 
 
 class DryRunTransport(Transport):
-    """Rank `rank` of `size`, without the others: nothing is sent, zeros are received."""
+    """Rank `rank` of `size`, without the others: it sends nothing, and receives zeros."""
 
     def __init__(self, rank: int, size: int, message_log: MessageLog) -> None:
         self.rank, self.size, self.message_log = rank, size, message_log
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a group of the same size; `dry_run_grid` sets the right ones."""
+        """Return a group of the same size; `dry_run_grid` replaces it by the correct group."""
         return DryRunTransport(key, self.size, self.message_log)
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
@@ -46,26 +46,26 @@ class DryRunTransport(Transport):
         return _RecordedExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Record it; the array stays this rank's share."""
+        """Record the reduction; the array remains this rank's contribution."""
         self.message_log.sum_sizes.append((self.size, array.nbytes))
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Record it."""
+        """Record the reduction."""
         self.allreduce(array)
         return CompletedRequest()
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
-        """Return the array for every rank."""
+        """Return this rank's array in place of every rank's."""
         return np.stack([array] * self.size)
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Record it; return zeros from every rank."""
+        """Record the messages; return zeros in place of the received arrays."""
         others = [array.nbytes for peer, array in enumerate(sends) if peer != self.rank and array.size]
         self.message_log.exchange_sizes.append((len(others), sum(others)))
         return [np.zeros(shape, sends[0].dtype) for shape in receive_shapes]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the value for every rank."""
+        """Return this rank's value in place of every rank's."""
         return [value] * self.size
 
     def bcast(self, value: Any, root: int = 0) -> Any:

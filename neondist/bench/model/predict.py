@@ -56,7 +56,7 @@ def fastest_grid(
 def candidate_grids(count: int, experiment: Any) -> list[GridShape]:
     """Return the grids to try.
 
-    The grid of the file; or the most square grid, cuts along one axis, and replicas of square grids.
+    These are the file's grid or, without one, the most square grid, cuts along one axis, and replicas of square grids.
     """
     fixed = {name: value for name, value in experiment.grid.items() if value is not None}
     default = grid_shape(count, **fixed)
@@ -65,7 +65,7 @@ def candidate_grids(count: int, experiment: Any) -> list[GridShape]:
     plan = experiment.model.plan(experiment.dataset.sample_shape, default, experiment.batch_size)
     shapes, min_extent = [default], plan.min_extent
     for rows, cols in factorisations(default.rows * default.cols, 2):
-        if 1 in (rows, cols) and max(rows, cols) <= min_extent:  # tiles without cells are useless
+        if 1 in (rows, cols) and max(rows, cols) <= min_extent:  # every tile has cells
             shapes.append(GridShape(default.replicas, rows, cols, default.planes))
     if "replicas" not in fixed:
         replicas = [n for n in range(2, min(count, experiment.batch_size) + 1) if count % (n * default.planes) == 0]
@@ -83,7 +83,7 @@ def _predict_with_schemes(
 ) -> Row:
     """Return the best exact schemes of the layers, if any, and the prediction of the step with them."""
     trial = experiment()
-    if not isinstance(trial.model, Model):  # the scheme of a module's windows comes from its file
+    if not isinstance(trial.model, Model):  # the experiment file sets the scheme of a module's windows
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
     seconds = {name: machine.compute_seconds(cost, shape.size) for name, cost in rank.cell_seconds.items()}
     speeds = machine_profile_for(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)
@@ -98,7 +98,7 @@ def _predict_with_schemes(
 
 
 def count_profiles(count: int, experiment: Any) -> int:
-    """Return the number of rank profiles of a prediction for `count` ranks, without those of schemes."""
+    """Return the number of rank profiles of a prediction for `count` ranks, excluding profiles of schemes."""
     grids = len(candidate_grids(count, experiment))
     return 1 + (grids if grids > 1 else 0)
 
@@ -139,8 +139,8 @@ def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Ro
 def fit_machine(machine: Machine, rows: Sequence[Row], measured: Mapping[int, float]) -> Machine:
     """Return the machine, fitted to measured steps.
 
-    The fit changes `compute_factor` and, if the rank counts use different numbers of nodes, `jitter`. The costs of
-    messages stay as given.
+    The fit changes `compute_factor` and, if the rank counts use different numbers of nodes, `jitter`, but not the costs
+    of messages.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def fit_machine(machine: Machine, rows: Sequence[Row], measured: Mapping[int, fl
         if taken <= 0:
             raise ConfigError(
                 f"--measured {ranks}={measured[ranks]:g}: the messages of that step alone take"
-                f" {measured[ranks] - taken:.3g} s on this machine; calibrate it again, or correct the time"
+                f" {measured[ranks] - taken:.3g} s on this machine; calibrate the machine again, or correct the time"
             )
         weight = 1 / measured[ranks]  # minimises relative errors
         matrix.append([compute * weight, compute * machine.relative_delay(ranks) * weight])
@@ -174,7 +174,7 @@ def fit_machine(machine: Machine, rows: Sequence[Row], measured: Mapping[int, fl
 
 
 def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
-    """Return a row of `predict` for another machine, which differs from the previous one by `fit_machine`."""
+    """Return a row of `predict` for another machine, which `fit_machine` has returned for the previous machine."""
     ranks, compute_before = row["ranks"], row["compute_seconds"]
     compute = compute_before * machine.compute_factor / previous.compute_factor
     waiting = row["waiting_seconds"] - previous.expected_delay_seconds(ranks, compute_before)
@@ -186,12 +186,12 @@ def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
 
 
 def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
-    """Return the seconds that the rank of a row takes now, alone."""
+    """Return the seconds that a row's rank, run alone, takes now."""
     return profile(experiment, GridShape(**row["grid"]), COMPARISON_SECONDS).seconds
 
 
 def replace_uncontended_seconds(machine: Machine, row: Row, uncontended_seconds: Sequence[float]) -> Row:
-    """Return a row of `predict` for the mean of other uncontended times; its noise is at least their spread."""
+    """Return a row of `predict` with new uncontended times: their mean; the noise is at least their spread."""
     alone = float(np.mean(uncontended_seconds))
     now = replace(machine, compute_factor=machine.compute_factor * alone / row["uncontended_seconds"])
     noise = max(row["noise"], max(uncontended_seconds) / min(uncontended_seconds) - 1)

@@ -10,13 +10,13 @@ from .rank_profile import LEAST_STEPS, RankProfile, profile_rank
 
 
 class ProfileCounter:
-    """A `ProfileFunction` that counts the steps of a part's profiles.
+    """A `ProfileFunction` that reports its steps as progress within a part.
 
     Parameters
     ----------
     progress : ProgressLine
     profiles : int
-        Number of profiles of the part; there may be more.
+        Expected number of profiles in the part.
     """
 
     def __init__(self, progress: ProgressLine, profiles: int) -> None:

@@ -26,10 +26,10 @@ from .dry_run import MessageLog, dry_run_grid
 
 MAX_TURNS = 5
 COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
-"""minimum compute time to measure, in seconds: to compare grids, and to predict"""
+"""minimum compute time to measure, in seconds: for the comparison of grids, and for a prediction"""
 LEAST_STEPS = 5
-"""minimum steps of `profile_rank`: two warm-up, two timed turns, one timed by layer"""
-_MEMORY_BATCHES = 4  # freed memory is kept and split: each of the first batches may need more
+"""minimum number of steps of `profile_rank`: two for warm-up, two timed, and one timed by layer"""
+_MEMORY_BATCHES = 4  # allocators keep and split freed memory, so each of the first batches may need more
 
 
 @dataclass
@@ -38,13 +38,13 @@ class RankProfile:
 
     Attributes
     ----------
-    seconds : compute time, the median of some turns
+    seconds : compute time, the median of several turns
     noise : relative excess of the median turn over the fastest
-    message_log : messages that it would send
-    held_bytes : bytes of memory
+    message_log : messages that the rank would send
+    held_bytes : memory of the rank in bytes
     moved_bytes : minimum bytes read and written by the computation
     recomputed_fraction : products that strips compute twice, relative to the products of all layers computed once
-    cell_seconds : by layer: seconds for one output cell of one sample
+    cell_seconds : seconds for one output cell of one sample, by layer
     """
 
     seconds: float
@@ -67,9 +67,9 @@ def profile_rank(
     Parameters
     ----------
     min_seconds : float
-        Minimum compute time, in a few turns; their median is used.
+        Minimum total time of the timed turns, whose median is returned.
     on_step : callable
-        Called after each step; long steps run only `LEAST_STEPS` times.
+        Called after each step, at least `LEAST_STEPS` times.
     """
     model: TrainableModel = experiment.model
     train, message_log, samples = prepare_step(experiment, shape)
@@ -110,14 +110,14 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
     Other ranks are absent: their messages are zeros. The bytes of image chunks that the whole run would cache are
     added. The experiment cannot be used afterwards.
     """
-    if shape.size > 1 and detect_job(os.environ) is None:  # in a job, all ranks would have to start MPI
+    if shape.size > 1 and detect_job(os.environ) is None:  # in an MPI job, all ranks would have to start MPI
         with suppress(LaunchError):
             world_transport()
     model, epochs = experiment.model, experiment.epochs
     experiment.epochs, model.num_pretrain_epochs = 1, min(1, model.num_pretrain_epochs)
     experiment.server_strategy = None
     for logger in experiment.loggers:
-        logger.folder = None  # they write to the temporary folder
+        logger.folder = None  # loggers write to the temporary folder
     experiment.dataset.limit_batches(experiment.batch_size, _MEMORY_BATCHES)
     model.nonfinite = "skip"  # gradients are incomplete
     grid = dry_run_grid(0, shape, MessageLog())
@@ -143,7 +143,7 @@ def recomputed_fraction(plan: Plan, tile: int) -> float:
 
 
 def fullest_tile(shape: GridShape, image_extent: Sequence[int]) -> int:
-    """Return the tile with the most cells; of several, the most central, which has the most neighbours."""
+    """Return the tile with the most cells; if there are several, the most central, which has the most neighbours."""
     boxes = shape.partition(image_extent).boxes()
     middle = [n / 2 for n in image_extent]
 
@@ -155,14 +155,14 @@ def fullest_tile(shape: GridShape, image_extent: Sequence[int]) -> int:
 
 
 def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], MessageLog, int]:
-    """Return a training step of the fullest rank, its record of messages, and its number of samples."""
+    """Return a training step of the rank with the most cells, the log of its messages, and its number of samples."""
     model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     message_log = MessageLog()
     grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), shape, message_log)
     model.build(sample_shape, whole, grid, model.fit_plan_to_memory(model.plan(sample_shape, shape, whole)))
     model.restrict_cost_to_local_cells(experiment.dataset.fields)
     x, targets = model.timing_batch(experiment.dataset)
-    model.learning_rate_scale = 0.0  # its gradients are incomplete
+    model.learning_rate_scale = 0.0  # gradients are incomplete
 
     def step() -> None:
         message_log.exchange_sizes.clear()

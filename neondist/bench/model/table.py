@@ -38,7 +38,7 @@ def prediction_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the best exact schemes of the layers for every rank count, and the time that they save."""
+    """Return the best exact schemes of the layers for every rank count, and the time that these schemes save."""
     shown = [row for row in rows if row["schemes"]]
     return markdown_table(
         SCHEMES_HEADS,
@@ -58,8 +58,8 @@ def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return sentences on large rank counts and on the prediction error."""
     ranks = first_latency_bound_ranks(rows)
     sentences = [
-        f"no faster with more than {counted(fastest_rank_count(rows), 'rank')}",
-        "message latency is below compute time on all of these"
+        f"the step is no faster with more than {counted(fastest_rank_count(rows), 'rank')}",
+        "message latency is below compute time on all of these rank counts"
         if ranks is None
         else f"message latency exceeds compute time from {counted(ranks, 'rank')} on",
     ]
@@ -70,12 +70,12 @@ def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"mean error of the prediction: {mean_relative_error(rows, measured):.1%} (measured on {rank_list} ranks)"
         )
     else:
-        sentences.append("the prediction error is unknown: nothing was measured on the calibrated machine")
+        sentences.append("the prediction error is unknown, because no step was measured on the calibrated machine")
     return sentences + noise_warnings(max(row["noise"] for row in rows))
 
 
 def write_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
-    """Write model.jsonl, model.md and, if matplotlib is there, model.png; return the files."""
+    """Write model.jsonl, model.md and, if matplotlib is installed, model.png; return the files."""
     lines, page, picture = (folder / f"model.{kind}" for kind in ("jsonl", "md", "png"))
     write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
     schemes = [schemes_table(rows)] if any(row["schemes"] for row in rows) else []

@@ -15,11 +15,11 @@ from ...models import Convnet
 MATRIX_EXTENT = 256
 """extent of the matrices, which fit in a core's own cache"""
 COPIED_BYTES = 1 << 26
-"""bytes: more than the caches hold"""
+"""bytes to copy, more than fit in the caches"""
 
 
 class BenchmarkWork(NamedTuple):
-    """A function to time, and its number of operations or bytes (read and written)."""
+    """A function to time, and its number of operations, or of bytes read and written."""
 
     call: Callable[[], Any]
     operations_or_bytes: float
@@ -58,6 +58,6 @@ class ConvolutionWork:
 
     @property
     def operations(self) -> float:
-        """Operations of a step: forward, and backward for weights and inputs."""
+        """Number of operations of a step: the forward pass, and the gradients of weights and inputs."""
         convolutions = (layer for layer in self.model.leaves if layer.window is not None and layer.params)
         return sum(3 * 2 * 2 * prod(layer.output_shape[:-1]) * layer.params["weights"].size for layer in convolutions)
