@@ -1,8 +1,8 @@
 """Lowering of a captured module for blocks, each computed from all cells that it depends on, without messages.
 
 The rules that distribute the module lower it once, for a single rank that has only a block of every value. The cells of
-a block follow from the reaches that the rules declare (`ir/range_tracing.py`); steps are bound to its place. Zeros are
-padded only at the true borders of the image, and the results equal those of the whole image.
+a block follow from the reaches that the rules declare (`ir/range_tracing.py`); steps are bound to the block's place.
+Zeros are padded only at the borders of the whole image, so that blocks equal parts of the whole result.
 """
 
 from __future__ import annotations
@@ -55,16 +55,19 @@ class BlockMesh(Mesh):
 
     @property
     def axes(self) -> frozenset[int]:
-        """Axes along which a block has only some of the indices; no rank has the others."""
+        """Axes along which a block has only some of the indices; the other indices are on no rank."""
         return self.blocked_axes
 
     def even_atom(self, extent: int, axis: int | None) -> Atom:
-        """Return an atom with a new symbol: its range may be smaller than those of the arguments."""
+        """Return an atom with a new symbol, as its range may be smaller than the ranges of the operator's arguments."""
         return Atom(extent, axis, (0, extent), (next(self.symbol_ids), 1)) if axis in self.axes else Atom(extent)
 
 
 class InputNorm(NamedTuple):
-    """Norm with statistics of its input: input and result, statistics (N·groups,) or (C,), and their definition."""
+    """Norm that uses statistics of its input.
+
+    Input and result, mean and variance (N·groups,) or (C,), and the definition of these statistics.
+    """
 
     x: Value
     mean: Value
@@ -74,7 +77,7 @@ class InputNorm(NamedTuple):
 
 
 class _BlockView(NamedTuple):
-    """View that a block needs of a value: the reach of results along some dimensions, and the dimension's atom."""
+    """View that a block needs of a value; `dims`: dimensions, with the results' reach and the dimension's atom."""
 
     layout: Layout
     dims: Sequence[tuple[int, Reach, Atom]]
@@ -120,7 +123,8 @@ class BlockLowering(Lowering):
     Parameters
     ----------
     axes : frozenset of int, optional
-        Axes that the blocks of one pass partition; default: each block is a pass of its own, along all spatial axes.
+        Axes that are partitioned into the blocks of one pass; default: each block is a separate pass, and all spatial
+        axes are partitioned.
     """
 
     mesh: BlockMesh
@@ -138,7 +142,7 @@ class BlockLowering(Lowering):
 
     @property
     def can_add_input_norm(self) -> bool:
-        """Whether another norm may receive its statistics as inputs."""
+        """Whether a further norm may receive its statistics as inputs."""
         return False
 
     def lower_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -154,7 +158,7 @@ class BlockLowering(Lowering):
         fill: float = 0.0,
         sliding: bool = False,
     ) -> Value:
-        """Return the view that a block needs of a value, and record the reaches."""
+        """Return the view of a value that a block needs, and record the reaches."""
         axes = axes_of((reach.out_atom,) for reach in reaches.values())
         inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
         dims = [(dim, reach, self.single_atom(value, dim)) for dim, reach in sorted(reaches.items())]
@@ -174,7 +178,7 @@ class BlockLowering(Lowering):
         """Return None: a block's part of a parameter is a view."""
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
-        """Return a layout with new symbols: the ranges of results may be smaller than those of all arguments."""
+        """Return a layout with new symbols, as ranges of results may be smaller than those of all arguments."""
         layout = super().pointwise_layout(layouts)
         return tuple(tuple(self.mesh.even_atom(atom.extent, atom.axis) for atom in dim) for dim in layout)
 
@@ -185,7 +189,7 @@ class BlockLowering(Lowering):
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
-        """Return x normalised with statistics that are inputs of the block, and the statistics."""
+        """Return x, normalised with statistics that are inputs of the block, and these statistics."""
         if not (self.can_add_input_norm and is_box(x.layout, self.mesh.axes)):
             self.refuse(_REFUSAL_REASON_BY_KIND["norm"])
         shape, atom = shape_of(groups), self.single_atom(x, 0)
@@ -207,7 +211,7 @@ class BlockLowering(Lowering):
         return y, mean, variance
 
     def random_key(self) -> Any:
-        """Reject random numbers if each block is a pass of its own."""
+        """Return a random key; reject random numbers if each block is a separate pass."""
         return self.refuse("it draws random numbers") if self.block_axes is None else super().random_key()
 
     def refuse(self, why: str = "") -> Any:
@@ -228,14 +232,14 @@ class TracedPart:
     lowering : BlockLowering
         Lowering of the part for whole images.
     inputs : list of Value
-        Values from outside: images, parameters and others.
+        Values from outside the part: images, parameters and others.
     outputs : list of Value
-        Each dimension must be a single atom.
+        Results of the part, of which each dimension must be a single atom.
 
     Attributes
     ----------
     inputs : list of Value
-        Those that the outputs depend on.
+        Inputs on which the outputs depend.
     """
 
     def __init__(self, lowering: BlockLowering, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
@@ -250,7 +254,7 @@ class TracedPart:
         self.symbol_ranges = lru_cache(8)(self._find_symbol_ranges)
 
     def source_ranges(self, ranges: AxisRanges) -> AxisRanges:
-        """Return the indices of the inputs that ranges of the outputs depend on, along each dimension."""
+        """Return the ranges of the inputs, along each dimension, on which ranges of the outputs depend."""
         needed = self.symbol_ranges(ranges)
         return tuple(
             tuple((0, a.extent) if a.origin is None else needed.get(a.origin[0], (0, 0)) for (a,) in value.layout)
@@ -283,7 +287,7 @@ class TracedPart:
         return _single_rank_plan(self.mesh, moved, values, self.inputs, self.outputs)
 
     def _find_symbol_ranges(self, ranges: AxisRanges) -> SymbolRanges:
-        """Return the range of each symbol that ranges of the outputs depend on."""
+        """Return the range of each symbol on which ranges of the outputs depend."""
         ends: SymbolRanges = {}
         for output, box in zip(self.outputs, ranges, strict=True):
             for (atom,), indices in zip(output.layout, box, strict=True):
@@ -298,7 +302,7 @@ def _single_rank_plan(
 
 
 def part_of_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> torch.Tensor:
-    """Return these ranges of an output of a block, which may be larger."""
+    """Return these ranges of a block's output, which may have more cells."""
     return narrow_to_ranges(y, ranges, first_indices(layout))
 
 
@@ -321,7 +325,7 @@ def _narrow_checked(a: torch.Tensor, dim: int, start: int, length: int) -> torch
 
 
 def pair_ids_with_values(old: Any, new: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the ids of the old values, and the corresponding new leaves."""
+    """Yield the id of each old value with the corresponding new leaf."""
     for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
         if isinstance(before, Value):
             yield before.id, after

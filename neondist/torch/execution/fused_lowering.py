@@ -1,8 +1,8 @@
 """Fused segments of a module: one exchange for several operators, or strips of a tile one after the other.
 
-Each rank receives, in one exchange, all that its tiles of a segment's results depend on, and recomputes cells of other
-tiles. Only the rank's own results are passed on, so that gradients are those of one process; norms count each cell
-once.
+Each rank receives, in one exchange, all cells on which its tiles of a segment's results depend, and recomputes cells of
+other tiles. Only results in the rank's own tile leave the segment, so that gradients are those of one process; norms
+count each cell once.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class FusedLowering(ProgramLowering):
         self.program_values = dict[int, Value]()  # values of the program that segments read or return
         self.computes_in_parts = any(segment.rows for segment in segments)
         self._segments = segments
-        # for inputs of norms: the samples and the cells that count on this rank
+        # by input of a norm: samples and cells that belong to this rank, and enter its sums
         self._own_cells: dict[int, tuple[Range, tuple[slice, ...]]] = {}
         self._needed_ranges = {segment.first: self._input_ranges(segment.parts) for segment in segments}
         self.widened_ranges = [self._widened_ranges(image) for image in image_ids]
         self._remaining_ranges = iter(self.widened_ranges)
-        self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # for tiles: the passed value and its ranges
+        self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # by tile: the passed value and its ranges
 
     @property
     def group_description(self) -> str:  # type: ignore[override]
@@ -69,7 +69,7 @@ class FusedLowering(ProgramLowering):
         return f"{text}, in strips of {_format_range(rows)} rows" if self.computes_in_parts else text
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
-        """Return the value of an argument, results of segments included."""
+        """Return the value of an argument, which may be a result of a segment."""
         return pytree.tree_map(
             lambda leaf: self.program_values.get(leaf.value, leaf) if isinstance(leaf, _DeferredValue) else leaf,
             super().read(env, arg),
@@ -88,7 +88,7 @@ class FusedLowering(ProgramLowering):
         return results_with_placeholders(record)
 
     def image_input(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
-        """Return the value passed as a module input (the tile, widened if needed) and the tile itself."""
+        """Return the value passed as a module input (the tile, widened if necessary), and the tile itself."""
         needed, axes = next(self._remaining_ranges), axes_of(layout)
         if not needed:
             return super().image_input(layout, dtype)
@@ -102,7 +102,7 @@ class FusedLowering(ProgramLowering):
         return passed, tile
 
     def _input_ranges(self, parts: Sequence[TracedPart]) -> dict[int, NeededRanges]:
-        """Return the ranges of each input, by its id in the parts, that each part of an axis needs for its tiles."""
+        """Return, for each input by its id in the parts, the ranges needed by the tiles of each part of an axis."""
         inputs = {value.id: even_layout(value, self.mesh) for part in parts for value in part.inputs}
         needs = {
             axis: [self._source_ranges(parts, {axis: part}) for part in range(self.mesh.parts[axis])]
@@ -135,7 +135,7 @@ class FusedLowering(ProgramLowering):
         return ranges_at(layouts, own_coordinates if mesh_coordinates is None else mesh_coordinates)
 
     def _widened_ranges(self, image: int) -> NeededRanges:
-        """Return the ranges of an image passed to each rank: its tile, and margins that segments read locally."""
+        """Return the ranges of an image that each rank gets: its tile, and margins that segments read locally."""
         widened: NeededRanges = {}
         for segment in self._segments:
             if segment.has_margin and image in segment.inputs:
@@ -147,7 +147,7 @@ class FusedLowering(ProgramLowering):
         return widened
 
     def input_views_and_origins(self, segment: OperatorSegment) -> tuple[dict[int, Value], dict[int, list[int]]]:
-        """Return this rank's views of a segment's inputs, and their first indices, by ids in the segment."""
+        """Return this rank's views of a segment's inputs, and the first indices of the views, by id in the segment."""
         views, origins = dict[int, Value](), dict[int, list[int]]()
         for number, local in segment.inputs.items():
             needed = self._needed_ranges[segment.first][local.id]
@@ -157,7 +157,7 @@ class FusedLowering(ProgramLowering):
         return views, origins
 
     def _view_of(self, value: Value, needed: NeededRanges) -> Value:
-        """Return this rank's view of a value: without messages if it was passed with the image."""
+        """Return this rank's view of a value; no messages are needed if the view is part of the widened tile."""
         passed, cells = self._widened_values.get(value.id, (value, {}))
         if not (cells and all(_covers(cells[dim][1], ranges) for dim, (_, ranges) in needed.items())):
             views = (
@@ -176,7 +176,7 @@ class FusedLowering(ProgramLowering):
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
-        """Return x normalised; some of its cells may also be held by other ranks."""
+        """Return x, normalised; other ranks may also have some of its cells."""
         if x.id in self._own_cells:
             (first, last), own = self._own_cells[x.id]
             moments = moments._replace(own_cells=own, is_placeholder=first == last)
@@ -210,7 +210,8 @@ class FusedLowering(ProgramLowering):
 
         Parameters
         ----------
-        layouts : of partial results; default: results are tiles of the outputs
+        layouts : sequence of Layout, optional
+            Layouts of partial results; default: the results are tiles of the outputs.
         """
         outputs, args = blocks.traced.outputs, [views[value.id] for value in blocks.traced.inputs]
         results = self._add_local(
@@ -250,7 +251,7 @@ class FusedLowering(ProgramLowering):
                 self.program_values[number] = self._crop_to_tile(held[local], values[local], *ends[local])
 
     def _crop_to_tile(self, value: Value, block: Value, layout: Layout, ranges: Sequence[Range]) -> Value:
-        """Return this rank's tile of a value of which it may have more cells."""
+        """Return this rank's tile of a value, given a block that may have more cells."""
         run = partial(part_of_block, layout=block.layout, ranges=ranges)
         (tile,) = self._add_local(run, [value], [layout], [value.dtype], self.mesh.axes)
         self.steps[-1].kind_args = None  # the same step on a rank without cells
@@ -265,7 +266,7 @@ class FusedLowering(ProgramLowering):
         layout: Layout,
         own: Sequence[Range],
     ) -> Value:
-        """Lower a norm for all cells of its input on this rank, of which only its own count; return the result."""
+        """Lower a norm for all cells of its input on this rank, with sums over the tile only; return the result."""
         record, normed = segment.records[number], segment.norms[number].x.id
         x = replace(held[normed], layout_or_none=layout)
         cells = tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(own, first_indices(block.layout), strict=True))
@@ -280,7 +281,7 @@ class FusedLowering(ProgramLowering):
 
         result = self.lower_by_rule(record.target, *pytree.tree_map(substitute, (record.args, record.kwargs)))
         y, *_ = pytree.tree_leaves(result)
-        y.layout_or_none = None  # it has more cells than the tile, too
+        y.layout_or_none = None  # the result also has more cells than the tile
         self.program_values.update(pair_ids_with_values(record.result, result))
         return y
 
@@ -291,7 +292,7 @@ def results_with_placeholders(record: OperatorRecord) -> Any:
 
 
 def _narrow_dims(x: torch.Tensor, ranges: Mapping[int, Range], held: Mapping[int, Range]) -> torch.Tensor:
-    """Return ranges of some dimensions of a tensor that has the ranges `held`; they may be empty."""
+    """Return ranges, possibly empty ones, of some dimensions of a tensor that has the ranges `held`."""
     for dim, (lo, hi) in ranges.items():
         x = x.narrow(dim, max(0, lo - held[dim][0]), max(0, hi - lo))
     return x
@@ -328,7 +329,7 @@ def create_fused_lowering(
     try:
         search = SegmentSearch(program, mesh, layouts, gather_at, schemes, strips)
         segments = plan_segments(search)
-    except UnsupportedOperator:  # it is rejected without segments too, or has rows that cannot be partitioned
+    except UnsupportedOperator:  # rejected without segments too, or only because rows cannot be partitioned
         if any(isinstance(policy, Fusion) and policy.reads_extended_tile for policy in schemes.values()):
             raise
         return None

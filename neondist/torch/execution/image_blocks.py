@@ -30,12 +30,13 @@ class TracedImage(TracedPart):
     shape : (1, C, *spatial)
         Shape of the image.
     remedy : str
-        End of the message about an operator that cannot be computed block by block.
+        Remedy in the message about an operator that cannot be computed block by block.
 
     Raises
     ------
     UnsupportedOperator
-        An operator depends on more than a bounded neighbourhood; names it, the module's path and the file and line.
+        An operator depends on more than a bounded neighbourhood; the message names it, the module's path, and the file
+        and line.
     """
 
     def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], remedy: str) -> None:
@@ -58,7 +59,7 @@ class TracedImage(TracedPart):
         return self.outputs[0].shape[2:]
 
     def blocks(self, size: Sequence[int], overlap: int = 0) -> ModuleBlocks:
-        """Return the blocks of a size."""
+        """Return the division of the output into blocks of a given size."""
         return ModuleBlocks(self, size, overlap)
 
     def output_box_ranges(self, box: Box) -> AxisRanges:
@@ -75,7 +76,7 @@ class ModuleBlocks(OutputBlocks):
     size : (*spatial,)
         Extents of a block; the last blocks along an axis may be smaller.
     overlap : int
-        Number of cells by which a block extends beyond its own.
+        Number of cells by which a block extends beyond its own cells.
     """
 
     def __init__(self, traced: TracedImage, size: Sequence[int], overlap: int = 0) -> None:
@@ -99,7 +100,7 @@ class ModuleBlocks(OutputBlocks):
 
     @cached_property
     def max_block_elements(self) -> int:
-        """Most bytes that a block needs: values of the module, the image and the output."""
+        """Largest number of bytes that a block needs: values of the module, the image and the output."""
         return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._bytes_by_step)
 
     def layer_with_largest_arrays(self) -> str:

@@ -51,7 +51,7 @@ class ExecutionOptions:
         strips: Strips,
         memory: int | None,
     ) -> ExecutionOptions:
-        """Return the options for a module; raise ConfigError unless `gather_at` names its parts."""
+        """Return the options for a module; raise ConfigError if a path in `gather_at` is not one of its modules."""
         check_gather_at_paths(module, gather_at)
         schemes = parse_schemes(scheme, dict(module.named_modules()), recompute)
         return cls(tuple(gather_at), recompute, schemes, strips, memory)
@@ -64,12 +64,12 @@ class ExecutionOptions:
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
     ) -> tuple[TorchPlan, Any, Lowering | None]:
-        """Return the plan of a program for one rank, the tree of its outputs, and the block or segment lowering if any.
+        """Return a rank's plan of a program, the tree of its outputs, and the lowering in blocks or segments, if any.
 
         Parameters
         ----------
         module : torch.nn.Module
-            Module of the program.
+            Module from which the program was captured.
         """
         args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None

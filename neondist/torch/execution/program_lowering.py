@@ -1,4 +1,4 @@
-"""Lowering that records the operators of a captured program, which segments and trunks are built from."""
+"""Lowering that records the operators of a captured program, from which segments and trunks are built."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ProgramLowering(Lowering):
     Attributes
     ----------
     input_values : list of Value
-        Values that the program starts from: inputs, parameters, buffers and constants.
+        Values from which the program starts: inputs, parameters, buffers and constants.
     is_inside_rule : bool
-        Whether a rule is running; the operators that it calls are not those of the program.
+        Whether a rule is running; the operators that a rule calls are not operators of the program.
     operator_number : int
         Number of the current operator of the program.
     """
@@ -83,12 +83,12 @@ class OperatorRecord(NamedTuple):
 
     @property
     def read_ids(self) -> list[int]:
-        """Ids of the values that it reads."""
+        """Ids of the values that the operator reads."""
         return value_ids_in((self.args, self.kwargs))
 
     @property
     def is_structural(self) -> bool:
-        """Whether it only combines results of other operators."""
+        """Whether the operator only combines results of other operators."""
         return self.target is operator.getitem or isinstance(self.target, type)
 
 
@@ -131,7 +131,7 @@ class RecordedProgram:
     ----------
     program
         Result of `capture_module`.
-    layouts : of the inputs
+    layouts : layouts of the inputs
 
     Attributes
     ----------
@@ -139,9 +139,9 @@ class RecordedProgram:
     records : list of OperatorRecord
     values : dict of int to Value
     image_ids : list of int
-        Inputs of the program.
+        Ids of the program's inputs.
     initial_values : list of int
-        Values that it starts from: inputs, parameters, buffers and constants.
+        Ids of the values from which the program starts: inputs, parameters, buffers and constants.
     """
 
     def __init__(self, program: Any, mesh: Mesh, layouts: Sequence[Layout], gather_at: Sequence[str]) -> None:
@@ -149,7 +149,8 @@ class RecordedProgram:
         self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=probe)
         self.records, self.values = probe.records, {value.id: value for value in probe.values}
         self.image_ids, self.initial_values = list(self.plan.inputs), [value.id for value in probe.input_values]
-        between = (step for step in probe.steps if probe.computed_values.isdisjoint(step.outputs))  # of two modules
+        # steps that pass values from one module to another
+        between = (step for step in probe.steps if probe.computed_values.isdisjoint(step.outputs))
         self._output_ids = {value for step in between for value in step.inputs} | {*self.plan.mutated_buffers.values()}
         self._output_ids.update(out for out in self.plan.outputs if isinstance(out, int))
         self._readers: dict[int, list[int]] = {}
@@ -158,18 +159,18 @@ class RecordedProgram:
                 self._readers.setdefault(value, []).append(number)
 
     def outputs(self, values: Iterable[int], inside: Collection[int]) -> list[int]:
-        """Return those of `values` that are outputs of the program, or read by steps outside the operators `inside`."""
+        """Return those of `values` that are outputs of the program, or are read by operators other than `inside`."""
         numbers = set(inside)
         return [v for v in values if v in self._output_ids or not numbers.issuperset(self._readers.get(v, ()))]
 
 
 def even_layout(value: Value, mesh: Mesh) -> Layout:
-    """Return the layout of a box, partitioned evenly."""
+    """Return the evenly partitioned layout of a value that is a box."""
     return tuple((mesh.even_atom(atom.extent, atom.axis),) for (atom,) in value.layout)
 
 
 def ranges_at(layouts: Sequence[Layout], place: Mapping[int, int]) -> AxisRanges:
-    """Return the ranges of the rank at a place along each dimension; full ranges along axes not in `place`."""
+    """Return, along each dimension, the range of the rank at a place, or the full range for axes not in `place`."""
     return tuple(
         tuple(
             atom.ranges[place[atom.axis]] if atom.axis is not None and atom.axis in place else (0, atom.extent)

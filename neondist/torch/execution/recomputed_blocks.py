@@ -1,4 +1,4 @@
-"""Block-wise computation of a trunk, or of strips, recomputed in the backward pass."""
+"""Block-wise computation of a trunk or of strips; blocks are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RecomputedBlocks:
     output_ranges : for each output, this rank's range along each dimension
     block_counts : tuple of int
         Number of blocks along each axis of the mesh.
-    first_indices : the first index passed along each dimension of the partitioned inputs, by their ids
+    first_indices : by id of a partitioned input, the first index of its view along each dimension
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RecomputedBlocks:
         return outputs
 
     def max_own_extents(self) -> list[int]:
-        """Return the largest number of this rank's indices along each axis of the mesh."""
+        """Return the largest number of indices that this rank has along each axis of the mesh."""
         extents = [1] * len(self.block_counts)
         for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True):
             for (lo, hi), (atom,) in zip(ranges, out.layout, strict=True):
@@ -64,7 +64,7 @@ class RecomputedBlocks:
         return extents
 
     def block_plan(self, place: Sequence[int]) -> tuple[TorchPlan, AxisRanges]:
-        """Return the plan of one block, and its ranges of the outputs."""
+        """Return the plan of one block, and the ranges of the outputs that this block computes."""
         own = tuple(
             tuple(
                 _block_range(lo, hi, self.block_counts, place, atom.axis)
@@ -75,14 +75,14 @@ class RecomputedBlocks:
         return self.traced.plan_for(nonempty_ranges(own, self.output_ranges)), own
 
     def peak_bytes(self, grad_inputs: Collection[int] | None = None) -> int:
-        """Return the most bytes live at once in the computation of a block, excluding the step's inputs and outputs.
+        """Return the peak number of live bytes while a block is computed, excluding the step's inputs and outputs.
 
         Parameters
         ----------
         grad_inputs : collection of int, optional
             Positions of the inputs that require gradients in a backward pass; default: a forward pass.
         """
-        # an inner block, and the one at the corner, which has both ends of an image that wraps around
+        # an inner block and the block at the corner, which reads both ends of a periodic image
         places = [n // 2 for n in self.block_counts], [0] * len(self.block_counts)
         plans = [self.block_plan(place)[0] for place in places]
         if grad_inputs is None:
@@ -106,7 +106,7 @@ class RecomputedBlocks:
         return blocks
 
     def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return a block of each output from its views of the inputs."""
+        """Return a block of each output, given the block's views of the inputs."""
         plan, outputs = block.runner.plan, block.runner(tensors, {}, {})
         return [
             part_of_block(y, plan.values[out].layout, ranges)
@@ -119,7 +119,7 @@ class RecomputedBlocks:
         return [like.new_empty([hi - lo for lo, hi in ranges], dtype=out.dtype) for ranges, out in outputs]
 
     def narrow_inputs(self, block: _Block, tensors: Sequence[Any]) -> list[Any]:
-        """Return a block's views of this rank's views of the inputs."""
+        """Return the parts of this rank's views of the inputs that a block reads."""
         return [
             None if tensor is None else narrow_to_ranges(tensor, ranges, first)
             for tensor, ranges, first in zip(tensors, block.input_ranges, self.first_indices, strict=True)
@@ -136,9 +136,9 @@ class RecomputedBlocks:
 
 
 class BlockMoments(RecomputedBlocks):
-    """Means of groups, and sums of squares about them, for each block of the input of a norm.
+    """Means of groups, and sums of squared deviations from them, for each block of a norm's input.
 
-    (blocks, 2, N, groups), zeros for other samples, or (blocks, 2, 1, C).
+    The shape is (blocks, 2, N, groups), with zeros for samples outside a block, or (blocks, 2, 1, C).
     """
 
     def __init__(self, moments: Moments, *args: Any) -> None:
@@ -146,16 +146,16 @@ class BlockMoments(RecomputedBlocks):
         self.groups = moments.groups
 
     def sum_of_means(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all blocks from the means that `run_block` returns."""
+        """Return the sums of elements over all blocks, given the means that `run_block` returns."""
         return (rows[:, 0] * self._element_counts(rows)).sum(0).view(-1)
 
     def sum_of_squares(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return the sum of squares about a mean."""
+        """Return the sums of squared deviations from a mean over all blocks."""
         difference = rows[:, 0] - mean.view(rows.shape[2:])
         return (rows[:, 1] + difference**2 * self._element_counts(rows)).sum(0).view(-1)
 
     def _element_counts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the number of elements of each mean."""
+        """Return the number of elements over which each mean is taken."""
         counts = rows.new_zeros(len(rows), *rows.shape[2:])
         for block in self.nonempty_blocks:
             samples, channels, *cells = (hi - lo for lo, hi in block.output_ranges[0])
@@ -164,19 +164,19 @@ class BlockMoments(RecomputedBlocks):
         return counts
 
     def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return the means and sums of squares of one block."""
+        """Return the means and sums of squared deviations of one block."""
         (y,) = super().run_block(block, *tensors)
         y = y.transpose(0, 1).flatten(1)[None] if self.groups is None else y.reshape(len(y), self.groups, -1)
         variance, mean = torch.var_mean(y, -1, correction=0)
         return [torch.stack([mean, variance * y.shape[-1]])]
 
     def empty_outputs(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return zeros for the means and sums of squares of all blocks."""
+        """Return zeros for the means and sums of squared deviations of all blocks."""
         return [like.new_zeros(self.shape, dtype=self.traced.outputs[0].dtype)]
 
     @property
     def shape(self) -> Shape:
-        """Shape of all blocks together."""
+        """Shape of the result for all blocks."""
         samples, channels, *_ = self.traced.outputs[0].shape
         return prod(self.block_counts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
 

@@ -24,15 +24,15 @@ from .saved_tensors import SavedTensors
 
 
 class Runner:
-    """Executor of one plan on this rank; keeps the plan's channels.
+    """Executor of one plan on this rank, with the plan's channels.
 
-    The bytes sent by a pass are compared with the planned ones.
+    The bytes that a pass sends are compared with the planned number.
 
     Parameters
     ----------
     local_gradients : mapping of int to list of tensors, or None
-        Parameters, by id(), whose gradients are not summed over the ranks in a backward pass, and lists that receive
-        this rank's parts of them.
+        By id(), the parameters whose gradients are not summed over the ranks in a backward pass, each with a list that
+        receives this rank's parts of the gradient, or None.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Runner:
         }
         self.rings = {id(step): RingChannel(comm, step) for step in plan.steps if step.kind == "ring"}
         schemes = [step.scheme for step in plan.steps if step.scheme is not None]
-        # for some the plan has the mean of many steps
+        # some schemes send different numbers of bytes in each step; the plan has their mean
         self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
         self._recomputed_segments = plan.segments() if plan.recompute else []
         self._parts = plan.partitioned_parameters()
@@ -65,7 +65,7 @@ class Runner:
         """Run a pass, update the buffers that it mutates, and return its outputs."""
         plan = self.plan
         env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
-        for name, value in plan.buffers.items():  # backward may need a buffer's previous values
+        for name, value in plan.buffers.items():  # the backward pass may need a buffer's previous values
             env[value] = buffers[name].clone() if name in plan.mutated_buffers else buffers[name]
         env.update(self._wrap_parameters(parameters))
         if plan.seed_id is not None:
@@ -96,9 +96,9 @@ class Runner:
                 del env[value]
 
     def _run_segments(self, env: dict[int, torch.Tensor]) -> None:
-        """Run all steps; all segments but the last keep only values that others read (Chen et al. 2016)."""
+        """Run all steps; segments before the last keep only values that later segments read (Chen et al. 2016)."""
         *before, last = self._recomputed_segments
-        with set_checkpoint_early_stop(False):  # otherwise ranks could stop before different messages
+        with set_checkpoint_early_stop(False):  # with early stop, ranks could stop before different messages
             for segment in before:
                 inputs = [env[value] for value in segment.inputs]
                 run = partial(self._run_segment, segment)
@@ -112,13 +112,13 @@ class Runner:
         env = dict(zip(segment.inputs, tensors, strict=True))
         self._run_steps(segment.steps, env)
         outputs = [env[value] for value in segment.outputs]
-        # one by one: tensors without a gradient, such as detached ones, send none
+        # tensors without a gradient, such as detached ones, are left as they are
         return [functions.RecomputedResult.apply(tensor) if tensor.requires_grad else tensor for tensor in outputs]
 
     def _draw_seed(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a seed from PyTorch's generator on rank 0; a recomputing checkpoint gets the same one.
+        """Return a seed from PyTorch's generator on rank 0; a recomputing checkpoint gets the same seed.
 
-        Generators of other ranks advance too, so that ranks with the same seed continue to shuffle alike.
+        Generators of other ranks advance too, so that ranks with the same seed continue to shuffle in the same order.
         """
         world = self.comm.grid.world
         draws = world.rank == 0 or not world.shares_process  # virtual ranks share the generator
@@ -151,7 +151,7 @@ class Runner:
         return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
     def _check_sent_bytes(self, sent: int) -> None:
-        if sent != self._planned_bytes and not (self._bytes_vary or any(autocast_states())):  # which sends other dtypes
+        if sent != self._planned_bytes and not (self._bytes_vary or any(autocast_states())):  # changes dtypes
             raise RuntimeError(
                 f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_bytes} were planned; this"
                 " is a bug in neondist"
@@ -177,7 +177,7 @@ class Runner:
         return outputs
 
     def _step_function(self, step: Step) -> Callable[..., Any]:
-        """Return the function of a step from input tensors to outputs, with all lookups done before a pass."""
+        """Return a step's function from input to output tensors, with all lookups done before a pass."""
         comm, name, axes = self.comm, step.name, step.axes
         if step.kind == "local":
             assert step.run is not None
@@ -225,7 +225,7 @@ class Runner:
 
 
 def run_local(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:
-    """Run a local step; return empty results if this rank has no indices of them."""
+    """Run a local step; return empty results if this rank has none of their indices."""
     assert step.run is not None
     if step.kind_args is None:
         outputs: Sequence[torch.Tensor] = step.run(*tensors)

@@ -1,7 +1,7 @@
 """Deduplication of tensors saved for the backward pass.
 
-A view, a tile with its halo, contains a copy of the tile. Autograd saves the view for the operator that reads it, and
-often also the tile for the operator that computed it, such as a ReLU. Large saved tiles are therefore replaced by
+A view (a tile with its halo) contains a copy of the tile. Autograd saves the view for the operator that reads it, and
+often also the tile for the operator that computed the tile, such as a ReLU. Large saved tiles are therefore replaced by
 slices of their views: keeping both would double the memory of saved tensors.
 """
 

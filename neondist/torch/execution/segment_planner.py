@@ -21,7 +21,7 @@ from .segments import OperatorSegment, SegmentSearch
 
 
 def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
-    """Return the segments; those under a scheme with a planner are cut at the least cost."""
+    """Return the segments; segments under a scheme with a planner are divided at the lowest cost."""
     segments, starts = search.segments(), set[int]()
     for segment in segments:
         first = next(iter(segment.records.values()))
@@ -33,7 +33,7 @@ def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
 
 
 class _SegmentPlanner:
-    """The cheapest cuts of one potential segment."""
+    """Division of one potential segment at the lowest cost."""
 
     def __init__(self, search: SegmentSearch, segment: OperatorSegment, profile: MachineProfile) -> None:
         self.search, self.profile, self.operators = search, profile, list(segment.records)
@@ -50,8 +50,8 @@ class _SegmentPlanner:
     def _seconds(self, first: int, last: int) -> float:
         """Return the seconds per training step of exchanges and redundant computation for a segment of windows.
 
-        Called for increasingly long segments with the same end, whose redundant computation only grows: once that
-        costs more than separate exchanges, no longer segment is better.
+        This method is called for increasingly long segments with the same end. Redundant computation grows with length:
+        once it costs more than separate exchanges, no longer segment is better.
         """
         longer, shorter = (first, last), (first + 1, last)
         if self.seconds_of.get(shorter) == inf:
@@ -81,7 +81,7 @@ class _SegmentPlanner:
         return sending, TRAINING_COST_FACTOR * redundant / self.profile.flops_per_second
 
     def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], num_directions: int) -> float:
-        """Return the seconds in which the middle rank receives the cells of a value that it needs."""
+        """Return the seconds that the middle rank needs to receive the required cells of a value."""
         mesh, dims = self.search.mesh, enumerate(zip(value.layout, ranges, strict=True))
         requests = (DimRequest(dim, atom, None, ((cells,),)) for dim, ((atom,), cells) in dims if atom.axis is not None)
         rank = mesh.rank(self.middle_place)
@@ -91,7 +91,7 @@ class _SegmentPlanner:
         return num_directions * (len(pieces) * self.profile.latency + count / self.profile.bandwidth)
 
     def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:
-        """Return the share of a value that the middle rank computes beyond its own cells."""
+        """Return the number of cells that the middle rank computes beyond its own, as a fraction of the whole value."""
         needs, own, needed = segment.traced.symbol_ranges(outputs), 1.0, 1.0
         for (atom,), (block,) in zip(value.layout, segment.local_values[value.id].layout, strict=True):
             if atom.axis is not None and block.origin is not None:
@@ -115,6 +115,6 @@ def _count_flops(record: OperatorRecord, values: dict[int, Value]) -> float:
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             record.target(*pytree.tree_map(meta, list(record.args)), **pytree.tree_map(meta, dict(record.kwargs)))
-    except Exception:  # it needs values, which meta tensors lack: not a product
+    except Exception:  # the operator needs values, which meta tensors lack, so it is not a product
         return least
     return max(least, counter.get_total_flops())

@@ -21,9 +21,9 @@ from .program_lowering import OperatorRecord, RecordedProgram
 
 Strips: TypeAlias = int | Literal["auto"] | None
 MAX_STRIP_BYTES = 1 << 20
-"""Most bytes of one sample in a strip of 'auto', over the results of all its operators."""
+"""Maximum bytes per sample of all operators' results in a strip of 'auto'."""
 SEED_INPUT_NUMBER = -1
-"""Stands for the random seed among values of the program."""
+"""Number of the random seed among values of the program."""
 
 
 class SegmentBuilder(BlockLowering):
@@ -32,7 +32,7 @@ class SegmentBuilder(BlockLowering):
     Attributes
     ----------
     has_margin : bool
-        Whether it reads the image with the whole margin of a tile.
+        Whether the segment reads the image with the whole margin of a tile.
     numbers : list of int
         Numbers of the operators.
     local_values : dict of int to Value
@@ -71,7 +71,8 @@ class SegmentBuilder(BlockLowering):
         Parameters
         ----------
         inside : bool
-            Whether it is part of the segment; others are repeated in the segment, which may read their results.
+            Whether the operator is part of the segment; other operators, whose results the segment may read, are
+            repeated in it.
         """
         before = dict(self.program_inputs), dict(self.local_values), list(self.input_norms), self.seed
         try:
@@ -91,13 +92,13 @@ class SegmentBuilder(BlockLowering):
         return True
 
     def add_input(self, number: int, value: Value, layout: Layout) -> Value:
-        """Return an input of the segment for a value of the program, partitioned like this layout."""
+        """Return an input of the segment for a value of the program, partitioned as in a layout."""
         layout = tuple((self.mesh.even_atom(atom.extent, atom.axis),) for (atom,) in layout)
         self.program_inputs[number] = self.new_input(layout, value.dtype, value.kind)
         return self.program_inputs[number]
 
     def inputs_of(self, parts: Sequence[TracedPart]) -> dict[int, Value]:
-        """Return the inputs on which parts of the segment depend, by number in the program."""
+        """Return the inputs on which parts of the segment depend, by their number in the program."""
         read = {value.id for part in parts for value in part.inputs}
         return {number: value for number, value in self.program_inputs.items() if value.id in read}
 
@@ -117,7 +118,7 @@ class SegmentBuilder(BlockLowering):
         return self.lower_call(record.target, args, kwargs)
 
     def _local_value(self, value: Value) -> Value:
-        """Return the segment's value for a value of the program; new ones are inputs."""
+        """Return the segment's value for a value of the program; if there is none, add an input."""
         if value.id not in self.local_values:
             if value.layout_or_none is None or any(len(dim) > 1 for dim in value.layout):
                 self.refuse()
@@ -126,11 +127,11 @@ class SegmentBuilder(BlockLowering):
 
     @property
     def can_add_input_norm(self) -> bool:
-        """Whether another norm may have statistics of the whole image."""
+        """Whether a further norm may use statistics of the whole image."""
         return len(self.input_norms) < self.max_norms
 
     def random_key(self) -> tuple[Value, int]:
-        """Return the random seed, which is an input, and a number for this call."""
+        """Return the random seed, which is an input of the segment, and a number for this call."""
         new = self.seed is None
         key = super().random_key()
         if new:
@@ -147,19 +148,19 @@ class OperatorSegment:
     records : dict of int to OperatorRecord
         The operators, by number in the program.
     inputs : dict of int to Value
-        Values of `traced` by the values of the program that the operators read.
+        Values of `traced` by the number of the program's values that the operators read.
     outputs : list of int
-        Results of the operators that others read.
+        Results of the operators that the rest of the program reads.
     local_values : dict of int to Value
         Values of `traced` by their number in the program.
     traced : TracedPart
-        Its outputs are the partitioned outputs, then the inputs and results of norms.
+        Computation of the segment; its outputs are the partitioned outputs, then the inputs and results of norms.
     norms : dict of int to InputNorm
         Input norms by the number of their operator.
     rows : int
         Rows of a strip; 0: the whole tile at once.
     has_margin : bool
-        Whether it reads the image with the whole margin of a tile.
+        Whether the segment reads the image with the whole margin of a tile.
     """
 
     records: dict[int, OperatorRecord]
@@ -173,7 +174,7 @@ class OperatorSegment:
 
     @property
     def first(self) -> int:
-        """The number of its first operator."""
+        """Number of the segment's first operator."""
         return min(self.records)
 
     @property
@@ -193,7 +194,7 @@ class SegmentSearch:
     schemes : dict of path to ExchangePolicy
         A window with a fusing scheme joins the segment of the windows before it.
     strips : int or 'auto', optional
-        Rows of a strip; None: whole tiles, and no segment of a single exchange.
+        Rows of a strip; None: whole tiles, and only segments that replace several exchanges.
 
     Attributes
     ----------
@@ -217,7 +218,7 @@ class SegmentSearch:
         self.program = RecordedProgram(program, mesh, layouts, gather_at)
 
     def segments(self, starts: Collection[int] = ()) -> list[OperatorSegment]:
-        """Return the segments; operators with numbers in `starts` begin a new one."""
+        """Return the segments; operators with numbers in `starts` begin a new segment."""
         builders, builder, policy = list[SegmentBuilder](), None, None
         for number, record in enumerate(self.program.records):
             own_policy = policy_of_module(record.where.module, self.schemes)
@@ -240,7 +241,7 @@ class SegmentSearch:
                     builder = None
         deep = (b for b in builders if max(b.window_depth.values()) > (self.strips is None and not b.has_margin))
         segments = map(self._build_segment, deep)
-        results = [segment for segment in segments if segment.outputs]  # others compute values that are never read
+        results = [segment for segment in segments if segment.outputs]  # results of other segments are never read
         self._check_margin_schemes(results)
         return results
 
@@ -256,7 +257,7 @@ class SegmentSearch:
             if record.has_windows and number not in alone and self._must_read_margin(policy):
                 assert isinstance(policy, Fusion)
                 where = record.where
-                norms = ", or sum the statistics of norms over tiles in it: 'overlap_tile(statistics=global)'"
+                norms = ", or use 'overlap_tile(statistics=global)', which sums the statistics of norms over tiles"
                 raise ConfigError(
                     f"{where.message_prefix}scheme: '{scheme_text(policy)}' exchanges nothing, but"
                     f" {where.operator} in module '{where.module}' depends on cells of other tiles that cannot be"
@@ -270,7 +271,7 @@ class SegmentSearch:
         return not any(axes_of(value.layout) - {0} for value in others)
 
     def build_segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
-        """Return the segment of operators that can all be in one."""
+        """Return the segment of these operators, all of which can be in one segment."""
         policy = policy_of_module(self.program.records[numbers[0]].where.module, self.schemes)
         builder = self._new_builder(policy)
         for number in numbers:
@@ -295,7 +296,7 @@ class SegmentSearch:
         outputs, local_values = self.program.outputs(builder.window_depth, builder.numbers), builder.local_values
         boxes = (value for value in outputs if is_box(self.program.values[value].layout, builder.mesh.axes))
         ends = [local_values[value] for value in boxes]
-        for norm in builder.norms.values():  # its statistics may be read though its results are not
+        for norm in builder.norms.values():  # a norm's statistics may be read even if its results are not
             ends += norm.x, norm.y
         traced = TracedPart(builder, [*builder.program_inputs.values()], ends)
         records = {number: self.program.records[number] for number in builder.numbers}
@@ -312,7 +313,7 @@ class SegmentSearch:
 
 
 def _can_share_segment(a: ExchangePolicy | None, b: ExchangePolicy | None) -> bool:
-    """Return whether windows of two schemes can be in one segment."""
+    """Return whether windows under two schemes can be in one segment."""
     if a is None or b is None:
         return a is b
     return type(a) is type(b) and a.arguments() == b.arguments()

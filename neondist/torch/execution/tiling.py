@@ -27,7 +27,7 @@ from .runner import Runner
 
 
 def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
-    """Assign the whole tensor's layout to a tensor that no model returned."""
+    """Attach the whole tensor's layout to a tile that no model has returned."""
     tensor.neondist_layout = layout  # type: ignore[attr-defined]
 
 
@@ -48,16 +48,16 @@ class Tiling:
     def __init__(self, comm: MeshComm, shapes: Iterable[Sequence[int]]) -> None:
         self.comm = comm
         self.set_input_shapes(shapes)
-        # layouts of the tensors returned to the user, by id as long as they live
+        # layouts of the tensors returned to the user, by id, while these tensors exist
         self._layouts_by_id: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
         self._gather_runners: dict[tuple[Layout, torch.dtype], Runner] = {}
 
     def set_input_shapes(self, shapes: Iterable[Sequence[int]]) -> None:
-        """Set the global shapes of the inputs to partition from now on."""
+        """Set the global shapes of the inputs of subsequent passes."""
         self.input_layouts = [default_layout(shape, self.comm.mesh) for shape in shapes]
 
     def global_shape(self, tile: Any) -> tuple[int, ...] | None:
-        """Return the global shape of a tensor from this rank's part, or None if it is unknown."""
+        """Return the global shape of a tensor, given this rank's part, or None if it is unknown."""
         if not isinstance(tile, torch.Tensor):
             return None
         layout = self.layout_of(tile)
@@ -66,7 +66,7 @@ class Tiling:
         return shape_of(layout)
 
     def remember_layout(self, tensor: torch.Tensor, layout: Layout) -> None:
-        """Remember the layout of a tensor as long as it lives."""
+        """Remember the layout of a tensor while it exists."""
         key, layouts = id(tensor), self._layouts_by_id
         layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
 
@@ -75,7 +75,7 @@ class Tiling:
         return [at for at, tensor in enumerate(tensors) if self.layout_of(tensor) is None]
 
     def layout_of(self, tensor: torch.Tensor) -> Layout | None:
-        """Return the layout of a tensor, if it was returned to the user."""
+        """Return the layout of a tensor that the model or `scatter` has returned; None for other tensors."""
         reference, layout = self._layouts_by_id.get(id(tensor), (None, None))
         return layout if reference is not None and reference() is tensor else getattr(tensor, "neondist_layout", None)
 
@@ -104,7 +104,7 @@ class Tiling:
         return part
 
     def training_target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
-        """Return the layout of an output with the target's spatial extents, if any, else one partitioned by batch."""
+        """Return the layout of an output with the target's spatial extents; if there is none, partition the batch."""
         mesh, layouts = self.comm.mesh, self._known_layouts(outputs)
         for layout in layouts:
             if shape == shape_of(layout):
@@ -129,14 +129,14 @@ class Tiling:
         outputs: Callable[[], Sequence[Layout]],
         first_target: int | None = None,
     ) -> list[Layout]:
-        """Return the layouts of tensors, from this rank's parts. Collective.
+        """Return the layouts of tensors, given this rank's parts. Collective.
 
         Tensors derived by the user, such as y.squeeze(1), are recognised by their local shapes on all ranks.
 
         Parameters
         ----------
         tensors : sequence of torch.Tensor
-            Parts of outputs; and of targets, from the index `first_target`.
+            Parts of outputs, followed by parts of targets from the index `first_target` if given.
         outputs : callable
             Returns the layouts of the module's outputs.
         """
@@ -181,7 +181,7 @@ class Tiling:
     def gather(self, tile: torch.Tensor, layout: Layout, differentiable: bool = False) -> torch.Tensor:
         """Gather a whole tensor from the ranks' parts. Collective.
 
-        The result has a gradient only with `differentiable`.
+        Gradients flow through the result only if `differentiable`.
         """
         if not axes_of(layout):
             return tile if differentiable else tile.detach().clone()

@@ -1,11 +1,12 @@
-"""Block-wise passes, in training too, up to the first operator that depends on the whole image.
+"""Block-wise passes, for training and inference, up to the first operator that depends on the whole image.
 
 The operators before it, the *trunk*, are one step of the plan: each rank computes its tiles of the values that the
-rest, the *head*, reads, one block after the other, and keeps only those. In the backward pass each block is recomputed
-and passes on its part of the gradient. Blocks overlap in their inputs, not in their outputs: sums are exact.
+remaining operators, the *head*, read, one block after the other, and keeps only these values. In the backward pass each
+block is recomputed and propagates its part of the gradient. Blocks overlap in their inputs but not in their outputs, so
+sums are exact.
 
-A norm with statistics of its input ends the trunk, unless memory does not suffice: then a sweep over the blocks before
-the norm computes its statistics, which are passed to the blocks of later sweeps with a gradient, as parameters are.
+A norm that uses statistics of its input ends the trunk, unless memory does not suffice: then a sweep over the blocks
+before the norm computes the statistics. Like parameters, they are inputs of the blocks of later sweeps, with gradients.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from .recomputed_blocks import BlockMoments, RecomputedBlocks
 from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentBuilder
 
 COPIES_OF_WEIGHTS_IN_TRAINING = 4
-"""Copies of the weights in training: values, gradients and optimiser state of two arrays."""
+"""Copies of the weights in training: values, gradients, and an optimiser state of two arrays."""
 TRUNK_STEP_NAME = "blocks"
-"""Name of the trunk's step."""
+"""Name of the step that computes the trunk."""
 
 
 class _TrunkBuilder(SegmentBuilder):
-    """Trunk under construction: a segment that begins at the image; its blocks also separate samples."""
+    """Trunk under construction: a segment that begins at the image and whose blocks also partition the samples."""
 
     def __init__(self, program: RecordedProgram, max_norms: int) -> None:
         super().__init__(program, frozenset(range(program.mesh.spatial + 1)), max_norms)
@@ -57,17 +58,17 @@ class _TrunkBuilder(SegmentBuilder):
         return all(value in self.local_values or value in self.initial_values for value in record.read_ids)
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
-        """Accept all operators: only outputs must be boxes."""
+        """Accept all operators, as only outputs must be boxes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trunk(OperatorSegment):
-    """Segment from the image on, computed block by block.
+    """Segment that begins at the image and is computed block by block.
 
     Attributes
     ----------
     norm_sweeps : sequence of TracedPart
-        For each input norm, the computation of its input from the statistics of the previous ones.
+        For each input norm, the computation of its input, given the statistics of the previous norms.
     refusal : UnsupportedOperator or None
         Error of the operator that ends the trunk.
     program : RecordedProgram
@@ -136,7 +137,7 @@ class TrunkLowering(FusedLowering):
         return text
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the values of an operator, or placeholders for those of the trunk, which runs before all others."""
+        """Return the values of an operator, or placeholders if the trunk, which runs before the rest, computes them."""
         if self.blocks is None:
             self.add_segment_steps(self.trunk)
         record = self.trunk.records.get(self.operator_number)
@@ -153,7 +154,7 @@ class TrunkLowering(FusedLowering):
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
-        """Return x normalised, or x with the statistics that the trunk has computed."""
+        """Return x, normalised, and its statistics; for a norm of the trunk, x itself and the trunk's statistics."""
         if x.id in self._norm_moments:
             return x, *self._norm_moments[x.id]
         return super().normalise(x, weight, bias, moments, groups)
@@ -195,14 +196,14 @@ def create_trunk_lowering(
     memory: int,
     module: nn.Module,
 ) -> TrunkLowering | None:
-    """Return a block-wise lowering with which a pass fits in a rank's memory, or None if it is not needed.
+    """Return a block-wise lowering with which a pass fits in a rank's memory, or None if whole tiles fit.
 
-    The first rank, whose tiles are the largest, decides for all ranks.
+    The plan of the first rank, whose tiles are the largest, determines the lowering of all ranks.
 
     Raises
     ------
     UserError
-        A pass does not fit in memory; names the operator that ends the trunk.
+        A pass does not fit in memory; the message names the operator that ends the trunk.
     """
     weights = COPIES_OF_WEIGHTS_IN_TRAINING * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     limit = memory - weights
@@ -240,7 +241,7 @@ def create_trunk_lowering(
 def _divide_to_fit(
     lowering: TrunkLowering, plan: TorchPlan, limit: int, peak: Callable[[], int]
 ) -> tuple[int, list[int]]:
-    """Divide a lowered trunk until a pass fits in `limit` bytes or its peak no longer falls; return peak and parts."""
+    """Divide a lowered trunk until a pass fits in `limit` bytes or the peak stops falling; return peak and parts."""
     assert lowering.blocks is not None
     extents, parts = lowering.blocks.max_own_extents(), list(lowering.block_counts)
     parts[0], previous = extents[0], inf
