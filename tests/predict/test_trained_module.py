@@ -227,7 +227,7 @@ def test_dense_outputs_and_class_colours(folder):
         ("", "give --factory FILE.py:NAME"),
         ("--factory slide.ome.tif:tiles", "--factory slide.ome.tif: is not a Python file"),
         ("transposed.pt --factory nets_of_test.py:tiles", "0.weight (file [3, 5, 3, 3], model [5, 3, 3, 3])"),
-        ("whole_numbers.pt --factory nets_of_test.py:tiles", "numbers.pt: 5.bias holds torch.int32 values, but the"),
+        ("whole_numbers.pt --factory nets_of_test.py:tiles", "numbers.pt: 5.bias contains torch.int32 values, but"),
         ("nan.pt --factory nets_of_test.py:tiles", "nan.pt: 5.bias has values that are not finite"),
         ("more.pt --factory nets_of_test.py:tiles", "more.pt: does not fit the module: not in the model: 6.bias"),
         ("wrapped.pt --factory nets_of_test.py:tiles", "remove the prefix 'module.', which a wrapper"),
@@ -341,10 +341,13 @@ class PickledExit:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model": {"0.weight": torch.zeros(1)}, "object": PickledExit()}, r"objects in files are not loaded"),
-        ({"model": {"a": torch.zeros(1)}, "net": {"a": torch.zeros(1)}}, r"several states, under 'model' and 'net'"),
-        ({"weight": 3}, r"holds no state_dict, but a dict with the keys 'weight'"),
-        ([1], r"holds no state_dict, but a list"),
+        ({"model": {"0.weight": torch.zeros(1)}, "object": PickledExit()}, r"contains objects other than tensors"),
+        (
+            {"model": {"a": torch.zeros(1)}, "net": {"a": torch.zeros(1)}},
+            r"several state_dicts, under 'model' and 'net'",
+        ),
+        ({"weight": 3}, r"contains no state_dict, but a dict with the keys 'weight'"),
+        ([1], r"contains no state_dict, but a list"),
     ],
 )
 def test_files_without_a_state_dict(tmp_path, content, message):

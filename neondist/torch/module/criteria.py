@@ -1,4 +1,4 @@
-"""Criteria of a distributed module, captured like modules."""
+"""Criteria (loss functions) of a distributed module, captured in the same way as modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..ir.layout import Layout, shape_of
 from ..lowering.plan import TorchPlan
 
 MAX_CACHED_CRITERIA = 16
-"""Maximum number of cached criteria, and of cached states and shapes of each."""
+"""Maximum number of cached criteria, and of cached states and shapes of each criterion."""
 _RULE_REMEDY = "write the criterion with other operators, or define a rule with neondist.torch.rule"
 
 
@@ -40,7 +40,7 @@ class _CapturedCriterion:
     directly_callable: dict[Any, StateKey] = field(default_factory=dict)
 
     def rebind(self, criterion: Any) -> _CapturedCriterion:
-        """Return self, bound to another criterion of the same code."""
+        """Return self, bound to another criterion with the same code."""
         if self.criterion is not criterion and not (isinstance(criterion, MethodType) and self.criterion == criterion):
             self.criterion = criterion
             self.watch.retarget(criterion)
@@ -55,7 +55,7 @@ class CriterionCache:
         self._entries: dict[Hashable, _CapturedCriterion] = {}
 
     def can_call_directly(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether a criterion may be called directly for such tensors, its state unchanged."""
+        """Return whether a criterion, in its current state, may be called directly for tensors of these shapes."""
         entry = self._entries.get(criterion_key(criterion))
         if entry is None:
             return False
@@ -65,7 +65,7 @@ class CriterionCache:
         """Record that a criterion may be called directly: it returns a scalar and draws no random numbers."""
         entry = self._entries[criterion_key(criterion)].rebind(criterion)
         state = entry.watch.key()
-        if state != entry.state:  # it counts its calls
+        if state != entry.state:  # such as a criterion that counts its calls
             state = entry.watch.exclude_changed_values(entry.state)
             entry.runners.update(
                 {(state, inputs): run for (earlier, inputs), run in entry.runners.items() if earlier == entry.state}
@@ -84,7 +84,7 @@ class CriterionCache:
 
         Parameters
         ----------
-        leaves, spec : of its arguments
+        leaves, spec : flattened arguments of the criterion, and their structure
         positions : sequence of int
             Indices of the leaves that are tensors.
         layouts : layouts of these tensors
@@ -124,7 +124,7 @@ class CriterionCache:
 
 
 def _add_locations(program: Any, criterion: Any) -> None:
-    """Add a function's definition as source location for errors; PyTorch records none for functions."""
+    """Add a function's definition as source location for errors, as PyTorch records no location for functions."""
     function = criterion.func if isinstance(criterion, functools.partial) else criterion
     method = getattr(type(function), "forward", type(function).__call__)
     file, _, line = (definition_site(function) or definition_site(method)).rpartition(":")
@@ -139,7 +139,7 @@ def _shapes_and_dtypes(output: torch.Tensor, target: torch.Tensor) -> tuple[Any,
 
 
 def parameter_owner(criterion: Any) -> nn.Module:
-    """Return the module that owns a criterion's parameters: itself, or an empty one for a function."""
+    """Return the module that owns a criterion's parameters: the criterion itself, or an empty module for a function."""
     return criterion if isinstance(criterion, nn.Module) else nn.Module()
 
 
@@ -151,8 +151,8 @@ def check_returns_scalar(plan: TorchPlan, tree: Any) -> None:
     shape = plan.values[out].shape
     if shape:
         raise ConfigError(
-            f"criterion: returned a tensor of shape {shape} (one value per cell or sample?); it must return a"
-            " scalar: reduction='mean' or 'sum'"
+            f"criterion: returned a tensor of shape {shape} (one value per cell or sample?), but must return a scalar;"
+            " use reduction='mean' or 'sum'"
         )
 
 

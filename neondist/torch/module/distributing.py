@@ -44,36 +44,36 @@ def distribute(
     Parameters
     ----------
     module : torch.nn.Module
-        The same on every rank; it is neither copied nor modified.
+        Module with the same weights on every rank; it is neither copied nor modified.
     example_shape : sequence of int
         Global shape (N, C, *spatial) of the whole batch and image. For several inputs, a sequence of shapes; inputs
         with a different number of dimensions from the first are split only along the batch. (N, features) has no
-        spatial axes. Batches and images of other sizes may follow: pass them to `scatter`, and the module is captured
-        once for each.
+        spatial axes. Batches and images of other sizes can be passed to `scatter` later; the module is captured once
+        for each size.
     grid : ProcessGrid, optional
-        Default: all ranks.
+        Grid of ranks. Default: all ranks.
     gather_at : sequence of str
         Paths of modules that every rank computes on whole arrays, because an operator in them cannot be distributed.
     dtype : torch.dtype, or one for each input, optional
         Dtype of the inputs. Default: that of the module's first floating-point parameter.
     transport : 'mpi' or 'torch'
-        Transport when no grid is given: mpi4py, or torch.distributed (for `torchrun`).
+        Transport if no grid is given: mpi4py, or torch.distributed (for `torchrun`).
     recompute : bool
         Store only the boundary tensors of about sqrt(n) segments of the module's n operators, and recompute the
         segments in the backward pass, including their messages: saves memory at the cost of one more forward pass
         (Chen et al. 2016, "Training deep nets with sublinear memory cost").
     compile : bool or callable
         Compile the computation between messages with torch.compile, or with this function. On one rank the module
-        itself runs: compile that instead.
-    scheme : ExchangePolicy or str, or a dict of module path to those
+        itself runs: compile the module instead.
+    scheme : ExchangePolicy or str, or a dict of module path to scheme
         Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
         'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
-        chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Others, such as
-        'tower' or 'stale(2)', are approximate (docs/schemes.md). Modules not named inherit the scheme of their parent.
-        Only operators with a window are approximated.
+        chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Other schemes,
+        such as 'tower' or 'stale(2)', are approximate (docs/schemes.md). Modules that are not in the dict inherit the
+        scheme of their parent. Only operators with a window are approximated.
     memory : int or str, optional
-        Memory limit for all ranks on a machine together, such as '8GiB'. A pass that needs more is computed block by
-        block up to the first operator that depends on the whole image; in training, these blocks are computed twice.
+        Total memory limit of all ranks on a machine, such as '8GiB'. A pass that needs more is computed block by block
+        up to the first operator that depends on the whole image; in training, these blocks are computed twice.
         Default: no limit.
     strips : int or 'auto', optional
         Output rows per strip: windows and the operators after them, up to the next exchange or reduction over the
@@ -81,8 +81,8 @@ def distribute(
         as many rows as fit in the cache.
     spatial : int, optional
         Number of spatial axes. 0: inputs are not images, such as sequences (N, length, features); replicas share the
-        batch, and the ranks of a replica hold all of its samples. Default: the axes after the channels of the first
-        input.
+        batch, and every rank of a replica has all of its samples. Default: the number of axes after the channels of
+        the first input.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def distribute(
 
 
 def _parse_shapes(example_shape: Any) -> list[tuple[int, ...]]:
-    """Return the shape of each input."""
+    """Return the shape of each input, as a list of tuples."""
     try:
         shapes = [example_shape] if all(isinstance(n, int) for n in example_shape) else list(example_shape)
         result = [tuple(int(n) for n in shape) for shape in shapes]

@@ -41,7 +41,8 @@ class Loader:
     Attributes
     ----------
     epoch : int
-        Number of epochs begun; determines the order and random numbers of the next. Set it to resume a run.
+        Number of epochs begun, which determines the order and the random numbers of the next epoch; set it to resume
+        a run.
     grid : ProcessGrid
     """
 
@@ -57,7 +58,7 @@ class Loader:
             samples,
             batch_sampler=self._positions,
             collate_fn=_TilingCollate(collate, grid, samples.extent),
-            generator=torch.Generator(),  # the default would draw from the global one
+            generator=torch.Generator(),  # by default, a DataLoader draws from the global generator
             **options,
         )
 
@@ -70,7 +71,7 @@ class Loader:
         epoch, self.epoch = self.epoch, self.epoch + 1
         batches = self._draw_batches(epoch)
         owned = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
-        # a rank without samples reads one and discards it
+        # a rank without samples reads one sample and discards it
         self._positions.batches = [
             [(epoch, index) for index in batch[part] or batch[:1]] for batch, part in zip(batches, owned, strict=True)
         ]
@@ -88,7 +89,7 @@ class Loader:
                 yield self._mark_layouts(part, len(batch), samples.stop - samples.start)
 
     def _draw_batches(self, epoch: int) -> list[list[int]]:
-        """Return the batches of an epoch, in the order of a DataLoader after the previous epochs."""
+        """Return the batches of an epoch, in the order in which a DataLoader would draw them."""
         batches: list[list[int]] = []
         if epoch <= self._last_epoch or self._last_epoch < 0:
             self._order.manual_seed(self._seed)
@@ -108,9 +109,9 @@ class Loader:
             tiles.allreduce(ends, "max")
             if ends[0] != -ends[1]:
                 raise ConfigError(
-                    "loader: the ranks of a replica read different samples; a data set must return the same sample"
-                    " for an index on every rank. Draw with torch, numpy.random or random, which are seeded for"
-                    " each sample, not with the data set's own generator"
+                    "loader: the ranks of a replica read different samples for the same index; draw random numbers in"
+                    " the data set with torch, numpy.random or random, which the loader seeds for each sample, not with"
+                    " a generator of your own"
                 )
         mesh = Mesh.of(self.grid.shape, part.spatial)
         place = mesh.place(self.grid.rank)
@@ -123,7 +124,7 @@ class Loader:
                     raise ShapeError(
                         f"loader: a batch of {counted(samples, 'sample')} has a tensor of shape"
                         f" {tuple(leaves[at].shape)} on this"
-                        f" rank, expected {expected}; collate_fn must return one entry per sample"
+                        f" rank, but {expected} was expected; make collate_fn return one entry per sample"
                     )
                 mark_with_layout(leaves[at], layout)
         return pytree.tree_unflatten(leaves, tree)
@@ -144,10 +145,10 @@ def loader(
     """Return a loader for a map-style data set that yields each rank's tile of each batch.
 
     All ranks iterate over the same batches. A rank reads the samples of its replica and keeps its tile of each image
-    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled in the same way,
-    others are kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the generators of
-    torch, NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every grid and for
-    any number of workers.
+    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled in the same way;
+    other tensors are kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the
+    generators of torch, NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every
+    grid and for any number of workers.
 
     Parameters
     ----------
@@ -156,7 +157,7 @@ def loader(
         `read(index, box)` and an attribute `extent` (the spatial extents), only the cells of a neondist.Box are read
         instead of whole samples, also through Subset (`random_split`) and ConcatDataset.
     batch_size : int
-        Samples per global batch, over all ranks.
+        Number of samples in a global batch, over all ranks.
     shuffle : bool
         Reshuffle in every epoch, in the order of a DataLoader with `generator=torch.Generator().manual_seed(seed)`
         and the same options.
@@ -164,7 +165,7 @@ def loader(
     num_workers : int
         Worker processes per rank.
     drop_last : bool
-        Drop a smaller last batch. Otherwise the model is also captured for its size.
+        Drop a smaller last batch. If it is kept, the model is also captured for its size.
     grid : ProcessGrid, optional
         Grid of the model. Default: all ranks.
     sampler : iterable of int, optional
@@ -183,13 +184,13 @@ def loader(
     """
     for name in ("batch_sampler", "generator"):
         if name in options:
-            raise ConfigError(f"loader: {name} is not accepted; use sampler, batch_size, drop_last and seed")
+            raise ConfigError(f"loader: {name} is not supported; use sampler, batch_size, drop_last and seed instead")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
         raise ConfigError(
             f"loader: expected a map-style data set, with __getitem__ and __len__, got {type(dataset).__name__}"
         )
     if sampler is not None and shuffle:
-        raise ConfigError("loader: sampler and shuffle exclude each other; a sampler draws its own order")
+        raise ConfigError("loader: sampler and shuffle exclude each other; leave out shuffle and draw in the sampler")
     order = torch.Generator()
     try:
         if sampler is None:
@@ -211,7 +212,7 @@ class _BatchPart(NamedTuple):
     spatial : int
         Number of the images' spatial axes.
     shapes, are_tiled
-        For each leaf, the whole shape without the batch (None if not a tensor), and whether it is tiled.
+        For each leaf, its whole shape without the batch (None if it is not a tensor), and whether it is tiled.
     checksum : int
         Checksum of all tensors before tiling; 0 if only boxes were read.
     """
@@ -224,7 +225,7 @@ class _BatchPart(NamedTuple):
 
 
 class _BatchIndices:
-    """A batch sampler of given batches."""
+    """A batch sampler that yields given batches."""
 
     def __init__(self) -> None:
         self.batches: Sequence[list[EpochAndIndex]] = ()
@@ -237,7 +238,7 @@ class _BatchIndices:
 
 
 class _SeededSamples(Dataset[Any]):
-    """A data set whose samples are read with generators seeded for each.
+    """A data set that seeds random generators before it reads a sample.
 
     Attributes
     ----------
@@ -272,7 +273,7 @@ class _TilingCollate:
         leaves, tree = pytree.tree_flatten(self.collate(samples))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise ConfigError("loader: samples contain no tensor; the first must be the image")
+            raise ConfigError("loader: samples contain no tensor; return the image as the first tensor")
         spatial = max(0, tensors[0].dim() - 2)
         mesh, cells = Mesh.of(self.shape, spatial), tuple(tensors[0].shape[2:])
         place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0
@@ -308,13 +309,13 @@ def _image_extent(dataset: Any) -> tuple[int, ...] | None:
         return tuple(int(n) for n in dataset.extent)
     except (AttributeError, TypeError):
         raise ConfigError(
-            f"loader: {type(dataset).__name__} has read(index, box), but no attribute extent; give it the spatial"
+            f"loader: {type(dataset).__name__} has read(index, box), but no attribute extent; set extent to the spatial"
             " extents of the images, such as (height, width)"
         ) from None
 
 
 def _underlying_sample(dataset: Any, index: int) -> tuple[Any, int]:
-    """Return the data set that a Subset or ConcatDataset takes a sample from, and its index there.
+    """Return the data set from which a Subset or ConcatDataset takes a sample, and the sample's index there.
 
     Subclasses are not followed: they may change samples.
     """

@@ -38,18 +38,18 @@ from .programs import CompiledProgram, ProgramCache
 class DistributedModule(nn.Module):
     """A module that runs on this rank's tile, as returned by `distribute`.
 
-    Parameters, buffers and their names are those of the module; `train()` and `eval()` are forwarded to it.
+    It has the parameters and buffers of the original module, under the same names, and forwards `train()` and `eval()`.
 
     Attributes
     ----------
     optimizer : DistributedOptimizer or None
-        The most recent one created for this module.
+        The most recent DistributedOptimizer created for this module.
     """
 
     module: nn.Module
     optimizer: Any = None
     watched = False
-    """Whether changes of its attributes recapture a criterion that uses it."""
+    """Whether changes of this module's attributes cause a criterion that uses it to be captured again."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class DistributedModule(nn.Module):
         self._deferred_gradients: dict[int, list[torch.Tensor] | None] = {}
         grid.check("distribute")
         count = grid.cached_objects[DistributedModule] = grid.cached_objects.get(DistributedModule, 0) + 1
-        # the same on every rank: all distribute in one order
-        self._name = f"number {count} of those on this grid"
+        # the same on every rank, as all ranks distribute modules in the same order
+        self._name = f"number {count} of this grid"
         self.backward_check = BackwardCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
@@ -85,7 +85,7 @@ class DistributedModule(nn.Module):
         self._require_same_on_all_ranks({"the module's steps": digest, "example_shape": self.programs.shapes})
 
     def forward(self, *tiles: torch.Tensor) -> Any:
-        """Return this rank's tiles of the outputs, given those of the inputs. Collective."""
+        """Return this rank's tiles of the outputs, given its tiles of the inputs. Collective."""
         self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
             state, prepared = self.programs.current_state_and_program()
@@ -113,13 +113,13 @@ class DistributedModule(nn.Module):
         outputs = prepared.runner(tiles, parameters, buffers)
         self.step += self.training
         if torch.is_grad_enabled():
-            # torch.utils.checkpoint reruns a forward until it has all saved tensors: the last must follow all messages,
-            # or ranks could stop before different ones
+            # torch.utils.checkpoint reruns a forward pass until it has all saved tensors: the last tensor must be saved
+            # after all messages, or ranks could stop before different messages
             torch.zeros((), requires_grad=True).exp()
         return self._record_layouts(pytree.tree_unflatten(outputs, prepared.output_tree), prepared.layouts)
 
     def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: CompiledProgram) -> Any:
-        """Run the module itself, on one rank; attributes that its forward changes do not trigger a recapture."""
+        """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
         with ContiguousNormGradients() if prepared.single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         self.programs.ignore_changes_by_forward(state, prepared)
@@ -153,15 +153,15 @@ class DistributedModule(nn.Module):
     def guard(self, seed: int = 0) -> None:
         """Check custom rules and border schemes in subsequent passes; slow, with identical results.
 
-        A step that modifies its inputs or returns another part of its results than its rule declares, or a scheme that
-        leaves cells of other tiles unfilled, raises a HaloError that names it. Messages are delayed at random.
+        A HaloError names a step that modifies its inputs or returns another part of its results than its rule declares,
+        or a scheme that leaves cells of other tiles unfilled. Messages are delayed at random.
         """
         self.comm.guard(seed)
         self.programs.clear()
         self._criteria.clear()
 
     def train(self, mode: bool = True) -> DistributedModule:
-        """Set the module's mode."""
+        """Set the module to training mode, or to evaluation mode if `mode` is False."""
         self.module.train(mode)
         self.training = mode
         return self
@@ -192,12 +192,13 @@ class DistributedModule(nn.Module):
         return [shape_of(layout) for layout in self.programs.current.output_layouts]
 
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """Return this rank's tile of a whole input, the same on every rank; with its margin for `overlap_tile`.
+        """Return this rank's tile of a whole input; with scheme `overlap_tile`, the tile includes its margin.
 
         Parameters
         ----------
         image : torch.Tensor (N, C, *spatial)
-            With the number of channels in `example_shape`. Each new batch or image size is captured once.
+            The whole input, the same on every rank, with the number of channels in `example_shape`. The module is
+            captured once for each new batch or image size.
         index : int
             Position of the input.
         """
@@ -211,10 +212,11 @@ class DistributedModule(nn.Module):
         return self.tiling.local_part(image, self.tiling.input_layouts[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
-        """Return this rank's part of a whole target, the same on every rank; of each item of a dict or list.
+        """Return this rank's part of a whole target, or of each target in a dict or list.
 
-        A target with the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is tiled like that output;
-        others, (N,) or (N, C), are split only along the batch, over replicas.
+        Targets must be the same on every rank. A target with the spatial extents of an output, (N, *spatial) or
+        (N, C, *spatial), is tiled like that output; targets (N,) or (N, C) are split only along the batch, over
+        replicas.
         """
         # on one rank, targets are whole in every state of the module
         program = (self.programs.last if self.grid.size == 1 else None) or self.programs.current
@@ -252,7 +254,7 @@ class DistributedModule(nn.Module):
             Function or module of (output, target), such as torch.nn.CrossEntropyLoss(); a mean over cells or samples
             becomes the mean over the whole images. Each criterion is captured once, like the module.
         output, target
-            This rank's tiles, as returned by the model and `scatter_target`; or lists or dicts of them.
+            This rank's tiles, as returned by the model and `scatter_target`; or lists or dicts of tiles.
         """
         is_pair = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
         if is_pair and self.grid.size == 1 and self._criteria.can_call_directly(criterion, output, target):
@@ -279,7 +281,7 @@ class DistributedModule(nn.Module):
             loss = criterion(output, target)
             self._criteria.record_directly_callable(criterion, output, target)
             return loss
-        # only now: virtual ranks share the criterion, whose tensors are replaced while PyTorch traces it
+        # after tracing, during which PyTorch replaces the criterion's tensors: virtual ranks share the criterion
         owner = parameter_owner(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
@@ -303,7 +305,7 @@ class DistributedModule(nn.Module):
         return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
 
     def _global_shapes(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-        """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous ones."""
+        """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous shapes."""
         shapes = list(self.programs.shapes)
         for index, tile in enumerate(tiles[: len(shapes)]):
             shape = self.tiling.global_shape(tile)
@@ -337,7 +339,7 @@ class DistributedModule(nn.Module):
     def _values_to_compare(
         self, tiles: Sequence[torch.Tensor], prepared: CompiledProgram, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """Return the values that determine the messages of a pass, forward and backward."""
+        """Return the values that determine the messages of a forward and backward pass."""
         trained = [name for name, p in parameters.items() if p.requires_grad]
         return {
             "the model": self._name,
@@ -350,7 +352,7 @@ class DistributedModule(nn.Module):
         } | requires_grad_flags("input", tiles)
 
     def _require_same_on_all_ranks(self, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks unless all have the same values and weights."""
+        """Raise ConfigError on all ranks unless all ranks have the same values and weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         self._versions = version_counters([*parameters.values(), *buffers.values()])
@@ -370,6 +372,6 @@ class DistributedModule(nn.Module):
                 others = [name for name in differ if name not in names]
                 detail = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
                 raise ConfigError(
-                    f"rank {rank} has a different module from rank 0: {detail}; build it from the same seed on every"
-                    " rank, or load the same state_dict"
+                    f"rank {rank} has a different module from rank 0: {detail}; build the module from the same seed on"
+                    " every rank, or load the same state_dict"
                 ).on_all_ranks()

@@ -1,4 +1,4 @@
-"""Modules created in a scope, whose calls are distributed while a function runs."""
+"""Modules created in a scope; their calls are distributed while a function runs."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class ModuleScope:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Modules with parameters that are not submodules of another, in order of creation."""
+        """Modules that have parameters and are not submodules of another module, in order of creation."""
         return [module for module, part in self._is_submodule.items() if not part and list(module.parameters())]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the models that require gradients, by name; of several models, prefixed by their number."""
+        """Parameters of the models that require gradients, by name; with several models, after the model's number."""
         models, parameters = self.models, dict[str, nn.Parameter]()
         for number, model in enumerate(models):
             start = f"{number}." if len(models) > 1 else ""
@@ -73,7 +73,7 @@ class ModuleScope:
 
     @contextmanager
     def distribute(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Context that distributes calls of these modules and rejects those of trained modules created elsewhere."""
+        """Context that distributes calls of these modules, and rejects calls of trained modules created elsewhere."""
 
         def check(module: nn.Module, inputs: Any) -> None:
             if not self._calls_replaced or threading.get_ident() != self._thread or module in self._is_submodule:
@@ -94,9 +94,9 @@ class ModuleScope:
 
     @contextmanager
     def _replace_calls(self, replaced: bool) -> Iterator[None]:
-        """Give the modules classes whose calls are distributed, or restore their own.
+        """Replace the modules' classes by classes whose calls are distributed, or restore the original classes.
 
-        `torch.distributed.fsdp.fully_shard` also replaces classes; here only while the function runs.
+        `torch.distributed.fsdp.fully_shard` also replaces classes; here, this lasts only while the function runs.
         """
         before, self._calls_replaced = self._calls_replaced, replaced
         modules = list(self._is_submodule) if before != replaced else []
@@ -119,7 +119,7 @@ class ModuleScope:
             module.__class__ = self._classes[cls]
 
     def call_distributed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the outputs of a module for whole inputs; tiled outputs on several ranks."""
+        """Return the outputs of a module for whole inputs; on several ranks, outputs are tiled."""
         with self._replace_calls(False):
             leaves, spec = pytree.tree_flatten((args, kwargs))
             leaves = [leaf.whole() if isinstance(leaf, TiledOutput) else leaf for leaf in leaves]
@@ -137,7 +137,7 @@ class ModuleScope:
     def _distributed_module(
         self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any
     ) -> DistributedModule:
-        """Return the distributed module for arguments of these shapes; without `spec`, for tensors only."""
+        """Return the distributed module for arguments of these shapes; `spec` None: all arguments are tensors."""
         others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in positions)
         shapes, dtypes = [tuple(leaves[i].shape) for i in positions], [leaves[i].dtype for i in positions]
         key = id(module), spec, others, tuple(shapes), tuple(dtypes)

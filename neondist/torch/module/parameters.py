@@ -37,7 +37,7 @@ def describe_parameters(
 ) -> dict[str, Parameter]:
     """Return the parameters of a module by their names in checkpoints and strategies.
 
-    The number of rows of a sparse parameter that a sample uses is unknown in advance: at most all of them.
+    The number of rows of a sparse parameter that a sample uses is not known in advance, so all rows are assumed.
     """
     return {
         f"{MODULE_KEY}/{name}": Parameter(
@@ -53,7 +53,7 @@ def plan_parameters(
     strategy: StrategyBuilder | Strategy | str | None,
     sparse: AbstractSet[torch.Tensor] = frozenset(),
 ) -> ParameterPlan:
-    """Return the plan of a module's parameters, some of them sparse, under a strategy."""
+    """Return the plan of a module's parameters, including sparse ones, under a strategy."""
     dtype, builder = as_array(next(iter(tensors.values()))).dtype, None if strategy is None else as_strategy(strategy)
     return ParameterPlan(describe_parameters(tensors, sparse), grid, dtype, 0, builder)
 
@@ -61,8 +61,8 @@ def plan_parameters(
 class ModuleParameters(Parameters):
     """The trained parameters of a module.
 
-    Their data and gradients become views of the flat buffers: a gradient is moved there as soon as it is complete, and
-    is this rank's share until `sum_gradients` has returned. Gradients that autograd does not compute stay None.
+    Their data and gradients become views of flat buffers: a gradient is moved to its buffer as soon as it is complete,
+    and is this rank's share until `sum_gradients` has returned. Gradients that autograd does not compute remain None.
 
     Parameters
     ----------
@@ -81,12 +81,12 @@ class ModuleParameters(Parameters):
         The module's parameters.
     shards : dict of str to (ParameterShard, OwnerBoxes or None)
     updated : dict of str to torch.nn.Parameter
-        Parameters for this rank's optimiser: the module's own, or views of the parts that this rank owns.
+        Parameters for this rank's optimiser: whole parameters of the module, or views of the parts that this rank owns.
 
     Raises
     ------
     ConfigError
-        Parameters differ in dtype, have one that NumPy lacks, or are on another device.
+        Parameters are not all float32, or all float64, on the CPU; or they already belong to a DistributedOptimizer.
     """
 
     def __init__(
@@ -99,11 +99,12 @@ class ModuleParameters(Parameters):
         sparse: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
         if any(_is_synchronised(tensor) for tensor in tensors.values()):
-            raise ConfigError("model: already has a DistributedOptimizer; distribute another copy of the module")
+            raise ConfigError("model: already has a DistributedOptimizer; use it, or distribute a copy of the module")
         kinds = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
         if not kinds <= {"torch.float32 on cpu"} and not kinds <= {"torch.float64 on cpu"}:
             raise ConfigError(
-                f"strategy: the parameters are {', '.join(sorted(kinds))}; expected all float32, or all float64, on cpu"
+                f"strategy: the parameters are {', '.join(sorted(kinds))}; convert all to float32, or all to float64,"
+                " on the CPU"
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
         named = zip(tensors, describe_parameters(tensors, sparse).values(), strict=True)
@@ -120,7 +121,7 @@ class ModuleParameters(Parameters):
             self._values[shard.name], self._views[shard.name] = torch.from_numpy(value), torch.from_numpy(gradient)
             earlier, tensor.grad = tensor.grad, None
             tensor.data = self._values[shard.name]
-            if earlier is not None:  # of earlier passes, summed over the ranks
+            if earlier is not None:  # gradient of earlier passes, summed over the ranks
                 tensor.grad = self._views[shard.name].copy_(earlier.to_dense())
             self.updated[shard.name] = tensor
             if share is not None:
@@ -148,7 +149,7 @@ class ModuleParameters(Parameters):
             tensor.grad = None
 
     def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients over all ranks, or, with `for_update`, at the owners, and scale. Collective."""
+        """Sum the gradients over all ranks, or only at their owners with `for_update`, and scale them. Collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
                 self._views[name].zero_()
@@ -159,7 +160,7 @@ class ModuleParameters(Parameters):
                 self.updated[name].grad = self.part(share, self._views[name]) if has_gradient else None
 
     def take_gradient_sums(self) -> np.ndarray | None:
-        """Return the sums of earlier passes, None if there are none, and zero the gradients."""
+        """Return the gradient sums of earlier passes, or None if there are none, and set the gradients to zero."""
         names = [name for name, part in self.updated.items() if part.grad is not None]
         for name in names:
             if self.shards[name][1] is None:
@@ -170,15 +171,15 @@ class ModuleParameters(Parameters):
         return sums
 
     def broadcast_from_owners(self) -> None:
-        """Receive the values that this rank does not own from their owners. Collective."""
+        """Receive, from their owners, the values that this rank does not own. Collective."""
         self.version += 1
         self.owners.broadcast_from_owners(self.values[self.owned_start :])
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Context in which an optimiser updates what this rank owns; on exit receives the rest. Collective.
+        """Context in which an optimiser updates the values that this rank owns. Collective.
 
-        Of sparse parameters only changed rows are sent.
+        On exit, the owners send the other values; of sparse parameters, only changed rows are sent.
 
         Raises
         ------
@@ -192,7 +193,7 @@ class ModuleParameters(Parameters):
         self.owners.broadcast_from_owners(self.values[self.owned_start :], before)
 
     def adopt_assigned_data(self) -> None:
-        """Move values that were assigned to `data`, as initialisers and averages do, into the flat buffer.
+        """Move values that were assigned to `data`, for example by initialisers, into the flat buffer.
 
         Raises
         ------
@@ -207,7 +208,7 @@ class ModuleParameters(Parameters):
                 tensor.data = value
 
     def _check_unconverted(self, name: str) -> None:
-        """Raise ConfigError if a parameter has another shape, dtype or device than its part of the flat buffer."""
+        """Raise ConfigError if a parameter's shape, dtype or device differs from its part of the flat buffer."""
         now, before = (
             f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
             for tensor in (self.tensors[name], self._values[name])
@@ -215,11 +216,11 @@ class ModuleParameters(Parameters):
         if now != before:
             raise ConfigError(
                 f"model: parameter '{name}' is {now}, but was {before} when its optimizer was created; convert the"
-                " module before that"
+                " module before you create the optimizer"
             )
 
     def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
-        """Return an optimiser's state of `updated` as arrays: parts of parameter shape, and others whole."""
+        """Return an optimiser's state of `updated` as arrays: parts of those with a parameter's shape, others whole."""
         slots = []
         for full_name, tensor in optimizer_state_tensors(self.updated, optimizer).items():
             name, _, slot = full_name.rpartition("/")
@@ -245,7 +246,7 @@ class ModuleParameters(Parameters):
             tensor.grad = view
 
     def part(self, share: OwnerBoxes, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of a whole tensor, such as a gradient, that this rank owns; a view of it."""
+        """Return a view of the part of a whole tensor, such as a gradient, that this rank owns."""
         return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
 
 

@@ -1,4 +1,4 @@
-"""Compiled programs of a module, one for each of its states and shapes of its inputs."""
+"""Compiled programs of a module, one for each state of the module and for each shape of its inputs."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class ProgramCache:
 
     Parameters
     ----------
-    dtypes : for each input its dtype; None: that of the module's first floating-point parameter
-    deferred_gradients : as of Runner
+    dtypes : dtype of each input; None: the dtype of the module's first floating-point parameter
+    deferred_gradients : `local_gradients` of Runner
 
     Attributes
     ----------
@@ -104,14 +104,14 @@ class ProgramCache:
 
     @property
     def last(self) -> CompiledProgram | None:
-        """The program of these shapes that was used last, possibly for another state."""
+        """The program that was used last for the current input shapes, possibly for another state."""
         return None if self._current is None else self._current[1]
 
     def current_state_and_program(self) -> tuple[Any, CompiledProgram]:
         """Return the module's current state and its compiled program."""
         with self.export_context(), leave_inference_mode():
             state = self.watch.key()
-            if self._current is None or state != self._current[0]:  # comparing avoids hashing, slow in small steps
+            if self._current is None or state != self._current[0]:  # avoids hashing the state, slow in small steps
                 if (self.shapes, state) not in self._programs:
                     program, reads = self._compile()
                     state = self.watch.exclude_changed_values(state, reads)
@@ -122,7 +122,7 @@ class ProgramCache:
             return self._current
 
     def ignore_changes_by_forward(self, state: Any, program: CompiledProgram) -> None:
-        """Use a program also for the state left by its forward pass, if the next one leaves the module unchanged."""
+        """Use a program also for the state after its forward pass, and exclude values that the pass has changed."""
         if program.changes_module:
             if self.watch.key() != state:
                 self._programs[self.shapes, self.watch.exclude_changed_values(state)] = program
@@ -134,7 +134,7 @@ class ProgramCache:
         self._current = None
 
     def _compile(self) -> tuple[CompiledProgram, Any]:
-        """Return the program for the current state, and the module's values that its capture has read."""
+        """Return the program for the current state, and the values of the module that were read during capture."""
         dtypes = self._input_dtypes()
         captured = capture_module(self.module, list(zip(self.shapes, dtypes, strict=True)))
         location = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts

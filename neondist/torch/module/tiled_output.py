@@ -1,4 +1,4 @@
-"""Outputs of a distributed module as whole tensors, gathered only where a function reads more than a loss."""
+"""Outputs of a distributed module as whole tensors, which are gathered only if they are used for more than a loss."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LOSSES_COMPUTED_ON_TILES = frozenset(
     (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cross_entropy, F.huber_loss, F.kl_div, F.l1_loss,
      F.mse_loss, F.nll_loss, F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss)
 )  # fmt: skip
-"""Functions of (output, target) that can be computed on tiles; torch.nn's loss modules call them."""
+"""Functions of (output, target) that can be computed on tiles; the loss modules of torch.nn call these functions."""
 _METADATA_FUNCTIONS = frozenset(
     (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point,
      torch.is_floating_point,
      *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")))
 )  # fmt: skip
-"""Attributes that do not depend on the values."""
+"""Functions and attributes that do not depend on the tensor's values."""
 
 
 class TiledOutput(torch.Tensor):
-    """Whole output of which this rank holds a tile.
+    """Whole output, of which this rank has a tile.
 
     A loss of torch.nn with reduction 'mean' or 'sum' is computed on the tiles, as `DistributedModule.loss` does. Any
     other operation gathers the whole tensor on every rank, once and differentiably. Both are collective.
@@ -38,7 +38,7 @@ class TiledOutput(torch.Tensor):
     Parameters
     ----------
     model : DistributedModule
-        Model whose module has computed the tile.
+        Model that has computed the tile.
     tile : torch.Tensor
     layout : Layout
     """
@@ -59,7 +59,7 @@ class TiledOutput(torch.Tensor):
         self._gathered: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor, with its gradient. Collective at the first call."""
+        """Return the whole tensor, through which gradients flow. Collective at the first call."""
         if self._gathered is None:
             self.model.grid.check("gather")
             tile = self.model.backward_check.alias_for_loss(self.local_part)
@@ -73,7 +73,7 @@ class TiledOutput(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute a loss on tiles, and everything else on whole tensors."""
+        """Compute losses on tiles, and other functions on whole tensors."""
         kwargs = kwargs or {}
         if func in _METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -88,7 +88,7 @@ class TiledOutput(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute on whole tensors, for operations that bypass `__torch_function__`."""
+        """Compute an operation that bypasses `__torch_function__` on whole tensors."""
         return func(*_gather_outputs_in(args), **_gather_outputs_in(kwargs or {}))
 
 

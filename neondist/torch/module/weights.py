@@ -39,8 +39,8 @@ def save_weights(
     path : path
         The file can be read on any number of ranks, and by any program that reads safetensors.
     optimizer : torch.optim.Optimizer, optional
-        Optimizer of the model's parameters, whose state is also written, as 'optimizer/PARAMETER/NAME'. Learning rates
-        and other settings are not written: the script sets them.
+        Optimizer of the model's parameters; its state is also written, as 'optimizer/PARAMETER/NAME', but not learning
+        rates and other settings, which the script sets.
     **metadata
         Numbers and strings for `load_weights` to return, such as step=100.
 
@@ -69,10 +69,10 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     model : DistributedModule or torch.nn.Module
     path : path
         File of safetensors or torch.save (.pt, .pth, .ckpt, .bin) with a state_dict, at top level or under a key such
-        as 'model' or 'state_dict'. Rank 0 reads it. It must contain all of the model's state; values of another
-        precision are converted.
+        as 'model' or 'state_dict'. Rank 0 reads the file, which must contain all of the model's state; values of
+        another precision are converted.
     optimizer : torch.optim.Optimizer, optional
-        Its state is restored from the file.
+        Optimizer whose state is also restored from the file.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
             tensor = file.tensor(name)
             if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
                 raise DataError(
-                    f"{path}: {name} holds {tensor.dtype} values, but the module's are {fresh[name].dtype}; write"
+                    f"{path}: {name} contains {tensor.dtype} values, but the module's are {fresh[name].dtype}; write"
                     " floating-point weights"
                 )
             return as_array(tensor.to(fresh[name].dtype))
@@ -130,7 +130,10 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     tensors = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"the state {name!r} is a {type(value).__name__}; files hold only tensors; remove it")
+            raise ConfigError(
+                f"the state {name!r} is a {type(value).__name__}, but files contain only tensors; remove it from the"
+                " state_dict"
+            )
     slots = {} if optimizer is None else optimizer_state_tensors(dict(model.named_parameters()), optimizer)
     return tensors | {OPTIMIZER_PREFIX + name: value for name, value in slots.items()}
 
@@ -144,13 +147,14 @@ def optimizer_state_tensors(
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise ConfigError(
-                "optimizer: has a parameter that does not belong to the model; create it from model.parameters()"
+                "optimizer: has a parameter that does not belong to the model; create the optimizer from"
+                " model.parameters()"
             )
         for slot, value in state.items():
             if value is not None and not isinstance(value, torch.Tensor):
                 raise ConfigError(
-                    f"optimizer: {type(optimizer).__name__} keeps {slot!r} as a {type(value).__name__}, but files hold"
-                    " only tensors; use another optimiser"
+                    f"optimizer: {type(optimizer).__name__} keeps {slot!r} as a {type(value).__name__}, but files"
+                    " contain only tensors; use another optimizer"
                 )
             if value is not None:
                 slots[f"{names[parameter]}/{slot}"] = value
@@ -160,12 +164,12 @@ def optimizer_state_tensors(
 def create_optimizer_state(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, names: Iterable[str]
 ) -> None:
-    """Make an optimiser create its state of parameters, by a first step; the parameters are restored.
+    """Make an optimiser create its per-parameter state by taking a step; the parameters are restored.
 
     Parameters
     ----------
     names : iterable of str
-        Slots as named by `optimizer_state_tensors`; their values are to be overwritten.
+        Slots as named by `optimizer_state_tensors`; the caller must overwrite their values.
     """
     owners = {name.rpartition("/")[0] for name in names}
     if not owners:
@@ -182,7 +186,7 @@ def create_optimizer_state(
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor's memory as a NumPy array; dtypes that NumPy lacks as their bits."""
+    """Return a tensor's memory as a NumPy array; for dtypes that NumPy lacks, as integers with the same bits."""
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return tensor.view(_STORAGE_DTYPES.get(tensor.dtype, tensor.dtype)).numpy()
 
@@ -197,7 +201,7 @@ def check_names_and_shapes(
     result = WeightMatch(both, missing, sorted(left), misfits)
     if result.unused or not result.is_complete:
         differences = result.describe_differences(MAX_LISTED_NAMES)
-        remedy = "name a file with this module's state_dict"
+        remedy = "specify a file with this module's state_dict"
         prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
         if prefix and {*stored} == {prefix + name for name in expected}:
             remedy = f"remove the prefix '{prefix}', which a wrapper of the module added, from the names"

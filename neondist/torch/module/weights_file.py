@@ -1,4 +1,4 @@
-"""Tensors by name in a file: safetensors, or a state_dict from torch.save; reading executes no code of the file."""
+"""Tensors by name in a file: safetensors, or a state_dict from torch.save; reading executes no code from the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...io.regular_file import check_regular, open_regular
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 """Suffixes of files written by torch.save."""
 _STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
-"""Keys under which training scripts commonly save a state_dict beside other data."""
+"""Keys under which training scripts commonly save a state_dict together with other data."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class SafeTensors:
 
     Attributes
     ----------
-    shapes : by name
-    metadata : strings and numbers stored beside the tensors
+    shapes : shapes of the tensors by name
+    metadata : strings and numbers stored with the tensors
     """
 
     file: Any
@@ -44,7 +44,7 @@ class SafeTensors:
 
 @dataclass(frozen=True)
 class StateDict:
-    """State_dict in memory, with the attributes of SafeTensors."""
+    """A state_dict in memory, with the interface of SafeTensors."""
 
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -61,12 +61,12 @@ class StateDict:
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
-    """Open a weights file, in the format of its suffix: .pt, .pth, .ckpt and .bin are PyTorch's, others safetensors.
+    """Open a weights file in the format given by its suffix: torch.save for .pt, .pth, .ckpt, .bin, else safetensors.
 
     Raises
     ------
     DataError
-        The file is missing or damaged, or contains anything but tensors by name.
+        The file is missing or damaged, or contains anything other than named tensors.
     """
     if path.suffix.lower() in TORCH_SUFFIXES:
         yield StateDict(_read_state_dict(path))
@@ -94,7 +94,7 @@ def _open_safetensors(path: Path) -> Any:
         raise DataError(f"{path}: no such file; check the path") from None
     except UserError:
         raise
-    except Exception as error:  # of the library, or of the file system
+    except Exception as error:  # from the library or the file system
         raise DataError(f"{path}: is not a safetensors file ({error}); give a file written by save_weights") from error
 
 
@@ -109,8 +109,8 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
         raise
     except pickle.UnpicklingError as error:
         raise DataError(
-            f"{path}: is not a state_dict of tensors only, and objects in files are not loaded"
-            f"{_rejected_object(error)}; write it with torch.save(module.state_dict(), FILE)"
+            f"{path}: contains objects other than tensors{_rejected_object(error)}, which are not loaded; write only"
+            " the weights, with torch.save(module.state_dict(), FILE)"
         ) from error
     except Exception as error:  # a damaged file can cause any error in the library
         raise DataError(
@@ -124,10 +124,10 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     if len(states) == 1:
         return dict(content[states[0]])
     if states:
-        problem = f"holds several states, under {' and '.join(map(repr, states))}"
+        problem = f"contains several state_dicts, under {' and '.join(map(repr, states))}"
     else:
-        problem = f"holds no state_dict, but {_describe(content, keys)}"
-    raise DataError(f"{path}: {problem}; write one with torch.save(module.state_dict(), FILE)")
+        problem = f"contains no state_dict, but {_describe(content, keys)}"
+    raise DataError(f"{path}: {problem}; write a single one with torch.save(module.state_dict(), FILE)")
 
 
 def _is_state_dict(value: Any) -> bool:

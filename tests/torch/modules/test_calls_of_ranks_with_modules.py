@@ -110,7 +110,7 @@ def test_calls_on_different_models(name):
         second = SimpleNamespace(model=model, tile=first.tile, y=y, loss=model.loss(F.mse_loss, y, first.tile))
         CALLS_OF_A_MODEL[name](second if world.rank else first)
 
-    with pytest.raises(nd.ConfigError, match="rank 1: the model is number 2 of those on this grid, but number 1 of"):
+    with pytest.raises(nd.ConfigError, match="rank 1: the model is number 2 of this grid, but number 1 of this grid"):
         nd.loopback.run(2, body)
 
 

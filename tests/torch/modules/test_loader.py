@@ -183,7 +183,7 @@ def test_wrong_arguments(dataset, batch_size, message):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"batch_sampler": [[0]]}, "batch_sampler is not accepted; use sampler"),
+    ({"batch_sampler": [[0]]}, "batch_sampler is not supported; use sampler"),
     ({"sampler": [0, 1], "shuffle": True}, "sampler and shuffle exclude each other"),
     ({"prefetch": 3}, "unexpected keyword argument 'prefetch'"),
     ({"num_workers": -1}, "num_workers option should be non-negative"),

@@ -61,7 +61,7 @@ def test_different_weights():
         ndt.distribute(module, IMAGES, grid)
 
     check_rejected(
-        body, "rank 1 has a different module from rank 0: its 'last.bias' differs; build it from the same seed"
+        body, "rank 1 has a different module from rank 0: its 'last.bias' differs; build the module from the same seed"
     )
 
 
@@ -71,7 +71,8 @@ def test_different_modules(activation):
         ndt.distribute(nn.Sequential(nn.LeakyReLU(0.1) if grid.rank else activation), IMAGES, grid)
 
     check_rejected(
-        body, "rank 1 has a different module from rank 0: the module's steps differ; build it from the same seed"
+        body,
+        "rank 1 has a different module from rank 0: the module's steps differ; build the module from the same seed",
     )
 
 
@@ -314,7 +315,7 @@ def test_module_converted_after_its_optimizer_was_created(strategy):
             y = model(model.scatter(torch.ones(4, 3)))
             with pytest.raises(nd.ConfigError, match=r"'(weight|bias)' is .*float32 on cpu, but was .*float64 on cpu"):
                 model.loss(nn.MSELoss(), y, model.scatter_target(torch.zeros(4, 2))).backward()
-            with pytest.raises(nd.ConfigError, match="convert the module before that"):
+            with pytest.raises(nd.ConfigError, match="convert the module before you create"):
                 optimizer.step()
         return True
 

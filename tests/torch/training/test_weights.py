@@ -112,7 +112,7 @@ BAD_FILES = {
     "others": (
         write_net(**{"last.bias": None, "lost": torch.zeros(2), "first.weight": torch.zeros(4, 3, 3, 2)}),
         "does not fit the module: not in the file: last.bias; not in the model: lost; shape mismatch:"
-        " first.weight (file [4, 3, 3, 2], model [4, 3, 3, 3]); name a file with this module's state_dict",
+        " first.weight (file [4, 3, 3, 2], model [4, 3, 3, 3]); specify a file with this module's state_dict",
     ),
 }
 
