@@ -31,13 +31,13 @@ class ModelDefinition:
     Parameters
     ----------
     module : module
-        Has a torch.nn.Module class or custom_model(), loss(labels, predictions), optimizer(parameters) or a function of
-        the learning rate that returns a function of the parameters, and feed(records, mode) or dataset_fn. It may have
-        eval_metrics_fn(), callbacks(), custom_data_reader(source) and PredictionOutputsProcessor.
+        Module with a torch.nn.Module class or custom_model(), loss(labels, predictions), optimizer(parameters) (or
+        optimizer(lr=...), which returns a function of the parameters), and feed(records, mode) or dataset_fn. It may
+        also define eval_metrics_fn(), callbacks(), custom_data_reader(source) and PredictionOutputsProcessor.
     path : str
         Path of the file, as given by the user.
     names : mapping of str to str, optional
-        The file's own names for these, where they differ.
+        Names that the file uses for these objects, if they differ.
 
     Raises
     ------
@@ -50,7 +50,8 @@ class ModelDefinition:
         for name, actual in self._names.items():
             if not hasattr(module, actual):
                 raise ConfigError(
-                    f"{path}: has no {actual}, given as {name}; it has {', '.join(self._public_names()) or 'nothing'}"
+                    f"{path}: has no {actual}, given as {name}; the file defines"
+                    f" {', '.join(self._public_names()) or 'nothing'}"
                 )
         self._feed = self._optional("feed") or self._optional("dataset_fn")
         functions = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED_FUNCTIONS}
@@ -60,8 +61,8 @@ class ModelDefinition:
             absent = [*missing, *(["model"] if self.factory is None else [])]
             required = [REQUIRED_FUNCTIONS.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
             raise ConfigError(
-                f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._public_names()) or 'nothing'}."
-                f" Define {', '.join(required)}"
+                f"{path}: has no {' and no '.join(absent)}; the file defines"
+                f" {', '.join(self._public_names()) or 'nothing'}. Define {', '.join(required)}"
             )
         self._loss, self._optimizer = functions["loss"], functions["optimizer"]
 
@@ -75,7 +76,7 @@ class ModelDefinition:
         function = self._feed
         assert function is not None
         arity = len(inspect.signature(function).parameters)
-        if arity > 2:  # ElasticDL's third argument: metadata of the reader
+        if arity > 2:  # in ElasticDL, the third argument is metadata of the reader
             return FeedFunction(
                 _rename_function(function, lambda records, mode: function(records, mode, None)),
                 self._source_line(function),
@@ -162,8 +163,8 @@ class ModelDefinition:
                 result = result(parameters)
             elif not takes_parameters:
                 raise ConfigError(
-                    f"{site}: optimizer takes no parameters, so it must return a function of them, such as lambda"
-                    " parameters: torch.optim.SGD(parameters, lr)"
+                    f"{site}: optimizer does not take the model's parameters, so it must return a function that does,"
+                    " such as lambda parameters: torch.optim.SGD(parameters, lr)"
                 )
             if not isinstance(result, torch.optim.Optimizer):
                 raise ConfigError(f"{site}: optimizer must return a torch optimizer, got {type(result).__name__}")

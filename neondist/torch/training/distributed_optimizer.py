@@ -27,8 +27,8 @@ _PLAIN = bool, int, float, str, tuple
 class DistributedOptimizer(torch.optim.Optimizer):
     """A torch.optim optimizer partitioned over the ranks by a strategy. Collective.
 
-    Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module
-    and held in `param_groups` of the owners: clip them with this class's `clip_grad_norm_`.
+    Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module,
+    and are stored in `param_groups` of the owners: clip them with this class's `clip_grad_norm_`.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             inner = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
-                raise ConfigError("model: no parameter requires gradients, so there is nothing to optimise")
+                raise ConfigError("model: no parameter requires gradients; call requires_grad_() on those to train")
             sparse = sparse_embedding_weights(model)
             planned = plan_parameters(tensors, grid.shape, strategy, sparse)
             if planned.splits_parameters and not inner.elementwise:
@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = inner.create(self.parameters.updated[name] for name in self._names)
         self._overflow: torch.Tensor | None = None
         if self.parameters.owned_names:
-            # GradScaler checks only gradients that this rank owns, perhaps none; all ranks must skip a step together
+            # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
             self._overflow = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow)
             self._partitioned = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
@@ -102,7 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Parameters
         ----------
         closure : callable, optional
-            Computes the loss and its gradients.
+            Function that computes the loss and its gradients, and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -126,7 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 tensor.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm before. Collective."""
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before scaling. Collective."""
         self.grid.check("clip_grad_norm_", {"max_norm": float(max_norm)})
         squares = {True: 0.0, False: 0.0}
         gradients = []
@@ -138,13 +138,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         norm = torch.tensor(squares[True] + owned[0]).sqrt()
         if norm > max_norm:
             for gradient in gradients:
-                gradient.mul_(float(max_norm / (norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+                gradient.mul_(float(max_norm / (norm + 1e-6)))  # as in torch.nn.utils.clip_grad_norm_
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unpartitioned state, as the optimizer in a single process would. Collective.
+        """Return the unpartitioned state, as an optimizer in a single process would. Collective.
 
-        Compressors add 'synchronisation': the error feedback of each rank, along a first axis of ranks.
+        Compressors add 'synchronisation', the error feedback of all ranks; its first axis is the rank.
         """
         self.grid.check("DistributedOptimizer.state_dict")
         state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._names))}
@@ -161,9 +161,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result | ({SYNCHRONISATION: sync} if sync else {})
 
     def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
-        """Return the optimiser state of this rank's parts; creates the slots in `names`, 'PARAMETER/SLOT'."""
+        """Return the optimiser state of this rank's parts; first create the slots in `names`, 'PARAMETER/SLOT'."""
         if self._overflow is not None:
-            self._overflow.grad = None  # not updated by the step that creates slots
+            self._overflow.grad = None  # the step that creates slots must not update it
         create_optimizer_state(self.parameters.updated, self.optimizer, names)
         return self.parameters.optimizer_slots(self.optimizer)
 
@@ -193,25 +193,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Reject groups after construction: owners and the flat buffer are fixed."""
         if self._has_fixed_groups:
             raise ConfigError(
-                "add_param_group: the strategy partitions the parameters at construction; create a new optimizer"
+                "add_param_group: groups are fixed, because the strategy has partitioned the parameters; create a new"
+                " optimizer"
             )
         super().add_param_group(param_group)
 
     def _reject_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise ConfigError for another optimizer of parameters with owners, which would see no gradients of them."""
+        """Raise ConfigError for another optimizer of parameters with owners, which would not see their gradients."""
         if updates_any(optimizer, self._partitioned):
             raise ConfigError(
-                f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call its"
-                " step(), or train another copy of the module"
+                f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call the"
+                " DistributedOptimizer's step(), or train another copy of the module"
             ).on_all_ranks()
 
     def _gather_sync(self, state: SyncState) -> torch.Tensor:
-        """Return a copy of a synchronisation array; with a leading axis of ranks unless it is replicated."""
+        """Return a copy of a synchronisation array, with a first axis of ranks unless the array is replicated."""
         array = state.array.copy() if state.same_on_all_ranks else self.grid.world.allgather_array(state.array)
         return torch.from_numpy(array)
 
     def _restore_sync(self, state: SyncState, saved: torch.Tensor | None) -> None:
-        """Restore an array saved by `_gather_sync`; another number of ranks preserves the sum over ranks."""
+        """Restore an array saved by `_gather_sync`; if the number of ranks differs, preserve the sum over ranks."""
         shape = state.array.shape
         data = None if saved is None else as_array(saved)
         if data is not None and data.shape[not state.same_on_all_ranks :] != shape:
@@ -231,8 +232,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Parameters
         ----------
         contributions : list of tensors
-            Contributions of passes on this rank's tile. The rest, such as of a parameter penalty in the loss, is the
-            same on all ranks.
+            Contributions of passes on this rank's tile. The rest of the gradient, such as that of a penalty on the
+            parameters, is the same on all ranks.
         is_first : bool
             Whether the gradient comes directly from autograd.
         """

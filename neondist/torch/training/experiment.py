@@ -52,7 +52,7 @@ class TorchModel(TrainableModel):
     Parameters
     ----------
     factory : callable
-        Returns the torch.nn.Module. In a YAML file: MODULE:NAME from a module given by `--import`.
+        Function that returns the torch.nn.Module. In a YAML file: MODULE:NAME, with the module given by `--import`.
     arguments : mapping, optional
         Arguments of the factory.
     shape : sequence of int, optional
@@ -62,8 +62,8 @@ class TorchModel(TrainableModel):
     optimizer : TorchOptimizer, optional
         Default SGD.
     feed : callable, optional
-        Maps this rank's tiles (n, *tile, C) and its labels (None if there are none) to tensors for the module, (n, C,
-        *tile), and for the loss. It sees one tile at a time and must therefore act on each cell independently; with
+        Function that maps this rank's tiles (n, *tile, C) and labels (or None) to tensors for the module, (n, C,
+        *tile), and for the loss. It sees only one tile and must therefore act on each cell independently; with
         `overlap_tile` the tile includes a margin, which the loss ignores. Default: move channels first, and convert
         integer labels to int64.
     weights : path, optional
@@ -78,7 +78,7 @@ class TorchModel(TrainableModel):
         float16 the loss is scaled, and steps with overflowing gradients are skipped.
     recompute : bool
         Recompute segments of the module in the backward pass instead of storing their activations.
-    scheme : ExchangePolicy or str, or a mapping of module path to those
+    scheme : ExchangePolicy or str, or a mapping of module path to scheme
         Border scheme for cells of other tiles. Default: exact halo exchange.
     strips : int or 'auto', optional
         Rows per strip, as in `distribute`.
@@ -159,7 +159,7 @@ class TorchModel(TrainableModel):
         Raises
         ------
         UserError
-            ConfigError, about a field; UnsupportedOperator, if the module cannot be distributed.
+            ConfigError if a field is invalid; UnsupportedOperator if the module cannot be distributed.
         """
         if self.backend not in ("auto", "torch"):
             raise ConfigError(f"backend: '{self.backend}', but a TorchModel computes with PyTorch; leave it out")
@@ -175,12 +175,12 @@ class TorchModel(TrainableModel):
         Raises
         ------
         UserError
-            It does not fit, even block by block.
+            The step does not fit, even block by block.
         """
         if self.memory is None:
             return plan
         if self.scheme != "halo" or self.strips is not None:
-            raise ConfigError("memory: blocks exchange no halos, so scheme and strips do not apply; leave them out")
+            raise ConfigError("memory: blocks exchange no halos; leave out scheme and strips, which do not apply")
         return self._create_plan(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
     def set_image_extent(self, input_shape: Sequence[int]) -> None:
@@ -189,7 +189,7 @@ class TorchModel(TrainableModel):
             self.shape = [self.shape[0], *input_shape[:-1]]
 
     def trace_for_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImage:
-        """Return an object that computes any box of the output from the cells it depends on.
+        """Return an object that computes any box of the output from the cells on which the box depends.
 
         Raises
         ------
@@ -205,7 +205,7 @@ class TorchModel(TrainableModel):
         return self._factory.module
 
     def run_block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
-        """Return a block of the output, given the image cells it depends on, channels last."""
+        """Return a block of the output, channels last, given the cells of the image on which it depends."""
         module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         with torch.no_grad(), self._name_in_errors(), compute_in(self.precision, module):
@@ -268,17 +268,18 @@ class TorchModel(TrainableModel):
         return (output, labels), loss if loss.dtype == TORCH_DTYPES[str(self.dtype)] else loss.float()
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
-        """Return this rank's outputs and labels, channels last, and the loss times the samples, 0 except on rank 0."""
+        """Return this rank's outputs and labels, channels last, and the loss times the samples (0 except on rank 0)."""
         with self.grid.observers.observe("cost"), torch.no_grad(), self._name_in_errors():
             (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
     def per_cell_cost(self) -> CellLoss:
-        """Return the loss as a sum over cells, which can be accumulated over boxes; ConfigError if it is not one."""
+        """Return the loss as a sum over cells, to be accumulated over boxes; ConfigError if it is not such a sum."""
         if self._arguments["feed"] is not None:
             raise ConfigError(
-                "feed: computes labels from whole images; evaluate without block, and with enough memory for them"
+                "feed: computes labels from whole images; evaluate without block, and with enough memory for whole"
+                " images"
             )
         return CellLoss(self.cost)
 
@@ -363,7 +364,7 @@ class TorchModel(TrainableModel):
         if plan.parameters.splits_parameters and not self.optimizer.elementwise:
             raise ConfigError(
                 f"strategy: {self.optimizer.constructor.__name__} updates only whole parameters, not parts of them;"
-                " choose one without partitions, such as PSLoadBalancing"
+                " choose a strategy without partitions, such as PSLoadBalancing"
             )
         return plan
 
@@ -372,12 +373,12 @@ class TorchModel(TrainableModel):
         if shape[1:] != input_shape[:-1]:
             raise ShapeError(
                 f"shape: {list(shape)} has other spatial extents than the data set's images, {list(input_shape[:-1])};"
-                " feed may change only the channels"
+                " change only the number of channels"
             )
         return shape
 
     def _module_for(self, batch: int, training: bool = True) -> DistributedModule:
-        """Return the module distributed for a batch size, in a mode. Collective for a new batch size or mode."""
+        """Return the module, distributed for a batch size and set to a mode. Collective if either is new."""
         if batch not in self._model_by_batch:
             shape, dtype = (batch, *self._sample_shape(self.input_shape)), TORCH_DTYPES[str(self.dtype)]
             model = distribute(
@@ -415,20 +416,20 @@ class TorchModel(TrainableModel):
 
     @contextmanager
     def _seed_generators(self) -> Iterator[None]:
-        """Seed random numbers by seed and step, and restore the global generator afterwards."""
+        """Seed the global generator with the seed and the step, and restore it afterwards."""
         if self.grid.rank and self.grid.world.shares_process:
             yield
             return
         with torch.random.fork_rng(devices=[]):
             seed = key(self.seed, "step", self.step) >> 1
             torch.default_generator.manual_seed(seed)
-            if torch.cuda.is_initialized():  # torch.manual_seed costs 0.8 ms where no device is in use
+            if torch.cuda.is_initialized():  # torch.manual_seed takes 0.8 ms if no device is in use
                 torch.cuda.manual_seed_all(seed)
             yield
 
     @contextmanager
     def _name_in_errors(self, field: str = "") -> Iterator[None]:
-        """Mark errors of the block as being about this model, so that messages give its position in a file."""
+        """Mark errors in the block as errors of this model, so that messages give its position in a file."""
         try:
             yield
         except UserError as error:

@@ -1,4 +1,4 @@
-"""Modules created by factories, and their captured programs, before distribution."""
+"""Modules created by factories, and the programs captured from them before distribution."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModuleFactory:
         Raises
         ------
         ConfigError
-            The function returns something else.
+            The function does not return a module.
         """
         with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self.seed, "weights") >> 1)
@@ -53,7 +53,7 @@ class ModuleFactory:
         return module.to(self.dtype)
 
     def program(self, shape: tuple[int, ...], training: bool) -> Any:
-        """Return the exported program for inputs of a global shape; leaves the module in the given mode."""
+        """Return the exported program for inputs of a global shape; set the module to the given mode."""
         module = self.module.train(training)
         if (shape, training) not in self._programs:
             self._programs[shape, training] = capture_module(module, [(shape, self.dtype)])

@@ -18,7 +18,7 @@ from ...registry.functions import NamedFunction
 from ..ir.registry import TRACING
 
 REFUSED = "Optimizer", "LBFGS", "SparseAdam"
-"""The base class, and optimisers that run the model themselves or need sparse gradients."""
+"""The base class, and optimisers that call the model themselves or need sparse gradients."""
 
 
 class TorchLoss(Registered):
@@ -28,13 +28,13 @@ class TorchLoss(Registered):
     ----------
     name : str or callable
         A class of torch.nn, such as CrossEntropyLoss. In a YAML file also MODULE:NAME from an imported module: a class,
-        or a function of (outputs, labels), tensors with channels first.
+        or a function of the tensors (outputs, labels), with channels first.
     arguments : mapping, optional
-        Arguments of the constructor, or further arguments of the function. A list of numbers becomes a tensor.
+        Arguments of the constructor, or further arguments of the function. Lists of numbers are converted to tensors.
 
     Notes
     -----
-    The loss of an epoch or split is the mean over its batches, weighted by their numbers of samples.
+    The loss of an epoch or split is the mean over its batches, weighted by the number of samples in each batch.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class TorchLoss(Registered):
         self.ignore_index: int | None = getattr(self.criterion, "ignore_index", None)
 
     def check_output_shape(self, output_shape: tuple[int, ...], classes: int | None) -> None:
-        """Do nothing; PyTorch checks its own losses."""
+        """Do nothing, as PyTorch's losses check their inputs."""
 
     def denominator_per_sample(self, output_shape: tuple[int, ...]) -> int:
         """Return 1: the loss is already a mean."""
         return 1
 
     def check_labels(self, output: Any, labels: Any) -> None:
-        """Raise DataError if a classification loss gets labels that are not classes of an output (N, C, ...)."""
+        """Raise DataError if labels of a classification loss are not classes of an output (N, C, ...)."""
         if self.ignore_index is None or not (isinstance(output, torch.Tensor) and isinstance(labels, torch.Tensor)):
             return
         if labels.shape != output.shape and output.ndim > 1:
@@ -72,7 +72,7 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
     arguments : mapping, optional
         Arguments of the constructor other than the parameters, such as lr.
     schedule : Schedule, optional
-        Factor on the learning rate over the epochs.
+        Multiplier of the learning rate that changes over the epochs.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         names = [key for key in dir(torch.optim) if isinstance(getattr(torch.optim, key), type) and key not in REFUSED]
         self.constructor = _look_up(name, "torch.optim", torch.optim, names)
         self.options, self.schedule = dict(arguments or {}), schedule
-        optimizer = self.create([torch.nn.Parameter(torch.zeros(1, 1))])  # reports mistakes when the file is read
+        optimizer = self.create([torch.nn.Parameter(torch.zeros(1, 1))])  # reports errors when the file is read
         self.has_momentum = bool({"momentum", "betas"} & optimizer.defaults.keys())
 
     def create(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -157,7 +157,7 @@ def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:
         return unwrap(name)
     if name not in names:
         raise ConfigError(
-            f"name: '{name}' is not in {origin}{suggest(name, names)} (or MODULE:NAME of a module given by --import)"
+            f"name: '{name}' is not in {origin}{suggest(name, names)} (or MODULE:NAME, with --import MODULE)"
         )
     return getattr(package, name)
 

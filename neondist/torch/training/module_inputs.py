@@ -18,7 +18,7 @@ from .losses_and_optimizers import call_checked
 
 
 def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return images (n, *tile, C) as (n, C, *tile); integer labels as int64, target images also channels first."""
+    """Return images (n, *tile, C) and target images as (n, C, *tile), and integer labels as int64."""
     if labels is not None:
         labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
         labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)
@@ -29,7 +29,7 @@ def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch
 def expected_image(module: nn.Module) -> tuple[int, int | None]:
     """Return the number of spatial axes and channels of a module's images, from its first convolution.
 
-    The first in registration order; (2, None) for a module without any.
+    This is the first in registration order; the result is (2, None) for a module without convolutions.
     """
     for layer in module.modules():
         kernel, channels = getattr(layer, "kernel_size", None), getattr(layer, "in_channels", None)
@@ -52,12 +52,13 @@ def apply_feed(
     shape, dtype
         Expected shape and dtype of the features.
     images : GlobalArray
-        The whole images, tiled as they are read. Labels of a tile with margin are cropped to this rank's own cells.
+        The whole images, in the tiles that ranks read. Labels of a tile with a margin are cropped to this rank's own
+        cells.
 
     Raises
     ------
     ConfigError
-        The function fails or returns something else.
+        The function fails, or does not return features of this shape and dtype and labels.
     """
     result = call_checked("feed", feed, x, targets)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -66,18 +67,18 @@ def apply_feed(
     for kind, tensors in (("features", [features]), ("labels", pytree.tree_leaves(labels))):
         for tensor in tensors:
             if not (isinstance(tensor, torch.Tensor) or (targets is None and kind == "labels")):
-                raise ConfigError(f"feed: {kind} are a {type(tensor).__name__}; return a torch.Tensor")
+                raise ConfigError(f"feed: returns {kind} of type {type(tensor).__name__}; return a torch.Tensor")
     if tuple(features.shape) != shape or features.dtype != dtype:
         raise ConfigError(
-            f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected {dtype} of shape {shape}:"
-            " samples, channels and this rank's tile; change feed, or set shape: [channels, *spatial]"
+            f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected {dtype} of shape {shape}"
+            " (samples, channels and this rank's tile); change feed, or set shape: [channels, *spatial]"
         )
-    features = features.contiguous()  # in channels-last, some strided convolutions crash PyTorch 2.13
+    features = features.contiguous()  # channels-last inputs of some strided convolutions crash PyTorch 2.13
     return features, pytree.tree_map(partial(_own_labels, images), labels) if images.tiles.may_overlap else labels
 
 
 def _own_labels(images: GlobalArray, labels: Any) -> Any:
-    """Return labels cropped to this rank's own cells, given those of all cells that it reads."""
+    """Return labels cropped to this rank's own cells, given the labels of all cells that it reads."""
     if not isinstance(labels, torch.Tensor) or tuple(labels.shape[-len(images.extent) :]) != images.own.shape:
         return labels
     index: tuple[Any, ...] = (..., *own_slices_in_tile(images, images.grid.tile_box(images.extent)))

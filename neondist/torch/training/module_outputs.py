@@ -1,4 +1,4 @@
-"""Conversion of a module's outputs and labels for metrics and files, and its loss block by block."""
+"""Conversion of a module's outputs and labels for metrics and files, and its loss computed block by block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def channels_last(output: Any) -> np.ndarray:
 
 
 def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np.ndarray:
-    """Return labels as metrics expect them; NaN, for which metrics are undefined, if they do not match the output."""
+    """Return labels as metrics expect them; if they do not match the output, return NaN, so that metrics are NaN."""
     targets = channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
     targets = np.asarray(pytree.tree_leaves(targets)[0])
     if targets.shape == (*y.shape[:-1], 1) != y.shape:
@@ -42,7 +42,7 @@ def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np
 
 
 class CellLoss:
-    """A mean loss of outputs and labels (n, *cells, C), as a sum over cells and its divisor."""
+    """A mean loss of outputs and labels (n, *cells, C), as a sum over cells and a denominator."""
 
     has_weighted_mean = True
 
@@ -50,17 +50,17 @@ class CellLoss:
         self.ignore_index, self._weights = loss.ignore_index, getattr(loss.criterion, "weight", None)
         if getattr(loss.criterion, "reduction", None) != "mean":
             raise ConfigError(
-                "loss: is not a mean over cells, so it needs whole images; give more memory or use more ranks"
+                "loss: is not a mean over cells, so whole images are needed; give more memory, or use more ranks"
             )
         self._sum_criterion = copy(loss.criterion)
         self._sum_criterion.reduction = "sum"
 
     def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
-        """Return 0: nothing is summed over a sample first."""
+        """Return 0, as no partial results are summed over a sample before the loss."""
         return 0
 
     def local_sum(self, y: np.ndarray, targets: np.ndarray, sum_over_tiles: Any = None) -> float:
-        """Return the sum; NaN for labels that `metric_targets` could not convert."""
+        """Return the sum over the cells; NaN if `metric_targets` could not convert the labels."""
         if targets.dtype.kind == "f" and np.isnan(targets).any():
             return float("nan")
         try:
@@ -71,7 +71,7 @@ class CellLoss:
             raise
 
     def local_denominator(self, shape: Sequence[int], targets: np.ndarray) -> float:
-        """Return the total weight of the labels that are not ignored; without classes, the number of elements."""
+        """Return the total weight of the labels that are not ignored; for other targets, the number of elements."""
         if self.ignore_index is None:
             return float(prod(shape))
         if targets.ndim == len(shape):
@@ -81,7 +81,7 @@ class CellLoss:
 
 
 class OwnedTotals:
-    """Sums of the ranks' counts over their own outputs; outputs held by several ranks count once."""
+    """Sums over the ranks of counts over their outputs; outputs that several ranks have count once."""
 
     def __init__(self, grid: ProcessGrid, owns: bool) -> None:
         self.owns = owns

@@ -1,4 +1,4 @@
-"""Plan of a module in an experiment, with the interface that runs, `neondist check` and benchmarks expect."""
+"""Plan of a module in an experiment, with the interface required by training, `neondist check` and benchmarks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ checks before a pass, reductions of a few bytes, are not counted"""
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """Interface of a module's plan for runs, `neondist check` and benchmarks; it has no corresponding neondist layers.
+    """Plan of a module, which has no neondist layers, with the interface of a layer model's plan.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class ModulePlan:
     weights_bytes : int
         Bytes of parameters and buffers.
     trained : tuple of str
-        Names of the parameters that require gradients, aliases included.
+        Names of the parameters that require gradients, including aliases.
     parameters : ParameterPlan
         Trained parameters on which outputs depend, without aliases.
     memory_limit : int or None
@@ -63,7 +63,7 @@ class ModulePlan:
     note : str
         Description of fused segments or blocks.
     wide_tiles : Partition or None
-        Tiles of the image that ranks read, if they overlap.
+        Tiles of the image that ranks read, if these overlap.
     """
 
     grid: GridShape
@@ -109,7 +109,7 @@ class ModulePlan:
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
         slots = 0 if optimizer is None else optimizer.slots_per_parameter
         parameters = ParameterPlan(_updated_parameters(module, steps), grid, dtype, slots, strategy)
-        if precision.has_16_bit_operands:  # and copies of the weights
+        if precision.has_16_bit_operands:  # weights are also copied
             steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
         note, overlaps = (lowering.group_description, lowering.widened_ranges) if lowering else ("", ())
         wide = _tiles_with_overlap(overlaps, input_shape[:-1], mesh)
@@ -117,19 +117,19 @@ class ModulePlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of a rank in a forward pass without gradients, including weights, images and outputs."""
+        """Bytes that a rank needs in a forward pass without gradients, including weights, images and outputs."""
         image_bytes = sum(self.steps.values[end].nbytes for end in (self.steps.inputs[0], self.output.id))
         return self.weights_bytes + self.steps.peak()[0] + IMAGE_COPIES * image_bytes
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The first output's global shape, channels last, without the batch."""
+        """Global shape of the first output, channels last, without the batch."""
         shape = self.output.shape[1:]
         return (*shape[1:], *shape[:1])
 
     @property
     def output(self) -> Value:
-        """The first output that is a tensor."""
+        """First output that is a tensor."""
         return self.steps.values[next(out for out in self.steps.outputs if isinstance(out, int))]
 
     @property
@@ -139,7 +139,7 @@ class ModulePlan:
 
     @property
     def first_windowed_layer(self) -> None:
-        """None: a module has no layers whose views could be drawn."""
+        """None, as a module has no neondist layers whose views could be drawn."""
 
     @property
     def min_extent(self) -> int:
@@ -163,7 +163,7 @@ class ModulePlan:
     def reduction_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'.
 
-        Excludes the loss.
+        The reduction of the loss is not included.
         """
         counts = Counter({GRADIENTS: self.parameters.reduction_bytes(rank)})
         for (kind, name, _), count in self._activation_traffic(rank).items():
@@ -178,12 +178,12 @@ class ModulePlan:
         return {name: count for name, count in counts.items() if count}
 
     def benchmark_row_of(self, name: str) -> str:
-        """Return the name of a step in tables; other names are unchanged."""
+        """Return the name of a step's row in tables; names that are not steps are returned unchanged."""
         return self._row_by_step.get(name, name)
 
     @property
     def benchmark_rows(self) -> dict[str, str]:
-        """The rows of tables and their kinds, empty for merged modules."""
+        """Rows of tables; the values, which name layer classes in other plans, are empty."""
         return dict.fromkeys(self._row_by_step.values(), "")
 
     def costs(self) -> dict[str, StepCosts]:
@@ -204,7 +204,7 @@ class ModulePlan:
 
     @property
     def max_training_memory(self) -> int:
-        """Bytes in training of the rank that needs the most."""
+        """Bytes needed in training by the rank that needs the most."""
         return self.memory(self.all_costs.max_memory_rank)
 
     @cached_property
@@ -213,12 +213,12 @@ class ModulePlan:
         total = self.all_costs.total
         kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
         sums, moved = kinds.count("sum"), self.all_costs.memory_traffic()
-        neighbours = min(8, self.grid.tiles - 1)  # of a tile; messages per step are not counted
+        neighbours = min(8, self.grid.tiles - 1)  # estimate: the neighbours of a tile
         messages = (len(kinds) - sums) * neighbours
         return Workload(total.flops, moved, messages, total.max_sent_bytes, sums, total.summed, self.parameters)
 
     def memory_traffic(self, rank: int = 0) -> int:
-        """Return the minimum bytes that a training step reads and writes; the same for all ranks."""
+        """Return the minimum number of bytes that a rank reads and writes in a training step."""
         return self.all_costs.memory_traffic() + self.parameters.memory_traffic(rank)
 
     def table(self) -> Any:
@@ -230,14 +230,14 @@ class ModulePlan:
         notes = [f"{counted(len(self.steps.steps), 'step')}; memory is that of rank {rank}, which needs the most"]
         peak = report.format_size(self.max_training_memory)
         arrays = "parameters, optimiser, values and gradients"
-        notes.append(f"planned peak: {peak}, for {arrays}; --measure-memory: of the process")
+        notes.append(f"planned peak: {peak}, for {arrays}; --measure-memory measures the whole process")
         if sums:
             notes.append(f"gradient reduction: {report.format_size(sums)} per rank and step")
         if sent:
             notes.append(f"gradients to owners and values back: {report.format_size(sent)} sent per rank and step")
         if self.all_costs.uncounted_steps:
             names = ", ".join(dict.fromkeys(self.all_costs.uncounted_steps))
-            notes.append(f"flops without those of {names}, which could not be counted")
+            notes.append(f"flops exclude {names}, which could not be counted")
         rows = [(name, cost, self._output_shape_text(name)) for name, cost in costs.items()]
         return report.module_costs_table(rows, total, [*notes, *filter(None, [self.note])], TABLE_LEGEND)
 
@@ -266,7 +266,7 @@ class ModulePlan:
 
 
 def _tiles_with_overlap(overlaps: Sequence[NeededRanges], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
-    """Return the tiles of images that ranks read, if larger than their own."""
+    """Return the tiles of images that ranks read, if larger than the ranks' own tiles; else None."""
     if not overlaps or not overlaps[0]:
         return None
     ranges = (overlaps[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))

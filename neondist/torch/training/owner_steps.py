@@ -1,4 +1,4 @@
-"""Partitioned steps of a script's optimisers: each rank updates the parts of parameters that it owns."""
+"""Partitioned steps of a script's optimisers; each rank updates the parts of parameters that it owns."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .losses_and_optimizers import TorchOptimizer, updates_any
 
 
 class OwnerSteps:
-    """Partitions the `step` of every optimiser of some parameters over the ranks, under a strategy with owners.
+    """Partitioning of every `step` of the optimisers of some parameters over the ranks, under a strategy with owners.
 
-    Gradients stay whole on every rank, for clipping and other readers. During a step an optimiser's `param_groups` and
-    state hold this rank's parts; afterwards the updated values are received from their owners. `state_dict` is that of
+    Gradients stay whole on every rank, for clipping and other uses. During a step an optimiser's `param_groups` and
+    state contain this rank's parts; afterwards the updated values are received from their owners. `state_dict` is as in
     a single process. Steps, `state_dict` and `load_state_dict` are collective.
 
     Parameters
     ----------
     tensors : mapping of str to torch.nn.Parameter
-        The parameters; their data become views of one flat buffer.
+        Parameters whose data become views of one flat buffer.
     grid : ProcessGrid
     planned : ParameterPlan
     """
@@ -51,13 +51,13 @@ class OwnerSteps:
         grid.on_close(hooks.register_optimizer_step_pre_hook(self._begin_step).remove)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Replace an optimiser's parameters by this rank's parts, with their gradients."""
+        """Replace an optimiser's parameters and gradients by this rank's parts."""
         if self._is_exposing_parts or not updates_any(optimizer, self._part_by_id):
             return
         if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise ConfigError(
                 f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__}.step got a closure;"
-                " call backward before step(), or use the strategy AllReduce"
+                " call backward and then step() without a closure, or use the strategy AllReduce"
             ).on_all_ranks()
         self._adopt_optimizer(optimizer)
         self.grid.check("step", {"the optimizer": type(optimizer).__name__})
@@ -70,14 +70,14 @@ class OwnerSteps:
         self._replace_parameters(optimizer, self._part_by_id)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Restore the whole parameters, with the values of their owners."""
+        """Restore the whole parameters, with values received from their owners."""
         if optimizer in self._adopted_optimizers and not self._is_exposing_parts:
             self._replace_parameters(optimizer, self._whole_by_part_id)
             self.parameters.broadcast_from_owners()
 
     @contextmanager
     def expose_own_parts(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context in which an optimiser has this rank's parts and steps without hooks."""
+        """Context in which an optimiser's parameters are this rank's parts, and its steps run without hooks."""
         self._adopt_optimizer(optimizer)
         self._replace_parameters(optimizer, self._part_by_id)
         self._is_exposing_parts = True
@@ -99,7 +99,7 @@ class OwnerSteps:
         for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._part_by_id]:
             part, slots = self._part_by_id[id(tensor)], optimizer.state.pop(tensor)
             optimizer.state[part] = {slot: self._own_slot_part(part, slot, value) for slot, value in slots.items()}
-        # not a global hook: virtual ranks share those, and end while others are still in a step
+        # not a global hook, as virtual ranks share global hooks and may end while others are still in a step
         self.grid.on_close(optimizer.register_step_post_hook(self._end_step).remove)
         optimizer.register_state_dict_pre_hook(self._begin_state_dict)
         optimizer.register_state_dict_post_hook(self._end_state_dict)
@@ -132,7 +132,7 @@ class OwnerSteps:
         self._replace_parameters(optimizer, self._whole_by_part_id)
 
     def _own_slot_part(self, part: nn.Parameter, slot: str, value: Any) -> Any:
-        """Return this rank's part of an optimiser's state of a whole parameter."""
+        """Return this rank's part of a value in an optimiser's state, which belongs to a whole parameter."""
         name = self._name_by_part_id.get(id(part))
         _, share = (None, None) if name is None else self.parameters.shards[name]
         if share is None or slot == "step" or not isinstance(value, torch.Tensor) or name is None:
@@ -141,7 +141,7 @@ class OwnerSteps:
         return self.parameters.part(share, value).clone() if value.shape == shape else value
 
     def _gather_slot(self, part: nn.Parameter, slot: str, value: Any) -> Any:
-        """Return the whole of an optimiser's state of a parameter, given this rank's part. Collective."""
+        """Return a value in an optimiser's state for the whole parameter, given this rank's part. Collective."""
         shard, share = self.parameters.shards[self._name_by_part_id[id(part)]]
         if share is None or not isinstance(value, torch.Tensor) or value.shape != part.shape:
             return value
@@ -154,10 +154,10 @@ class OwnerSteps:
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether updating two halves of a parameter equals updating the whole, given the defaults."""
+    """Return whether an optimiser with these defaults updates two halves of a parameter like the whole."""
     parameters = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     try:
         return TorchOptimizer(type(optimizer), options).elementwise
-    except ConfigError:  # cannot be constructed from its defaults
+    except ConfigError:  # the optimiser cannot be constructed from its defaults
         return False

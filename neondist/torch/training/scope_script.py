@@ -30,7 +30,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
     model : torch.nn.Module
     optimizer : torch.optim.Optimizer
     owners : OwnerSteps, optional
-        Divides the optimiser's steps.
+        Object that partitions the optimiser's steps over the ranks.
     grid : ProcessGrid
     """
 
@@ -46,7 +46,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
 
     @classmethod
     def create(cls, scope: ModuleScope, owners: OwnerSteps | None) -> list[Any]:
-        """Return the script of a scope's model and the schedulers of its optimiser.
+        """Return the adapter for a scope's model and optimiser, followed by the optimiser's schedulers.
 
         Raises
         ------
@@ -59,7 +59,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
             raise ConfigError(
                 f"session: the scope has {counted(len(scope.models), 'model')} and"
                 f" {counted(len(optimizers), 'optimizer')}, but a session"
-                " takes one of each: combine the modules, and create the optimizer before the session"
+                " takes one of each; combine the modules, and create one optimizer before the session"
             ).on_all_ranks()
         schedulers = [item for item in _live_instances(LRScheduler) if item.optimizer is optimizers[0]]
         inner = {id(part) for item in schedulers for part in getattr(item, "_schedulers", ())}
@@ -72,7 +72,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
         return type(self.model).__name__
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return the model's state and this rank's parts of the optimiser's."""
+        """Return the model's state and this rank's parts of the optimiser's state."""
         names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
         weights = self._whole(state_tensors(self.model))
         if self.owners is None:
@@ -86,7 +86,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
 
 
 def _live_instances(kind: type) -> list[Any]:
-    """Return the living objects of a class: optimisers and schedulers are not registered when they are created."""
+    """Return all existing objects of a class, as optimisers and schedulers are not registered on creation."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 

@@ -29,7 +29,8 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
     ----------
     module : DistributedModule
     optimizer : torch.optim.Optimizer, optional
-        Optimiser of its parameters: a DistributedOptimizer, or one replicated on every rank. None: nothing is trained.
+        Optimiser of the module's parameters: a DistributedOptimizer, or an optimiser replicated on every rank. None:
+        nothing is trained.
     """
 
     def __init__(self, module: DistributedModule, optimizer: torch.optim.Optimizer | None) -> None:
@@ -43,7 +44,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
 
     @classmethod
     def of(cls, parts: Iterable[Any]) -> tuple[ModuleScriptAdapter | None, list[Any]]:
-        """Return the script of the distributed module and its optimiser, None without one, and the other parts.
+        """Return the adapter for the distributed module and its optimiser (None without a module), and other parts.
 
         Raises
         ------
@@ -68,12 +69,13 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         optimizers = optimizers or [module.optimizer for module in modules if module.optimizer is not None]
         if len(modules) > 1 or len(optimizers) > 1:
             raise ConfigError(
-                f"model: {counted(len(modules), 'module')} and {counted(len(optimizers), 'optimizer')}; a session"
-                " takes one of each:"
-                " combine the modules"
+                f"model: {counted(len(modules), 'module')} and {counted(len(optimizers), 'optimizer')} given, but a"
+                " session takes one of each; combine the modules"
             )
         if optimizers and not modules:
-            raise ConfigError(f"model: {type(optimizers[0]).__name__} without its module; give [module, optimizer]")
+            raise ConfigError(
+                f"model: {type(optimizers[0]).__name__} is given without its module; give [module, optimizer]"
+            )
         return (cls(modules[0], optimizers[0] if optimizers else None) if modules else None), rest
 
     @property
@@ -90,7 +92,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
             )
 
     def count_step_and_sum_flags(self) -> None:
-        """Count a step and read the flags of all ranks, which arrive with the gradients of a divided optimiser."""
+        """Count a step and sum the flags of all ranks; a DistributedOptimizer has summed them with the gradients."""
         if self.divided is None:
             super().count_step_and_sum_flags()
         else:
@@ -119,7 +121,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
         own_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
         all_states = self.grid.world.allgather(own_state)
-        states = sorted(set(all_states))  # usually all ranks but the first have the same
+        states = sorted(set(all_states))  # usually all ranks but the first have the same state
         return {
             "groups": to_plain("param_groups", groups, "keep it outside the optimizer's parameter groups"),
             "forwards": self.counted.step,
@@ -127,10 +129,10 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         }
 
     def restore_settings(self, settings: Mapping[str, Any]) -> None:
-        """Restore the result of `settings`; additional ranks take the random state of the last one."""
+        """Restore the result of `settings`; additional ranks take the random state of the last saved rank."""
         groups = require_json_type("'groups'", settings.get("groups"), list)
         if len(groups) != len(self._groups):
-            raise ValueError(f"has {len(groups)} parameter groups, the optimizer {len(self._groups)}")
+            raise ValueError(f"has {len(groups)} parameter groups, but the optimizer has {len(self._groups)}")
         for group, saved_group in zip(self._groups, groups, strict=True):
             saved = from_plain(group, require_json_type("a group of parameters", saved_group, dict))
             group.update({name: value for name, value in saved.items() if name != "params"})

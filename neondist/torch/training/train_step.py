@@ -17,7 +17,7 @@ from ..ir.registry import TRACING
 
 @contextmanager
 def compute_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
-    """Make PyTorch compute in a precision on the device of a module: by autocast, or with TF32 operands."""
+    """Context in which PyTorch computes in a precision, by autocast or with TF32 operands, on a module's device."""
     device = next((p.device.type for p in module.parameters()), "cpu")
     dtype = getattr(torch, precision.name) if precision.has_16_bit_operands else None
     with torch.autocast(device, dtype, enabled=precision.has_16_bit_operands), ExitStack() as stack:
@@ -32,7 +32,7 @@ def compute_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]
 class ModuleStep(TrainStep):
     """Training step of a TorchModel."""
 
-    trainable: Any  # a TorchModel, whose module imports this one
+    trainable: Any  # TorchModel, which cannot be imported here: its file imports this one
 
     def save_for_rollback(self) -> Callable[[], None]:
         """Save the module's buffers, and return a function that restores them."""
@@ -47,7 +47,7 @@ class ModuleStep(TrainStep):
         return restore
 
     def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
-        """Run forward and backward, and synchronise the gradients."""
+        """Run a forward and backward pass, and synchronise the gradients."""
         trainable, parameters = self.trainable, self.trainable.built_parameters
         parameters.reset_gradients()
         with trainable.grid.observers.observe("cost"):
@@ -66,7 +66,7 @@ class ModuleStep(TrainStep):
         return first_nonfinite_on_any_rank(self.trainable.grid.world, bad) or "the sum of the gradients over all ranks"
 
     def update_parameters(self) -> None:
-        """Update the parameters that this rank owns, and receive the others."""
+        """Update the parameters that this rank owns, and receive the others from their owners."""
         # optimisers behave differently while another thread traces
         with self.trainable.built_parameters.updating(), TRACING:
             self.trainable.apply_scheduled_rates()

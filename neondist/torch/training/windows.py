@@ -1,4 +1,4 @@
-"""Sliding-window application of a classifier of tiles to an image."""
+"""Sliding-window application of a classifier to an image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...plan.blocks import OutputBlocks
 from .module_outputs import channels_last
 
 MAX_CELLS_PER_BATCH = 1 << 21
-"""Cells of all windows of one call of the module."""
+"""Maximum total number of cells in the windows of one call of the module."""
 
 
 class WindowScores(OutputBlocks):
@@ -25,14 +25,14 @@ class WindowScores(OutputBlocks):
     Parameters
     ----------
     module : nn.Module
-        From windows (n, C, *window) to scores (n, classes); it is set to evaluation mode.
+        Module that maps windows (n, C, *window) to scores (n, classes); it is set to evaluation mode.
     dtype : numpy.dtype
-        Dtype of its parameters.
+        Dtype of the module's parameters.
     shape : (*spatial, C)
         Shape of the image.
     window, stride : int
-        Cells along each axis of a window, and between the first cells of neighbours. Windows that are not entirely
-        inside the image are left out.
+        Number of cells along each axis of a window, and distance between neighbouring windows. Windows that are not
+        entirely inside the image are left out.
     size : (*spatial,)
         Extents of a block of the map; the last blocks along an axis may be smaller.
 
@@ -90,7 +90,8 @@ class WindowScores(OutputBlocks):
                 output = self.module(windows)
         except Exception as error:
             line = str(error).strip().split("\n")[0]
-            raise ConfigError(f"{subject} fails: {type(error).__name__}: {line}; give --windows of its size") from error
+            problem = f"{subject} fails: {type(error).__name__}: {line}"
+            raise ConfigError(f"{problem}; set --windows to the module's input size") from error
         try:
             scores = channels_last(output)
         except StopIteration:

@@ -211,5 +211,5 @@ def test_uncounted_steps_are_named():
 
     plan = make_plan(GridShape(1, 1, 5))
     next(step for step in plan.steps.steps if step.kind == "local" and step.name[:5] == "last:").run = run
-    assert "flops without those of last:aten.linear.default, which could not be counted" in plan.describe()
+    assert "flops exclude last:aten.linear.default, which could not be counted" in plan.describe()
     assert 0 < plan.all_costs.total.flops < counted

@@ -324,8 +324,8 @@ MISTAKES = {
         "model.gather_at=[head]",
         r"gather_at: the module has no submodule named 'head'; see named_modules\(\)",
     ),
-    "feed": ("model.feed=nets:not_moved", r"feed: features are .* expected .* of shape \(8, 1, 13, 11\): samples.*"),
-    "labels": ("model.feed=nets:as_arrays", r"feed: labels are a ndarray; return a torch\.Tensor"),
+    "feed": ("model.feed=nets:not_moved", r"feed: features are .* expected .* of shape \(8, 1, 13, 11\) \(samples.*"),
+    "labels": ("model.feed=nets:as_arrays", r"feed: returns labels of type ndarray; return a torch\.Tensor"),
     "no labels": ("model.feed=nets:alone", r"feed: must return \(features, labels\), got Tensor"),
     "backend": ("backend=numpy", r"(.*: )?backend: 'numpy', but a TorchModel computes with PyTorch; leave it out"),
     "accumulate": (
