@@ -1,7 +1,7 @@
-"""Conversion between PyTorch modules and models of neondist layers, where every part has an exact counterpart.
+"""Conversion between PyTorch modules and models of neondist layers, if every part has an exact counterpart.
 
-network: builder of layers. operators: ATen operators to layers. from_torch: a module's graph to a model. to_torch: a
-model to a module.
+network: builder of a network of layers. operators: conversion of ATen operators to layers. from_torch: conversion of
+a module's graph to a model. to_torch: conversion of a model to a module.
 """
 
 from .from_torch import from_torch

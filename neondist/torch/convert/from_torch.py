@@ -46,23 +46,24 @@ def from_torch(
         A module on the CPU with one input and one output, all parameters trainable, and all submodules in the same
         mode.
     example_shape : (N, C, *spatial) or (N, C)
-        Global shape, of the whole batch and image.
+        Global shape of the whole batch and image.
     grid : ProcessGrid, optional
-        Default: all ranks (distributed models), or this process alone (serial ones).
+        Grid of the model. Default: all ranks for distributed models, this process alone for serial models.
     model : class, optional
-        Default: ConvnetDist, or MLPDist for vectors. A serial class, such as Convnet, has serial layers.
+        Class of the model. Default: ConvnetDist, or MLPDist for vectors. A serial class, such as Convnet, gets serial
+        layers.
     **arguments
-        Arguments of the class: cost, optimizer, seed, ... Default of dtype: the module's.
+        Arguments of the class: cost, optimizer, seed, ... `dtype` defaults to the module's dtype.
 
     Returns
     -------
     Model
-        A built model; layers are named after the modules they come from.
+        A built model, whose layers are named after the modules from which they were converted.
 
     Raises
     ------
     UnsupportedOperator
-        No layer corresponds to an operator; the message names it, the module and the user's file and line.
+        No layer corresponds to an operator; the message names the operator, the module, and the user's file and line.
     """
     shape = tuple(example_shape)
     kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
@@ -90,18 +91,18 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[Network, TracedValue]:
-    """Return the network in training, and its output; that in evaluation must be the same, apart from layers' modes."""
+    """Return the network of training mode and its output; evaluation must give the same network except for modes."""
     mismatched = [name for name, part in module.named_modules() if part.training != module.training]
     if mismatched:
         raise ConfigError(
             f"module '{mismatched[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole module is"
-            " not; layers share one mode: call train() or eval() on the whole module"
+            " not, and layers share one mode; call train() or eval() on the whole module"
         )
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {_dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_dtype_name(default)}
     if dtypes not in ({"float32"}, {"float64"}):
         raise ConfigError(
-            f"the module is in {', '.join(sorted(dtypes))}; a model has either float32 or float64 parameters"
+            f"the module has parameters in {', '.join(sorted(dtypes))}; convert all to float32, or all to float64"
         )
     dtype = getattr(torch, *dtypes)
     numbering: dict[Any, int] = {}
@@ -114,8 +115,8 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
         state.restore()
     if networks[True][1].value_number != networks[False][1].value_number:
         raise ConfigError(
-            f"{type(module).__name__} computes something else in evaluation than in training, apart from dropout"
-            " and batch normalisation, which layers cannot; use neondist.torch.distribute, which takes any module"
+            f"{type(module).__name__} differs between training and evaluation in more than dropout and batch"
+            " normalisation, unlike a model of layers; use neondist.torch.distribute, which accepts such modules"
         )
     return networks[True]
 
@@ -128,7 +129,7 @@ def _convert_module(
     program = capture_module(module, shapes)
     try:
         return _fill_network(program, Network(shape, dtype, module.training, numbering))
-    except UnsupportedOperator:  # its decomposition, which is slower, may have layers
+    except UnsupportedOperator:  # the operator's decomposition, which is slower, may have layers
         return _fill_network(decompose(program, module, shapes), Network(shape, dtype, module.training, numbering))
 
 
@@ -145,8 +146,8 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
     inputs = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
     if len(results) != 1 or len(inputs) != 1 or not isinstance(results[0], torch.fx.Node):
         raise ConfigError(
-            f"the module has {counted(len(inputs), 'input')} and {counted(len(results), 'output')}; a model has"
-            " exactly one of each"
+            f"the module has {counted(len(inputs), 'input')} and {counted(len(results), 'output')}; convert a module"
+            " with exactly one of each"
         )
     mutations = {  # results that are written to buffers
         result: spec.target
@@ -183,12 +184,12 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
     if not isinstance(last, TracedValue):
         raise ConfigError("the module's output is not computed from its input; return the output of a layer")
     if not last.has_layer_axes:
-        net.refuse(f"its output has shape {last.shape}, but a layer's would have {last.layer_shape} for each sample")
+        net.refuse(f"its output has shape {last.shape}, but the layer's output is {last.layer_shape} for each sample")
     return net, last
 
 
 def _convert_node(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator as a layer."""
+    """Convert an operator to a layer, and return the layer's output."""
     target = node.meta.get("out_of_place", node.target)
     place = node_location(node)
     net.where = OperatorPosition(str(target), place.module, place.source)
@@ -202,7 +203,7 @@ def _convert_node(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
     first = bound.get("x", net.input)
     if not isinstance(first, TracedValue):
-        return net.refuse("only values computed from the input have a layer")
+        return net.refuse("only values computed from the input can be converted to layers")
     try:
         return conversion.function(net, **bound)
     except (ConfigError, ShapeError) as error:

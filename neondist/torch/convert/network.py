@@ -1,4 +1,4 @@
-"""Builder of a network of layers, value by value, and its nesting into containers."""
+"""Builder of a network of layers, one value at a time, and nesting of the layers into containers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TracedValue(NamedTuple):
     Attributes
     ----------
     step : int
-        Index: 0 is the network's input, and each step adds one.
+        Index of the step that computes the value; 0 is the network's input.
     shape : tuple of int
         Shape of the tensor (N, C, *spatial), or its current reshape, such as (N, C * H * W).
     layer_shape : tuple of int
         Shape of the layer's output without the batch: (*spatial, C), or (C,).
     value_number : int
-        Value number: equal for equal computations, ignoring layers that are the identity in evaluation.
+        Number of the computation: equal for equal computations, ignoring layers that are the identity in evaluation.
     """
 
     step: int
@@ -52,7 +52,7 @@ class TracedValue(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A layer, or a container that joins values; `is_global_mean` if it takes the mean of the whole image."""
+    """A layer, or a container that joins values; `is_global_mean`: the layer takes the mean of the whole image."""
 
     layer: Layer | None
     join: type[Branches] | None
@@ -62,18 +62,18 @@ class Step(NamedTuple):
 
 
 class Network:
-    """The layers so far, and the operator being converted.
+    """The layers converted so far, and the operator being converted.
 
     Attributes
     ----------
     training : bool
-        Whether the graph is that of training.
+        Whether the graph was captured in training mode.
     where : OperatorPosition
         Location of the operator in the user's program.
     out : fake tensor
-        Its result, or the first of several.
-    joined_values : dict of numbers to TracedValue
-        Concatenations of these values.
+        Result of the operator, or its first result.
+    joined_values : dict of tuple of int to TracedValue
+        Existing concatenations, by the steps of the concatenated values.
     weights : dict of str to array
         Arrays from the module by '<layer>/<parameter>'.
     """
@@ -105,9 +105,9 @@ class Network:
         weights : dict of str to (ModuleTensor, function)
             The layer's arrays, as functions of the module's tensors.
         is_global_mean : bool
-            Whether it takes the mean of the whole image.
+            Whether the layer takes the mean of the whole image.
         identity_in_eval : bool
-            Whether it is the identity in evaluation.
+            Whether the layer is the identity in evaluation.
         """
         weights = weights or {}
         layer.name = self._new_layer_name()
@@ -122,7 +122,7 @@ class Network:
         """Append a container that joins values of the same extent, and return its output."""
         for value in values:
             if not isinstance(value, TracedValue):
-                self.refuse("only values computed from the input have a layer")
+                self.refuse("only values computed from the input can be converted to layers")
         layer_shape = values[0].layer_shape
         if kind is Concat:
             layer_shape = (*layer_shape[:-1], sum(value.layer_shape[-1] for value in values))
@@ -130,7 +130,7 @@ class Network:
         return self._append(Step(None, kind, tuple(value.step for value in values), self.where), layer_shape, number)
 
     def reshape(self, x: TracedValue, shape: Shape) -> TracedValue:
-        """Return a value in another shape, with elements in PyTorch's order."""
+        """Return a value with another shape, whose elements are in PyTorch's order."""
         if len(shape) == 2 and len(x.layer_shape) > 1 and prod(x.layer_shape[:-1]) == 1:  # one cell is its own mean
             means = x.step > 0 and self.steps[x.step - 1].is_global_mean
             at = self.steps[x.step - 1].inputs[0] if means else x.step
@@ -147,7 +147,7 @@ class Network:
         return tuple(weight.data.shape)
 
     def refuse(self, why: str = "it has no corresponding layer", where: OperatorPosition | None = None) -> Any:
-        """Raise UnsupportedOperator."""
+        """Raise UnsupportedOperator for the current operator, or for the operator at `where`."""
         raise UnsupportedOperator(
             where or self.where, why, action="become a layer", remedy="neondist.torch.distribute takes any module"
         )
@@ -156,7 +156,7 @@ class Network:
         """Return the chain of layers and containers from the input to a value."""
         dominators = [0]
         depth = [0]
-        for step in self.steps:  # nearest value on all paths from the input
+        for step in self.steps:  # the dominator is the nearest value on all paths from the input
             nearest = step.inputs[0]
             for other in step.inputs[1:]:
                 while nearest != other:
@@ -173,7 +173,7 @@ class Network:
                 step = self.steps[position - 1]
                 if step.layer is not None:
                     if position in done:
-                        self.refuse("its result goes into branches that are not nested", step.where)
+                        self.refuse("its result is used in branches that are not nested", step.where)
                     done.add(position)
                     nodes.append(step.layer)
                 elif step.join is not None:
@@ -187,7 +187,7 @@ class Network:
         shape = tuple(self.out.shape)
         has_layer_axes = layer_shape == (*shape[2:], *shape[1:2])
         if not shape or shape[0] != self.batch or not (has_layer_axes or prod(shape[1:]) == prod(layer_shape)):
-            self.refuse(f"its output has shape {shape}, but a layer's would have {layer_shape} for each sample")
+            self.refuse(f"its output has shape {shape}, but the layer's output is {layer_shape} for each sample")
         if self.out.dtype != self.dtype:
             self.refuse(f"its output is {self.out.dtype}, but the module's parameters are {self.dtype}")
         self.steps.append(step)
@@ -205,10 +205,10 @@ class Network:
         if not isinstance(tensor, ModuleTensor) or tensor.data is None:
             return self.refuse(f"its {name.rpartition('/')[2]} is not a parameter or buffer of the module")
         if id(tensor.data) in self._used_tensor_ids:
-            self.refuse(f"'{tensor.name}' is used twice, but layers cannot share parameters")
+            self.refuse(f"its parameter '{tensor.name}' is used twice, but layers cannot share parameters")
         if tensor.trained == name.endswith(BATCH_STATISTICS_SUFFIXES):
             state = "is trained" if tensor.trained else "is not trained (requires_grad=False)"
-            self.refuse(f"'{tensor.name}' {state}, unlike the layer's {name.rpartition('/')[2]}")
+            self.refuse(f"its tensor '{tensor.name}' {state}, unlike the layer's {name.rpartition('/')[2]}")
         self._used_tensor_ids.add(id(tensor.data))
         data = tensor.data.detach().cpu()
         self.weights[name] = (data if transform is None else transform(data)).numpy().copy()

@@ -1,4 +1,4 @@
-"""Conversion of ATen operators to layers: one function each, which takes the operator's arguments by name."""
+"""Conversion of ATen operators to layers, by functions that take the operator's arguments by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .network import Network, TracedValue
 
 
 class Conversion(NamedTuple):
-    """Converter of an operator to layers: the layers' names, and the arguments it needs."""
+    """Converter of an operator to layers, the names of the layers, and the requirements on the operator's arguments."""
 
     function: Callable[..., Any]
     layers: str
@@ -44,7 +44,7 @@ def conversion_table() -> list[tuple[str, str, list[str]]]:
 
 
 def _spatial_axes(net: Network, x: TracedValue, axes: int = 0) -> int:
-    """Return the number of spatial axes; reject reshaped values, and numbers other than `axes`."""
+    """Return the number of spatial axes; reject reshaped values, and numbers of axes other than `axes`, if given."""
     spatial = len(x.shape) - 2
     if not x.has_layer_axes or (axes and spatial != axes):
         net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")
@@ -94,7 +94,7 @@ def transposed_convolution(
 
 @converts_to("FCLayer", "linear.default")
 def linear(net: Network, x: TracedValue, weight: Any, bias: Any) -> TracedValue:
-    """Of a vector or a flattened image; rows of the weight are reordered."""
+    """Only of a vector or a flattened image; rows of the weight are reordered."""
     if len(x.shape) != 2 or x.shape[0] != net.batch:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
     out, *extent = net.parameter_shape(weight)[0], *x.layer_shape[-1:], *x.layer_shape[:-1]
@@ -120,7 +120,7 @@ def batch_norm(
     net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float,
     eps: float, training: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """With weight, bias and running statistics; training uses batch statistics, evaluation running ones."""
+    """Only with weight, bias and running statistics; batch statistics in training, running statistics in evaluation."""
     _spatial_axes(net, x)
     if training != net.training:
         net.refuse(
@@ -139,7 +139,7 @@ def batch_norm_composite(
     net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float, **_: Any,
 ) -> Any:  # fmt: skip
-    """With weight, bias and running statistics; training uses batch statistics, evaluation running ones."""
+    """Only with weight, bias and running statistics; batch statistics in training, running statistics in evaluation."""
     y, *_, mean, var = batch_norm(net, x, weight, bias, running_mean, running_var, momentum, eps, training)
     return (y, mean, var) if training else y
 
@@ -148,7 +148,7 @@ def batch_norm_composite(
 def group_norm(
     net: Network, x: TracedValue, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any
 ) -> TracedValue:
-    """With weight and bias, or without both."""
+    """With weight and bias, or without either."""
     _spatial_axes(net, x)
     return net.append(
         layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias)
@@ -159,9 +159,9 @@ def group_norm(
 def layer_norm(
     net: Network, x: TracedValue, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
 ) -> TracedValue:
-    """Over a whole sample; with weight and bias only for vectors."""
+    """Only over a whole sample; with weight and bias, only for vectors."""
     if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.layer_shape) > 1):
-        net.refuse(f"normalises {tuple(normalized_shape)} of {x.shape[1:]} with elementwise scales")
+        net.refuse(f"it normalises {tuple(normalized_shape)} of {x.shape[1:]} with elementwise scales")
     return net.append(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias))
 
 
@@ -170,7 +170,7 @@ def instance_norm(
     net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     momentum: float, eps: float, **_: Any,
 ) -> TracedValue:  # fmt: skip
-    """Without running statistics."""
+    """Only without running statistics."""
     _spatial_axes(net, x)
     if running_mean is not None or not use_input_stats:
         net.refuse("it has running statistics")
@@ -184,7 +184,7 @@ def _norm_weights(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
 
 
 def _fit_windows(net: Network, x: TracedValue, kernel: Any, stride: Any, padding: Any) -> tuple[tuple[Any, ...], bool]:
-    """Return kernel, stride and padding by side that give the output extent, and whether ceil_mode extends it."""
+    """Return kernel, stride, and padding by side for the output extent, and whether ceil_mode adds cells."""
     n = _spatial_axes(net, x)
     sizes, steps, pads = _as_tuple(kernel, n), _as_tuple(stride or kernel, n), _as_tuple(padding, n)
     sides, beyond = [], False
@@ -201,9 +201,9 @@ def _fit_windows(net: Network, x: TracedValue, kernel: Any, stride: Any, padding
 def max_pool(
     net: Network, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> TracedValue:
-    """Without dilation."""
+    """Only without dilation."""
     if any(d != 1 for d in _as_tuple(dilation, 1)):
-        net.refuse(f"dilation {tuple(dilation)}")
+        net.refuse(f"it has dilation {tuple(dilation)}")
     windows, _ = _fit_windows(net, x, kernel_size, stride, padding)
     return net.append(layers.MaxPoolingLayer(*windows), x)
 
@@ -213,13 +213,13 @@ def avg_pool(
     net: Network, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
     divisor_override: int | None = None,
 ) -> TracedValue:  # fmt: skip
-    """Without divisor_override; ceil_mode with padding only if count_include_pad=False."""
+    """Only without divisor_override; ceil_mode with padding only if count_include_pad=False."""
     if divisor_override is not None:
-        net.refuse(f"divisor_override {divisor_override}")
+        net.refuse(f"it has divisor_override {divisor_override}")
     windows, beyond = _fit_windows(net, x, kernel_size, stride, padding)
     padded = any(before for before, _ in windows[2])
     if beyond and padded and count_include_pad:
-        net.refuse("ceil_mode counts padding, but not the cells beyond it")
+        net.refuse("with ceil_mode, it counts padding but not the cells beyond the padding")
     return net.append(layers.AvgPoolingLayer(*windows, count_include_pad=count_include_pad and not beyond), x)
 
 
@@ -236,7 +236,7 @@ def adaptive_pool(net: Network, x: TracedValue, output_size: Any) -> Any:
         sizes = {-(-(i + 1) * n // m) - start for i, start in enumerate(starts)}
         steps = {b - a for a, b in pairwise(starts)} or {1}
         if len(sizes) > 1 or len(steps) > 1:
-            net.refuse(f"windows of different sizes, or unevenly spaced, make {m} cells of {n}")
+            net.refuse(f"windows of different sizes, or unevenly spaced, are needed to make {m} cells of {n}")
         windows.append((*sizes, *steps))
     kernel, stride = zip(*windows, strict=True)
     if "max" in net.where.operator:
@@ -246,9 +246,9 @@ def adaptive_pool(net: Network, x: TracedValue, output_size: Any) -> Any:
 
 @converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
 def mean(net: Network, x: TracedValue, dim: Any, keepdim: bool, dtype: Any) -> TracedValue:
-    """Over all cells of the image."""
+    """Only over all cells of the image."""
     if not _spatial_axes(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
-        net.refuse(f"its dimensions {dim} are not the spatial ones")
+        net.refuse(f"its dimensions {dim} are not the spatial dimensions")
     if keepdim:
         return net.append(layers.AvgPoolingLayer(x.layer_shape[:-1]), x, is_global_mean=True)
     return net.append(layers.GlobalAvgPoolingLayer(), x)
@@ -264,23 +264,23 @@ ACTIVATION_BY_OPERATOR: dict[str, type[layers.Activation]] = {
 
 @converts_to("ActivationLayer", *ACTIVATION_BY_OPERATOR)
 def activation(net: Network, x: TracedValue, dim: int | None = None, **_: Any) -> TracedValue:
-    """softmax only over the channels."""
+    """Softmax only over the channels."""
     if dim is not None and not (x.has_layer_axes and dim % len(x.shape) == 1):
-        net.refuse(f"dimension {dim} of {x.shape} is not the channels")
+        net.refuse(f"its dimension {dim} of {x.shape} is not the channels")
     return net.append(layers.ActivationLayer(ACTIVATION_BY_OPERATOR[net.where.operator.removeprefix("aten.")]()), x)
 
 
 @converts_to("DropoutLayer", "native_dropout.default")
 def dropout(net: Network, x: TracedValue, p: float, train: bool | None) -> tuple[Any, ...]:
-    """In training only; random numbers differ from PyTorch's, but are the same on every grid."""
+    """Only in training; random numbers differ from PyTorch's, but are the same on every grid."""
     if not net.training:
-        net.refuse("it also drops in evaluation")
+        net.refuse("it also drops values in evaluation")
     return net.append(layers.DropoutLayer(p), x, identity_in_eval=True) if p else x, None
 
 
 @converts_to("DropoutLayer", "dropout.default")
 def dropout_composite(net: Network, x: TracedValue, p: float, train: bool) -> TracedValue:
-    """In training only; random numbers differ from PyTorch's, but are the same on every grid."""
+    """Only in training; random numbers differ from PyTorch's, but are the same on every grid."""
     return dropout(net, x, p, train)[0] if train else x
 
 
@@ -288,10 +288,10 @@ def dropout_composite(net: Network, x: TracedValue, p: float, train: bool) -> Tr
     "UpsampleLayer", *(f"{kind}{n}d.vec" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
 )
 def nearest_upsampling(net: Network, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
-    """By integer factors."""
+    """Only by integer factors."""
     factors = _integer_factors(net, x, scale_factors)
-    if max(factors) > 40 and "exact" not in net.where.operator:  # 41 is the first that fails in float32
-        net.refuse(f"PyTorch rounds factors {factors} so that some cells are not repeated as often")
+    if max(factors) > 40 and "exact" not in net.where.operator:  # 41 is the first factor that float32 rounds
+        net.refuse(f"PyTorch rounds its factors {factors}, so some cells are repeated less often than others")
     return net.append(layers.UpsampleLayer(factors), x)
 
 
@@ -299,9 +299,9 @@ def nearest_upsampling(net: Network, x: TracedValue, output_size: Any, scale_fac
 def linear_upsampling(
     net: Network, x: TracedValue, output_size: Any, align_corners: bool, scale_factors: Any
 ) -> TracedValue:
-    """By integer factors, align_corners=False."""
+    """Only by integer factors, with align_corners=False."""
     if align_corners:
-        net.refuse("align_corners=True")
+        net.refuse("it has align_corners=True")
     return net.append(layers.UpsampleLayer(_integer_factors(net, x, scale_factors), "bilinear"), x)
 
 
@@ -310,7 +310,7 @@ def _integer_factors(net: Network, x: TracedValue, scales: Any) -> tuple[int, ..
     factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.layer_shape, strict=False))
     exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.layer_shape, factors, strict=False))
     if not exact or (scales is not None and _as_tuple(list(scales), n) != factors):
-        net.refuse(f"{x.layer_shape[:-1]} to {tuple(net.out.shape[2:])} is not an integer factor")
+        net.refuse(f"its scaling from {x.layer_shape[:-1]} to {tuple(net.out.shape[2:])} is not an integer factor")
     return factors
 
 
@@ -321,23 +321,23 @@ PADDING_MODE_BY_TORCH_NAME = {"constant": "zeros", "reflect": "reflect", "replic
 def pad(
     net: Network, x: TracedValue, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> TracedValue:
-    """Of spatial axes, in any mode; negative padding, only in mode 'constant', crops."""
+    """Only of spatial axes, in any mode; negative padding, which crops, only in mode 'constant'."""
     n = _spatial_axes(net, x)
     if len(pad) > 2 * n or (mode != "constant" and min(pad) < 0):
-        net.refuse(f"pads {tuple(pad)} in mode '{mode}'")
+        net.refuse(f"it pads {tuple(pad)} in mode '{mode}'")
     sides = [*zip(pad[::2], pad[1::2], strict=True), *[(0, 0)] * n][:n][::-1]
     return net.append(layers.PadLayer(tuple(sides), PADDING_MODE_BY_TORCH_NAME[mode], fill=float(value or 0)), x)
 
 
 @converts_to("CropLayer", "slice.Tensor")
 def crop(net: Network, x: TracedValue, dim: int, start: int | None, end: int | None, step: int) -> TracedValue:
-    """Of spatial axes, with step 1."""
+    """Only of spatial axes, with step 1."""
     first, last, stride = slice(start, end, step).indices(x.shape[dim])
     if (first, last, stride) == (0, x.shape[dim], 1):
         return x
     axis = dim % len(x.shape) - 2
     if axis < 0 or stride != 1 or last <= first:
-        net.refuse(f"[{start}:{end}:{step}] of dimension {dim} of {x.shape}")
+        net.refuse(f"it takes [{start}:{end}:{step}] of dimension {dim} of {x.shape}")
     sides = [(0, 0)] * _spatial_axes(net, x)
     sides[axis] = first, x.shape[dim] - last
     return net.append(layers.CropLayer(tuple(sides)), x)
@@ -345,20 +345,20 @@ def crop(net: Network, x: TracedValue, dim: int, start: int | None, end: int | N
 
 @converts_to("Sum", "add.Tensor")
 def add(net: Network, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
-    """Of values of the same shape."""
+    """Only of values of the same shape."""
     if alpha != 1 or not isinstance(other, TracedValue) or (x.shape, x.layer_shape) != (other.shape, other.layer_shape):
-        net.refuse("adds a constant or a tensor of another shape")
+        net.refuse("it adds a constant or a tensor of another shape")
     return net.join_values(layers.Sum, [x, other])
 
 
 @converts_to("Concat", "cat.default")
 def cat(net: Network, tensors: Sequence[Any], dim: int) -> TracedValue:
-    """Along the channels."""
+    """Only along the channels."""
     if not all(isinstance(x, TracedValue) and x.has_layer_axes for x in tensors) or dim % len(tensors[0].shape) != 1:
-        net.refuse(f"concatenates constants, or along dimension {dim}, which is not the channels")
+        net.refuse(f"it concatenates constants, or concatenates along dimension {dim}, which is not the channels")
     if len(tensors) == 1:
         return tensors[0]
-    for n in range(len(tensors), 1, -1):  # DenseNets concatenate repeatedly: nest the branches
+    for n in range(len(tensors), 1, -1):  # nest the branches of repeated concatenations, as in DenseNets
         joined = net.joined_values.get(tuple(x.step for x in tensors[:n]))
         if joined is not None:
             return cat(net, [joined, *tensors[n:]], dim)
@@ -371,11 +371,11 @@ _RESHAPING_OPERATORS = "view reshape _unsafe_view flatten.using_ints squeeze squ
 
 @converts_to("none", *(name if "." in name else f"{name}.default" for name in _RESHAPING_OPERATORS.split()))
 def reshape(net: Network, x: TracedValue, **_: Any) -> TracedValue:
-    """Flatten the result for a linear layer, or restore its shape."""
+    """Only to flatten a value for a linear layer, or to restore its shape."""
     return net.reshape(x, net.out.shape)
 
 
 @converts_to("none", "clone.default", "alias.default", "contiguous.default")
 def identity(net: Network, x: TracedValue, **_: Any) -> TracedValue:
-    """Removed."""
+    """The operator is removed."""
     return x

@@ -23,9 +23,9 @@ Shape = tuple[int, ...]
 def to_torch(model: Model) -> nn.Module:
     """Convert a model to an equivalent PyTorch module, with copies of its weights.
 
-    It maps (N, C, *spatial) to (N, C', *spatial') or (N, features), and agrees with the model in training and
+    The module maps (N, C, *spatial) to (N, C', *spatial') or (N, features), and agrees with the model in training and
     evaluation, including running statistics; only dropout draws different random numbers. It shares no memory with the
-    model, runs in a single process, and can be exported with `torch.onnx.export`. A chain of layers becomes an
+    model, runs in a single process, and can be exported with `torch.onnx.export`. A chain of layers is converted to an
     nn.Sequential. Collective.
 
     Parameters
@@ -36,14 +36,14 @@ def to_torch(model: Model) -> nn.Module:
     Raises
     ------
     ConfigError
-        If a layer has no counterpart in PyTorch; the message names it.
+        A layer has no counterpart in PyTorch; the message names the layer.
     """
     state = model.state()
     return module_with_weights(model, model.input_shape, state)
 
 
 def module_with_weights(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
-    """Return the module of a model, which need not be built, with these arrays."""
+    """Return a model's module with these arrays; the model need not be built."""
     return _Converter({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
         model.layers, input_shape
     )
@@ -70,7 +70,7 @@ class ConcatModule(SumModule):
 
 
 class L2Pool(nn.Module):
-    """Root of the sum of squares over each window; the gradient at zero is zero instead of NaN."""
+    """Root of the sum of squares over each window, with gradient zero instead of NaN at zero."""
 
     def __init__(self, kernel: Shape, stride: Shape) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class AvgPoolIgnoringPadding(nn.Module):
 
 
 class LocalContrast(nn.Module):
-    """(x - local mean) / max(min_deviation, local deviation); the sample's mean deviation if that is None."""
+    """(x - local mean) / max(min_deviation, local deviation); min_deviation None: the sample's mean deviation."""
 
     def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], min_deviation: float | None) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class LocalFilters(nn.Module):
         windows, n = self.pad(x), len(self.kernel)
         weights: torch.Tensor = self.weight
         for axis, (kernel, stride) in enumerate(zip(self.kernel, self.stride, strict=True)):
-            windows = windows.unfold(2 + axis, kernel, stride)  # at last (N, C, *spatial, *kernel)
+            windows = windows.unfold(2 + axis, kernel, stride)  # finally (N, C, *spatial, *kernel)
         cells = windows.shape[2 : 2 + n]
         for axis, (block, count) in enumerate(zip(self.block, cells, strict=True)):
             if block > 1:
@@ -205,7 +205,7 @@ def _padding_modules(
     sides: Sequence[tuple[int, int]], shape: Shape, mode: str | Sequence[str] = "zeros", fill: float = 0.0
 ) -> list[nn.Module]:
     """Return modules that pad or crop an image."""
-    if not isinstance(mode, str):  # one axis after the other
+    if not isinstance(mode, str):  # pad one axis after the other
         by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
         return [
             pad for pads, mode_ in zip(by_axis, mode, strict=True) for pad in _padding_modules(pads, shape, mode_, fill)
@@ -225,7 +225,7 @@ def _padding_modules(
 def _split_padding(window: Any, shape: Shape, half: bool = False) -> tuple[Shape, list[nn.Module]]:
     """Return the padding argument of a module, and modules for padding that it does not support.
 
-    A pooling module pads at most `half` of its kernel.
+    With `half`, as in pooling modules, the argument may be at most half of the kernel.
     """
     sizes = zip(window.padding, window.kernel, strict=True)
     if window.mode == "zeros" and all(a == b and (a <= k // 2 or not half) for (a, b), k in sizes):
@@ -234,7 +234,7 @@ def _split_padding(window: Any, shape: Shape, half: bool = False) -> tuple[Shape
 
 
 def _rename_weights(arrays: Tensors, transform: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-    """Return 'weights', transformed, and 'bias' under PyTorch's names."""
+    """Return the transformed 'weights', and 'bias', under PyTorch's names."""
     return {"weight": transform(arrays["weights"])} | {name: array for name, array in arrays.items() if name == "bias"}
 
 
@@ -331,7 +331,7 @@ def _local_filtering(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.M
 
 def _upsampling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     factors = layer.window_for(shape).factor
-    mode = "nearest" if max(factors) <= 40 else "nearest-exact"  # float32 rounds 1 / 41, which would skip cells
+    mode = "nearest" if max(factors) <= 40 else "nearest-exact"  # in float32, the rounding of 1 / 41 would skip cells
     if layer.mode != "nearest":
         mode = ("linear", "bilinear", "trilinear")[len(shape) - 2]
     return [nn.Upsample(scale_factor=tuple(map(float, factors)), mode=mode)]
