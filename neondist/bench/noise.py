@@ -15,8 +15,5 @@ def relative_noise(seconds: Sequence[float]) -> float:
 
 def noise_warnings(noise: float) -> list[str]:
     """Return a warning if times of the same work differed much."""
-    warning = (
-        f"timings of the same work differed by {noise:.0%}, probably because other programs are running; repeat the"
-        " benchmark on an idle machine"
-    )
+    warning = f"timings of the same work differed by {noise:.0%}; repeat the benchmark without other programs running"
     return [warning] if noise > NOISE_LIMIT else []

@@ -104,9 +104,7 @@ def _classification_yaml(folder: Path) -> str:
     elif len(classes) < 2:
         if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
             first = nested[0]
-            raise DataError(
-                f"{folder}: has no images, but {first.name}/ has subfolders with images; run neondist init {first}"
-            )
+            raise DataError(f"{folder}: has no images, but {first.name}/ has image folders; run neondist init {first}")
         if any(path.suffix in (".nc", ".nc4", ".zarr") for path in folder.iterdir()):
             raise DataError(f"{folder}: has NetCDF or Zarr files; for time series, adapt examples/climate.yaml")
         raise DataError(

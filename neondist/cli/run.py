@@ -191,7 +191,7 @@ def check(arguments: argparse.Namespace) -> int:
 
         emit("measuring a short run of rank 0 ...")
         peak = measure_peak_memory(experiment, experiment_grid_shape(experiment, ranks))
-        emit(f"measured peak: {format_size(peak)} for the process of rank 0, which also writes files and plots")
+        emit(f"measured peak: {format_size(peak)} for the whole process of rank 0, which also writes files and plots")
     return 0
 
 

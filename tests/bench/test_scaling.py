@@ -40,8 +40,7 @@ def test_warning_of_unstable_times(tmp_path):
     rows = bench_scaling(lambda ranks: make_report(ranks, next(seconds)), [1, 2], 4)
     _, page, *_ = write_scaling_report(tmp_path, rows, "title")
     assert page.read_text().endswith(
-        "timings of the same work differed by 50%, probably because other programs are running; repeat the benchmark on"
-        " an idle machine\n"
+        "timings of the same work differed by 50%; repeat the benchmark without other programs running\n"
     )
 
 

@@ -211,7 +211,7 @@ def test_init_for_volumes(tmp_path, monkeypatch, kind):
 def test_init_without_images(tmp_path, capsys):
     write_images(tmp_path / "split" / "train" / "cat", 1)
     assert main(["init", str(tmp_path / "split"), "--to", str(tmp_path / "x.yaml")]) == 2
-    assert "but train/ has subfolders with images; run neondist init" in capsys.readouterr().err
+    assert "but train/ has image folders; run neondist init" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     (tmp_path / "climate").mkdir()
     (tmp_path / "climate" / "1.nc").touch()

@@ -64,10 +64,7 @@ class BlockMesh(Mesh):
 
 
 class InputNorm(NamedTuple):
-    """Norm that uses statistics of its input.
-
-    Input and result, mean and variance (N·groups,) or (C,), and the definition of these statistics.
-    """
+    """Norm by statistics of its input: input, mean and variance (N·groups,) or (C,), their definition, and result."""
 
     x: Value
     mean: Value
@@ -123,8 +120,7 @@ class BlockLowering(Lowering):
     Parameters
     ----------
     axes : frozenset of int, optional
-        Axes that are partitioned into the blocks of one pass; default: each block is a separate pass, and all spatial
-        axes are partitioned.
+        Axes that are partitioned into the blocks of one pass; default: all spatial axes, and each block is a pass.
     """
 
     mesh: BlockMesh

@@ -130,10 +130,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     tensors = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(
-                f"the state {name!r} is a {type(value).__name__}, but files contain only tensors; remove it from the"
-                " state_dict"
-            )
+            raise ConfigError(f"the state {name!r} is a {type(value).__name__}, not a tensor; remove it")
     slots = {} if optimizer is None else optimizer_state_tensors(dict(model.named_parameters()), optimizer)
     return tensors | {OPTIMIZER_PREFIX + name: value for name, value in slots.items()}
 
@@ -147,8 +144,7 @@ def optimizer_state_tensors(
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise ConfigError(
-                "optimizer: has a parameter that does not belong to the model; create the optimizer from"
-                " model.parameters()"
+                "optimizer: has a parameter that is not the model's; create the optimizer from model.parameters()"
             )
         for slot, value in state.items():
             if value is not None and not isinstance(value, torch.Tensor):

@@ -73,9 +73,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
                 " session takes one of each; combine the modules"
             )
         if optimizers and not modules:
-            raise ConfigError(
-                f"model: {type(optimizers[0]).__name__} is given without its module; give [module, optimizer]"
-            )
+            raise ConfigError(f"model: {type(optimizers[0]).__name__} needs its module; give [module, optimizer]")
         return (cls(modules[0], optimizers[0] if optimizers else None) if modules else None), rest
 
     @property

@@ -149,7 +149,7 @@ def test_write_errors(tmp_path):
             optimizer = torch.optim.Adam([other])
             other.grad = torch.ones(1)
             optimizer.step()
-            with pytest.raises(nd.ConfigError, match="optimizer: has a parameter that does not belong to the model"):
+            with pytest.raises(nd.ConfigError, match="optimizer: has a parameter that is not the model's"):
                 ndt.save_weights(model, tmp_path / "model.safetensors", optimizer)
 
     loopback.run(2, body, timeout=20.0)
