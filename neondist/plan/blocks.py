@@ -17,11 +17,11 @@ from .section import PlannedSection
 
 Extent = tuple[int, ...]
 Ratio = tuple[int, int]
-IMAGE_COPIES = 4  # copies of an image and an output: being computed, read ahead, and being written
+IMAGE_COPIES = 4  # copies of a block's image and output in memory: in computation, read ahead, and being written
 _FILE_CHUNK_EXTENT = 256
-"""cells; extents of large blocks are multiples of it, so that each chunk of a file is in one block"""
+"""cells; extents of large blocks are multiples of this, so that each chunk of a file is in one block"""
 
-MAX_CACHED_BLOCK_KINDS = 4  # kinds of blocks kept ready: interior blocks are all of one kind, and borders come in turn
+MAX_CACHED_BLOCK_KINDS = 4  # kinds of blocks with cached sections: all interior blocks are of one kind
 
 
 class OutputBlocks(ABC):
@@ -32,9 +32,9 @@ class OutputBlocks(ABC):
     extent : (*spatial,)
         Extent of the output.
     size : (*spatial,)
-        Extent of a block; those at the end of an axis may be smaller.
+        Extent of a block; blocks at the end of an axis may be smaller.
     overlap : int
-        Overlap: cells after its own, along each axis, that a block shares with the next one.
+        Number of cells after its own that a block shares with the next block along each axis.
     """
 
     def __init__(self, extent: Extent, size: Sequence[int], overlap: int = 0) -> None:
@@ -63,12 +63,12 @@ class OutputBlocks(ABC):
 
     @cached_property
     def possibly_largest_blocks(self) -> list[int]:
-        """Numbers of the candidates for the largest block: along each axis, those at the ends and one inside."""
+        """Numbers of the blocks that may be the largest: along each axis, the first, the last, and one in between."""
         ends = ({0, self.largest_block_index(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
         return [block_number(place, self.blocks.parts) for place in product(*map(sorted, ends))]
 
     def largest_block_index(self, axis: int) -> int:
-        """Return a block inside the image that needs the most along an axis."""
+        """Return the index along an axis of an inner block, which needs the most cells along that axis."""
         return self.blocks.parts[axis] // 2
 
 
@@ -125,7 +125,7 @@ class BlockPlan(OutputBlocks):
         return max(self.section.memory_plan(number).num_elements for number in self.possibly_largest_blocks)
 
     def largest_block_index(self, axis: int) -> int:
-        """Return the block that needs the most along an axis."""
+        """Return the index along an axis of the block that needs the most cells along that axis."""
         return max(range(self.blocks.parts[axis]), key=lambda part: self._sum_of_value_extents(axis, part))
 
     def _sum_of_value_extents(self, axis: int, part: int) -> int:
@@ -144,9 +144,9 @@ class BlockPlan(OutputBlocks):
             for cells, channels in self.section.output_halo_plans(number)
             if not cells.trivial
         ]
-        # kept; and scratch of the kernels for the largest
+        # arrays of all cached kinds, and scratch of the kernels for the largest array
         extra = MAX_CACHED_BLOCK_KINDS * sum(added) + max(added, default=0)
-        extra += 2 * max(self.section.saved_bytes(number, 8), default=0) // 8  # saved by a layer, and its scratch
+        extra += 2 * max(self.section.saved_bytes(number, 8), default=0) // 8  # arrays that a layer saves, and scratch
         ends = IMAGE_COPIES * sum(self._value_elements(value, number) for value in (0, self.graph.output_value))
         return self.section.memory_plan(number).num_elements + extra + ends
 
@@ -182,7 +182,7 @@ class BlockPlan(OutputBlocks):
 
 
 def block_partition(extent: Extent, size: Extent, overlap: int = 0) -> OverlappingPartition:
-    """Return blocks of a size, overlapping by `overlap` cells; those at the end of an axis may be smaller."""
+    """Return blocks of a size, overlapping by `overlap` cells; blocks at the end of an axis may be smaller."""
     cuts = tuple(
         tuple((lo, min(lo + own + overlap, n)) for lo in range(0, n, own)) for n, own in zip(extent, size, strict=True)
     )
@@ -244,7 +244,7 @@ def find_blockwise_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: int, overlap: int = 0) -> BlockPlan:
-    """Return blocks of at most this size, smaller if one would need more than `max_elements` elements.
+    """Return blocks of at most this size, smaller if a block would need more than `max_elements` elements.
 
     Parameters
     ----------
@@ -284,15 +284,15 @@ def shrink_to_fit(
         if halves[axis] == size[axis]:
             raise ConfigError(
                 f"memory: even a block of {' x '.join(map(str, size))} takes"
-                f" {format_bytes(plan.max_block_elements * itemsize)}, but only"
-                f" {format_bytes(max(0, max_elements) * itemsize)} are available, most of it for layer"
-                f" '{plan.layer_with_largest_arrays()}'; give more memory, or use fewer ranks"
+                f" {format_bytes(plan.max_block_elements * itemsize)}, most of it for layer"
+                f" '{plan.layer_with_largest_arrays()}', but only"
+                f" {format_bytes(max(0, max_elements) * itemsize)} are available; give more memory, or use fewer ranks"
             )
         size = [halves[at] if at == axis else n for at, n in enumerate(size)]
 
 
 def _round_down(size: int, extent: int, period: int) -> int:
-    """Return the nearest smaller multiple of the network's period and, if large, of a file's chunks."""
+    """Return the nearest smaller multiple of the network's period and, if large, of the extent of a file's chunks."""
     if size >= extent:
         return extent
     steps = (lcm(period, chunk) for chunk in (_FILE_CHUNK_EXTENT, 1))

@@ -25,10 +25,10 @@ class SchemeChoice:
 
     Attributes
     ----------
-    layer : its name
-    scheme : as text
+    layer : name of the layer
+    scheme : the scheme as text
     seconds : time of its exchange and redundant computation in a training step
-    halo_seconds : the same with `halo`
+    halo_seconds : the same time with the scheme `halo`
     """
 
     layer: str
@@ -40,8 +40,8 @@ class SchemeChoice:
 def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: MachineProfile) -> list[SchemeChoice]:
     """Return the cheapest exact scheme of every layer with a halo on the grid.
 
-    Candidates: `halo` with scattered or gathered gradients for a single layer; `deep_halo` or, from the image on,
-    `overlap_tile` for a segment. Containers allow no `overlap_tile`, and segments do not leave their chain.
+    Candidates: `halo` with scattered or gathered gradients for a single layer; `deep_halo` for a
+    segment; `overlap_tile` for a segment that reads the image, outside containers. A segment stays within its chain.
     """
     chains = enumerate(chain.chains_with_input_shapes(input_shape))
     return [
@@ -68,7 +68,7 @@ def machine_profile_for(
 
 
 def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
-    """Set the schemes of layers, by name, before their model is built, and return whether any differs from before.
+    """Set the schemes of layers, by name, before their model is built; return whether any scheme changed.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def _runs_of_joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int
 
 
 class _SegmentSearch:
-    """Search for the cheapest cut of the layers with halos at `halo_indices` of one chain."""
+    """Search for the cheapest division of one chain's layers with halos, at `halo_indices`, into segments."""
 
     def __init__(
         self, links: Chain, halo_indices: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
@@ -140,7 +140,7 @@ class _SegmentSearch:
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
     def _needs_input_gradient(self, at: int) -> bool:
-        """Return whether the input of a layer needs a gradient: all but the images do."""
+        """Return whether the input of a layer needs a gradient: every input except the images does."""
         return not self.first or at > 0
 
     def _merge_costs(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:

@@ -42,7 +42,7 @@ def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np
     Parameters
     ----------
     kinds : iterable of PartKinds
-        For any partitions of images into this number of tiles.
+        Kinds of the parts of any images that are partitioned into this number of tiles.
     extra_keys : sequence of arrays (tiles,)
         Further numbers that distinguish tiles.
     """

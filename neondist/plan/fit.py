@@ -1,4 +1,4 @@
-"""Compilation of a plan, with the fastest stream if it does not fit in memory otherwise."""
+"""Compilation of a plan, with the fastest stream if the step does not fit in memory without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stream import Stream, work_per_sample
 Shape = tuple[int, ...]
 StreamCompiler = Callable[[Stream], Plan]
 MIN_STEP_BYTES_TO_HALVE = 64 << 20  # smallest memory of a step that is halved
-MAX_WORK_FACTOR_OF_HALVING = 1.3  # maximum factor of work for halving the memory of a step
+MAX_WORK_FACTOR_OF_HALVING = 1.3  # maximum factor by which the work may grow to halve the memory of a step
 
 
 def compile_plan(
@@ -61,8 +61,8 @@ def compile_plan(
                 with _prefix_errors_with_layer(chain, layer):
                     if layer.splits_outputs and step.output_value not in whole.sharded_vectors:
                         raise ConfigError(
-                            "split: outputs must be followed by fully connected layers with split: inputs, and"
-                            " needs an elementwise activation; use split: inputs"
+                            "'split: outputs' requires an elementwise activation, and fully connected layers with"
+                            " 'split: inputs' as the next layers; otherwise use 'split: inputs' in this layer"
                         )
                     plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, cuts))
         return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream, skipped_nodes=idle)
@@ -84,7 +84,7 @@ def _count_leading_parameterless_nodes(chain: Sequential, graph: Graph) -> int:
 
 
 def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions) -> Plan:
-    """Return the plan, or that of the fastest stream that fits in memory; with given rows per strip, the longest one.
+    """Return the plan, or one with the fastest stream (with given rows per strip, the longest) that fits in memory.
 
     Parameters
     ----------
@@ -114,9 +114,9 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
 
 
 def halve_memory_if_cheap(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions) -> Plan:
-    """Return the plan of a stream with half of the memory if that costs little, else the plan.
+    """Return a plan with a stream that halves the memory if this costs little, else the given plan.
 
-    Only on one tile: on several, strips would read more of the image than a tile's halo.
+    A stream is used only on one tile: on several tiles, strips would read more of the image than a tile and its halo.
     """
     if (
         plan.grid.tiles > 1
@@ -140,7 +140,7 @@ def _find_fastest_stream_plan(
     Parameters
     ----------
     most : float
-        Work from which on streams are ignored.
+        Streams that need at least this work are ignored.
     """
     graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
     ends = [nodes for nodes in range(len(graph.node_ends) - 1, 0, -1) if _can_stream(graph, nodes, plan.grid, regions)]
@@ -200,7 +200,7 @@ def _with_all_checkpoints(stream: Stream) -> Stream:
 
 
 def _fitting_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed: bool) -> list[tuple[float, Stream]]:
-    """Return (work, stream) for at least as many strips, keeping as much as fits to avoid recomputation; best first.
+    """Return (work, stream) for the stream's number of strips or more, with as many checkpoints as fit; best first.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def _fitting_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed:
     limit : int
         Bytes per rank.
     most : float
-        Work from which on more strips are not tried.
+        Streams that need at least this work are not tried.
     fixed : bool
         Whether the number of strips is fixed.
     """
@@ -233,7 +233,7 @@ def _fitting_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed:
         for largest in sorted(set(cuts.values())):
             nodes_kept = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
             cutting = strips
-            while cutting:  # less than proportional: strips also keep cells around their own
+            while cutting:  # memory falls less than proportionally: strips keep cells around their own
                 cut = stream.with_checkpoints(checkpointed_strips, nodes_kept, cutting)
                 kept = samples * itemsize * max(cut.kept_gradient_elements(tile) for tile in tiles)
                 if kept <= left:
@@ -248,7 +248,7 @@ def _fitting_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed:
 
 
 def _count_strips_that_fit(strips: int, needed: int, room: int) -> int:
-    """Return the number of strips that fit, if all of them together need `needed`."""
+    """Return the number of strips that fit in `room`, if all strips need `needed` in total."""
     return strips if needed <= room else strips * max(0, room) // needed
 
 

@@ -39,7 +39,7 @@ def compressed_reduction_bytes(
 def max_sparse_bytes_sent(
     parameter: Parameter, share: OwnerBoxes | None, rank: int, grid: GridShape, samples: int, itemsize: int
 ) -> int:
-    """Return an upper bound of the bytes that a rank sends in a step for a sparse parameter.
+    """Return an upper bound on the bytes that a rank sends in a step for a sparse parameter.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def max_sparse_bytes_sent(
         return 0
     if share is None:
         return others * (SPARSE_HEADER_BYTES + row_message_bytes(used, width, itemsize))
-    own = min(rows, -(-share.boxes[rank].size // width) + 1)  # an end may lie within a row
+    own = min(rows, -(-share.boxes[rank].size // width) + 1)  # + 1: a part may begin and end within rows
     gradients, values = (
         row_message_bytes(used + others, width, itemsize),
         others * row_message_bytes(own, width, itemsize),

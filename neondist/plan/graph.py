@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """One operation. Values are numbered: 0 is the network's input, and each step produces a new one.
+    """One operation. Values are numbered: 0 is the network's input, and each step produces a new value.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Graph:
     shapes : list of tuple
         The global shape of every value, without the batch.
     node_ends : list of (int, int)
-        For every number of nodes: the number of their steps, and their output value.
+        For every number of leading nodes: the number of their steps, and their output value.
     readers : list of list of int
         The steps that read each value.
     fused_activations : dict of step to step
@@ -66,13 +66,13 @@ class Graph:
         intermediate value does not exist.
     deferred_relu_gradients : dict of step to step
         Steps whose max(z, 0) is differentiated by the step after them (a pooling, which stores no position of
-        non-positive maxima, or a convolution, whose view it is), so that they need not reread their output.
+        non-positive maxima, or a convolution, whose view holds the output), so that they need not reread their output.
     recomputing_steps : dict of step to step
         Readers of a normalisation's output, each with the step that recomputes it in the backward pass.
     replicated_vector : int
-        A vector that stays replicated, whatever its readers want.
+        A vector that stays replicated even if its readers need only a shard.
     sharded_vectors : set of int
-        Vectors of which each rank of a replica holds its range only, because all readers want no more.
+        Vectors of which each rank of a replica holds only its own range, because no reader needs more.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Graph:
         self.recomputing_steps: dict[int, int] = {}
         for at in range(len(self.steps)):
             host = self._find_recomputing_step(at)
-            if host is not None and host not in self.recomputing_steps:  # that step needs its input
+            if host is not None and host not in self.recomputing_steps:  # the host recomputes from its own input
                 self.recomputing_steps[at] = host
         self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
 
@@ -152,7 +152,7 @@ class Graph:
         Parameters
         ----------
         needed : bool
-            Whether the gradient of its input is needed.
+            Whether the gradient of the step's input is needed.
         """
         cuts, (first, *_) = [], step.inputs
         if step.output_value in self.sharded_vectors and not (step.layer and step.layer.splits_outputs):
@@ -165,7 +165,7 @@ class Graph:
 
     @cached_property
     def producers(self) -> dict[int, int]:
-        """Step that produces each value; for an absorbed activation, the step before it."""
+        """Step that produces each value; for a fused activation, the step before it."""
         return {step.output_value: self.fused_activations.get(at, at) for at, step in enumerate(self.steps)}
 
     def producer_reads_output(self, value: int) -> bool:
@@ -202,7 +202,7 @@ def trace_needed_cells(
     needed : callable
         Returns the cells of a value that a layer needs for parts of its output.
     extra : dict of value to Partition
-        Cells that each part has of a value, needed or not.
+        Cells of a value that each part contains even if it does not need them.
     """
     regions = {graph.output_value: last}
     for step in reversed(graph.steps):
@@ -255,8 +255,8 @@ class GraphBuilder:
         outer, self._current, shape = self._current, layer, self.shapes[value]
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
-                f"needs an image, but its input is a vector of shape {shape}; put it before the fully connected or"
-                " global pooling layer"
+                f"needs an image, but its input is a vector of shape {shape}; put this layer before the fully"
+                " connected or global pooling layer"
             )
         output = self._append(layer, None, (value,), layer.output_shape_for(shape))
         self._current = outer

@@ -85,11 +85,11 @@ class LayerPlan:
         Global.
     grid : GridShape
     regions : pair of Partition or None
-        Cells of the input and of the output on each tile, if not the balanced ones.
+        Cells of the input and of the output on each tile; None: the balanced partition.
     needs_input_gradient : bool
-        Whether training needs the gradient of its input (not of the images).
+        Whether training needs the gradient of the layer's input; False if the input is the images.
     redistributions : list of VectorRedistribution
-        Redistributions of vectors for it; reduce-scatters replace its reductions.
+        Redistributions of vectors for the layer; reduce-scatters replace its reductions.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class LayerPlan:
         Whether the halo belongs to the output: added in the forward pass and gathered in the backward pass.
     trained_parameters : dict of name to Parameter
     parameters : int
-        Number of parameter elements, on all tiles together.
+        Number of parameter elements of the whole layer.
     reductions : list of Reduction
         Reductions over several ranks.
     """
@@ -134,7 +134,7 @@ class LayerPlan:
         self._output_halo = (
             PlannedExchange(outputs, self._halos[0][1], inputs, 0) if adds and outputs is not None else None
         )
-        # strips and blocks keep their own additions
+        # strips and blocks exchange no contributions to their outputs
         self._exchanges = [] if adds else [self._planned_exchange(shape, window) for shape, window in self._halos]
         self._gather = gathers and PlannedExchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
@@ -183,7 +183,7 @@ class LayerPlan:
     def forward_multiplications(self, tile: int) -> int:
         """Return the multiplications per sample of a tile's forward pass.
 
-        They are counted from the cells it computes, or from its weights if partitioned.
+        They are counted from the cells that the tile computes or, if weights are partitioned, from the tile's weights.
         """
         weights = self.trained_parameters.get("weights")
         if weights is None:
@@ -317,11 +317,11 @@ class LayerPlan:
         return self.classes.per_tile(self._return_message_sizes_of)
 
     def _gather_message_sizes_of(self, tile: int) -> list[int]:
-        """Return the message sizes of a tile's cells sent to the tiles that see them."""
+        """Return the sizes of the messages that send a tile's cells to the tiles that see them."""
         return _message_sizes((exchange.plan(tile).sends, exchange.channels) for exchange in self._exchanges)
 
     def _return_message_sizes_of(self, tile: int) -> list[int]:
-        """Return the message sizes of the adjoint: gradients of the cells that a tile sees, or of its outputs."""
+        """Return the sizes of the adjoint's messages: gradients of the cells that a tile sees, or of its outputs."""
         if self._gather is not None:
             return _message_sizes([(self._gather.plan(tile).sends, self._gather.channels)])
         return _message_sizes((exchange.plan(tile).receives, exchange.channels) for exchange in self._exchanges)
@@ -330,7 +330,7 @@ class LayerPlan:
         return self.regions[0] or self.grid.partition(shape[:-1])
 
     def _planned_exchange(self, shape: Shape, window: Window) -> PlannedExchange:
-        outputs = None if self.adds_output_halo else self.regions[1]  # with an output halo, only the tile itself
+        outputs = None if self.adds_output_halo else self.regions[1]  # with an output halo, the view is the tile
         return PlannedExchange(self._input_partition(shape), window, outputs, shape[-1])
 
 

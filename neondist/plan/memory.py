@@ -28,9 +28,9 @@ class LiveRange(NamedTuple):
 
 
 def pack_ranges(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
-    """Return an offset for every range, such that ranges alive together are disjoint, and the total length.
+    """Return an offset for every range, such that ranges with overlapping lifetimes are disjoint, and the total length.
 
-    First-fit in several orders; the shortest layout is returned. It rarely needs more than the peak of live elements.
+    Ranges are placed first-fit in several orders. The shortest layout rarely exceeds the peak of live elements.
     """
     orders: list[Callable[[LiveRange], tuple[int, ...]]] = [
         lambda live: (live.first_time - live.last_time, -live.elements_per_sample),
@@ -71,12 +71,12 @@ class MemoryPlan:
     ----------
     ranges : list of LiveRange
     view_ranges, gradient_ranges : dict of step to int
-        Ranges of a step's view of its input (where that is more than the value itself) and of the view's gradient: the
-        same one where the gradient overwrites the view.
+        Ranges of a step's view of its input (if larger than the value itself) and of the view's gradient; both
+        are one range if the gradient overwrites the view.
     value_ranges, sum_ranges : dict of value to int
         Ranges of values outside all views, and of sums of the gradients from several readers.
     summed_in_place : set of value
-        Values whose gradients from several readers are added into the first one.
+        Values whose gradients from several readers are added to the first of these gradients.
     view_of_value : dict of value to step
         Step whose view contains the value in its interior.
     rebuilt_view_ranges, border_ranges : dict of step to int
@@ -133,7 +133,7 @@ def plan_memory(
     Parameters
     ----------
     view_elements : for each step, the elements per sample of the view of its input, including the tile
-    has_window : whether the view is more than the input itself
+    has_window : whether the view is larger than the input itself
     can_overwrite : whether the view's gradient may overwrite the view
     value_elements : for each value, the elements of its tile
     needs_input_gradient : whether the gradient of the input is needed
@@ -158,7 +158,7 @@ def plan_memory(
 
     @cache
     def can_accumulate_in_first(value: int) -> bool:
-        """Return whether a value's gradient is accumulated in its first gradient, since nothing else reads that."""
+        """Return whether all gradients of a value are added to the first one, because nothing else reads that one."""
         *_, previous, first = sorted(graph.readers[value])
         step = steps[first]
         others = [v for v in step.inputs if v != value]
@@ -174,7 +174,7 @@ def plan_memory(
 
     @cache
     def gradient_end(value: int) -> int:
-        """Return the time of the last read of a value's gradient; joins pass theirs on unchanged."""
+        """Return the time of the last read of a value's gradient; joins pass their gradient on unchanged."""
         if value == 0:
             return end
         at = producers[value]

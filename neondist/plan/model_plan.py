@@ -86,7 +86,7 @@ class ModelPlan(Protocol):
 
     @property
     def label_extent(self) -> Shape:
-        """Extent of the label maps that the model expects; () for labels as the data set has them."""
+        """Extent of the label maps that the model expects; () if labels of any shape are used unchanged."""
 
     @property
     def workload(self) -> Workload:
@@ -119,7 +119,7 @@ class ModelPlan(Protocol):
         """Return the bytes that a rank holds in a training step."""
 
     def memory_traffic(self, rank: int) -> int:
-        """Return a lower bound of the bytes that a rank reads and writes in a training step."""
+        """Return a lower bound on the bytes that a rank reads and writes in a training step."""
 
     def memory_by_layer(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each layer or step and its maximum bytes on a rank."""

@@ -28,7 +28,7 @@ class ParameterPlan:
     grid : GridShape
     dtype : numpy.dtype
     slots_per_parameter : int
-        Optimiser state per parameter element.
+        Elements of optimiser state per parameter element.
     requested_strategy : StrategyBuilder or Strategy, optional
         Default: all ranks sum all gradients, and update all parameters.
     """
@@ -62,12 +62,12 @@ class ParameterPlan:
 
     @cached_property
     def shares(self) -> dict[str, OwnerBoxes]:
-        """Parts of parameters that ranks own, by full name, without those partitioned over the tiles."""
+        """Parts of parameters that ranks own, by full name; parameters partitioned over the tiles are left out."""
         return compute_owner_boxes(self.strategy, self.grid.size, self.untiled)
 
     @cached_property
     def compressors(self) -> dict[str, str]:
-        """Compressors of gradients by full parameter name; those of tiled parameters are not compressed."""
+        """Compressors of gradients by full parameter name; gradients of tiled parameters are not compressed."""
         return gradient_encodings(self.strategy, self.untiled, self.dtype.itemsize)
 
     @cached_property
@@ -126,7 +126,7 @@ class ParameterPlan:
     def redistribution_bytes(self, rank: int, samples: int = 0) -> int:
         """Return the bytes that a rank sends in a training step: gradients to their owners, and owned values.
 
-        For sparse parameters it is an upper bound for this number of samples of its replica.
+        For sparse parameters the result is an upper bound, given the number of samples of the rank's replica.
         """
         dense = [share for name, share in self.shares.items() if not self.parameters[name].max_rows_per_sample]
         owned, whole = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
@@ -151,5 +151,5 @@ class ParameterPlan:
         return max(self.memory(replica * self.grid.tiles + tile) for replica in replicas)
 
     def memory_traffic(self, rank: int) -> int:
-        """Return a lower bound of the bytes that an update reads and writes on a rank."""
+        """Return a lower bound on the bytes that an update reads and writes on a rank."""
         return self.dtype.itemsize * (3 + 2 * self.slots_per_parameter) * self.num_parameters_on(rank)

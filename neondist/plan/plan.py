@@ -57,9 +57,9 @@ class TrainingSettings:
 
 @dataclass
 class Plan(Sequence[LayerPlan]):
-    """The steps of a model on every rank of a grid; as a sequence, the plans of all its layers, in order.
+    """The steps of a model on every rank of a grid; as a sequence, it contains the plans of all layers, in order.
 
-    It is computed without MPI. `model.compiled` is the plan that runs; executed communication is checked against it.
+    It is computed without MPI. `model.compiled` is the plan that is executed; communication is checked against it.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Plan(Sequence[LayerPlan]):
     pretraining : dict of name to list
         For each pretraining stage, the elements per sample that each tile sends in a step.
     stream : Stream or None
-        Nodes executed in strips from the image on, so that the step fits in memory.
+        Leading nodes, which read the image and are executed in strips so that the step fits in memory.
     skipped_nodes : int
         Number of leading nodes that the backward pass skips, because they have no parameters.
     """
@@ -99,7 +99,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether images are read strip by strip; without a memory limit they are in memory, even with a stream."""
+        """Whether images are read strip by strip; without a memory limit, a stream reads whole images into memory."""
         return self.stream is not None and self.training.memory is not None
 
     @property
@@ -151,7 +151,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def benchmark_rows(self) -> dict[str, str]:
-        """Rows of a benchmark's table: the class of each, or the number of layers of a segment."""
+        """Rows of a benchmark's table, by name: the class of a layer, or the number of layers of a segment."""
         kinds = (
             (name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.layer_groups.items()
         )
@@ -187,7 +187,7 @@ class Plan(Sequence[LayerPlan]):
     def reduction_bytes(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions over ranks in a training step.
 
-        By layer, and under 'gradients' and 'loss', as the ledger records them; zeros are omitted.
+        The keys are the names of layers, 'gradients' and 'loss', as in the ledger; zeros are omitted.
         """
         size, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
@@ -208,7 +208,7 @@ class Plan(Sequence[LayerPlan]):
     def redistribution_bytes(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank sends in a training step to redistribute vectors, by layer.
 
-        Under 'gradients': gradients sent to their owners, and owned values sent to all ranks.
+        The key 'gradients' stands for gradients sent to their owners, and owned values sent to all ranks.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
@@ -270,10 +270,10 @@ class Plan(Sequence[LayerPlan]):
         return self.arena_bytes(replica, tile) + self.parameters.memory(rank)
 
     def memory_traffic(self, rank: int) -> int:
-        """Return a lower bound of the bytes that a rank reads and writes in a training step.
+        """Return a lower bound on the bytes that a rank reads and writes in a training step.
 
-        Views, outputs and their gradients, each read or written once, and the update; intermediate values of a segment
-        stay in the cache.
+        The bound includes views, outputs and their gradients, each read or written once, and the update; intermediate
+        values of a segment are assumed to stay in the cache.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         elements = 0
@@ -284,7 +284,7 @@ class Plan(Sequence[LayerPlan]):
         return self.itemsize * elements + self.parameters.memory_traffic(rank)
 
     def arena_bytes(self, replica: int, tile: int) -> int:
-        """Return the bytes of the block of all views and gradients, and of saved arrays and checkpoints.
+        """Return the bytes of the block that holds all views and gradients, and of saved arrays and checkpoints.
 
         Arrays with disjoint lifetimes share memory in the block.
         """
@@ -292,7 +292,7 @@ class Plan(Sequence[LayerPlan]):
         return self._bytes_outside_stream(replica, tile) + stream * self.max_live_samples(replica)
 
     def needed_bytes_with(self, stream: Stream | None) -> int:
-        """Return the bytes of the rank that needs the most, with a stream; None: without one."""
+        """Return the bytes of the rank that needs the most, with a stream (None: without a stream)."""
 
         def bytes_of(tile: int) -> int:
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.max_live_samples(0)
@@ -301,7 +301,7 @@ class Plan(Sequence[LayerPlan]):
         return max(map(bytes_of, self.tile_classes_with(stream).representatives))
 
     def tile_classes_with(self, stream: Stream | None) -> TileClasses:
-        """Return the classes of tiles that differ in more than position, with a stream."""
+        """Return the classes of tiles, given a stream; tiles of one class differ only in position."""
         values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
         values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
         values |= {cells for section in self.sections for cells in section.regions.values()}
@@ -340,7 +340,7 @@ class Plan(Sequence[LayerPlan]):
         return max((section.memory_plan(tile).num_elements for section in self.sections), default=0)
 
     def max_strip_elements(self, tile: int) -> int:
-        """Return the elements per sample that the largest segment needs in addition."""
+        """Return the elements per sample that the largest segment needs in addition to the arena."""
         return max((segment.max_strip_elements(tile) for segment in self.segments), default=0)
 
     @property

@@ -64,7 +64,7 @@ def overhead_seconds(
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
-    The exchange is that of the central tile, which has all neighbours; redundant computation is the growth of the
+    The exchange is counted for the central tile, which has neighbours on all sides, and redundant computation for the
     largest tile, for which all ranks wait.
 
     Parameters
@@ -83,7 +83,7 @@ def overhead_seconds(
 
 
 def gradient_gather_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
-    """Return the seconds of the exchanges of a layer that gathers in bprop; inf if it cannot."""
+    """Return the seconds of a layer's exchanges if it gathers gradients in bprop; inf if this is not possible."""
     layer, shape, _ = placed
     gathers = layer.gradient_shape_and_window_if_gathered(shape)
     if gathers is None:

@@ -20,7 +20,7 @@ TABLE_LEGEND = """\
 tile: output cells of a rank; view: input cells that they depend on, with padding
 halo: cells of the view owned by other ranks, per sample; maximum over ranks
 sent: halo bytes per training step, forward and backward; maximum and sum over ranks
-memory: view, its gradient, parameters and optimiser state on the rank using most memory;
+memory: view, its gradient, parameters and optimiser state on the rank using the most memory;
 a layer writes its outputs into the view of the next one"""
 _BYTE_COLUMNS = {"sent (max)": "max_sent_bytes", "sent (total)": "total_sent_bytes", "summed": "summed"}
 _UNITS_PER_SECOND = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
@@ -92,7 +92,8 @@ def layer_table(
 
     shown = LayerTable([*_shape_columns(plans), *_cost_columns(plans, costs)], split_at=5)
     notes = [
-        f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using most memory",
+        f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using the most"
+        " memory",
         *filter(None, [streamed]),
         *(f"{heading}: {_format_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
         *(
@@ -112,7 +113,7 @@ def module_costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: 
     rows : tuples of name, costs, text
         Costs are `neondist.torch.lowering.costs.StepCosts`; the text is the shape of the output.
     total : costs
-        Totals, on the rank with the maximum of each.
+        Totals; each is the maximum over ranks.
     """
     from rich.console import Group
     from rich.text import Text
@@ -150,7 +151,7 @@ def plan_headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch
 
 
 def grid_text(grid: GridShape) -> str:
-    """Return '6 ranks (1 replica, 3 rows, 2 cols)'."""
+    """Return a grid as text, such as '6 ranks (1 replica, 3 rows, 2 cols)'."""
     ranks = counted(grid.size, "rank")
     parts = {"replica": grid.replicas, "plane": grid.planes, "row": grid.rows, "col": grid.cols}
     return f"{ranks} ({', '.join(counted(n, name) for name, n in parts.items() if name != 'plane' or n > 1)})"
@@ -202,29 +203,29 @@ def _format_total_and_parts(counts: Mapping[str, int]) -> str:
 
 
 def join_extents(shape: Iterable[object]) -> str:
-    """Return '28×28×1'."""
+    """Return a shape as text, such as '28×28×1'."""
     return "×".join(map(str, shape))
 
 
 def _format_extents(boxes: Iterable[Box], channels: int) -> str:
-    """Return the extents of all tiles: '9-10×14×16'."""
+    """Return the extents of all tiles as text, such as '9-10×14×16'."""
     axes = zip(*(box.shape for box in boxes), strict=True)
     ranges = [(min(axis), max(axis)) for axis in axes]
     return join_extents([*(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in ranges), channels])
 
 
 def format_size(count: float) -> str:
-    """Return '12.3 kB'."""
+    """Return a number of bytes as text, such as '12.3 kB'."""
     return _format_in_units(count, ("B", "kB", "MB", "GB"), "TB")
 
 
 def format_count(count: float) -> str:
-    """Return '12.3 M'."""
+    """Return a number as text, such as '12.3 M'."""
     return _format_in_units(count, ("", "k", "M", "G"), "T").rstrip()
 
 
 def format_seconds(seconds: float) -> str:
-    """Return '12.3 ms'."""
+    """Return a time as text, such as '12.3 ms'."""
     if not seconds:
         return "-"
     return next(

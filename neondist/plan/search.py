@@ -89,7 +89,7 @@ def sort_choices(
     machine: Machine,
     resources: Resources | None = None,
 ) -> list[GridChoice]:
-    """Return every combination of plan and strategy, fastest first; strategies carry the schemes of a plan."""
+    """Return every combination of plan and strategy, fastest first; each strategy contains the schemes of its plan."""
     strategies: dict[tuple[str, tuple[ParameterSpec, ...]], Strategy] = {}
     candidates = []
     for item in plans:
@@ -112,14 +112,14 @@ def sort_choices(
 def choose_fastest(
     candidates: Sequence[GridChoice], limit: int | None, fit_plan: Callable[[ModelPlan, int], ModelPlan] | None = None
 ) -> tuple[GridChoice, GridChoice | None, list[str]]:
-    """Return the fastest choice within the memory limit, the runner-up, and why faster ones were excluded.
+    """Return the fastest choice within the memory limit, the runner-up, and the reasons for excluding faster choices.
 
     Parameters
     ----------
     limit : int or None
         Bytes per rank.
     fit_plan : callable, optional
-        Returns a plan in strips that fits, for the case that no choice does.
+        Returns a plan in strips that fits in memory; called if no choice fits.
 
     Raises
     ------
@@ -156,14 +156,14 @@ def choose_fastest(
 
 
 def max_needed_bytes(choice: GridChoice) -> int:
-    """Return an upper bound of a rank's bytes with a strategy, as if the largest tile also owned most."""
+    """Return an upper bound on a rank's bytes, as if the rank of the largest tile also owned the most parameters."""
     load = choice.plan.workload
     replicated = sum(spec.nbytes for spec in load.untiled_specs) * (2 + load.parameters.slots_per_parameter)
     return choice.plan.max_training_memory - replicated + choice.sync.held_bytes
 
 
 def choice_label(choice: GridChoice) -> str:
-    """Return '2 × 1 × 2 with PS': replicas, (planes,) rows and columns."""
+    """Return a choice as text, such as '2×1×2 with PS': replicas, (planes,) rows and columns, and the strategy."""
     grid = choice.plan.grid
     parts = (grid.replicas, *([grid.planes] if grid.planes > 1 else []), grid.rows, grid.cols)
     schemes = ", planned schemes" if choice.strategy.schemes else ""
@@ -171,7 +171,7 @@ def choice_label(choice: GridChoice) -> str:
 
 
 def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Sequence[str], error_note: str) -> Any:
-    """Return a table of the parameters for a rich console, the choice with its runner-up, and the reason."""
+    """Return, for a rich console, tables of the parameters and of the choice and the runner-up, and the reason."""
     from rich.console import Group
     from rich.text import Text
 
@@ -215,7 +215,7 @@ def choice_reason(choice: GridChoice, runner_up: GridChoice | None) -> str:
         return "reason: no other grid or strategy fits"
     saved = {part: runner_up.seconds[part] - choice.seconds[part] for part in STEP_PARTS}
     if runner_up.step_seconds == choice.step_seconds:
-        return "reason: both take equally long; the first by name is chosen"
+        return "reason: both take the same time; the choice is the first by strategy name, then by grid"
     part = max(STEP_PARTS, key=lambda name: saved[name])
     slowdown = runner_up.step_seconds / choice.step_seconds - 1
     less = report.format_seconds(saved[part])

@@ -1,4 +1,4 @@
-"""Units of execution: sections, whose arrays are in memory together, and within them segments, run in strips.
+"""Units of execution: sections, whose arrays are in memory at the same time, and in sections, segments, run in strips.
 
 A strip (some rows, or slabs, of a tile) passes through all layers of a segment before the next strip does.
 """
@@ -29,7 +29,7 @@ from .memory import MemoryPlan, plan_memory
 
 Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
-_MAX_MEMORY_FRACTION = 0.95  # fraction of the memory: if recomputation needs more than that, values are kept
+_MAX_MEMORY_FRACTION = 0.95  # if recomputation needs more than this fraction of memory, values are kept
 MAX_STRIP_BYTES_PER_SAMPLE = 1 << 20  # maximum bytes per sample of a strip with rows='auto', over all layers
 
 
@@ -42,7 +42,7 @@ class PlannedSection:
     first_node, stop_node : int
         Half-open range of nodes.
     graph : Graph
-        Their steps.
+        Steps of these nodes.
     placed : dict of id to LayerPlan or Segment
         Plans by the id of the executed layer.
     grid : GridShape
@@ -152,7 +152,7 @@ class PlannedSection:
 
 
 class Segment:
-    """Consecutive layers executed together, strip by strip; a single layer of the graph.
+    """Consecutive layers executed together, strip by strip; the graph contains them as a single layer.
 
     Cells that two strips need are computed twice. The backward pass reruns each strip forward, so nothing between the
     layers is kept.
@@ -188,7 +188,7 @@ class Segment:
         return [kind for plan in self.plans for kind in plan.tile_class_keys(level)]
 
     def output_halo_plan(self, tile: int) -> None:
-        """Return None: strips add to no cells of others."""
+        """Return None: strips add nothing to cells of other strips."""
 
     def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
         """Yield the number of each strip of a tile and the section executed for it, whose tiles are the strips."""
@@ -207,11 +207,11 @@ class Segment:
             yield at, section
 
     def _needed_cells(self, layer: Layer, outputs: Partition, value: int) -> Partition:
-        """Return the cells of the input of a layer, the one at `value`, that strips of its output need."""
+        """Return the cells of a layer's input, the value numbered `value`, that strips of the layer's output need."""
         plan = self.plans[value]
         extent, window = plan.input_shape[:-1], plan.window or Window.for_pointwise(len(plan.input_shape) - 1)
         if value == 0:
-            return view_cells(outputs, window, extent)  # its view exists even outside the image
+            return view_cells(outputs, window, extent)  # the segment's view includes cells outside the image
         none = OverlappingPartition(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
         return source_cells(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
 

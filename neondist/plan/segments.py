@@ -110,7 +110,7 @@ def place_layers(segment: Chain, grid: GridShape, alone: bool = False, wide: boo
 
 
 def windowed_layer(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
-    """Return the node if it is a layer with a window whose output has tiles."""
+    """Return the node if it is a layer with a window whose output has tiles, else None."""
     leaves = node.leaves
     if len(leaves) != 1 or leaves[0] is not node or len(node.output_shape_for(shape)) < 2:
         return None
@@ -129,7 +129,7 @@ def _has_same_scheme(layer: Layer, other: Layer) -> bool:
 
 
 def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> LayerRegions:
-    """Return the regions of one segment, from its last output, which the tiles own, to its input.
+    """Return the regions of one segment, traced from its last output, which the tiles partition, back to its input.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> Lay
             inputs = source_cells(outputs, window, shape[:-1], grid.partition(shape[:-1]))
         elif layer.recompute_blocker:
             raise _scheme_error(
-                layer, f"computes cells of other tiles, but this layer cannot: {layer.recompute_blocker}"
+                layer, f"computes cells of other tiles, but this layer cannot do so: {layer.recompute_blocker}"
             )
         regions[id(layer)] = inputs, outputs
         outputs = inputs or outputs
@@ -162,7 +162,7 @@ def _check_recomputable(layer: Layer, segment: Chain, window: Window) -> None:
     """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
     reason = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
     if reason:
-        raise _scheme_error(layer, f"computes cells of other tiles, but this layer cannot: {reason}")
+        raise _scheme_error(layer, f"computes cells of other tiles, but this layer cannot do so: {reason}")
     if layer.reduces_over_image and any(
         fusion.reads_extended_tile and fusion.statistics is None for fusion in _fusion_schemes(segment)
     ):
@@ -179,7 +179,7 @@ def _fusion_schemes(segment: Chain) -> list[Fusion]:
 
 
 def _scheme_error(layer: Layer, why: str) -> ConfigError:
-    return _layer_error(layer, f"its scheme {why}; give it 'scheme: halo'")
+    return _layer_error(layer, f"its scheme {why}; set 'scheme: halo' for this layer")
 
 
 def _layer_error(layer: Layer, words: str) -> ConfigError:

@@ -19,9 +19,9 @@ from .section import PlannedSection
 from .segments import LayerRegions
 
 Shape = tuple[int, ...]
-ACCESS_COST_IN_MULTIPLICATIONS = 100  # multiplications in the time of one number read or written
+ACCESS_COST_IN_MULTIPLICATIONS = 100  # multiplications in the time of reading or writing one number
 CALL_COST_IN_MULTIPLICATIONS = 15 * 10**6
-"""multiplications in the time of calling a step for a strip, regardless of its work"""
+"""multiplications in the time of calling a step for a strip, in addition to the work of the step"""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Stream:
     num_nodes : int
     grid : StripGrid
     checkpointed_strips : int
-        Number of strips of a tile, the last ones, whose saved state avoids part of their second forward pass.
+        Number of strips, at the end of a tile, whose saved state avoids part of their second forward pass.
     cuts : tuple of int
         Numbers of nodes after which gradients are kept; ascending.
     cut_strip_count : int, optional
-        Number of strips of a tile, the last ones, whose gradients are kept; default: all.
+        Number of strips, at the end of a tile, whose gradients are kept; default: all.
     extended_output : Partition or None
-        Cells of the last value on each tile, if not its own: below a cut, all cells that the steps above read.
+        Cells of the last value on each tile, if more than its own: below a cut, all cells that the steps above read.
     precomputed_cells : list of Partition, optional
         Precomputed `strip_cells` of the same strips.
     """
@@ -95,7 +95,7 @@ class Stream:
 
     @property
     def rows(self) -> int:
-        """Number of rows, or slabs, of the largest tile of the last map."""
+        """Number of rows, or slabs, of the largest tile of the last feature map."""
         shapes = [shape for shape in self.graph.shapes if len(shape) > 1]
         last = self.grid.without_strips.partition(shapes[-1][:-1])
         return max(hi - lo for lo, hi in last.ranges_along(0))
@@ -182,7 +182,7 @@ class Stream:
     @property
     def _backward_sweep_ends_without_cuts(self) -> list[int]:
         stops = self.reduction_steps("backward")[::-1]
-        return [*stops[self.extended_output is not None :], -1]  # below a cut: the sweep from above has done the first
+        return [*stops[self.extended_output is not None :], -1]  # below a cut, the sweep from above has done one
 
     def possible_cuts(self) -> dict[int, int]:
         """Return the possible cuts: numbers of nodes, and the elements per sample kept at each."""
@@ -271,7 +271,7 @@ class Stream:
         own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
         own[graph.output_value] = outputs
         counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.reduces_over_image}
-        # it counts own cells, even those that nothing reads
+        # such a layer reduces all own cells, even those that no other step reads
         counted = {s.output_value for at, s in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
         traced = trace_needed_cells(graph, outputs, self._needed_cells, {value: own[value] for value in counted})
         return [hull_partition(traced[0], own[0]), *traced[1:]]  # cells outside all windows have an owner, too
@@ -360,15 +360,15 @@ class Stream:
         totals, channels = [], self.graph.shapes[0][-1]
         for at in self._distinct_strips(tile, only_largest=True):
             halos = self.section.output_halo_plans(at)
-            added = sum(cells.buffer.size * width for cells, width in halos)  # and its gradient
+            added = sum(cells.buffer.size * width for cells, width in halos)  # doubled below, for the gradient
             image = self.strip_cells[0].box(at).size * channels
             elements = self.section.memory_plan(at).num_elements + 2 * (image + added)
             saved = self.section.saved_bytes(at, itemsize)
-            totals.append(elements * itemsize + sum(saved) + max(saved))  # scratch of the largest
+            totals.append(elements * itemsize + sum(saved) + max(saved))  # max: scratch of the largest step
         return max(totals)
 
     def bytes(self, tile: int, itemsize: int) -> int:
-        """Return the bytes per sample of one strip at a time and of all checkpoints and kept gradients."""
+        """Return the bytes per sample of the largest strip, and of all checkpoints and kept gradients."""
         most = max(part.strip_bytes(tile, itemsize) for part in self.parts)
         return most + self.saved_bytes(tile, itemsize) + self.kept_gradient_elements(tile) * itemsize
 
@@ -383,14 +383,14 @@ class Stream:
         return [*(tile_kinds(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
 
     def kept_gradient_elements(self, tile: int) -> int:
-        """Return the elements per sample of kept gradients: those of two consecutive cuts."""
+        """Return the elements per sample of kept gradients, which are those of two consecutive cuts at a time."""
         cut = [part for part in self.parts if part.extended_output is not None]
         sizes = [part.extended_output.box(tile).size * part.graph.shapes[part.graph.output_value][-1] for part in cut]  # type: ignore[union-attr]
         return max(above + below for above, below in pairwise([0, *sizes, 0]))
 
 
 def forward_multiplications_per_cell(graph: Graph, step_index: int) -> float:
-    """Return the multiplications of a step's forward pass per output cell; 0 for an absorbed activation."""
+    """Return the multiplications of a step's forward pass per output cell; 0 for a fused activation."""
     step = graph.steps[step_index]
     if step_index in graph.fused_activations:
         return 0.0
@@ -399,7 +399,7 @@ def forward_multiplications_per_cell(graph: Graph, step_index: int) -> float:
 
 
 def work_per_sample(graph: Graph, stream: Stream | None) -> float:
-    """Return the multiplications of a training step per sample."""
+    """Return the multiplications per sample of a training step."""
     first = 0 if stream is None else len(stream.graph.steps)
     rest = sum(
         prod(graph.shapes[graph.steps[at].output_value][:-1]) * forward_multiplications_per_cell(graph, at)

@@ -168,12 +168,12 @@ UNSUPPORTED = {
     "wrap": (
         lambda: [conv(1, 3), conv(1, 3, padding=1, padding_mode="wrap")],
         "deep_halo",
-        r"layer 1 'conv2'.*computes cells of other tiles, but this layer cannot: its image wraps around",
+        r"layer 1 'conv2'.*computes cells of other tiles, but this layer cannot do so: its image wraps around",
     ),
     "lcn": (
         lambda: [conv(1, 3), nd.LCNLayerDist(3)],
         "deep_halo",
-        "layer 1 'lcn1'.*exchange means; give it 'scheme: halo'",
+        "layer 1 'lcn1'.*exchange means; set 'scheme: halo' for this layer",
     ),
     "unshared": (
         lambda: [conv(1, 3), nd.LocalFilteringLayerDist(1, 3)],
