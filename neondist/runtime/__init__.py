@@ -1,8 +1,9 @@
 """Execution of a network.
 
-executor: passes through a network; replay: their CUDA graphs. section: passes through some nodes. stream: the same in
-strips from the image on; strips: segments in strips; blocks: block-wise inference. tasks: steps of a pass; layer_task:
-those of layers. workspace: memory and state of a pass. arena: arrays that share memory. reduce: partial results.
+executor: passes through a network. replay: CUDA graphs of passes. section: passes through some nodes. stream: passes
+through leading nodes in strips. strips: segments in strips. blocks: block-wise inference. tasks: steps of a pass.
+layer_task: steps of layers. workspace: memory and state of a pass. arena: arrays that share memory. reduce: partial
+results.
 """
 
 from .arena import Arena

@@ -20,11 +20,11 @@ class BlockPool:
     Parameters
     ----------
     samples : int
-        Samples of this rank. Fewer use a part of the same block, more get another block.
+        Samples of this rank. A pass of fewer samples uses a part of a block; one of more samples, a larger block.
     max_held_bytes : int, optional
         Bytes beyond which this process returns freed memory to the system.
     planned_bytes : callable, optional
-        Returns the bytes of a pass, for out-of-memory messages; default: those of a block.
+        Returns the bytes of a pass, for out-of-memory messages; default: the bytes of a block.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class BlockPool:
         self.elements_per_sample = max(self.elements_per_sample, elements_per_sample)
 
     def acquire(self) -> int:
-        """Return the lowest unused block number, so that most passes use the same memory."""
+        """Return the lowest number of an unused block, so that most passes use the same memory."""
         if self.max_held_bytes is not None:
             self.backend.kernels.release_cached_memory(self.max_held_bytes)
         if self.free_blocks:
@@ -77,7 +77,7 @@ class BlockPool:
         return self._blocks[number, samples]
 
     def owns(self, array: Any) -> bool:
-        """Return whether an array is in a block, so its values last only for its live range."""
+        """Return whether an array is in a block, in which case its values last only for its live range."""
         return any(self.backend.xp.may_share_memory(array, block) for block in self._blocks.values())
 
 
@@ -89,7 +89,7 @@ class Arena:
     plan : MemoryPlan
     blocks : BlockPool
     number : int
-        Number of its block.
+        Number of the arena's block.
     """
 
     def __init__(self, plan: MemoryPlan, blocks: BlockPool, number: int) -> None:
@@ -108,7 +108,7 @@ class Arena:
     def preserve(self, samples: int) -> Iterator[None]:
         """Restore the saved arrays of the forward pass after a backward pass inside the block.
 
-        Arrays share memory with later ones, so a backward pass overwrites the arrays that it has used.
+        Arrays share memory with later arrays, so a backward pass overwrites the arrays that it has used.
         """
         block = self._block(samples)
         ranges = [slice(start * samples, stop * samples) for start, stop in self._overwritten_ranges]

@@ -69,5 +69,5 @@ class _ReductionRejectingTask(LayerTask):
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Raise ConfigError if there is a partial result."""
         if any(partial is not None for partial in partials):
-            raise ConfigError(f"layer '{self.name}' reduces over the whole image, not a block; leave out --block")
+            raise ConfigError(f"layer '{self.name}' reduces over the whole image, not over a block; leave out --block")
         return partials

@@ -26,14 +26,14 @@ class Pass:
     Attributes
     ----------
     output : array
-        This rank's tile of the output; memory of the pass.
+        This rank's tile of the output, in the memory of the pass.
     phase : Phase
     samples : int
         Samples of this rank.
-    current : SectionPass
+    last_section_pass : SectionPass or StreamPass
         Pass through the last section, complete in memory.
     checkpoints : list
-        Checkpoints of the sections before, from which they are run again.
+        Checkpoints from which the earlier sections are run again.
     """
 
     def __init__(self, current: SectionPass | StreamPass, checkpoints: list[Any]) -> None:
@@ -42,7 +42,7 @@ class Pass:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its memory has been given back."""
+        """Whether the memory has been released."""
         return self.last_section_pass.is_closed
 
     def close(self) -> None:
@@ -54,8 +54,8 @@ class Pass:
 class Executor:
     """Executor of a plan's steps on this rank, which owns all memory and state of its passes.
 
-    Of a plan with several sections only the last one's arrays are kept: the backward pass runs each earlier section
-    forward again from its input (Chen et al. 2016, "Training deep nets with sublinear memory cost").
+    If a plan has several sections, only the arrays of the last section are kept: the backward pass runs each earlier
+    section forward again from its input (Chen et al. 2016, "Training deep nets with sublinear memory cost").
 
     Parameters
     ----------
@@ -98,10 +98,10 @@ class Executor:
         return executor
 
     def get_or_capture_graphs(self, samples: int, first: int, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
-        """Return the graphs of passes of this size that go back to node `first`; None: run ordinary passes.
+        """Return the graphs of passes of this size that run backward to node `first`; None: run ordinary passes.
 
-        Graphs are used if a pass consists of kernel launches only: on one rank without observers, with all arrays of
-        the network in the same block of memory every time.
+        Graphs are used if a pass consists only of kernel launches: on one rank, without observers, and with all arrays
+        of the network in the same block of memory in every pass.
         """
         grid, plan = self.context.grid, self.compiled
         in_memory = len(self.sections) == 1 and plan.training.memory is None and not plan.sections[0].segments
@@ -114,7 +114,7 @@ class Executor:
         return self.forward_together([x], [phase], num_nodes)[0]
 
     def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[Pass]:
-        """Return passes that execute each step together: micro-batches that share their statistics."""
+        """Return passes, of micro-batches that share statistics, which execute each step at the same time."""
         num_nodes = self.sections[-1].stop_node if num_nodes is None else num_nodes
         checkpoints: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:
@@ -128,14 +128,14 @@ class Executor:
         return [Pass(run, states) for run, states in zip(passes, checkpoints, strict=True)]
 
     def backward(self, run: Pass, dy: Any, first: int = 0) -> Any:
-        """Return the gradient of this rank's tile of the input, given that of the output; fill in the layers' grads.
+        """Return the gradient of this rank's tile of the input, given the output's gradient; fill in the layers' grads.
 
         The pass can be run backward again: arrays that a backward pass overwrites are copied.
 
         Parameters
         ----------
         first : int
-            Node at which the backward pass stops; its input stands for the network's.
+            Node at which the backward pass stops; the result is the gradient of its input.
         """
         with run.last_section_pass.preserve():
             (dx,) = self.backward_together([run], [dy], first, need_dx=True, close=False)
@@ -150,7 +150,7 @@ class Executor:
         on_layer_done: Callable[[Layer], None] | None = None,
         close: bool = True,
     ) -> list[Any]:
-        """Return the gradients for each of the passes of `forward_together`; each can be run backward once.
+        """Return the input gradient of each pass of `forward_together`; a pass can be run backward once.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Executes one layer's step of a pass, with all its communication."""
+"""Execution of one layer's step of a pass, with all its communication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerTask(Task):
         self.layer, self.layers, self.name = layer, layer.leaves, str(layer.name)
         self.input_array: GlobalArray = layer.input
         (value,) = step.inputs
-        #: allgathers of sharded vectors: of the input, if this layer reads only its own range, and of the output
+        #: allgathers of sharded vectors: of the input, if the layer reads only this rank's range, and of the output
         reads_shard = graph.reads_only_own_shard(step) and value not in graph.sharded_vectors
         self.input_gather = self._allgather_of(graph.shapes[value]) if reads_shard else None
         self.output_gather = (
@@ -79,7 +79,7 @@ class LayerTask(Task):
         return [self.finish_forward(ctx, view) for ctx, view in calls]
 
     def begin_forward(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
-        """Return the ctx and view of a new call; the view is None without a tile."""
+        """Return the ctx and view of a new call; the view is None if there is no tile."""
         layer, space, samples, activation_step = self.layer, run.workspace, run.samples, self.fused_activation(run)
         x = x if self.input_gather is None or x is None else x[..., self.input_gather.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_array, self.result_value(run), samples))
@@ -130,7 +130,7 @@ class LayerTask(Task):
             ctx.activation_output = y = ctx.activation.fprop(y)
         elif y is not ctx.accessed_out and view is not None and layer.kernels.xp.may_share_memory(y, view):
             y = self._copy_to_out(ctx, y)
-        if view is not None and not layer.saves_input:  # a strip without a view needs only sums
+        if view is not None and not layer.saves_input:  # no view: only sums of a strip are needed
             ctx.copy_saved_arrays_sharing_memory(view)
         elif ctx.view_to_rebuild is not None:
             ctx.copy_saved_arrays_sharing_memory(view, unless=view)
@@ -198,7 +198,7 @@ class LayerTask(Task):
         return layer.input_gradient(ctx, ctx.gather(layer.gathered_gradient_array, layer.gradient_to_gather(ctx, dy)))
 
     def call_forward(self, ctx: StepContext, view: Any) -> Any:
-        """Call the layer's forward; overridden by debugging tasks."""
+        """Call the layer's forward; debugging tasks override this method."""
         return self.layer.forward(ctx, view)
 
     def call_backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -210,7 +210,7 @@ class LayerTask(Task):
         return (self.layer.reduce if direction == "forward" else self.layer.reduce_backward)(ctx, array)
 
     def exchange_halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
-        """Return the view of a tile, or the gradient of a tile given that of its view."""
+        """Return the view of a tile, or the gradient of a tile given the gradient of its view."""
         move = buffer.forward if direction == "forward" else buffer.backward
         with self.observers.observe("halo", self.name, direction):
             return move(array, ctx.phase)
@@ -268,8 +268,8 @@ class LayerTask(Task):
             if partial_result is not None and partial_result.size != declared:
                 raise PlanError(
                     f"layer '{self.name}' ({type(self.layer).__name__}): reduces"
-                    f" {counted(partial_result.size, 'element')} {reduction.direction}, but its reductions_for declares"
-                    f" {declared}; make them agree"
+                    f" {counted(partial_result.size, 'element')} {reduction.direction}, but reductions_for declares"
+                    f" {declared}; correct reductions_for"
                 )
 
     # Vectors, replicated or sharded over the ranks of a replica.

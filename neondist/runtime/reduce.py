@@ -11,7 +11,7 @@ from ..layers import Reduction
 
 
 def merge_batches(reduction: Reduction, partials: Sequence[Any]) -> Any:
-    """Return the combined partial results of this rank's micro-batches; None if they are None."""
+    """Return the combined partial results of this rank's micro-batches; None if there are no partial results."""
     if len(partials) == 1 or partials[0] is None:
         return partials[0]
     if reduction.combine == "sum":
@@ -20,7 +20,7 @@ def merge_batches(reduction: Reduction, partials: Sequence[Any]) -> Any:
 
 
 def combine_ranks(reductions: Reductions, reduction: Reduction, partial: Any) -> Any:
-    """Return the combined partial results of all ranks, the same on each. Collective over the group."""
+    """Return the combined partial results of all ranks; every rank gets the same result. Collective over the group."""
     assert reduction.group is not None
     if reduction.combine == "sum":
         return reductions.allreduce(reduction.group, partial)

@@ -56,21 +56,21 @@ class PassGraphCache:
     Parameters
     ----------
     parts : iterable of Registered
-        Objects whose code a pass runs: layers, activations, border schemes. No graphs are used with user-defined code,
-        or code that depends on the step number: the launches of passes may differ.
+        Objects whose code a pass runs: layers, activations, border schemes. Graphs are not used with user-defined
+        code or code that depends on the step number, whose kernel launches may differ between passes.
     """
 
     def __init__(self, kernels: Kernels, parts: Iterable[Registered]) -> None:
         unique = list({id(part): part for part in parts}.values())
         self.is_usable = kernels.supports_capture and all(map(_is_same_every_step, unique))
-        #: numbers and strings, which users may assign between steps
+        #: attributes (part, name) that are numbers or strings, which users may assign between steps
         self._user_settings = [
             (part, name) for part in unique for name in part.arguments() if _is_plain_value(part, name)
         ]
         self._graphs: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
 
     def get_or_capture(self, kind: Hashable, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
-        """Return the graphs of a kind, captured by `capture` after enough passes; None before."""
+        """Return the graphs of a kind, captured by `capture` after WARMUP_PASSES passes; None before then."""
         if not self.is_usable:
             return None
         kind = kind, *(getattr(part, name) for part, name in self._user_settings)
@@ -78,7 +78,7 @@ class PassGraphCache:
         if entry == WARMUP_PASSES:
             try:
                 entry = capture()
-            except Exception as error:  # an ordinary pass also raises it, or works without graphs
+            except Exception as error:  # an ordinary pass raises the error again, or succeeds
                 self.is_usable = False
                 self._graphs.clear()
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]

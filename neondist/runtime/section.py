@@ -1,4 +1,4 @@
-"""A section of a network: its steps in their order, and the memory of its passes."""
+"""A section of a network: its steps in order, and the memory of its passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Section:
         Plan of built layers.
     context : Context
     tile : int
-        Tile of this rank, or strip.
+        Number of this rank's tile, or of the strip.
     blocks : BlockPool
         Memory shared with other sections.
     replacements : dict of id to layer
@@ -88,7 +88,7 @@ class Section:
     def forward(
         self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None, reduced: Sequence[Any] | None = None
     ) -> list[SectionPass]:
-        """Return passes that execute each step together, through the first `nodes` nodes (default: all)."""
+        """Return passes through the first `nodes` nodes (default: all), which execute each step at the same time."""
         nodes = self.stop_node - self.first_node if nodes is None else nodes
         known = [None] * len(xs) if reduced is None else reduced
         end = self.graph.node_ends[nodes]
@@ -106,7 +106,7 @@ class Section:
 
         Parameters
         ----------
-        saved : result of `saved_states` for an earlier pass, whose steps are skipped and have no values
+        saved : result of `saved_states` for an earlier pass; the steps in it are skipped and have no values
         """
         run.saved_states_by_step = saved or {}
         self._run([run], [x])
@@ -148,12 +148,12 @@ class Section:
         need_dx: bool = True,
         on_layer_done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
-        """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
+        """Return the gradient of the input of each pass, given its output's gradient; fill in the layers' grads.
 
         Parameters
         ----------
         first : int
-            Node at which the backward pass stops; its input stands for the section's.
+            Node at which the backward pass stops; the result is the gradient of its input.
         need_dx : bool
             False: the gradient of the input is not needed.
         on_layer_done : callable, optional
@@ -179,7 +179,7 @@ class Section:
         skipped: int | None = None,
         on_layer_done: Callable[[Layer], None] | None = None,
     ) -> None:
-        """Run passes backward through some steps, updating the gradients by value, except that of `skipped`."""
+        """Run passes backward through some steps, updating the gradients by value, except the gradient of `skipped`."""
         for task in reversed(self.tasks[steps]):
             needed = [v != skipped for v in task.inputs]
             dys = [held.pop(task.output_value) for held in gradients]
@@ -194,7 +194,7 @@ class Section:
                     on_layer_done(layer)
 
     def _run_step(self, task: Task, direction: str, *arguments: Any) -> list[Any]:
-        """Run a task's step; out of memory, a ConfigError names its layer."""
+        """Run a task's step; if memory is exhausted, raise a ConfigError that names the layer."""
         try:
             results: list[Any] = getattr(task, f"execute_{direction}")(*arguments)
         except self.context.backend.kernels.memory_errors as error:
@@ -203,7 +203,7 @@ class Section:
             raise out_of_memory_error(error, task.name, direction, self.blocks.planned_bytes(), room, ranks) from error
         return results
 
-    # Passes up to a reduction over several passes.
+    # Partial passes, up to a reduction over several passes.
 
     def run_to_reduction(self, run: SectionPass, x: Any, step: int) -> tuple[StepContext, Any, Any]:
         """Run a new pass up to a step; return the step's ctx, view and partial result."""

@@ -45,7 +45,7 @@ class StreamPass:
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
-        """Restore the pass after a backward pass inside the block: nothing of it is overwritten."""
+        """Do nothing: a backward pass inside the block overwrites no part of this pass."""
         yield
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class StreamSection:
         extent = () if self._output_box is None else self._output_box.shape
         self._output_shape = (*extent, graph.shapes[graph.output_value][-1])
         below = planned.stream_below_cut
-        #: part below the last value whose gradient is kept
+        #: executor of the nodes below the last value whose gradient is kept
         args = context, blocks, layer_task, self._image_box
         self.section_below = None if below is None else StreamSection(below, *args)
         layers = [task.name for task in self.tasks.values()]
@@ -124,7 +124,7 @@ class StreamSection:
         return checkpoints
 
     def forward(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[StreamPass]:
-        """Return passes that execute each step together."""
+        """Return passes that execute each step at the same time."""
         if num_nodes not in (None, self.stop_node):
             raise PassError(
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
@@ -148,10 +148,10 @@ class StreamSection:
         need_dx: bool = True,
         on_layer_done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
-        """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
+        """Return the gradient of the input of each pass, given its output's gradient; fill in the layers' grads.
 
         For each layer with a reduction, all strips are run forward again and back to that layer. Strips whose gradients
-        are kept at a cut are not run above it again.
+        are kept at a cut are not run again above the cut.
         """
         with self.context.grid.observers.observe("layer", self.name, "backward"):
             groups, before = [_BackwardGroup(self, self.strip_numbers, dys)], self.num_steps
@@ -170,9 +170,9 @@ class StreamSection:
         return dxs
 
     def _run_to_reduction(self, passes: Sequence[StreamPass], reduction_step: int, first_new_step: int) -> None:
-        """Run all strips up to the `reduce` of a step, and combine; steps before `first_new_step` have already run.
+        """Run all strips up to a step's `reduce`, and combine the results; steps before `first_new_step` have run.
 
-        The last step of the stream is run as well.
+        If the step is the last of a stream with a vector output, its outputs are computed as well.
         """
         is_last = reduction_step == self.num_steps - 1 and self._output_box is None
         parts: list[list[Any]] = [[] for _ in passes]
@@ -210,7 +210,7 @@ class StreamSection:
     ) -> list[_BackwardGroup]:
         """Run strips backward to a step's `reduce_backward`, append their partial results, and return the next groups.
 
-        At a cut the strips' gradients of its value are summed and kept.
+        At a cut, the strips' gradients of the cut value are summed and kept.
         """
         below = self.section_below if at == self.planned.sweep_stops[-1] else None
         if below is None:
@@ -245,7 +245,7 @@ class StreamSection:
     def _run_back_to_image(
         self, passes: Sequence[StreamPass], group: _BackwardGroup, before: int, dxs: Sequence[Any]
     ) -> None:
-        """Run strips backward to the image, adding gradients of shared cells."""
+        """Run strips backward to the image, and sum the gradients of cells that several strips share."""
         for number, run, dx, dy in self._backward_order(group.strip_numbers, passes, dxs, group.dys):
             section, inner = self._rerun_strip(number, run, before)
             (gradient,) = section.backward([inner], [self._dy_of_strip(dy, number)], need_dx=dx is not None)
@@ -257,7 +257,7 @@ class StreamSection:
     def _backward_order(
         self, strip_numbers: Sequence[int], passes: Sequence[StreamPass], *items: Sequence[Any]
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield (strip, run, *its items), last strip first, because its pass may be kept."""
+        """Yield (strip, run, *items of the run), last strip first, because the last strip's pass may be kept."""
         for number in reversed(strip_numbers):
             for entry in zip(passes, *items, strict=True):
                 yield number, *entry
@@ -296,7 +296,7 @@ class StreamSection:
         section, inner = self._section(number), run.last_strip_pass
         if number != self.strip_numbers[-1] or inner is None:
             inner = self._new_strip_pass(section, run, self.num_steps)
-            checkpointed = self.planned.checkpointed_strips  # none below a cut, where strips have other cells
+            checkpointed = self.planned.checkpointed_strips  # 0 below a cut, where strips have other cells
             saved = run.saved_states_by_strip.get(number) if checkpointed else None
             section.run_forward(inner, self._image_of_strip(run.x, number), saved)
         run.last_strip_pass = None

@@ -1,4 +1,4 @@
-"""Execution of a segment: a layer to its task, which runs several layers strip by strip."""
+"""Execution of a segment as one layer, which runs several layers strip by strip."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StripExecutor:
     ----------
     segment : Segment
     context : Context
-    blocks : Blocks
+    blocks : BlockPool
         Memory of a strip.
     """
 
@@ -62,7 +62,7 @@ class StripExecutor:
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Run each strip forward again, and backward, adding gradients of shared cells of the view."""
+        """Run each strip forward again, then backward, and sum the gradients of cells that several strips share."""
         needed = ctx.needs_input_gradient
         dview = ctx.out if needed else None
         if dview is not None:
@@ -83,7 +83,7 @@ def section_on_part(
     blocks: BlockPool,
     layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
 ) -> Section:
-    """Return the section of a strip or block, whose layers share the arrays of the built ones."""
+    """Return the section of a strip or block, whose layers share the arrays of the built layers."""
     context = replace(context, grid=context.grid.strip_grid(planned.grid, part))
     layers = [step.layer for step in planned.graph.steps if step.layer is not None]
     copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], part, context) for layer in layers}
@@ -91,7 +91,7 @@ def section_on_part(
 
 
 def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
-    """Return a layer on a strip that shares the layer's arrays; position-dependent weights are those of its cells.
+    """Return a copy of a layer for a strip, which shares the layer's arrays (of position-dependent weights, a part).
 
     Parameters
     ----------
@@ -131,14 +131,14 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> L
 
 
 class _StripGradients(dict[str, Any]):
-    """Gradients by name, whose assignments are added to those of the layer (on a strip: to the strip's part)."""
+    """Gradients by name; assigned values are added to the layer's gradients (partitioned ones: to the strip's part)."""
 
     def __init__(self, whole: Any, cuts: dict[str, _StripPart]) -> None:
         super().__init__(whole)
         self.whole, self.cuts = whole, cuts
 
     def __getitem__(self, name: str) -> Any:
-        return 0.0  # assignments add already
+        return 0.0  # __setitem__ adds
 
     def __setitem__(self, name: str, values: Any) -> None:
         if name not in self.cuts:
@@ -153,6 +153,6 @@ _StripPart: TypeAlias = tuple[tuple[int, ...], Slices, tuple[int, ...]]
 
 
 def _strip_part(array: Any, cut: _StripPart) -> Any:
-    """Return a strip's part of a rank's array as a view: it has all cells along the other axes."""
+    """Return a strip's part of a rank's array, as a view."""
     whole, cells, shape = cut
     return array.reshape(whole)[cells].reshape(shape)

@@ -1,4 +1,4 @@
-"""Tasks: the steps of a graph in a pass, forward and backward; this module has those without communication."""
+"""Tasks: the steps of a graph in a pass, forward and backward; here, the base class and tasks without communication."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Task(ABC):
         self.index, self.inputs, self.output_value = index, step.inputs, step.output_value
         #: step of the activation fused into this one
         self.activation_step = graph.steps[index + 1] if graph.fused_activations.get(index + 1) == index else None
-        #: step that differentiates this one's activation; and whether this one does so for another
+        #: step that differentiates this step's activation, and whether this step does so for an earlier step
         self.relu_gradient_step, self.applies_input_relu_gradient = (
             graph.deferred_relu_gradients.get(index),
             index in graph.deferred_relu_gradients.values(),
         )
 
     def fused_activation(self, run: SectionPass) -> Step | None:
-        """Return the activation that a pass applies in this step."""
+        """Return the step of the activation that a pass applies in this step."""
         return self.activation_step if run.num_steps > self.index + 1 else None
 
     def is_relu_gradient_deferred(self, run: SectionPass) -> bool:
@@ -54,7 +54,7 @@ class Task(ABC):
 
     @abstractmethod
     def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
-        """Return the gradients of each pass's inputs (None if not needed), given that of the value."""
+        """Return the gradients of each pass's inputs (None if not needed), given the gradient of the value."""
 
     def saved_state(self, run: SectionPass) -> Any:
         """Return the state of a pass that its backward pass needs without another forward pass."""
@@ -80,7 +80,7 @@ class JoinTask(Task):
         super().__init__(index, graph)
         self.name = str(join.name)
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
-        #: shape of inputs that have more cells, and the cells to join
+        #: for inputs with more cells than the output: their shape, and the cells to join
         cells = boxes[self.output_value]
         self.wider_inputs = {
             place: (boxes[value].shape, (slice(None), *cells.relative_to(boxes[value]).slices))
@@ -89,7 +89,7 @@ class JoinTask(Task):
         }
 
     def execute_forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Write the joined values into the memory of their reader."""
+        """Write the joined values into the memory from which the next step reads them."""
         outputs = [run.workspace.value_array(self.result_value(run), run.samples) for run in passes]
         for run, values, y in zip(passes, inputs, outputs, strict=True):
             cells = [

@@ -20,7 +20,7 @@ class Workspace:
     shapes : list of tuple
         Shapes of this rank's tile of every value, without the batch.
     inputs : list of GlobalArray or None
-        Array that produces each step's view; None if it has none.
+        Array that produces each step's view; None if a step has no view.
     """
 
     def __init__(self, arena: Arena, shapes: Sequence[tuple[int, ...]], inputs: Sequence[GlobalArray | None]) -> None:
@@ -42,7 +42,7 @@ class Workspace:
         return self._array(self.plan.value_ranges.get(value), value, samples)
 
     def gradient_array(self, step: int, value: int, samples: int) -> Any:
-        """Return the array of the gradient of a step's view, valid until it is read."""
+        """Return the array for the gradient of a step's view, valid until the gradient is read."""
         if step in self.plan.view_ranges:
             return self.view(step, samples).zero_and_return_dview()
         return self._array(self.plan.gradient_ranges.get(step), value, samples)
@@ -91,18 +91,18 @@ class SectionPass:
     Attributes
     ----------
     output : array
-        This rank's tile of the section's output; memory of the pass.
+        This rank's tile of the section's output, in the memory of the pass.
     phase : Phase
     samples : int
         Samples of this rank.
     num_steps, output_value : int
-        Number of steps, and the index of the value they compute.
+        Number of steps, and the index of the value that the last step computes.
     known_forward_reductions, known_backward_reductions : list or None
         For a repeated pass: the results of the reductions of each step.
     keeps_states : bool
-        Whether its saved states are kept when it is closed, so that another pass can skip steps.
+        Whether saved states are kept when the pass is closed, so that another pass can skip steps.
     first_new_step : int
-        Earlier steps have already run and change no state.
+        Steps before this one have already run, and change no state.
     accumulated_from_step : int
         Steps from this index on have already accumulated their weight gradients.
     """
@@ -121,7 +121,7 @@ class SectionPass:
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
         self.saved_states_by_step: Mapping[int, Any] = {}
-        #: outputs of joins that the activation fused into them needs in the backward pass
+        #: outputs of joins, by step, that fused activations need in the backward pass
         self.join_outputs: dict[int, Any] = {}
 
     @property
@@ -132,7 +132,7 @@ class SectionPass:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its memory has been released."""
+        """Whether the memory has been released."""
         return self._workspace is None
 
     @property
