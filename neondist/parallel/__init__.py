@@ -1,8 +1,8 @@
 """Synchronisation of gradients between ranks that hold the same parameters, or samples of the same batch.
 
-parameters: the trained arrays of a model in flat buffers. layer_parameters: those of layers. shard: one array, and its
-part on a rank. subset: some of the parameters. sync: sums over ranks. flags: control flags sent with the sums.
-compressors: sums in fewer bytes; rows: sums of sparse parameters; compressed: the gradients that use either.
+parameters: the trained arrays of a model in flat buffers. layer_parameters: the arrays of layers. shard: one array, and
+its part on a rank. subset: some of the parameters. sync: sums over ranks. flags: control flags sent with the sums.
+compressors: sums in fewer bytes. rows: sums of sparse parameters. compressed: gradients summed in these two ways.
 """
 
 from .compressors import SyncState, smaller_compressed_bytes

@@ -25,12 +25,12 @@ class CompressedGradients:
     gradients : flat array
         Gradients of these parameters.
     parameters : iterable of (str, tuple, str)
-        Name, shape and compressor of each, in their order; those of one compressor lie side by side.
+        Name, shape and compressor of each parameter, in order; parameters with the same compressor are contiguous.
 
     Attributes
     ----------
     compressors_with_start : list of (int, Compressor)
-        The start of its gradients, and each compressor.
+        Each compressor, with the start of its gradients.
     """
 
     def __init__(self, reductions: Reductions, gradients: Any, parameters: Iterable[tuple[str, Shape, str]]) -> None:
@@ -54,7 +54,7 @@ class CompressedGradients:
     def sum_over_ranks(self) -> None:
         """Replace the gradients by their sums, and keep the residuals for the next step. Collective.
 
-        On one rank there are none. If a sum is not finite, nothing else changes.
+        On one rank, no residual remains. If a sum is not finite, the compressor's state does not change.
         """
         self.row_exchange.reduce_rows(self.gradients)
         for start, compressor in self.compressors_with_start:

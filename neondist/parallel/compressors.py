@@ -1,7 +1,7 @@
-"""Sums of gradients over ranks in fewer bytes, with error feedback: the residual of a step is added in the next.
+"""Sums of gradients over ranks in fewer bytes, with error feedback: the residual of a step is added in the next step.
 
-Nothing is lost: the sum that ranks get and their residuals add up to the exact sum, up to rounding. All arrays are flat
-arrays of the host.
+Nothing is lost: the result and the residuals of all ranks add up to the exact sum, apart from rounding. All arrays are
+flat arrays of the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SyncState(NamedTuple):
         '<layer name>/<parameter>/<kind of state>'.
     array : ndarray
     same_on_all_ranks : bool
-        Whether it is the same on all ranks; otherwise only its sum over ranks matters.
+        Whether the array is the same on all ranks; otherwise only its sum over ranks matters.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Compressor(ABC):
     Parameters
     ----------
     shapes : mapping of str to tuple
-        Shapes of the parameters, which are contiguous.
+        Shapes of the parameters, whose gradients are contiguous.
     share_or_rank : float
-        Share of the numbers that TopK sends, or rank of PowerSGD's matrices.
+        Share of the numbers that `TopK` sends, or rank of the matrices of `PowerSGD`.
     dtype : dtype of gradients
 
     Attributes
@@ -103,7 +103,7 @@ class HalfPrecision(Compressor):
 
     @abstractmethod
     def encode(self, array: np.ndarray) -> np.ndarray:
-        """Return numbers in 16 bits (uint16); those out of range become the largest."""
+        """Return numbers in 16 bits (uint16); numbers out of range become the largest representable."""
 
     @abstractmethod
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -126,7 +126,7 @@ class BFloat16(HalfPrecision):
     """The first 16 bits of a float32."""
 
     def encode(self, array: np.ndarray) -> np.ndarray:
-        """Return the nearest bfloat16, of two the even one."""
+        """Return the nearest bfloat16 (ties to even)."""
         return BFLOAT16.encode(array.clip(-3.3895e38, 3.3895e38))
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -160,12 +160,12 @@ class TopK(Compressor):
 
 
 class PowerSGD(Compressor):
-    """A matrix of low rank by one step of subspace iteration (Vogels, Karimireddy and Jaggi 2019).
+    """A low-rank matrix, computed by one step of subspace iteration (Vogels, Karimireddy and Jaggi 2019).
 
     Attributes
     ----------
     right_factors : dict of str to array
-        The right factor of each parameter's last sum, the start of the next step.
+        The right factor of each parameter's last sum, from which the next step's iteration starts.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], share_or_rank: float, dtype: np.dtype) -> None:
@@ -239,7 +239,7 @@ def create_compressor(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -
 
 
 def smaller_compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
-    """Return the bytes of a parameter's compressed gradient; None if it has fewer uncompressed."""
+    """Return the bytes of a parameter's compressed gradient; None if compression does not reduce them."""
     kind, share_or_rank = _parse_compressor(text)
     nbytes = kind.contribution_bytes(shape, share_or_rank, itemsize)
     return nbytes if nbytes < prod(shape) * itemsize else None
@@ -255,6 +255,6 @@ def _index_dtype(size: int) -> type[np.integer]:
 
 
 def _matrix_shape(shape: Shape) -> tuple[int, int]:
-    """Return rows and columns of a gradient as a matrix, split between the axes with the smallest sum of both."""
+    """Return the shape of a gradient as a matrix: its axes are divided so that rows + columns is smallest."""
     cuts = [(prod(shape[:at]), prod(shape[at:])) for at in range(len(shape) + 1)]
     return min(cuts, key=sum)

@@ -7,7 +7,7 @@ from enum import IntEnum
 import numpy as np
 
 FLAG_HEADER_LENGTH = 16
-"""Number of array elements for flags, in front of the gradients; keeps the gradients aligned."""
+"""Number of array elements for flags in front of the gradients, chosen to keep the gradients aligned."""
 
 
 class ControlFlag(IntEnum):
@@ -22,14 +22,14 @@ class ControlFlag(IntEnum):
 
 
 class ControlFlags:
-    """Counts of ranks that set each flag; every rank receives the same counts, for the same step.
+    """Number of ranks that set each flag; every rank receives the same counts, for the same step.
 
     The counts need no message of their own: they are sent in front of the gradients.
 
     Attributes
     ----------
     own_flags : array (FLAG_HEADER_LENGTH,)
-        1 where this rank raises the flag, until it is reset to 0. A signal handler may set it.
+        1 for each flag that this rank sets, until reset to 0. A signal handler may set flags.
     rank_counts : array (FLAG_HEADER_LENGTH,)
         Sums over all ranks in the last training step.
     """
@@ -38,5 +38,5 @@ class ControlFlags:
         self.own_flags, self.rank_counts = np.zeros(FLAG_HEADER_LENGTH), np.zeros(FLAG_HEADER_LENGTH)
 
     def count_ranks(self, flag: ControlFlag) -> int:
-        """Return the number of ranks that raised the flag in the last step."""
+        """Return the number of ranks that set the flag in the last step."""
         return int(self.rank_counts[flag])

@@ -17,26 +17,26 @@ from .sync import AllReduce, GradientSync
 
 
 class BufferViews(dict[str, Any]):
-    """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
+    """Arrays by name, as views of a flat buffer: assignment copies values into the view."""
 
     def __setitem__(self, name: str, values: Any) -> None:
         array, values = self._find_array_and_convert_values(name, values)
-        if values is not array:  # it is the same array after params[name] += values
+        if values is not array:  # params[name] += values assigns the same array
             array[...] = values
 
     def _find_array_and_convert_values(self, name: str, values: Any) -> tuple[Any, Any]:
-        """Return the array of a name and values as an array of its namespace and shape; KeyError or ShapeError."""
+        """Return a name's array, and values in its namespace; KeyError or ShapeError if they do not match."""
         if name not in self:
-            raise KeyError(f"no array '{name}'; use one of this layer's: {', '.join(self) or 'none'}")
+            raise KeyError(f"no array '{name}'; this layer's arrays: {', '.join(self) or 'none'}")
         array = super().__getitem__(name)
         values = namespace(array).asarray(values)
         if values.shape != array.shape:
-            raise ShapeError(f"'{name}' of shape {values.shape}: expected {array.shape}")
+            raise ShapeError(f"'{name}': values have shape {values.shape}; expected {array.shape}")
         return array, values
 
 
 class AccumulatedGradients(BufferViews):
-    """Gradients by name: assigned values are added to those assigned since `reset`."""
+    """Gradients by name: assigned values are added to the values assigned since `reset`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class AccumulatedGradients(BufferViews):
         if name in self.names_to_zero:
             self.names_to_zero.discard(name)
             array[...] = values
-        elif values is not array:  # it is the same array after grads[name] += values
+        elif values is not array:  # grads[name] += values assigns the same array
             array += values
 
     def __getitem__(self, name: str) -> Any:
@@ -62,7 +62,7 @@ class AccumulatedGradients(BufferViews):
         return array
 
     def zero_unassigned(self) -> None:
-        """Set the arrays without an assignment to zero."""
+        """Set the arrays that have not been assigned to zero."""
         for name in list(self.names_to_zero):
             self[name]
 
@@ -129,17 +129,17 @@ class LayerParameters(Parameters):
             self.sync.mark_ready(span)
 
     def zero_unassigned(self) -> None:
-        """Set the gradients without an assignment to zero."""
+        """Set the gradients that have not been assigned to zero."""
         for layer in self.layers.values():
             layer.grads.zero_unassigned()
 
     def mark_all_gradients_written(self) -> None:
-        """Mark all gradients as written: a replayed device graph writes them without assignments."""
+        """Mark all gradients as written: a replayed device graph writes gradients without assignment."""
         for layer in self.layers.values():
             layer.grads.names_to_zero.clear()
 
     def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients of all ranks; those of parameters partitioned over tiles, over replicas only."""
+        """Sum the gradients over all ranks; of parameters partitioned over tiles, over replicas only."""
         self.zero_unassigned()
         super().sum_gradients(for_update, loss_scale)
 

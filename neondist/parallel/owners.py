@@ -1,4 +1,4 @@
-"""Parts of parameters that ranks own: gradients are reduced to the owners, values come from them."""
+"""Parts of parameters that ranks own: gradients are reduced to the owners, which send the updated values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..strategies.shares import OwnerBoxes
 from .rows import RowExchange, SparseTable
 
 CHUNK_ELEMENTS = 1 << 20
-"""Approximate number of elements of each owner in one message: packed copies take a few times as much memory."""
+"""Approximate number of elements of each owner in one message; packed copies take a few times as much memory."""
 
 
 class _OwnedPart(NamedTuple):
@@ -36,18 +36,18 @@ class OwnedParts:
     Parameters
     ----------
     reductions : Reductions
-        Over the grid's ranks.
+        Reductions over the grid's ranks.
     shares : sequence of OwnerBoxes
-        Of the parameters, which are contiguous in the flat arrays.
+        Owners' boxes of the parameters, which are contiguous in the flat arrays.
     sparse_row_lengths : sequence of int, optional
-        Row length of each sparse parameter, else 0. Only rows that are not 0, or have changed, are sent.
+        Row length of each sparse parameter; 0 for dense ones. Only rows that are not 0, or have changed, are sent.
 
     Attributes
     ----------
     sizes_by_rank : list of int
         Numbers that each rank owns.
     own_spans : list of (start, stop)
-        This rank's part of each parameter, in an array of only what it owns.
+        Range of this rank's part of each parameter, in an array of only the rank's own parts.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ from .sync import AllReduce, GradientSync, are_all_finite
 class Parameters:
     """The trained arrays of a model of either kind, their gradients, and their order in memory.
 
-    Arrays that every rank updates identically come first, the compressed ones last; then this rank's part of the
-    arrays cut over the tiles; from `owned_start` on, whole, the arrays whose parts have owners.
+    The order is: arrays that every rank updates identically, with compressed ones at their end; this rank's parts of
+    arrays partitioned over the tiles; and, starting at `owned_start`, whole arrays whose parts have owners.
 
     Parameters
     ----------
@@ -39,23 +39,23 @@ class Parameters:
     shares : mapping of str to OwnerBoxes, optional
         The parts of parameters with owners, by full name.
     compressors : mapping of str to str, optional
-        Texts such as 'topk(0.01)', by full name, of parameters whose gradients are compressed.
+        Compressors as text, such as 'topk(0.01)', by full name of the parameters whose gradients are compressed.
 
     Attributes
     ----------
     first_node : int
         The model's first trained node.
     trained_shards : list of ParameterShard
-        In the order of the flat arrays.
+        Trained shards, in the order of the flat arrays.
     spans : list of (start, stop)
         Range of each trained shard in the flat arrays.
     values, grads : flat arrays
     version : int
-        Counts the changes of the values.
+        Number of times that the values have changed.
     sync : GradientSync
-        Sums the shares of the ranks.
+        Sums the gradients of the ranks.
     reductions : Reductions
-        Those of the gradients.
+        Reductions of the gradients.
     """
 
     first_node = 0
@@ -101,7 +101,7 @@ class Parameters:
         self.version = 0
 
     def split_flat(self, flat: Any, shards: list[ParameterShard] | None = None) -> list[Any]:
-        """Return the parts of a flat array that belong to the shards (default the trained ones), as views."""
+        """Return the parts of a flat array that belong to the shards (default: the trained shards), as views."""
         parts, start = [], 0
         for shard in self.trained_shards if shards is None else shards:
             stop = start + prod(shard.local_shape)
@@ -110,7 +110,7 @@ class Parameters:
         return parts
 
     def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients of all ranks; those of parameters partitioned over tiles, over replicas only.
+        """Sum the gradients over all ranks; of parameters partitioned over tiles, over replicas only.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class Parameters:
                 self.compressed.sum_over_ranks()
 
     def _needs_compressed_sums(self) -> bool:
-        """Return whether there are compressed gradients and all others are finite, the same on every rank."""
+        """Return whether there are compressed gradients and all other gradients are finite; equal on every rank."""
         sync = self.sync
         return bool(
             self.compressed.gradients.size
@@ -156,7 +156,7 @@ class Parameters:
         rate_factor: float,
         update_mask: Sequence[bool] | None = None,
     ) -> None:
-        """Update all values, or those selected by `update_mask`, using gradients. Collective with owners."""
+        """Update all values, or the values of `update_mask`, using gradients. Collective if parameters have owners."""
         self.version += 1
         if self.owned_start == self.values.size:
             optimizer.update(self.values, self.grads, slots, step, rate_factor, self.flat_layout(update_mask))
@@ -167,7 +167,7 @@ class Parameters:
         self.store_and_broadcast_values(values)
 
     def copy_updated_part(self, flat: Any) -> Any:
-        """Return a new flat array of what this rank updates: all except the parts of other owners."""
+        """Return a new flat array of the elements that this rank updates: all except the parts of other owners."""
         return namespace(flat).concatenate(
             [flat[: self.owned_start], self.owners.copy_own_part(flat[self.owned_start :])]
         )
@@ -193,11 +193,11 @@ class Parameters:
             self.version += 1
 
     def create_slots(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimiser's arrays for what this rank updates."""
+        """Return an optimiser's arrays for the elements that this rank updates."""
         return optimizer.create_slots(self.values[: self.owned_start + self.owners.own_size])
 
     def flat_layout(self, update_mask: Sequence[bool] | None = None) -> FlatLayout:
-        """Return the layout of the parameters that this rank updates, or of the chosen ones, in its flat arrays."""
+        """Return the layout, in flat arrays, of the parameters that this rank updates, or of those in `update_mask`."""
         selected = [True] * len(self.trained_shards) if update_mask is None else update_mask
         owned = ((self.owned_start + start, self.owned_start + stop) for start, stop in self.owners.own_spans)
         summed = (span for span, share in zip(self.spans, self._shares, strict=True) if share is None)
@@ -211,7 +211,7 @@ class Parameters:
         return FlatLayout(tuple(spans), decays, len(spans) - len(parts), partial(self._sum_parts_over_ranks, parts))
 
     def _sum_parts_over_ranks(self, is_tiled: Sequence[bool], sums: Any) -> Any:
-        """Return sums of parts over the ranks that have them; parts of a tile are counted in the first replica only."""
+        """Return sums of parts over all ranks with parts; parts of a tile are counted in the first replica only."""
         if all(is_tiled):
             return self.reductions.allreduce("tiles", sums)
         if self.grid.replica:
@@ -219,9 +219,9 @@ class Parameters:
         return self.reductions.allreduce("world", sums)
 
     def fetch_loss_and_flags(self, device_loss: Any) -> tuple[float, bool]:
-        """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.
+        """Return a step's loss, and whether the loss and all gradients are finite; equal on every rank.
 
-        Also reads the flags of all ranks. Everything is in one copy: the only time that a step waits for the device.
+        Also reads the flags of all ranks, in the same copy, the only operation of a step that waits for the device.
         """
         xp, sync = namespace(self.grads), self.sync
         all_finite = are_all_finite(self.grads[: self.num_world_gradients]).reshape(1)
@@ -249,19 +249,19 @@ def gather_arrays(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any
 
 
 def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], source: str) -> None:
-    """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if they do not fit."""
+    """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if names or shapes differ."""
     shards = {shard.full_name: shard for shard, _ in arrays}
     missing, unknown = sorted(shards.keys() - values.keys()), sorted(values.keys() - shards.keys())
     if missing or unknown:
         raise ShapeError(
             f"{source} does not fit the model: missing {', '.join(missing) or 'none'};"
-            f" unknown {', '.join(unknown) or 'none'}; build the model with the layers that it was saved from"
+            f" unknown {', '.join(unknown) or 'none'}; build the model with the layers with which it was saved"
         )
     for name, shard in shards.items():
         if np.shape(values[name]) != shard.parameter.shape:
             raise ShapeError(
-                f"{source}: '{name}' has shape {np.shape(values[name])}, but the model's has"
-                f" {shard.parameter.shape}; build the model with the sizes that it was saved with"
+                f"{source}: '{name}' has shape {np.shape(values[name])}, but the model's array has"
+                f" {shard.parameter.shape}; build the model with the sizes with which it was saved"
             )
     for shard, array in arrays:
         array[...] = namespace(array).asarray(shard.own_part_of(values[shard.full_name]))

@@ -15,7 +15,7 @@ from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
 
 ROWS_COMPRESSOR = "rows"
-"""Compressor text of sparse gradients: they are sent as ids and rows."""
+"""Compressor text of sparse gradients, which are sent as ids and rows."""
 FlatRange = tuple[int, int]
 RowMessage = list[tuple[np.ndarray, np.ndarray]]
 """For each table, the ids of rows and their values."""
@@ -31,7 +31,7 @@ class SparseTable(NamedTuple):
     row_length : int
         Number of elements of a row.
     ranges_by_rank : sequence of (start, stop)
-        For each rank, the range of the parameter whose sums it gets.
+        For each rank, the range of the parameter whose sums the rank receives.
     """
 
     start: int
@@ -112,7 +112,7 @@ class RowExchange:
                     part[indices] = namespace(part).asarray(row_values)
 
     def _exchange_messages(self, sends: Sequence[RowMessage], flat: Any) -> Iterator[RowMessage]:
-        """Yield the message of each rank to this one, in rank order, given this rank's message to each."""
+        """Yield the message of each rank to this rank, in rank order, given this rank's message to each rank."""
         if not self.tables:
             return
         dtype = np.dtype(flat.dtype)
@@ -130,7 +130,7 @@ class RowExchange:
             yield received
 
     def _copy_to_device(self, totals: Sequence[np.ndarray], flat: Any) -> None:
-        """Copy sums back to the device, if the arrays are on one."""
+        """Copy sums back to the device, if the arrays are on a device."""
         for table, total in zip(self.tables, totals, strict=True):
             part = table.rank_view(flat, self.rank)
             if not isinstance(part, np.ndarray):

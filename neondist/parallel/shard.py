@@ -16,7 +16,7 @@ from ..strategies.shares import OwnerBoxes
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter: whole on every rank, partitioned over tiles as its layout says, or divided among owners.
+    """A parameter: whole on every rank, partitioned over tiles according to its layout, or divided among owners.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class ParameterShard:
     parameter : Parameter
     grid : ProcessGrid
     share : OwnerBoxes, optional
-        The parts of owners, if it has owners.
+        The owners' parts, if the parameter has owners.
     """
 
     layer_name: str
@@ -37,7 +37,7 @@ class ParameterShard:
 
     @property
     def full_name(self) -> str:
-        """'<layer name>/<array name>'."""
+        """Full name, '<layer name>/<array name>'."""
         return f"{self.layer_name}/{self.name}"
 
     @property
@@ -47,7 +47,7 @@ class ParameterShard:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: by default not to biases and scales of norms."""
+        """Whether weight decay applies: by default only to arrays of more than one axis."""
         decays = self.parameter.decays
         return len(self.parameter.shape) > 1 if decays is None else decays
 
@@ -84,7 +84,7 @@ class ParameterShard:
         return whole.reshape(self.unflattened_shape)[self.box.slices].reshape(self.local_shape)
 
     def slot_shard(self, slot_name: str, share: OwnerBoxes | None = None) -> ParameterShard:
-        """Return the shard of an optimiser's array for this parameter, which owners may hold."""
+        """Return the shard of an optimiser's array for this parameter; `share`: the array is divided among owners."""
         return ParameterShard(self.layer_name, f"{self.name}/{slot_name}", self.parameter, self.grid, share)
 
     def gather(self, array: Any) -> Any:

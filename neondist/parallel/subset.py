@@ -17,7 +17,7 @@ class TrainedSubset:
     Parameters
     ----------
     first_node : int
-        The model's first node of the subset.
+        The model's first node whose parameters are in the subset.
     """
 
     def __init__(self, parameters: Parameters, layers: Sequence[Layer], first_node: int) -> None:
@@ -31,7 +31,7 @@ class TrainedSubset:
         return [array.reshape(-1) for array, selected in pairs if selected]
 
     def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients of all ranks, divided by `loss_scale`; those partitioned over tiles, over replicas only."""
+        """Sum gradients, divided by `loss_scale`, over all ranks; of partitioned parameters, over replicas only."""
         sync = self.parameters.sync
         pairs = zip(self.parameters.trained_shards, self.update_mask, strict=True)
         shards = [shard for shard, selected in pairs if selected]

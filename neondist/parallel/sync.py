@@ -15,13 +15,13 @@ FlatRange = tuple[int, int]
 """Start and stop of a parameter among the gradients."""
 
 _FINITE_CHECK_ELEMENTS = 1 << 20
-"""Entries along the first axis at a time: a mask of all would take a quarter of their memory."""
+"""Entries checked at a time along the first axis: a mask of all entries would take a quarter of the array's memory."""
 
 
 def are_all_finite(array: Any) -> Any:
     """Return whether all elements of an array are finite, as a scalar of its namespace.
 
-    On a device, converting it to bool waits for the result.
+    On a device, converting the scalar to bool waits for the result.
     """
     xp = namespace(array)
     result = xp.isfinite(array[:_FINITE_CHECK_ELEMENTS]).all()
@@ -37,19 +37,19 @@ class GradientSync(ABC):
     ----------
     grid : ProcessGrid
     buffer : flat array
-        Room for the control flags, and the gradients.
+        Memory for the control flags, followed by the gradients.
     spans : sequence of FlatRange
         Ranges of all parameters, in order; contiguous.
     num_world_gradients : int
-        Number of leading gradients that are summed over all ranks; the others, which belong to a tile, are summed over
-        the replicas.
+        Number of leading gradients that are summed over all ranks; the others, which belong to one tile, are summed
+        over the replicas.
     num_uncompressed : int, optional
         Number of leading gradients summed here; the rest of `num_world_gradients` is sent compressed. Default: all.
 
     Attributes
     ----------
     flags : ControlFlags
-        Sent in front of the gradients.
+        Flags sent in front of the gradients.
     reductions : Reductions
     """
 
@@ -71,11 +71,11 @@ class GradientSync(ABC):
         self.own_gradients_finite: Any = True
 
     def begin_step(self) -> None:
-        """Begin a step, which overwrites the gradients."""
+        """Begin a step, in which the gradients will be overwritten."""
         self.own_gradients_finite = True
 
     def record_finiteness(self, are_finite: Any) -> None:
-        """Record whether a subset of this rank's gradients is finite; non-finite ones are reported to all ranks."""
+        """Record whether some of this rank's gradients are finite; all ranks learn of non-finite gradients."""
         self.own_gradients_finite = self.own_gradients_finite & are_finite
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Bucket:
     num_incomplete_gradients : int
         Number of gradients that are not complete yet.
     request : Request or None
-        None: not sent.
+        None: not sent yet.
     """
 
     array: Any
@@ -143,7 +143,7 @@ class Bucket:
 
 
 class Bucketed(GradientSync):
-    """Start one allreduce per bucket as soon as its gradients are complete, overlapping the backward pass.
+    """Start the allreduce of each bucket as soon as its gradients are complete, during the backward pass.
 
     The first gradients, which are complete last, are sent with the flags.
     """
@@ -175,7 +175,7 @@ class Bucketed(GradientSync):
             bucket.num_incomplete_gradients, bucket.request = bucket.stop - bucket.start, None
 
     def mark_ready(self, span: FlatRange) -> None:
-        """Start the sum of the bucket whose gradients are all complete now."""
+        """Start the sum of the parameter's bucket if all of its gradients are complete now."""
         for bucket in self.early_buckets:
             if bucket.start <= span[0] < bucket.stop:
                 bucket.num_incomplete_gradients -= span[1] - span[0]
