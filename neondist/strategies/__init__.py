@@ -1,9 +1,9 @@
 """Synchronisation strategies: the partition, owners and gradient synchronisation of every parameter.
 
 A builder creates a `Strategy` from the parameters and the number of replicas (or a resource spec), as a pure function
-without MPI. A `Strategy` is a value that can be compared, printed, saved and loaded.
+without MPI. A `Strategy` can be compared, printed, saved and loaded.
 
-Modules: `parameter_spec`, `partition` (the rules by which a parameter is divided), `strategy`, and the builders:
+Modules: `parameter_spec`, `partition` (rules for dividing a parameter), `strategy`, and the builders:
 `all_reduce`, `server`, `parallax`, `auto`.
 """
 

@@ -38,7 +38,7 @@ class AllReduce(StrategyBuilder):
 class PartitionedAllReduce(StrategyBuilder):
     """Reduce-scatter of gradients, update of each part of a parameter by its owner, and gather of the values.
 
-    Parameters are divided along their first axis into as many parts as its smallest divisor of at least 2.
+    Parameters are divided along their first axis; the number of parts is the smallest divisor (above 1) of its extent.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class PartitionedAllReduce(StrategyBuilder):
 
 
 class RandomAxisPartitionAR(PartitionedAllReduce):
-    """Reduce-scatter of gradients as `PartitionedAllReduce`, along a random axis of more than one element.
+    """Reduce-scatter of gradients, as in `PartitionedAllReduce`, along a random axis of more than one element.
 
     Sparse parameters are divided along their first axis.
 
@@ -76,7 +76,7 @@ class RandomAxisPartitionAR(PartitionedAllReduce):
     chunk_size : int
         Number of parameters whose gradients are summed together.
     seed : int
-        Seed of the choice, combined with the parameter's name.
+        Seed for choosing axes, combined with each parameter's name.
     """
 
     def __init__(self, chunk_size: Count = 128, seed: Index = 0) -> None:
@@ -94,14 +94,14 @@ class RandomAxisPartitionAR(PartitionedAllReduce):
 class ShardedOptimizer(StrategyBuilder):
     """Reduce-scatter of gradients over even slices of the flat buffer of all parameters.
 
-    Each replica updates its slice, and holds the optimiser's slots for it alone; values are gathered. ZeRO, stage 1
-    (Rajbhandari et al. 2020).
+    Each replica updates its own slice, keeps optimiser slots only for that slice, and gathers the other values (ZeRO
+    stage 1, Rajbhandari et al. 2020).
     """
 
     def __init__(self) -> None:
         pass
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
-        """Return all replicas as owners, without a partition along an axis: slices are those of the flat buffer."""
+        """Return all replicas as owners, without a partition along an axis: the flat buffer is divided into slices."""
         owners = list(range(replicas))
         return {spec.name: ParameterStrategy("allreduce", owners=list(owners)) for spec in specs}

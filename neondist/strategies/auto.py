@@ -1,4 +1,4 @@
-"""Choice of the strategy with the fastest step that fits in memory, by a cost model."""
+"""Choice, by a cost model, of the strategy with the fastest step among those that fit in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .server import PS, PSLoadBalancing
 from .strategy import ParameterStrategy, Strategy
 
 DEFAULT_SLOTS_PER_PARAMETER = 2
-"""Number of slots for an unknown optimiser: Adam's."""
+"""Number of slots assumed if the optimiser is unknown: that of Adam."""
 
 
 def create_candidate_builders() -> list[StrategyBuilder]:
@@ -34,7 +34,7 @@ class SyncCosts:
     seconds : float
         Time of collectives and of the update.
     held_bytes : int
-        Bytes of parameters, gradients and the optimiser's arrays on the rank with the most.
+        Bytes of parameters, gradients and the optimiser's arrays on the rank that needs the most.
     """
 
     seconds: float
@@ -46,8 +46,8 @@ def estimate_sync_costs(
 ) -> SyncCosts:
     """Return the costs of synchronising the gradients of some parameters over ranks, and of updating them.
 
-    Gradients without owners take one allreduce per group. Owners receive the shares of others and send values to all:
-    the rank that owns most finishes last.
+    Gradients without owners take one allreduce per group. Owners receive gradients from all other ranks and send back
+    values; the rank that owns the most finishes last.
     """
     whole, shared, sliced, slices, itemsize, groups = 0, 0, 0, 1, 1, set[int]()
     owned = [0] * ranks
@@ -58,7 +58,7 @@ def estimate_sync_costs(
             groups.add(parameter.group)
             continue
         shared += spec.nbytes
-        if len(parameter.owners) > 1 and parameter.partition is None:  # even slices of all these parameters together
+        if len(parameter.owners) > 1 and parameter.partition is None:  # even slices of all these parameters
             sliced += spec.size
             slices, itemsize = len(parameter.owners), spec.nbytes // max(1, spec.size)
             continue
@@ -73,7 +73,7 @@ def estimate_sync_costs(
 
 
 class AutoStrategy(StrategyBuilder):
-    """The builder whose strategy makes a step fastest, by a cost model of links and memory; `Auto` in files.
+    """The builder with the fastest step according to a cost model of links and memory; `Auto` in files.
 
     Ties are broken by name. `neondist plan` chooses the grid as well, for a machine and a network.
 
@@ -111,5 +111,5 @@ class AutoStrategy(StrategyBuilder):
 
 
 def resolve_grid(strategy: Strategy | StrategyBuilder | None, grid: dict[str, int]) -> dict[str, int]:
-    """Return the factors of a grid, or, if there are none, those that a strategy specifies."""
+    """Return the factors of a grid or, if it has none, the factors that a strategy specifies."""
     return dict(strategy.grid) if isinstance(strategy, Strategy) and strategy.grid and not grid else grid

@@ -39,18 +39,18 @@ class Resources(Protocol):
 
 
 class StrategyBuilder(Registered, ABC):
-    """Base of the rules that create a strategy for any list of parameters.
+    """Base of builders, which create a strategy for any list of parameters.
 
     Subclasses implement `assign`.
     """
 
     def build(self, parameters: Iterable[ParameterSpec], resources_or_ranks: Resources | int) -> Strategy:
-        """Return the strategy for some parameters: pure and deterministic, without MPI.
+        """Return the strategy for some parameters, as a deterministic function of the arguments, without MPI.
 
         Parameters
         ----------
         parameters : iterable of ParameterSpec
-            In the order of the model.
+            Parameters, in the order of the model.
         resources_or_ranks : resource spec, or int
             An int is the number of replicas, each of which may own parameters.
 
@@ -74,7 +74,7 @@ class StrategyBuilder(Registered, ABC):
 
     @property
     def needs_servers(self) -> bool:
-        """Whether updates do not wait for all replicas, so that parameter servers apply them."""
+        """Whether updates do not wait for all replicas and are therefore applied by parameter servers."""
         return False
 
     @abstractmethod
@@ -91,7 +91,7 @@ def format_builder(builder: StrategyBuilder) -> str:
 
 
 def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
-    """Return the builder that a text such as 'PSLoadBalancing' or 'PS(staleness=2)' names; a builder unchanged.
+    """Return the builder for a text such as 'PSLoadBalancing' or 'PS(staleness=2)'; return a builder unchanged.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
 
 
 def as_strategy(strategy: StrategyBuilder | Strategy | str) -> StrategyBuilder | Strategy:
-    """Return the named builder, or the strategy that a YAML file describes; other values unchanged.
+    """Return the named builder, or the strategy in a YAML file; return other values unchanged.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The hybrid of allreduce and parameter servers."""
+"""Hybrid of allreduce and parameter servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .strategy import ParameterStrategy
 
 
 class Parallax(StrategyBuilder):
-    """Allreduce of dense gradients; sparse ones are sent to owners, balanced by bytes (Kim et al. 2019).
+    """Allreduce of dense gradients; sparse gradients are sent to owners, balanced by bytes (Kim et al. 2019).
 
     Parameters
     ----------

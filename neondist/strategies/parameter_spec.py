@@ -18,7 +18,7 @@ class ParameterSpec:
     Parameters
     ----------
     name : str
-        Unique within a model, such as 'conv1/weights'.
+        Name, unique within a model, such as 'conv1/weights'.
     shape : sequence of int
         Global shape; () is a scalar.
     dtype : str

@@ -1,4 +1,4 @@
-"""Rules by which parameters are divided into parts, and parts are assigned to owners, as in AutoDist."""
+"""Rules for dividing parameters into parts and assigning the parts to owners, as in AutoDist."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ AxisPartition = tuple[int, list[int]]
 
 
 def smallest_divisor(n: int) -> int:
-    """Return the smallest divisor of n that is at least 2; 1 where n < 2."""
+    """Return the smallest divisor of n that is at least 2; 1 if n < 2."""
     return next((i for i in range(2, n) if n % i == 0), n) if n > 1 else 1
 
 
 def smallest_non_divisor(n: int) -> int:
-    """Return the smallest number of at least 2 that does not divide n, at most n; 1 where n < 2."""
+    """Return the smallest number from 2 to n that does not divide n; n if there is none, 1 if n < 2."""
     return next((i for i in range(2, n) if n % i), n) if n > 1 else 1
 
 

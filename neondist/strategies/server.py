@@ -22,7 +22,7 @@ class PS(StrategyBuilder):
     sync : bool
         Whether a step waits for all replicas.
     staleness : int
-        Number of steps by which the fastest replica may be ahead of the slowest; 0: none. Needs `sync`.
+        Number of steps by which the fastest replica may be ahead of the slowest one. Requires `sync` if not 0.
 
     Raises
     ------
@@ -32,7 +32,7 @@ class PS(StrategyBuilder):
 
     def __init__(self, local_proxy_variable: bool = False, sync: bool = True, staleness: Index = 0) -> None:
         if staleness and not sync:
-            raise ConfigError(f"staleness: {staleness} needs sync=True; set it, or staleness=0")
+            raise ConfigError(f"staleness: {staleness} needs sync=True; set sync=True or staleness=0")
         self.local_proxy_variable, self.sync, self.staleness = local_proxy_variable, sync, staleness
 
     @property
@@ -41,7 +41,7 @@ class PS(StrategyBuilder):
         return not self.sync or self.staleness > 0
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
-        """Return the partition of a parameter; None: it stays whole."""
+        """Return the partition of a parameter; None: not partitioned."""
         return None
 
     def assign_owners(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
@@ -67,16 +67,16 @@ class PSLoadBalancing(PS):
 
 
 class PartitionedPS(PSLoadBalancing):
-    """Owners as in `PSLoadBalancing`, for parts along the first axis, as many as its least divisor above 1."""
+    """Owners as in `PSLoadBalancing`, for parts along the first axis; their number is the least divisor above 1."""
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
-        """Return the partition of a parameter; None: it stays whole."""
+        """Return the partition of a parameter; None: not partitioned."""
         return even_partition(spec, 0, smallest_divisor(spec.shape[0]))
 
 
 class UnevenPartitionedPS(PSLoadBalancing):
-    """Owners as in `PSLoadBalancing`, for parts along the first axis, as many as its least non-divisor above 1."""
+    """Owners as in `PSLoadBalancing`, for parts along the first axis; their number is the least non-divisor above 1."""
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
-        """Return the partition of a parameter; None: it stays whole."""
+        """Return the partition of a parameter; None: not partitioned."""
         return even_partition(spec, 0, smallest_non_divisor(spec.shape[0]))

@@ -1,4 +1,4 @@
-"""The parts of parameters that each rank of a job owns under a strategy, as boxes: pure arithmetic."""
+"""The parts of parameters that each rank of a job owns under a strategy, computed as boxes without MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OwnerBoxes:
     Attributes
     ----------
     shape : tuple of int
-        The shape in which parts are boxes: the parameter's, or (size,) where parts are ranges of the flat array.
+        The shape in which parts are boxes: the parameter's shape, or (size,) if parts are ranges of the flat array.
     boxes : tuple of Box
         The part of each rank; most may be empty.
     """
@@ -32,7 +32,7 @@ class OwnerBoxes:
 def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, OwnerBoxes]:
     """Return the parts of all parameters that have owners, or of the named ones, by name.
 
-    Owner k of n is rank k * ranks // n: where a replica has several tiles, owners are spread over the replicas.
+    Owner k of n is rank k * ranks // n, so if a replica has several tiles, owners are spread over the replicas.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | N
 
 
 def _box_by_owning_rank(entry: ParameterStrategy, shape: Shape, owner_ranks: Sequence[int]) -> dict[int, Box]:
-    """Return the part of each rank that has one; the parts of one owner are concatenated."""
+    """Return the part of each rank that owns one; several parts of an owner are concatenated."""
     if entry.partition is None:
         return {owner_ranks[entry.owners[0]]: Box.of(shape)}
     axis, sizes = entry.partition

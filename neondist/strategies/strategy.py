@@ -33,13 +33,13 @@ class ParameterStrategy:
     Attributes
     ----------
     kind : 'allreduce' or 'server'
-        Whether its gradient is summed over all replicas, or reduced to owners that update it.
+        Whether the gradient is summed over all replicas, or reduced to owners, which update the parameter.
     partition : (axis, [extents]), or None
     owners : list of int
-        The owner of each part. Several owners without a partition hold even slices of the flat buffer of all
-        parameters; no owner: every replica updates the whole.
+        The owner of each part. Several owners without a partition own even slices of the flat buffer of all
+        parameters; if there is no owner, every replica updates the whole parameter.
     group : int
-        Number of its reduction group: the gradients of a group are summed in one call.
+        Number of the parameter's reduction group; the gradients of a group are summed in one call.
     compressor : str or None
     sync : bool
     staleness : int
@@ -82,7 +82,7 @@ class Strategy:
     schemes : dict of str to str, optional
         Border schemes chosen by a planner, by layer name.
     file_lines : dict of str to str
-        'FILE:LINE' of each parameter, of `schemes`, and of the file under ''; empty if it was not loaded from a file.
+        'FILE:LINE' of each parameter, of `schemes`, and of the file (key ''); empty if not loaded from a file.
     """
 
     builder: str
@@ -95,7 +95,7 @@ class Strategy:
     file_lines: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def create_error(self, problem: str, name: str = "") -> ConfigError:
-        """Return an error about a parameter, or all parameters, with its location in the strategy file."""
+        """Return an error about a parameter, or all parameters, with the location in the strategy file."""
         place = self.file_lines.get(name) or self.file_lines.get("")
         return ConfigError(f"{place or 'strategy'}: {problem}")
 
@@ -120,7 +120,7 @@ class Strategy:
         return owned_bytes if any(parameter.owners for parameter in self.parameters.values()) else []
 
     def check_parameters_match(self, parameters: Iterable[ParameterSpec]) -> None:
-        """Raise ConfigError if the strategy is for other parameters, naming the first difference."""
+        """Raise ConfigError if the strategy is for other parameters; the message names the first difference."""
         others = {spec.name: spec for spec in parameters}
         for name, spec in others.items():
             if name not in self.specs:
@@ -147,8 +147,8 @@ class Strategy:
             if not parameter.sync or parameter.staleness:
                 setting = f"staleness {parameter.staleness}" if parameter.sync else "sync false"
                 raise self.create_error(
-                    f"parameter '{name}' has {setting}, which needs parameter servers: neondist run -n P starts them"
-                    " for an experiment; elsewhere use sync: true and staleness: 0",
+                    f"parameter '{name}' has {setting}, which needs parameter servers; run the experiment with"
+                    " neondist run -n P, which starts servers, or set sync: true and staleness: 0",
                     name,
                 )
 
@@ -169,7 +169,7 @@ class Strategy:
         Raises
         ------
         ConfigError
-            If the file is invalid: 'FILE:LINE: field: problem; remedy'.
+            If the file is invalid; the message is 'FILE:LINE: field: problem; remedy'.
         """
         path = Path(path)
         root = parse_file(path, max_bytes=MAX_FILE_BYTES, max_nodes=MAX_EXPANDED_NODES)
@@ -264,13 +264,13 @@ def _parse_parameter(name: str, node: Node, owners: int) -> tuple[ParameterSpec,
         remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
         raise field_error(node, path, "compressor", f"{entry['compressor']} {remedy}")
     if entry["staleness"] and not entry["sync"]:
-        raise field_error(node, path, "staleness", f"{entry['staleness']} needs sync: true")
+        raise field_error(node, path, "staleness", f"{entry['staleness']} needs sync: true; set it, or staleness: 0")
     if any(owner >= owners for owner in entry["owners"]):
         problem = f"owner {max(entry['owners'])} does not exist; owners are 0 to {owners - 1}"
         raise field_error(node, path, "owners", problem)
     entry["partition"] = _parse_partition(entry["partition"], join_path(path, "partition"), shape)
     if entry["partition"] is not None and len(entry["owners"]) != len(sizes := entry["partition"][1]):
-        problem = f"{counted(len(entry['owners']), 'owner')} for {len(sizes)} parts; give one for each part"
+        problem = f"{counted(len(entry['owners']), 'owner')} for {len(sizes)} parts; give one owner for each part"
         raise field_error(node, path, "owners", problem)
     return spec, ParameterStrategy(**entry)
 
@@ -284,5 +284,5 @@ def _parse_partition(node: Node, path: str, shape: list[int]) -> AxisPartition |
     if axis >= len(shape):
         raise field_error(node, path, "axis", f"is {axis}; expected 0 to {len(shape) - 1}")
     if sum(sizes) != shape[axis] or not sizes:
-        raise field_error(node, path, "sizes", f"add up to {sum(sizes)}, but must be {shape[axis]}")
+        raise field_error(node, path, "sizes", f"add up to {sum(sizes)}; expected {shape[axis]}, the axis's extent")
     return axis, sizes
