@@ -21,12 +21,12 @@ def namespace(array: Any) -> Any:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return an array as a NumPy array: itself if it is one, or a copy from the device, which waits for it."""
+    """Return an array as a NumPy array: itself if on the host, else a copy, for which the device is awaited."""
     return np.asarray(array) if isinstance(array, (np.ndarray, np.generic)) else namespace(array).asnumpy(array)
 
 
 class HostStagingBuffer:
-    """Host buffer for the values of a device's array that are sent between ranks.
+    """Host buffer for the values of a device array that are exchanged between ranks.
 
     For CuPy it is pinned memory with its own stream, so that copies overlap with computation on the device.
 
@@ -44,7 +44,7 @@ class HostStagingBuffer:
         if self._cuda is None or not array.size or not array.flags.c_contiguous:
             self._cuda, self.host = None, np.empty(array.shape, array.dtype)
             return
-        memory = self._cuda.alloc_pinned_memory(array.nbytes)  # as much, or more
+        memory = self._cuda.alloc_pinned_memory(array.nbytes)  # may be larger
         self.host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
         self._stream = self._cuda.Stream(non_blocking=True)
         # the memory may be reused by another buffer: wait for a copy in progress

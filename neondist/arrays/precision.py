@@ -45,7 +45,7 @@ class ComputePrecision:
         """Raise ConfigError unless the precision supports parameters of this dtype."""
         if self != FLOAT32 and dtype != np.float32:
             raise ConfigError(
-                f"precision: {self.name} requires float32 parameters, but dtype is {dtype}; leave out one of them"
+                f"precision: {self.name} requires float32 parameters, but dtype is {dtype}; leave out one of the two"
             )
 
     def round_to_operands(self, array: Any) -> Any:
@@ -64,7 +64,7 @@ class ComputePrecision:
         return xp.where(nan, np.float32("nan"), single)  # rounding may have made NaN infinite
 
     def encode(self, array: Any) -> Any:
-        """Return float32 numbers rounded as by `round_to_operands`, as the 16 bits of each (uint16)."""
+        """Return the 16 bits (uint16) of each float32 number, rounded as by `round_to_operands`."""
         if self.name == "float16":
             with np.errstate(over="ignore", under="ignore"):
                 return array.astype(np.float16).view(np.uint16)
@@ -82,10 +82,10 @@ FLOAT32, BFLOAT16, FLOAT16 = (ComputePrecision(name) for name in ("float32", "bf
 
 @dataclass
 class LossScaler:
-    """Factor on the loss, so that gradients of 16 bits do not underflow: the rule of `torch.amp.GradScaler`.
+    """Multiplier of the loss that prevents underflow of 16-bit gradients, updated as in `torch.amp.GradScaler`.
 
-    It doubles after `GROWTH_INTERVAL_STEPS` consecutive steps without an overflow, and halves at each overflow. As a
-    power of two it changes only gradients that would underflow or overflow.
+    The scale doubles after `GROWTH_INTERVAL_STEPS` consecutive steps without overflow, and halves at each overflow. As
+    a power of two, it changes only gradients that would underflow or overflow.
 
     Attributes
     ----------
@@ -141,4 +141,4 @@ class LossScaler:
 
 
 GROWTH_INTERVAL_STEPS = 2000  # consecutive steps without an overflow after which the scale doubles
-MAX_LOSS_SCALE = 2.0**127  # the largest scale of float32
+MAX_LOSS_SCALE = 2.0**127  # the largest power of two in float32

@@ -1,8 +1,8 @@
 """Random numbers keyed by (seed, purpose, step, GLOBAL index), never by rank.
 
 A counter-based generator: number i of a stream is a pure function of the stream's key and i, so each rank generates
-only the numbers of its cells, the same on all grids (Salmon et al. 2011). The mixing function is splitmix64 (Steele,
-Lea and Flood 2014).
+only the numbers of its cells, and the numbers are the same on all grids (Salmon et al. 2011). The mixing function is
+splitmix64 (Steele, Lea and Flood 2014).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELEMENTS_PER_BLOCK = 1 << 14  # elements per block, which fit in the cache
 def key(*parts: int | str) -> int:
     """Return the 64-bit key of a stream, from integers and names such as (seed, 'dropout', layer name, step)."""
     state = 0
-    for part in parts:  # as `_mix_bits_in_place`, in Python's integers: arrays of one number are ten times slower
+    for part in parts:  # as in `_mix_bits_in_place`, with Python integers: arrays of one number are ten times slower
         z = (
             state + int(_SPLITMIX_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))
         ) & _LOW_64_BITS
@@ -49,7 +49,7 @@ def uniform(stream: int, index: Any) -> Any:
 
 
 def uniform_at_least(rate: float, stream: int, index: Any) -> Any:
-    """Return the mask `uniform(stream, index) >= rate` for rate in [0, 1), from the bits, in cache-sized blocks."""
+    """Return the mask `uniform(stream, index) >= rate` for rate in [0, 1), computed from bits in cache-sized blocks."""
     xp = namespace(index)
     index = xp.asarray(index, np.uint64)
     flat, chosen = index.reshape(-1), xp.empty(index.shape, bool)

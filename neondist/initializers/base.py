@@ -1,4 +1,4 @@
-"""Base class of initialisers, whose values are functions of the global index, so that each tile computes its own."""
+"""Base class of initialisers, which compute values from global indices, so that each tile computes its own values."""
 
 from __future__ import annotations
 

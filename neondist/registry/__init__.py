@@ -1,6 +1,6 @@
-"""Registry of YAML tags: every subclass of `Registered` is a tag by its class name, and its arguments are checked.
+"""Registry of YAML tags: every subclass of `Registered` can be used as a tag, with checked arguments.
 
-Python's list of subclasses is the registry: users only have to subclass, and nothing is registered at import time.
+Tags are class names, found in Python's list of subclasses: users only define a subclass, and do not register it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
 class _ConstructorSignature:
-    """Signature of a class for `inspect.signature` and `help`: the constructor's arguments, those of **kwargs by name.
+    """Signature of a class for `inspect.signature` and `help`: the constructor's arguments, with **kwargs expanded.
 
-    Without it, they would show the one of `Registered.__new__`.
+    Otherwise `inspect` and `help` would show the signature of `Registered.__new__`.
     """
 
     def __get__(self, instance: object, cls: Any) -> inspect.Signature:
-        if instance is not None:  # a callable object has that of its __call__
+        if instance is not None:  # a callable object has the signature of its __call__
             raise AttributeError("__signature__")
         if cls.__init__ is object.__init__:
             return inspect.Signature()
@@ -51,7 +51,7 @@ class Registered:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         self = super().__new__(cls)
         self._arguments = {}
-        if cls.__init__ is object.__init__:  # no arguments; its signature would be parsed from text
+        if cls.__init__ is object.__init__:  # no arguments; inspect would parse the signature from text
             return self
         bound = _signature(cls.__init__).bind_partial(self, *args, **kwargs)
         arguments = dict(list(bound.arguments.items())[1:])
@@ -82,7 +82,7 @@ def registered_classes(base: type = Registered) -> dict[str, type]:
 
 
 def serial_class(cls: type) -> type:
-    """Return the serial counterpart of a distributed class; a serial class is its own."""
+    """Return the serial counterpart of a distributed class, or a serial class itself."""
     if not issubclass(cls, DistributedMixin):
         return cls
     return next(base for base in cls.__mro__ if not issubclass(base, DistributedMixin) and base is not cls)
@@ -97,6 +97,6 @@ def dist_class(cls: type) -> type:
             return candidate
     name = cls.__name__
     raise ConfigError(
-        f"{name} has no distributed class; write one next to it: class {name}Dist(nd.Dist, {name}): pass"
+        f"{name} has no distributed class; define one next to {name}: class {name}Dist(nd.Dist, {name}): pass"
         " (docs/adding_a_layer.md)"
     )

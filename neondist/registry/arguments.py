@@ -1,4 +1,4 @@
-"""Validation of constructor arguments from Python against the same type hints as a YAML file's fields."""
+"""Validation of constructor arguments in Python calls, by the type hints that also apply to YAML files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_value(field: str, value: Any, hint: Any) -> None:
 
 
 def type_checked(function: Function) -> Function:
-    """Decorate a function to check its arguments by its type hints; duck-typed objects are accepted."""
+    """Decorate a function so that arguments are checked against its type hints; duck-typed objects are accepted."""
 
     owner = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     parameters = inspect.signature(function).parameters.values()
@@ -115,7 +115,7 @@ def _predicate_for_member(hint: Any) -> Predicate:
     if issubclass(kind, Mapping):
         return lambda value: isinstance(value, Mapping) and (item is None or all(map(item, value.values())))
     if _takes_lists(hint):
-        accepts_iterators = kind is collections.abc.Iterable  # which generators are, too
+        accepts_iterators = kind is collections.abc.Iterable  # includes generators
 
         def check_list(value: Any) -> bool:
             if accepts_iterators and not hasattr(value, "__len__"):
@@ -127,7 +127,7 @@ def _predicate_for_member(hint: Any) -> Predicate:
     def check_instance(value: Any) -> bool:
         try:
             return isinstance(value, kind)
-        except TypeError:  # a protocol: left to the class itself
+        except TypeError:  # a protocol without runtime check: the class itself checks the value
             return True
 
     return check_instance
@@ -176,7 +176,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def describe_mismatch(value: Any, hint: Any) -> str:
-    """Return 'expected an integer, got the text 'x'', with a remedy, as for a field of a YAML file."""
+    """Return a message such as "expected an integer, got the text 'x'", with a remedy, as for YAML files."""
     return f"expected {describe_hint(hint, tag_prefix='')}, got {_describe_value(value)}{_remedy(value, hint)}"
 
 

@@ -30,7 +30,7 @@ class Field:
 
 
 def constructor_fields(cls: type) -> dict[str, Field]:
-    """Return the constructor's arguments by name; **kwargs stands for those of the next class in the MRO."""
+    """Return the constructor's arguments by name; **kwargs stands for the arguments of the next class in the MRO."""
     if cls in _fields_by_class:
         return _fields_by_class[cls]
     result: dict[str, Field] = {}
@@ -45,12 +45,12 @@ def constructor_fields(cls: type) -> dict[str, Field]:
                 result.setdefault(parameter.name, Field(hints.get(parameter.name, Any), parameter.default))
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
-    _fields_by_class[cls] = result  # only once complete: virtual ranks are concurrent threads
+    _fields_by_class[cls] = result  # stored only when complete: virtual ranks are concurrent threads
     return result
 
 
 def resolve_type_hints(function: Any) -> dict[str, Any]:
-    """Return the type hints; one that cannot be evaluated (a name imported for type checkers only) is Any."""
+    """Return the type hints; hints that cannot be evaluated (names imported only for type checkers) become Any."""
     try:
         return typing.get_type_hints(function, include_extras=True)
     except Exception:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class HasArguments(Protocol):
-    """An object that can be written to a file, since it stores its constructor's arguments."""
+    """An object that can be written to a file because it stores its constructor's arguments."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name."""
@@ -34,7 +34,7 @@ def subclasses(cls: type) -> Iterator[type]:
 
 
 def classes_by_short_name(base: type) -> dict[str, type]:
-    """Return the subclasses of `base` by their short names, valid in fields that only take such a class."""
+    """Return the subclasses of `base` by their short names, valid in fields that accept only these classes."""
     return {name: cls for cls in subclasses(base) for name in vars(cls).get("_called_in_fields", ())}
 
 

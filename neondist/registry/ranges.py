@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers of at least `low`, or above it, and below `high`, or at most `high`."""
+    """Finite numbers of at least (or above) `low`, and below (or at most) `high`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -18,7 +18,7 @@ class Range:
     exclude_high: bool = True
 
     def allows(self, value: Any) -> bool:
-        """Return whether a number is in the range; True for other values, left to other members of a union."""
+        """Return whether a number is in the range; True for other values, which other members of a union may accept."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return True
         number: Any = value

@@ -44,7 +44,7 @@ def cache_by_hint(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
 
 @cache_by_hint
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; any other hint is its own single member."""
+    """Return the members of a union; for any other hint, the hint itself."""
     hint = unwrap_hint(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(member for part in typing.get_args(hint) for member in union_members(part))
@@ -84,7 +84,7 @@ def is_class(hint: Any) -> bool:
 
 
 def describe_hint(hint: Any, tag_prefix: str = "!") -> str:
-    """Return 'an integer, text or null' for `int | str | None`; `tag_prefix` is the prefix of class names."""
+    """Return a description, such as 'an integer, text or null'; `tag_prefix` is the prefix of class names."""
     ranges_text = "".join(f" {limit}" for limit in ranges_in_hint(hint))
     parts = list(
         dict.fromkeys(
@@ -115,7 +115,7 @@ def _describe_member(hint: Any, tag_prefix: str) -> str:
 
 
 def example_class_names(base: type, tag_prefix: str = "!", max_names: int = 6) -> str:
-    """Return '!Adam, !SGD, ...': the classes that a file can name among `base` and its subclasses."""
+    """Return text such as '!Adam, !SGD, ...': names, valid in files, of `base` and its subclasses."""
     named = classes_by_name([base, *subclasses(base)])
     names = [tag_prefix + name for name, cls in sorted(named.items()) if name == cls.__name__]
     return ", ".join(names[:max_names] + ["..."] * (len(names) > max_names)) or base.__name__

@@ -18,18 +18,18 @@ BuildObject: TypeAlias = Callable[[Node, str, Any], Any]
 
 
 class TypeMismatch(ConfigError):
-    """The value's type does not match; another member of a union may still match."""
+    """Error for a value that does not match a type; another member of a union may still match."""
 
     path: str = ""
 
 
 def convert_fields(node: Node, path: str, hints: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the fields of a mapping, in the order of `hints`, converted to these; none is an object.
+    """Return the fields of a mapping, converted to `hints` and in their order; objects are rejected.
 
     Raises
     ------
     ConfigError
-        If the node is no mapping, or if a field is unknown, missing though `required`, or does not match.
+        If the node is not a mapping, or a field is unknown, does not match, or is `required` but missing.
     """
     nodes = typed_value(node, path, dict, f"a mapping with {', '.join(hints)}")
     for name, child in nodes.items():
@@ -48,12 +48,12 @@ def _reject_object(node: Node, path: str, hint: Any) -> Any:
 def convert_node(node: Node, hint: Any, path: str, build: BuildObject = _reject_object) -> Any:
     """Return the node's value converted to `hint`: int to float, lists to tuples, objects by `build(node, path, hint)`.
 
-    The hint `Node` keeps a node as it is.
+    For the hint `Node`, the node itself is returned.
 
     Raises
     ------
     ConfigError
-        If the value does not match; states place, path, the expected type and the value.
+        If the value does not match; the message states place, path, the expected type and the value.
     """
     if hint is Node:
         return node

@@ -30,14 +30,14 @@ def parse_yaml(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_
     Parameters
     ----------
     text : the document
-    locate : maps a line number, from 0, to its place, such as 'FILE:LINE'
+    locate : maps a line number, counted from 0, to a source position such as 'FILE:LINE'
     path : the dotted path of the document's root, for messages
     max_nodes : the maximum number of values after expansion of aliases
 
     Raises
     ------
     ConfigError
-        For syntax errors, forbidden tags, duplicate keys, and aliases that expand without end.
+        For syntax errors, forbidden tags, duplicate keys, and aliases that expand to too many values.
     """
     root = _compose_yaml_graph(text, locate, path)
     return None if root is None else _TreeCopier(locate, max_nodes).copy_node(root, path, locate(root.start_mark.line))
@@ -58,7 +58,7 @@ def _compose_yaml_graph(text: str, locate: Locator, path: str) -> yaml.Node | No
         raise ConfigError(format_message(locate(line), path, f"not valid YAML: {problem}{remedy}")) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
-        reason = "not a text file: it has a character that YAML does not allow; remove it"
+        reason = "not a text file: a character is not allowed in YAML; remove the character"
         raise ConfigError(format_message(locate(line), path, reason)) from None
     except RecursionError:
         raise ConfigError(format_message(locate(0), path, _TOO_DEEP_MESSAGE)) from None
@@ -79,7 +79,7 @@ class _TreeCopier:
         node = Node(None, location)
         self._node_count += 1
         if self._node_count > self._max_nodes:
-            raise node_error(node, path, f"aliases expand to more than {self._max_nodes} values; use fewer")
+            raise node_error(node, path, f"aliases expand to more than {self._max_nodes} values; use fewer aliases")
         if id(source) in self._ancestor_ids:
             raise node_error(node, path, "an alias refers to a value that contains it; remove the alias")
         if len(self._ancestor_ids) >= MAX_DEPTH:

@@ -16,12 +16,12 @@ MAX_FILE_BYTES = 1 << 20
 def parse_file(
     path: Path, text: str | None = None, max_bytes: int = MAX_FILE_BYTES, max_nodes: int = MAX_EXPANDED_NODES
 ) -> Node | None:
-    """Return the tree of a file, or of its `text` if already read; None for an empty one.
+    """Return the tree of a file, or of its `text` if already read; None if the file is empty.
 
     Raises
     ------
     ConfigError
-        As 'FILE:LINE: field: problem and remedy'.
+        If the file is invalid; the message is 'FILE:LINE: field: problem; remedy'.
     """
     content = read_text(path, max_bytes) if text is None else text
     return parse_yaml(content, lambda line: f"{path}:{line + 1}", max_nodes=max_nodes)
@@ -40,7 +40,7 @@ def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     if len(content) > max_bytes:
-        raise ConfigError(f"{path}: larger than {max_bytes >> 20} MiB; give an experiment or settings file")
+        raise ConfigError(f"{path}: larger than {max_bytes >> 20} MiB; specify an experiment or settings file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

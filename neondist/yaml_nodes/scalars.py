@@ -8,7 +8,7 @@ from yaml.constructor import SafeConstructor
 
 from .tree import PlainValue
 
-# YAML 1.1 reads 1e-3 (no dot, no sign) as text; a number is meant
+# YAML 1.1 reads numbers such as 1e-3 (no dot) and 1.0e3 (no sign) as text
 _EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -35,7 +35,7 @@ def _parse_number(text: str) -> PlainValue:
     if digits.lstrip("+-") in (".inf", ".nan"):
         return float(digits.replace(".", ""))
     if ":" in digits:
-        return text  # YAML 1.1 reads 1:30 as ninety, which is never meant
+        return text  # YAML 1.1 would read 1:30 as the number 90
     for convert in (int, lambda word: int(word, 0), float):
         try:
             return convert(digits)

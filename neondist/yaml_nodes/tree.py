@@ -63,19 +63,19 @@ def join_path(path: str, name: object) -> str:
 
 
 def format_message(location: str, path: str, text: str) -> str:
-    """Return 'FILE:LINE: field: text'; the top object has no field."""
+    """Return 'FILE:LINE: field: text'; the field is left out for the top-level object."""
     return ": ".join(part for part in (location, path, text) if part)
 
 
 def typed_value(node: Node, path: str, expected_type: type, expected: str) -> Any:
-    """Return the value of an untagged node; ConfigError with `expected` if it has another type."""
+    """Return the value of an untagged node; ConfigError with `expected` if the value has another type."""
     if node.tag is not None or not isinstance(node.value, expected_type):
         raise node_error(node, path, f"expected {expected}, got {node}")
     return node.value
 
 
 def field_error(node: Node, path: str, name: str, text: str) -> ConfigError:
-    """Return the error for a field of a mapping, at the mapping if it has no such field."""
+    """Return the error for a field of a mapping, located at the mapping if the field is missing."""
     fields = node.value if isinstance(node.value, dict) else {}
     return node_error(fields.get(name, node), join_path(path, name), text)
 

@@ -184,7 +184,7 @@ MISTAKES = {
     "no distributed class": (
         lambda: nd.distribute(nd.Convnet([Untwinned()])),
         ConfigError,
-        r"Untwinned has no distributed class; write one.*class UntwinnedDist\(nd.Dist, Untwinned\)",
+        r"Untwinned has no distributed class; define one.*class UntwinnedDist\(nd.Dist, Untwinned\)",
     ),
     "mixed": (
         lambda: nd.ConvnetDist([nd.FCLayer(1)]).build((5, 5, 1), 1, nd.ProcessGrid.serial()),
