@@ -10,7 +10,7 @@ import numpy as np
 
 
 def namespace(array: Any) -> Any:
-    """Return the array's namespace: NumPy, or one that offers the same functions.
+    """Return the array's namespace: NumPy, or a namespace with the same functions.
 
     This is the array API's `__array_namespace__`, or for arrays without it, such as CuPy's, the package of their class.
     """

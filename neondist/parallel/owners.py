@@ -90,11 +90,11 @@ class OwnedParts:
         return self.sizes_by_rank[self.rank]
 
     def copy_own_part(self, flat: Any) -> Any:
-        """Return a new flat array of what this rank owns."""
+        """Return a new flat array of this rank's parts."""
         return _concatenate_parts(flat, self._parts[self.rank])
 
     def store_own_part(self, own: Any, flat: Any) -> None:
-        """Copy what this rank owns to its place in a flat array."""
+        """Copy this rank's parts to their places in a flat array."""
         _copy_into_parts(own, flat, self._parts[self.rank])
 
     def reduce_to_owners(self, gradients: Any) -> None:
@@ -134,7 +134,7 @@ class OwnedParts:
                     _copy_into_parts(part, values, parts)
 
     def _parts_by_round(self) -> Iterator[list[list[_OwnedPart]]]:
-        """Yield the parts of each rank that are sent together."""
+        """Yield the parts of each rank that are sent in one round."""
         for at in range(max(map(len, self._chunks))):
             yield [chunks[at] if at < len(chunks) else [] for chunks in self._chunks]
 

@@ -44,5 +44,5 @@ class TrainedSubset:
         sync.publish_flags()
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, rate_factor: float) -> None:
-        """Update these parameters using their gradients; `slots` are those of all parameters."""
+        """Update these parameters using their gradients; `slots` are the optimiser's slots of all parameters."""
         self.parameters.update(optimizer, slots, step, rate_factor, self.update_mask)

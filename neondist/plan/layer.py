@@ -194,7 +194,7 @@ class LayerPlan:
         return box.size * prod(weights.shape)
 
     def num_parameters_on(self, tile: int) -> int:
-        """Return the number of parameter elements on a tile's rank: all, or those of its tile."""
+        """Return the number of parameter elements on a tile's rank: all, or only the elements of the tile."""
         return sum(p.elements_on(self.grid, tile) for p in self.trained_parameters.values())
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartKinds]:
@@ -232,7 +232,7 @@ class LayerPlan:
 
     @property
     def representative_tiles(self) -> list[int]:
-        """Tiles that together have all extents of views and outputs along each axis."""
+        """Tiles among which all extents of views and outputs occur along each axis."""
         inputs = self._view.tile_class_keys("extents")
         return sorted({*inputs.representative_tiles, *axis_part_keys(self.output_partition).representative_tiles})
 

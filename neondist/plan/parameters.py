@@ -99,7 +99,7 @@ class ParameterPlan:
         return any(sum(box.size > 0 for box in share.boxes) > 1 for share in self.shares.values())
 
     def num_parameters_on(self, rank: int) -> int:
-        """Return the number of parameter elements on a rank: all, or those of its tile."""
+        """Return the number of parameter elements on a rank: all, or only the elements of its tile."""
         return sum(item.elements_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
     def reduction_bytes(self, rank: int, norms: int = 0) -> int:

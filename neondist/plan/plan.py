@@ -439,7 +439,7 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def _ids_of_layers_run_twice(self) -> set[int]:
-        """Layers whose forward pass, with its halo exchange, is run twice: all but those of the last section."""
+        """Layers whose forward pass, with its halo exchange, is run twice: all layers outside the last section."""
         steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
 

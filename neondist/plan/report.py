@@ -197,7 +197,7 @@ def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> li
 
 
 def _format_total_and_parts(counts: Mapping[str, int]) -> str:
-    """Return the total bytes of a rank in a step and those of each layer, largest first."""
+    """Return as text the total bytes of a rank in a step, and the bytes of each layer, largest first."""
     parts = [f"{name} {format_size(count)}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])]
     return f"{format_size(sum(counts.values()))} per rank and step ({', '.join(parts)})"
 

@@ -167,7 +167,7 @@ class Stream:
 
     @property
     def parts(self) -> list[Stream]:
-        """This stream and those below each cut, in backward order."""
+        """This stream and the streams below each cut, in backward order."""
         return [self, *([] if self.stream_below_cut is None else self.stream_below_cut.parts)]
 
     @property
@@ -299,7 +299,7 @@ class Stream:
 
     @cached_property
     def tile_cells(self) -> list[Partition]:
-        """Union of the cells of every value over the strips of a tile; of the image, including those below a cut."""
+        """Union of the cells of every value over the strips of a tile; for the image, including strips below a cut."""
         image, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.strip_cells)
         below = self.stream_below_cut
         return [image if below is None else hull_partition(image, below.tile_cells[0]), *others]
@@ -383,7 +383,7 @@ class Stream:
         return [*(tile_kinds(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
 
     def kept_gradient_elements(self, tile: int) -> int:
-        """Return the elements per sample of kept gradients, which are those of two consecutive cuts at a time."""
+        """Return the elements per sample of kept gradients, kept at two consecutive cuts at a time."""
         cut = [part for part in self.parts if part.extended_output is not None]
         sizes = [part.extended_output.box(tile).size * part.graph.shapes[part.graph.output_value][-1] for part in cut]  # type: ignore[union-attr]
         return max(above + below for above, below in pairwise([0, *sizes, 0]))

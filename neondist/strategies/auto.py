@@ -17,7 +17,7 @@ from .server import PS, PSLoadBalancing
 from .strategy import ParameterStrategy, Strategy
 
 DEFAULT_SLOTS_PER_PARAMETER = 2
-"""Number of slots assumed if the optimiser is unknown: that of Adam."""
+"""Number of slots assumed if the optimiser is unknown: two, as for Adam."""
 
 
 def create_candidate_builders() -> list[StrategyBuilder]:
