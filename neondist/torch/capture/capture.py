@@ -18,7 +18,12 @@ from ...halo import ExchangePolicy
 from ..exchange.schemes import assign_schemes
 from ..ir.custom_gradients import record_functions
 from ..ir.errors import CaptureError
-from ..ir.functionalize import separate_statistics_updates, store_out_of_place_variants, store_result
+from ..ir.functionalize import (
+    separate_buffer_assignments,
+    separate_statistics_updates,
+    store_out_of_place_variants,
+    store_result,
+)
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, replicated
 from ..lowering.lowering import Lowering
@@ -29,7 +34,7 @@ from .constants import remove_number_reads, track_values
 from .no_grad import detach_no_grad_values
 from .persistent_state import restore_after_capture
 from .regions import RegionConversion
-from .tracing import InputSpecs, hide_printed_graph, tracing, user_frames
+from .tracing import InputSpecs, allow_self_assignment, hide_printed_graph, tracing, user_frames
 
 RANDOM_KEY_STRIDE = 1000
 """Stride of random-number keys between operators; exceeds the keys of one operator."""
@@ -64,9 +69,11 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
         with (
             restore_after_capture(module, inputs) as asks,
             hide_printed_graph(),
+            allow_self_assignment(),
             torch.set_grad_enabled(gradients or not asks),
         ):
             program: Any = torch.export.export(module, inputs, strict=False)
+        separate_buffer_assignments(program.graph)
         remove_number_reads(program)
         tied = _merge_buffer_aliases(program)
         detach_no_grad_values(program, lambda node: node_location(node).source)

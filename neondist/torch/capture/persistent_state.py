@@ -231,7 +231,7 @@ def _nn_module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
 
 _REMEDY_BY_KIND = {
     "parameter": "create, replace or freeze it before the forward pass",
-    "buffer": "register it before the first forward pass, with its final shape",
+    "buffer": "give it its final shape before distributing the module, for example by a first forward pass",
     "hooks of": "register hooks before the forward pass",
 }
 

@@ -14,7 +14,10 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from ...errors import ConfigError
 from ..ir.errors import CaptureError
@@ -77,6 +80,18 @@ def hide_printed_graph() -> Iterator[None]:
         raise
     finally:
         sys.stderr.write(printed.getvalue().replace(graph, "") if graph else printed.getvalue())
+
+
+@contextmanager
+def allow_self_assignment() -> Iterator[None]:
+    """Let modules assign a buffer to itself, which torch.export rejects because no operator computes the value."""
+
+    def record(module: nn.Module, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        is_traced = isinstance(value, FakeTensor) and module._buffers.get(name) is value
+        return torch.ops.aten.alias(value) if is_traced else None
+
+    with register_module_buffer_registration_hook(record):
+        yield
 
 
 @contextmanager

@@ -128,6 +128,23 @@ def has_undeclared_writes(node: Any) -> bool:
     return len(written_arguments(target, node.args, node.kwargs)) > declared
 
 
+def separate_buffer_assignments(graph: Any) -> None:
+    """Let buffers that are assigned together keep what was assigned, even if it shares memory with another of them.
+
+    torch.export copies the assigned values to the buffers one after another at the end of the program.
+    """
+    copies = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    copies = [node for node in copies if node.meta is node.args[1].meta]  # of torch.export, not of the module
+    storages = {storage_id(node.args[0].meta["val"]) for node in copies}
+    for node in copies:
+        buffer, value = node.args
+        if storage_id(value.meta["val"]) in storages - {storage_id(buffer.meta["val"])}:
+            with graph.inserting_before(copies[0]), torch.no_grad():
+                clone = graph.call_function(torch.ops.aten.clone.default, (value,))
+                clone.meta = value.meta | {"val": value.meta["val"].clone()}
+            node.args = (buffer, clone)
+
+
 def separate_statistics_updates(graph: Any) -> None:
     """Update the running statistics of instance norms by separate operators.
 

@@ -194,7 +194,7 @@ MODULE_CHANGES = {
     "the parameter conv.weight; create": replace_parameter,
     "the parameter conv.bias; create, replace or freeze": freeze_parameter,
     "the parameter last.weight; create": create_module,
-    "the hooks of conv; register": register_hook, "the buffer empty; register it before": create_buffer,
+    "the hooks of conv; register": register_hook, "the buffer empty; give it its final shape before": create_buffer,
 }  # fmt: skip
 
 
@@ -206,6 +206,12 @@ def test_module_changes_are_rejected(message):
         ndt.distribute(module, IMAGES, grid)
     assert all(p is original[name] and p.requires_grad for name, p in module.named_parameters())
     assert (module.empty, len(module.conv._forward_hooks)) == (None, hooks)
+
+
+def test_buffers_created_by_a_first_pass():
+    module = StatefulModule(create_buffer)
+    module(torch.ones(IMAGES))
+    check_module(module, IMAGES, grids=((1, 1, 2),))
 
 
 def count_only(self, x):

@@ -204,6 +204,41 @@ def test_writes_through_views(seed):
     check_module(module, shape, grids=((1, 1, 2), (2, 2, 1)))
 
 
+ASSIGNMENTS = {
+    "self": "self.mean = self.mean",
+    "self, then in place": "self.mean = self.mean; self.mean += 1",
+    "conditional": "self.mean = self.mean if self.training else self.mean * 2",
+    "new value": "self.mean = self.mean * 0.9 + new",
+    "in place later": "self.mean = new; self.mean += 1; self.var = self.mean * 2",
+    "previous value": "old = self.mean.detach(); self.mean = new; self.var = old",
+    "previous view": "old = self.mean.view(4); self.mean = new; self.var = old",
+    "previous value first": "self.var = self.mean.detach(); self.mean = new",
+    "exchange": "self.mean, self.var = self.var.detach(), self.mean.detach()",
+    "exchange of views": "self.mean, self.var = self.var.view(4), self.mean.view(4)",
+    "copies": "old = self.mean.detach(); self.mean.copy_(new); self.var.copy_(old)",
+}
+
+
+class AssigningModule(nn.Module):
+    """Module that assigns tensors to its buffers."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.code = code
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        exec(self.code, {"self": self, "new": average(x)})
+        return x * 2
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+@pytest.mark.long
+def test_assigned_buffers(name):
+    check_module(AssigningModule(ASSIGNMENTS[name]), (2, 4, 4, 6), grids=((1, 1, 2),))
+
+
 def test_writes_through_views_of_views():
     def function(x):
         y = x * 1
