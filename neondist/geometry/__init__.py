@@ -1,10 +1,10 @@
-"""Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
+"""Integer geometry of tiles, windows and halos, without MPI or arrays.
 
-box: a half-open box of cells. partition: balanced partitions. window: the window of a layer. gradient_window: its
-adjoint, the outputs that depend on a cell. index_map: a window whose position depends on the output. lattice: cells
-at equal distances, as in strided windows. transfer: the cells that each rank needs of each owner. plan: those of tiles
-for a window, and of ranks for other boxes. regions: overlapping tiles. Distributed tests presuppose the tests of this
-package.
+box: a half-open box of cells. partition: balanced partitions. window: the window of a layer. gradient_window: the
+adjoint of a window, the outputs that depend on a cell. index_map: a window whose position depends on the output.
+lattice: equally spaced cells, as in strided windows. transfer: the cells that each rank needs from each owner. plan:
+the transfers of tiles for a window, and of ranks between arbitrary boxes. regions: overlapping tiles. Tests of
+distributed code rely on this package, which has tests of its own.
 """
 
 from .box import Box

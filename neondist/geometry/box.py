@@ -21,7 +21,7 @@ class Box:
 
     @classmethod
     def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Box:
-        """Return the box of a range [lo, hi) along every axis."""
+        """Return the box with the given range [lo, hi) along every axis."""
         ends = tuple(ranges)
         return cls(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
 
@@ -57,7 +57,7 @@ class Box:
         return Box(lo, hi)
 
     def hull(self, other: Box) -> Box:
-        """Return the smallest box that contains both; an empty box counts with its position."""
+        """Return the smallest box that contains both; the corners of an empty box are included as well."""
         lo = tuple(min(a, b) for a, b in zip(self.lo, other.lo, strict=True))
         hi = tuple(max(a, b) for a, b in zip(self.hi, other.hi, strict=True))
         return Box(lo, hi)

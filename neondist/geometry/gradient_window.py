@@ -13,8 +13,8 @@ from .window import Window
 class GradientWindow(Window):
     """Window over the OUTPUT of `window` whose view determines the gradient of an input cell.
 
-    Its outputs are the cells of the image of `extent` that `window` slides over; cells of the view beyond the first or
-    last output are zero.
+    The outputs of this window are the cells of the image, of shape `extent`, over which `window` slides; cells of the
+    view beyond the first or last output of `window` are zero.
     """
 
     window: Window

@@ -38,13 +38,13 @@ class GridShape:
             return self.planes, self.rows, self.cols
         if ndim == 2:
             return self.planes * self.rows, self.cols
-        return (self.tiles,) * ndim  # one axis is cut into all tiles; no axis, into none
+        return (self.tiles,) * ndim  # a single axis is divided among all tiles
 
     def partition(self, extent: Sequence[int]) -> Partition:
         """Return the partition of an image of `extent` cells; an image without axes is replicated."""
         if len(extent) > 3:
             raise ConfigError(
-                f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can partition"
+                f"images of extent {tuple(extent)}: a grid can partition at most three spatial axes, not {len(extent)}"
             )
         return Partition(tuple(extent), self.parts(len(extent)), self.tiles)
 
@@ -61,7 +61,7 @@ class StripGrid(GridShape):
 
     @property
     def tiles(self) -> int:
-        """Number of strips of all tiles."""
+        """Total number of strips of all tiles."""
         return super().tiles * self.strips
 
     def parts(self, ndim: int) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class StripGrid(GridShape):
         return _partition_strips(self, tuple(extent))
 
     def strip_numbers_of(self, tile: int, ndim: int) -> list[int]:
-        """Return the strips of a tile, for images with `ndim` axes."""
+        """Return the numbers of a tile's strips, for images with `ndim` axes."""
         others = self.without_strips.parts(ndim)[1:]
         place, rest = divmod(tile, prod(others))
         return [(place * self.strips + at) * prod(others) + rest for at in range(self.strips)]
@@ -101,18 +101,18 @@ def _partition_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
 def grid_shape(
     ranks: int, replicas: int | None = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
 ) -> GridShape:
-    """Return the grid for this many ranks; rows and cols default to the most square factorisation.
+    """Return the grid of `ranks` ranks; rows and cols default to the most square factorisation.
 
     With replicas=None, rows and cols default to 1, and the number of replicas follows from the ranks.
 
     Raises
     ------
     GridError
-        If the factors do not multiply to `ranks`; the message lists those that do.
+        If the product of the factors is not `ranks`; the message lists valid factors.
     """
     for field, value in {"replicas": replicas, "rows": rows, "cols": cols, "planes": planes}.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise GridError(f"{field} {value!r}: needs an integer of at least 1")
+            raise GridError(f"{field} {value!r}: expected an integer of at least 1")
     if replicas is None:
         replicas, rows, cols = max(1, ranks // ((rows or 1) * (cols or 1) * planes)), rows or 1, cols or 1
     per_plane, rest = divmod(ranks, replicas * planes)
@@ -120,7 +120,7 @@ def grid_shape(
     fitting = [(r, c) for r, c in choices if rows in (None, r) and cols in (None, c)]
     if not fitting:
         raise GridError(_mismatch_message(ranks, replicas, rows, cols, planes, choices))
-    # a tie between r x c and c x r goes to more rows: a halo along H is one contiguous run
+    # of r x c and c x r, prefer more rows: a halo along H is contiguous in memory
     best = min(fitting, key=lambda rc: (abs(rc[0] - rc[1]), -rc[0]))
     return GridShape(replicas, *best, planes)
 

@@ -1,4 +1,4 @@
-"""Lattices: cells at equal distances along every axis, as windows with strides or dilation use them."""
+"""Lattices: equally spaced cells along every axis, as used by windows with strides or dilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AxisCells = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Lattice:
-    """The cells whose coordinate on every axis a is one of ranges[a]; steps are positive."""
+    """The cells whose coordinate on every axis a is in ranges[a]; steps are positive."""
 
     ranges: tuple[range, ...]
 
@@ -56,7 +56,7 @@ class Lattice:
 
 
 def to_slice(cells: range) -> slice:
-    """Return a range as a slice, without a step of 1."""
+    """Return a range as a slice; a step of 1 is omitted."""
     return slice(cells.start, cells.stop, cells.step) if cells.step > 1 else slice(cells.start, cells.stop)
 
 
@@ -81,7 +81,7 @@ def hull_of(cells: AxisCells) -> Range:
 
 
 def group_into_ranges(indices: Sequence[int]) -> AxisCells:
-    """Return ranges of exactly these sorted, distinct indices; few ranges if the indices are regular."""
+    """Return ranges that contain exactly these sorted, distinct indices; few ranges if the indices are regular."""
     if indices and indices[-1] - indices[0] == len(indices) - 1:
         return (range(indices[0], indices[-1] + 1),)
     starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]

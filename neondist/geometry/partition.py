@@ -13,7 +13,7 @@ from .box import Box
 from .lattice import Range
 
 Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
-"""Coordinates of a rank in a mesh; or, of a block, the range of each symbol."""
+"""Coordinates of a rank in a mesh, or the range of each symbol of a block."""
 
 
 def part_range(extent: int, parts: int, part: int) -> Range:
@@ -24,7 +24,7 @@ def part_range(extent: int, parts: int, part: int) -> Range:
 
 
 def coords_of(parts: Sequence[int], index: int) -> tuple[int, ...]:
-    """Return the position, in a grid of parts[a] places on every axis a, of a number in row-major order."""
+    """Return the position of a row-major index in a grid of parts[a] places on every axis a."""
     place = []
     for count in reversed(parts):
         index, at = divmod(index, count)
@@ -33,7 +33,7 @@ def coords_of(parts: Sequence[int], index: int) -> tuple[int, ...]:
 
 
 def index_of(parts: Sequence[int], place: Sequence[int]) -> int:
-    """Return the number of a position of a grid, in row-major order."""
+    """Return the row-major index of a position in a grid."""
     index = 0
     for count, at in zip(parts, place, strict=True):
         index = index * count + at
@@ -41,9 +41,9 @@ def index_of(parts: Sequence[int], place: Sequence[int]) -> int:
 
 
 class Atom(NamedTuple):
-    """A range of cells, whole on every rank or partitioned: part p of `axis` has [bounds[p], bounds[p + 1]).
+    """A range of cells, whole on every rank or partitioned: part p of `axis` has cells [bounds[p], bounds[p + 1]).
 
-    If it is computed in blocks, `origin` is the symbol of a block's range, and the number of cells per index of it.
+    If the range is computed in blocks, `origin` is the symbol of a block's range, and the number of cells per index.
     """
 
     extent: int
@@ -54,7 +54,7 @@ class Atom(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=1024)
     def even(extent: int, axis: int, parts: int) -> Atom:
-        """Return a range of cells split evenly: the first extent % parts parts have one more."""
+        """Return a range of cells split evenly: each of the first extent % parts parts has one cell more."""
         return Atom(extent, axis, (*(part_range(extent, parts, part)[0] for part in range(parts)), extent))
 
     @property
@@ -74,7 +74,7 @@ class Atom(NamedTuple):
         return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
 
     def scaled(self, factor: int) -> Atom:
-        """Return the atom with every cell replaced by `factor` consecutive ones."""
+        """Return the atom with every cell replaced by `factor` consecutive cells."""
         bounds = None if self.bounds is None else tuple(b * factor for b in self.bounds)
         origin = None if self.origin is None else (self.origin[0], self.origin[1] * factor)
         return Atom(self.extent * factor, self.axis, bounds, origin)
@@ -84,14 +84,14 @@ class Atom(NamedTuple):
 class Partition:
     """Partition of an image of `extent` cells into parts[a] ranges on every axis a; tiles are numbered row-major.
 
-    Without axes (a replicated vector) there are `num_copies_of_vector` tiles, each of the one empty box.
+    Without axes (a replicated vector) there are `num_copies_of_vector` tiles, each the box without axes.
     """
 
     extent: tuple[int, ...]
     parts: tuple[int, ...]
     num_copies_of_vector: int = 1
 
-    #: whether tiles may share cells, as those of `OverlappingPartition`
+    #: whether tiles may share cells, as in `OverlappingPartition`
     may_overlap = False
 
     @property

@@ -1,7 +1,7 @@
 """Halo plans: the cells that tiles send to each other, computed by every rank without communication.
 
 A plan lists, for one tile, the cells that it owns, the cells that it needs, and the pieces that are sent. The adjoint
-(bprop) uses the same plan with the two ends swapped, and adds.
+(bprop) uses the same plan with the two ends swapped, and adds the received values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TransferPlan:
 
     @property
     def local(self) -> Sequence[Piece]:
-        """Pieces copied from its own cells."""
+        """Pieces copied from the tile's own cells."""
         return self._pieces[2]
 
     @cached_property
@@ -87,12 +87,12 @@ class HaloPlan(TransferPlan):
 
     @property
     def prefilled(self) -> list[Box]:
-        """Parts of the buffer to fill before the exchange: `outside`, or everything around the own cells."""
+        """Parts of the buffer to fill before the exchange: `outside`, or everything outside the tile's own cells."""
         return self.buffer.difference(self.own) if self.has_unused_cells else self.outside
 
     @property
     def has_unused_cells(self) -> bool:
-        """Whether `need` has cells that no output of the tile depends on."""
+        """Whether `need` contains cells on which no output of the tile depends."""
         used = self.used
         return used is not None and self.need.size != prod(sum(map(len, cells)) for cells in used)
 
@@ -143,7 +143,7 @@ class HaloPlan(TransferPlan):
         Parameters
         ----------
         level : {'messages', 'extents', 'all'}
-            Property that plans of the same kinds share: message sizes; extents of boxes, and whether they are trivial;
+            Property that plans of the same kinds share: message sizes; extents of boxes, and whether plans are trivial;
             everything except position.
         """
         axes = _axis_plans(cells, window, outputs)
@@ -172,7 +172,7 @@ class PartKinds(NamedTuple):
 
     @property
     def representative_tiles(self) -> list[int]:
-        """Tiles that together cover every kind of each axis: some of those on the axes through tile 0."""
+        """Tiles that together cover every kind of each axis, chosen along the axes through tile 0."""
         tiles = {0}
         for axis, kinds in enumerate(self.by_axis):
             firsts = {kind: part for part, kind in reversed(list(enumerate(kinds)))}
@@ -187,7 +187,7 @@ class RepartitionPlan(TransferPlan):
     def of(cls, source: Sequence[Box], target: Sequence[Box], rank: int) -> RepartitionPlan:
         """Return the plan of `rank`; source[q] is the box that rank q owns, and target[q] the box that it needs.
 
-        Boxes of `source` are disjoint or equal; one owner of equal boxes sends the box to ranks that do not own it.
+        Boxes of `source` are disjoint or equal; ranks that do not own a box receive it from one of its owners.
         """
         owners = defaultdict(list)
         for peer, box in enumerate(source):
@@ -222,10 +222,10 @@ class _AxisPlan:
         self.needs, axis_window = needed_cells_along(outputs, window, axis), window.axis_window(axis)
         self.used = [axis_window.used_cells(lo, hi) for lo, hi in outputs.ranges_along(axis)]
         for part, ((lo, hi), (first, last)) in enumerate(zip(self.needs, self.own, strict=True)):
-            if lo >= hi:  # an empty view lies within its own cells
+            if lo >= hi:  # an empty view lies within the tile's own cells
                 self.needs[part] = (min(max(lo, first), last),) * 2
-            elif window.kernel[axis] == 1 < step and first < hi <= last:  # include own cells after the last one seen
-                self.needs[part] = lo, min(hi + step - 1, last)  # often the whole tile
+            elif window.kernel[axis] == 1 < step and first < hi <= last:  # include own cells after the last one used
+                self.needs[part] = lo, min(hi + step - 1, last)  # often, the view is then the whole tile
         self.sources = [sources_within(lo, hi, self.n, self.mode) for lo, hi in self.needs]
 
     @cached_property
@@ -243,7 +243,7 @@ class _AxisPlan:
         return DimRequest(self.axis, source, self.axis, ranges, tuple(used), tuple(lo for lo, _ in self.sources))
 
     def _fold_source_cells(self, part: int) -> AxisCells:
-        """Return the cells inside the image from which the cells that outputs of a part depend on are filled."""
+        """Return the cells inside the image that fill the cells on which a part's outputs depend."""
         used, (lo, hi) = self.used[part], self.needs[part]
         if hi - lo == sum(map(len, used)):
             return (range(*self.sources[part]),)
@@ -252,7 +252,7 @@ class _AxisPlan:
         )
 
     def kinds(self, level: KeyDetail) -> list[Hashable]:
-        """Return a key for each part that determines its plan up to `level`."""
+        """Return, for each part, a key that determines the properties of its plan given by `level`."""
         key = {"messages": self._message_key, "extents": self._extent_key, "all": self._full_key}[level]
         return [key(part) for part in range(len(self.own))]
 
@@ -280,7 +280,7 @@ _cached_axis_plan = lru_cache(maxsize=512)(_AxisPlan)  # shared by the plans of 
 
 
 def _axis_plans(partition: Partition, window: Window, outputs: Partition | None = None) -> list[_AxisPlan]:
-    """Return all axes; by default the output is partitioned like the input."""
+    """Return the plans of all axes; by default the output is partitioned like the input."""
     if outputs is None and window.pointwise:
         outputs = partition
     elif outputs is None:
@@ -303,7 +303,7 @@ def sources_within(lo: int, hi: int, n: int, mode: str) -> Range:
         return lo, hi
     if mode == "zeros":
         return max(lo, 0), min(hi, n)
-    turning = (lo, -1, 0, n - 1, n, hi - 1)  # fold is monotonic between these
+    turning = (lo, -1, 0, n - 1, n, hi - 1)  # fold_index is monotonic between these
     cells = [fold_index(i, n, mode) for i in turning if lo <= i < hi]
     return min(cells), max(cells) + 1
 

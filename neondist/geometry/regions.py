@@ -38,7 +38,7 @@ class OverlappingPartition(Partition):
 
 
 def hull_partition(first: Partition, other: Partition) -> OverlappingPartition:
-    """Return the hull of each part over two partitions."""
+    """Return, for each part, the hull of its ranges in two partitions."""
     axes = range(len(first.parts))
     ranges = tuple(tuple(map(hull_of_ranges, first.ranges_along(axis), other.ranges_along(axis))) for axis in axes)
     return OverlappingPartition(first.extent, first.parts, first.num_copies_of_vector, ranges)
@@ -58,9 +58,9 @@ def source_cells(
     Parameters
     ----------
     outputs : Partition
-        May overlap.
+        Outputs of each part, which may overlap.
     window : Window
-        Not of mode 'wrap'.
+        Window without the padding mode 'wrap'.
     owners : Partition, optional
         Owners of the image's cells, which are included in the result.
     """

@@ -1,6 +1,6 @@
-"""Transfers: the cells that each rank needs of each owner, as products of overlaps along single dimensions.
+"""Transfers: the cells that each rank needs from each owner, as products of overlaps along single dimensions.
 
-Halo plans of layers and views of PyTorch modules are both made of them. Ranks are numbered row-major in a mesh.
+Halo plans of layers and views of PyTorch modules are both built from transfers. Ranks are numbered row-major in a mesh.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class DimRequest:
     source : Atom
         Partition of the dimension.
     axis : int or None
-        None: all ranks need the same, `ranges[0]`.
+        Mesh axis whose parts need these cells; None: all ranks need the same cells, `ranges[0]`.
     ranges : for each part, its ranges [lo, hi)
-        Inside of the tensor; consecutive in the part's view. The same cell may occur more than once.
+        Ranges within the tensor, consecutive in the part's view. The same cell may occur more than once.
     used : for each part, the positions in its view that results depend on; None: all
-        Others are not sent; they have a place in the view, with undefined values.
+        Other cells are not sent; their places in the view have undefined values.
     starts : for each part, the first position in its view; None: 0
     """
 
@@ -60,7 +60,7 @@ class DimRequest:
     starts: tuple[int, ...] | None = None
 
     def part(self, place: Sequence[int]) -> int:
-        """Return the part of the rank at a place, as an index of `ranges`."""
+        """Return the part of the rank at a place, as an index into `ranges`."""
         return 0 if self.axis is None else place[self.axis]
 
     def extent(self, part: int) -> int:
@@ -77,7 +77,7 @@ class DimRequest:
 
     @property
     def axes(self) -> frozenset[int]:
-        """Axes that it depends on: the one that partitions the dimension, and `axis`."""
+        """Mesh axes on which the request depends: the axis that partitions the dimension, and `axis`."""
         return frozenset({self.axis, self.source.axis} - {None})  # type: ignore[arg-type]
 
     def overlaps(self, part: int, include_unused: bool = False) -> Iterator[AxisOverlap]:
@@ -103,12 +103,12 @@ class DimRequest:
 
     @property
     def needs_exchange(self) -> bool:
-        """Whether a part needs cells of another; for at most one axis."""
+        """Whether a part needs cells of another part; defined for at most one axis."""
         return self.source.axis is not None and any(part != overlap.part for part, overlap in self.needed)
 
     @cached_property
     def overlaps_by_sender(self) -> list[list[AxisOverlap]]:
-        """Cells that each part has and others (or itself) need, by the part that needs them; for at most one axis."""
+        """For each part, its cells that other parts (or itself) need, by that part; defined for at most one axis."""
         sent: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
         for part, overlap in self.needed:
             owner = part if self.source.axis is None else overlap.part  # a whole dimension is on every rank
@@ -117,9 +117,9 @@ class DimRequest:
 
     @cached_property
     def total_and_own_cell_counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Cells that each part sends and receives in total (itself included), and those it keeps; for at most one axis.
+        """Number of cells that each part sends, receives (itself included) and keeps; defined for at most one axis.
 
-        The cost of gathering is not quadratic in the number of parts.
+        If all parts need the same cells, the cost is linear in the number of parts.
         """
         sent, received, own = ([0] * self._parts for _ in range(3))
         for part in range(len(self.ranges)):
@@ -128,13 +128,13 @@ class DimRequest:
                 sent[owner] += len(cells)
                 received[part] += len(cells)
                 own[owner] += len(cells) if owner == part or self.axis is None else 0
-        if self.axis is None:  # all parts receive the same
+        if self.axis is None:  # all parts receive the same cells
             sent, received = [count * self._parts for count in sent], received[:1] * self._parts
         return sent, received, own
 
     @property
     def needed(self) -> Iterator[tuple[int, AxisOverlap]]:
-        """Each part, and the cells that it needs; for at most one axis."""
+        """Pairs of a part and cells that it needs; defined for at most one axis."""
         for part in range(self._parts):
             for overlap in self.overlaps(part if self.axis is not None else 0):
                 yield part, overlap
@@ -165,21 +165,21 @@ class Transfer:
     parts : tuple of int
         Number of parts along each axis of the mesh.
     requests : tuple of DimRequest
-        One for each dimension along which ranks need other cells than their own. The lattices of pieces have these
-        dimensions, in this order.
+        One request for each dimension along which ranks need cells other than their own. The lattices of pieces have
+        these dimensions, in this order.
     """
 
     parts: tuple[int, ...]
     requests: tuple[DimRequest, ...]
 
     def receives(self, rank: int) -> list[Piece]:
-        """Return the pieces that a rank needs, by owner, itself included."""
+        """Return the pieces that a rank needs, ordered by owner; the rank itself is included."""
         place = coords_of(self.parts, rank)
         needed = [list(request.overlaps(request.part(place))) for request in self.requests]
         return self._pieces(place, needed)
 
     def local(self, rank: int) -> list[Piece]:
-        """Return the pieces of a rank's view that are its own, including cells that it does not use."""
+        """Return the pieces of a rank's view that the rank owns, including cells that it does not use."""
         place, own = coords_of(self.parts, rank), []
         for request in self.requests:
             axis, overlaps = request.source.axis, request.overlaps(request.part(place), include_unused=True)
@@ -194,7 +194,7 @@ class Transfer:
         return own == [extents]
 
     def sends(self, rank: int) -> list[Piece]:
-        """Return the pieces that other ranks need of a rank."""
+        """Return the pieces that other ranks need from a rank."""
         if not self.is_separable:
             return self._sends.get(rank, [])
         place = coords_of(self.parts, rank)
@@ -223,13 +223,13 @@ class Transfer:
 
     @cached_property
     def is_separable(self) -> bool:
-        """Whether each dimension depends on at most one axis, and no two on the same: pieces are products."""
+        """Whether each dimension depends on at most one axis, and no two dimensions on one: pieces are products."""
         axes = [axis for request in self.requests for axis in request.axes]
         return all(len(request.axes) < 2 for request in self.requests) and len(axes) == len(set(axes))
 
     @cached_property
     def needs_no_messages(self) -> bool:
-        """Whether no rank needs anything of another."""
+        """Whether no rank needs cells of another rank."""
         if not self.is_separable:
             return not self._sends
         return not any(one.needs_exchange for one in self.requests) or not all(any(one.needed) for one in self.requests)
@@ -245,7 +245,7 @@ class Transfer:
         return result
 
     def shape(self, local: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's view from that of its part of the tensor."""
+        """Return the shape of a rank's view, given the shape of its part of the tensor."""
         place, shape = coords_of(self.parts, rank), list(local)
         for request in self.requests:
             shape[request.dim] = request.extent(request.part(place))

@@ -11,7 +11,7 @@ from .window import Window
 
 @dataclass(frozen=True, init=False)
 class Upsampling(Window):
-    """Window in which output cell o reads input cell o // factor (nearest), or the two around its centre (linear).
+    """Window in which output o reads input cell o // factor (nearest), or the two cells around its centre (linear).
 
     Centres are aligned as in PyTorch with align_corners=False: output o lies at input (o + 1/2) / factor - 1/2.
     """
@@ -33,7 +33,7 @@ class Upsampling(Window):
         return n * self.factor[axis]
 
     def used_cells(self, lo: int, hi: int) -> AxisCells:
-        """Return the cells that the outputs [lo, hi) of a window of one axis read; linear ones may be one outside."""
+        """Return the cells that outputs [lo, hi) of one axis read; if linear, some lie outside the image."""
         return (range(self.source_cell(0, lo), self.source_cell(0, hi - 1) + self.kernel[0]),) if lo < hi else ()
 
     def source_cell(self, axis: int, output: int) -> int:

@@ -27,7 +27,7 @@ class Window:
     kernel, stride, dilation : int or tuple of int
         An int applies to all axes. The number of axes is the length of the longest tuple given, or 2.
     padding : int, (int, ...) per axis, or ((before, after), ...) per side
-        Negative values crop, allowed only for a kernel of 1.
+        Negative values crop the image; they are allowed only for a kernel of 1.
     fill : float
         Value of the cells outside the image in mode 'zeros' (-inf for max pooling).
     mode : {'zeros', 'reflect', 'replicate', 'wrap'}, or one per axis
@@ -59,8 +59,8 @@ class Window:
         if len(lengths) > 1 or (ndim is not None and lengths - {ndim}):
             raise ConfigError(
                 f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation}"
-                f"{'' if isinstance(mode, str) else f', padding_mode {list(modes)}'}: the tuples differ in length"
-                " or from the number of spatial axes; give an int or one entry per axis"
+                f"{'' if isinstance(mode, str) else f', padding_mode {list(modes)}'}: the tuples differ in length,"
+                " or have another length than the number of spatial axes; give an int or one entry per axis"
             )
         axes = ndim if ndim is not None else (lengths.pop() if lengths else 2)
         for name in modes:
@@ -71,7 +71,7 @@ class Window:
         self._set("padding", _per_side(padding, axes))
         self._set("dilation", _per_axis("dilation", dilation, axes, least=1))
         if any(min(sides) < 0 < k - 1 for sides, k in zip(self.padding, self.kernel, strict=True)):
-            raise ConfigError(f"padding {padding}: only a kernel of 1 may crop, with negative padding; give at least 0")
+            raise ConfigError(f"padding {padding}: only a kernel of 1 may crop (negative padding); use values >= 0")
         self._set("fill", float(fill))
         self._set("mode", modes[0] if len({*modes}) == 1 else modes)
 
@@ -147,7 +147,9 @@ class Window:
     def check(self, extent: Sequence[int]) -> None:
         """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""
         if len(extent) != self.ndim:
-            raise ShapeError(f"a {self.ndim}-D window does not fit extent {tuple(extent)}; give it one entry per axis")
+            raise ShapeError(
+                f"a {self.ndim}-D window does not fit extent {tuple(extent)}; give the window one entry per axis"
+            )
         for axis, (n, sides) in enumerate(zip(extent, self.padding, strict=True)):
             if self.span[axis] > n + sum(sides):
                 raise ShapeError(
@@ -166,7 +168,7 @@ class Window:
 def same_padding(
     extent: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the padding for an output of ceil(extent / stride) cells; an odd cell goes to the end."""
+    """Return the padding for an output of ceil(extent / stride) cells; an odd total has one cell more at the end."""
     total = [
         max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
         for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)
@@ -184,7 +186,7 @@ def _per_axis(field: str, value: int | Sequence[int], axes: int, least: int) -> 
     if all(type(v) is int and v >= least for v in values):
         return values
     if any(isinstance(v, bool) or not isinstance(v, Integral) or v < least for v in values):
-        raise ConfigError(f"{field} {value}: needs integers of at least {least}")
+        raise ConfigError(f"{field} {value}: expected integers of at least {least}")
     return tuple(int(v) for v in values)
 
 
@@ -194,5 +196,5 @@ def _per_side(value: int | Sequence[Any], axes: int) -> tuple[tuple[int, int], .
     if all(len(side) == 2 and type(side[0]) is type(side[1]) is int for side in sides):
         return sides
     if any(len(side) != 2 or any(not isinstance(p, Integral) for p in side) for side in sides):
-        raise ConfigError(f"padding {value}: needs an integer, one per axis, or ((before, after), ...)")
+        raise ConfigError(f"padding {value}: expected an integer, one integer per axis, or ((before, after), ...)")
     return tuple((int(before), int(after)) for before, after in sides)
