@@ -1,9 +1,9 @@
 """Communication between ranks.
 
-transport: interface of a communicator. single, loopback (with turns), mpi: one process, P threads, MPI. grid:
-assignment of ranks to tiles. reductions: recorded sums over ranks. redistribution: change of partition. agree:
-cross-rank agreement on errors and calls. effects: process-wide effects of grids. debug: transport that checks for
-mistakes. shared_memory: MPI's memory-mapped files. Importing this package does not start MPI.
+transport: interface of a communicator. single, loopback (with turns), mpi: transports of one process, P threads, and
+MPI. grid: assignment of ranks to tiles. reductions: recorded sums over ranks. redistribution: change of partition.
+agreement: cross-rank agreement on errors and calls. process_hooks: process-wide effects of grids. debug: transport that
+checks for mistakes. shared_memory: MPI's memory-mapped files. Importing this package does not start MPI.
 """
 
 from . import loopback

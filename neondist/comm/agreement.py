@@ -21,9 +21,9 @@ ROWS_PER_CHECKSUM, ROW_BYTES = 16, 8192
 def raise_if_any_failed(transport: Transport, error: Exception | None) -> None:
     """Raise on every rank if any rank has an error. Collective.
 
-    A rank with an error of its own raises that; the others raise a UserError of the same class with the message of the
-    first failing rank if that rank raised a UserError (so that every rank ends with exit code 2), else RemoteError. A
-    UserError that is raised is marked `raised_on_all_ranks`.
+    A rank with an error of its own raises that error; the others raise a UserError of the same class with the message
+    of the first failing rank if that rank raised a UserError (so that every rank ends with exit code 2), else
+    RemoteError. A UserError that is raised is marked `raised_on_all_ranks`.
     """
     report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
     failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
@@ -40,7 +40,7 @@ def raise_if_any_failed(transport: Transport, error: Exception | None) -> None:
 def checksum_of(array: np.ndarray, start: int = 0) -> int:
     """Return a checksum of an array's bits at the cost of reading it once; `start` chains checksums.
 
-    Sixteen rows of 8 KiB are summed, 64 bits at a time, before the CRC-32, which is then bound by memory only.
+    Sixteen rows of 8 KiB are summed, 64 bits at a time, before the CRC-32; only memory bandwidth then limits the speed.
     """
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     rows = data.size // (ROWS_PER_CHECKSUM * ROW_BYTES)

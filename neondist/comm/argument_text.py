@@ -13,7 +13,7 @@ _MAX_WRITTEN_ELEMENTS = 10  # arrays with fewer elements are written out
 
 
 def format_arguments(arguments: Mapping[str, object]) -> str:
-    """Return arguments as text, without paths, which may differ between machines; objects by their class."""
+    """Return arguments as text, objects as their class; paths are omitted, since they may differ between machines."""
     kept = {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
     return ", ".join(f"{name}: {_format_value(value)}" for name, value in kept.items())
 

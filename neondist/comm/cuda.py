@@ -1,4 +1,4 @@
-"""Support of the MPI library for GPU memory: as it reports, and as a test message verifies."""
+"""Checks whether the MPI library supports GPU memory: its own report, and a test message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MPICH_GPU_SUPPORT_CUDA = 0
 
 
 def reports_cuda_support(mpi: Any) -> bool | None:
-    """Return whether mpi4py's library reports support for GPU memory; None: it has no such query.
+    """Return whether mpi4py's library reports support for GPU memory; None: the library has no such query.
 
     Open MPI and MVAPICH have one query, MPICH another.
     """
@@ -33,9 +33,9 @@ def verify_device_messages(comm: Any, array: Any) -> bool:
     """
     half = len(array) // 2
     array[:half], array[half:] = 1, 0
-    array.get()  # wait for both
+    array.get()  # wait for both assignments
     try:
         comm.Sendrecv(array[:half], comm.Get_rank(), 0, array[half:], comm.Get_rank(), 0)
-    except Exception:  # mpi4py's, or the library's through it
+    except Exception:  # raised by mpi4py, also for errors of the MPI library
         return False
     return bool(np.all(array.get() == 1))

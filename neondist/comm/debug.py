@@ -16,9 +16,9 @@ MAX_MESSAGE_DELAY_SECONDS = 0.002
 
 
 class DebugTransport(Transport):
-    """Wrapper of a transport that delays messages and checks their buffers between `start` and `finish`.
+    """Wrapper around a transport that delays messages and checks their buffers between `start` and `finish`.
 
-    Messages are copied: receive boxes are poisoned until `finish`, and a write to either end between `start` and
+    Messages are copied: receive boxes are poisoned until `finish`, and modifying either end between `start` and
     `finish` is an error. Results are bit-for-bit those of the wrapped transport.
 
     Parameters
@@ -38,11 +38,11 @@ class DebugTransport(Transport):
         time.sleep(self.random.random() * MAX_MESSAGE_DELAY_SECONDS)
 
     def split(self, color: int, key: int) -> Transport:
-        """Return the checked group of the ranks with the same colour."""
+        """Return the wrapped group of the ranks with the same colour."""
         return DebugTransport(self.wrapped.split(color, key), self.seed)
 
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return the checked groups of tiles and of replicas."""
+        """Return the wrapped groups of tiles and of replicas."""
         tile_group, replica_group = self.wrapped.split_tiles_and_replicas(tiles)
         return DebugTransport(tile_group, self.seed), DebugTransport(replica_group, self.seed)
 
@@ -130,7 +130,7 @@ class _DebugExchange(Exchange):
         group = self.transport
         return HaloError(
             f"rank {group.rank} of {group.size}: {subject} were modified between start and finish of an exchange; do"
-            " not modify its arrays until finish, or send copies"
+            " not modify the exchange's arrays until finish, or send copies"
         )
 
 

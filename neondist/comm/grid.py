@@ -33,7 +33,7 @@ class ProcessGrid:
     ranks is open, an uncaught exception aborts the job on all ranks, and the ranks on a machine share its cores unless
     the number of threads has been set.
 
-    `with nd.ProcessGrid() as grid:` closes it on exit.
+    `with nd.ProcessGrid() as grid:` closes the grid on exit.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class ProcessGrid:
     Raises
     ------
     GridError
-        If replicas x planes x rows x cols is not the number of ranks. Later, if the grid is used after `close`.
+        If replicas x planes x rows x cols is not the number of ranks. Later calls raise it after `close`.
     """
 
     _tile_partition: Partition | None = None
@@ -75,9 +75,9 @@ class ProcessGrid:
         self.replica, self.tile = divmod(self.rank, self.shape.tiles)
         place, self.col = divmod(self.tile, self.cols)
         self.plane, self.row = divmod(place, self.rows)
-        #: transports over the ranks of this replica, by tile, and of this tile, by replica
+        #: transports over the ranks of this replica, ordered by tile, and of this tile, ordered by replica
         self.tile_comm, self.replica_comm = self.world.split_tiles_and_replicas(self.shape.tiles)
-        #: objects that users create once per grid, by keys of their own
+        #: objects created once per grid, by keys that their creators choose
         self.cached_objects: dict[Any, Any] = {}
         #: number that identifies this grid where objects cannot be passed, as in PyTorch operators
         self.handle = next(_HANDLE_COUNTER)
@@ -112,7 +112,7 @@ class ProcessGrid:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the grid, unless an error that other ranks may not have is propagating."""
+        """Close the grid, unless an error is propagating that other ranks may not have raised."""
         if error is None or getattr(error, "raised_on_all_ranks", False) or self.size == 1:
             self.close()
 
@@ -129,15 +129,15 @@ class ProcessGrid:
         if self.size > 1:
             previous = self._checksum_by_name.get(name, 0)
             number = array if isinstance(array, int) else checksum_of(array)
-            self._checksum_by_name[name] = (previous * 31 + number) % 2**32  # combines several, in order
+            self._checksum_by_name[name] = (previous * 31 + number) % 2**32  # several arrays, in order
 
     def check(
         self, call: str, values: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
         versions: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """Raise on all ranks unless all begin this call with equal values and replicated arrays. Collective.
+        """Raise on all ranks unless all begin this call with equal values and equal replicated arrays. Collective.
 
-        Calls `check_equal_on_ranks`, adding the arrays recorded by `record_replicated_array`.
+        Calls `check_equal_on_ranks`, adding checksums of the arrays recorded by `record_replicated_array`.
         """
         whole, self._checksum_by_name = self._checksum_by_name, {}
         checksums = {name: f"of checksum {number:08x}" for name, number in whole.items()}
@@ -149,7 +149,7 @@ class ProcessGrid:
         self._close_callbacks.callback(callback)
 
     def group(self, name: str) -> Transport:
-        """Return the ranks of one of GROUP_NAMES."""
+        """Return the transport of a group, one of GROUP_NAMES."""
         return {"world": self.world, "tiles": self.tile_comm, "replicas": self.replica_comm}[name]
 
     @staticmethod
@@ -181,7 +181,7 @@ class ProcessGrid:
         return grid
 
     def strip_grid(self, shape: GridShape, strip: int) -> ProcessGrid:
-        """Return a grid of one process that stands for a tile of another grid shape."""
+        """Return a grid of one process in the role of tile `strip` of another grid shape."""
         grid = ProcessGrid.serial()
         grid.shape, grid.tile = shape, strip
         return grid

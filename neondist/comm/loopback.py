@@ -1,7 +1,7 @@
-"""P virtual ranks in one process, one thread each: plans, layers and schemes without mpirun.
+"""P virtual ranks in one process, one thread each, to run plans, layers and schemes without mpirun.
 
 All communication uses mailboxes, one per ordered pair of ranks in a group. Messages are copied, as between processes:
-arrays of exchanges directly, all other values by pickle.
+arrays directly, all other values by pickle.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _SharedState:
                 self._wake_receiver(box)
 
     def fail_all(self) -> None:
-        """End all ranks."""
+        """Record that a rank has failed, and wake the ranks that wait, which then raise RemoteError."""
         with self.turns.lock:
             self.failed = True
             for box in list(self._sender_by_waiting_box):
@@ -94,14 +94,15 @@ class _SharedState:
             return RemoteError("another virtual rank failed")
         if sender in self._ended_ranks:
             where = f", in {self.call_by_rank[rank]}" if rank in self.call_by_rank else ""
-            return RemoteError(f"rank {sender} has ended, but rank {rank} waits for it{where}")
+            problem = f"rank {sender} has ended, but rank {rank} waits for it{where}"
+            return RemoteError(f"{problem}; make the same calls on all ranks")
         calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.call_by_rank.items()))
         text = f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})"
         return TimeoutError(f"{text}; make the same calls on all ranks")
 
 
 class _MailboxGroup:
-    """Mailboxes of a group of ranks, which live as long as a member."""
+    """Mailboxes of a group of ranks; they live as long as any member does."""
 
     def __init__(self, parent_ranks: Sequence[int], world_ranks: Sequence[int]) -> None:
         self.parent_ranks, self.world_ranks = parent_ranks, world_ranks
@@ -131,7 +132,7 @@ class LoopbackTransport(Transport):
         return pickle.loads(self._receive(peer))
 
     def _send(self, peer: int, value: Any) -> None:
-        """Send a value that is not modified later to `peer`, without copying."""
+        """Send `peer` a value that will not be modified later, without copying it."""
         self.world.put(self.group.mailbox(self.rank, peer), value)
 
     def _receive(self, peer: int) -> Any:
@@ -147,7 +148,7 @@ class LoopbackTransport(Transport):
             self.world.call_by_rank[self.group.world_ranks[self.rank]] = call
 
     def open_mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, _Mailbox]:
-        """Return a new mailbox to, or from, every peer; both ends of a pair open theirs in the same order."""
+        """Return a new mailbox to, or from, every peer; both ends of a pair open their mailboxes in the same order."""
         boxes = {}
         for peer in peers:
             pair = (self.rank, peer) if outgoing else (peer, self.rank)
@@ -170,12 +171,12 @@ class LoopbackTransport(Transport):
         return _LoopbackExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Replace the array by its sum, or maximum, over all ranks, taken in rank order."""
+        """Replace the array by its sum, or maximum, over all ranks, computed in rank order."""
         combine = {"sum": np.add, "max": np.maximum}[op]
         array[...] = self._combine_on_root(array.copy(), lambda arrays: reduce(combine, arrays))
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Begin to replace the array by its sum over all ranks, taken in rank order."""
+        """Begin to replace the array by its sum over all ranks, computed in rank order."""
         share = array.copy()
         for peer in range(self.size):
             self.world.put(self.group.mailbox(self.rank, peer, 0), share)
@@ -205,9 +206,9 @@ class LoopbackTransport(Transport):
         return pickle.loads(self._combine_on_root(data, lambda values: list(values)[root]))
 
     def _combine_on_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
-        """Return the values of all ranks combined on rank 0: 2 P messages instead of P².
+        """Return the values of all ranks combined on rank 0, which takes 2 P messages instead of P².
 
-        All ranks receive the same object, and must modify neither it nor their own value.
+        All ranks receive the same object, and must modify neither that object nor their own value.
         """
         if self.rank:
             self._send(0, value)
@@ -238,7 +239,8 @@ class _LoopbackRequest(Request):
     def wait(self) -> None:
         transport = self.transport
         peers = range(transport.size)
-        boxes = (transport.group.mailbox(peer, transport.rank, 0) for peer in peers)  # exchanges number theirs from 1
+        # mailbox 0: exchanges number their mailboxes from 1
+        boxes = (transport.group.mailbox(peer, transport.rank, 0) for peer in peers)
         self.array[...] = reduce(np.add, map(transport.world.receive, boxes, map(transport.world_ranks_of, peers)))
 
 
@@ -265,17 +267,18 @@ class _LoopbackExchange(Exchange):
 def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int = 1) -> list[Any]:
     """Call `function(transport)` on every virtual rank and return the results in rank order.
 
-    As in processes, every rank has global random generators of its own (Python's, NumPy's, PyTorch's), which begin in
-    the caller's states; the caller's continue from those of rank 0. This holds for `at_once=1` alone.
+    As in separate processes, every rank has its own global random generators (Python's, NumPy's, PyTorch's), which
+    start in the caller's states; afterwards, the caller's generators have the states of rank 0. This holds only for
+    `at_once=1`.
 
     Parameters
     ----------
     timeout : float
         Seconds that a rank waits for a message before it reports a deadlock.
     at_once : int
-        Number of ranks that may compute while the others wait for a message or their turn. The function must not wait
-        for other ranks but through its transport, unless it is the number of ranks. With more than 1, ranks share
-        global random generators, and must not share modules of PyTorch, which are not thread-safe.
+        Number of ranks that may compute while the others wait for a message or their turn. Unless `at_once`
+        is the number of ranks, the function may wait for other ranks only through its transport. With `at_once` > 1,
+        ranks share global random generators, and must not share PyTorch modules, which are not thread-safe.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""MPI transport; the only module that imports mpi4py, and only when a world is requested."""
+"""MPI transport; mpi4py is imported only when a world is requested."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .shared_memory import mpi_start_folder, unlink_segments
 from .transport import CLOSED, CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
-"""Seconds between tests for the end of a wait, at its begin and after a while."""
+"""Seconds between two tests for the end of a wait: initially, and after a while."""
 TORCHRUN_REMEDY = (
     "under torchrun use nd.ProcessGrid(ndt.world()) or ndt.distribute(..., transport='torch'), where ndt is"
     " neondist.torch"
@@ -32,11 +32,11 @@ TORCHRUN_REMEDY = (
 
 
 MAX_REDUCED_BYTES = 1 << 22
-"""Size of the parts of an array that are reduced one by one: larger ones would leave the caches."""
+"""Maximum size of the parts of an array that are reduced one by one; larger parts would not stay in the caches."""
 
 
 def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
-    """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been. Collective.
+    """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been started. Collective.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
     Raises
     ------
     LaunchError
-        If mpi4py or its MPI library is missing, or torchrun has started these ranks, which MPI does not know.
+        If mpi4py or its MPI library is missing, or if torchrun has started these ranks, so that MPI does not know them.
     """
     launched = count_torchrun_ranks(os.environ)
     try:
@@ -81,7 +81,7 @@ def finalise_mpi() -> None:
 
 @dataclass
 class _SharedSubComm:
-    """Part of a communicator, freed when its last user closes it, or with its parent."""
+    """Subcommunicator, freed when its last user closes it, or with its parent."""
 
     comm: Any
     user_count: int = 0
@@ -97,12 +97,12 @@ class _SharedSubComm:
 
 
 class MPITransport(Transport):
-    """Transport over an mpi4py communicator, which the caller owns unless it is a part.
+    """Transport over an mpi4py communicator, which the caller owns unless it is a subcommunicator.
 
     Parameters
     ----------
     max_count : int
-        Largest count passed to MPI; larger messages are split into calls, or use larger datatypes.
+        Largest count passed to MPI; larger messages are split into several calls, or use larger datatypes.
     """
 
     def __init__(self, comm: Any, sub_comm: _SharedSubComm | None = None, max_count: int = MAX_COUNT) -> None:
@@ -143,8 +143,8 @@ class MPITransport(Transport):
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas; repeated calls share their communicators.
 
-        MPI has only some thousands of communicators, and freeing one is collective, so it cannot be left to garbage
-        collection: parts are kept with their parent until all users have closed them.
+        MPI provides only a few thousand communicators, and freeing one is collective, so this cannot be left to garbage
+        collection: subcommunicators are kept with their parent until all users have closed them.
         """
         sub_comms_by_tiles = self.comm.Get_attr(_create_sub_comms_keyval())
         if sub_comms_by_tiles is None:
@@ -173,7 +173,7 @@ class MPITransport(Transport):
         return self.closed or bool(self.mpi.Is_finalized()) or not self.comm
 
     def close(self) -> None:
-        """Free the communicator if it is a part without other users. Collective."""
+        """Free the communicator if it is a subcommunicator without other users. Collective."""
         if not self.closed:
             super().close()
             if self.sub_comm is not None:
@@ -199,7 +199,7 @@ class MPITransport(Transport):
         if self.size == 1:
             return []
         if not array.flags.forc:
-            raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
+            raise ValueError(f"array: expected a contiguous array, got strides {array.strides} of shape {array.shape}")
         flat, count = array.reshape(-1, order="A"), min(self.max_count, MAX_REDUCED_BYTES // array.itemsize)
         return [flat[chunk] for chunk in chunk_slices(array.size, count)]
 
@@ -268,7 +268,7 @@ class MPITransport(Transport):
         return data if len(data) <= max_count else len(data)
 
     def _receive_data(self, data: bytes, data_or_size: bytes | int, root: int) -> Any:
-        """Return the bytes of `root`, given `data_or_size`; `data` are those of this rank."""
+        """Return the bytes of `root`, given `data_or_size`; `data` are the bytes of this rank."""
         if isinstance(data_or_size, bytes):
             return data_or_size
         received = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(data_or_size, np.uint8)
@@ -284,11 +284,11 @@ class MPITransport(Transport):
 
 @cache
 def _create_sub_comms_keyval() -> int:
-    """Return the key of the communicator attribute that holds its parts, by number of tiles."""
+    """Return the key of the communicator attribute that holds its subcommunicators, by number of tiles."""
     from mpi4py import MPI
 
     def free(comm: Any, key: int, sub_comms_by_tiles: dict[int, list[_SharedSubComm]]) -> None:
-        if comm != MPI.COMM_WORLD:  # freed with MPI itself
+        if comm != MPI.COMM_WORLD:  # whose parts are freed with MPI itself
             for part in (part for cut in sub_comms_by_tiles.values() for part in cut):
                 part.free()
 
@@ -305,7 +305,7 @@ class _MPIRequest(Request):
 
 
 class _MPIExchange(Exchange):
-    """Persistent requests with subarray datatypes: nothing is packed (mpi-notes: 180 µs against 255 packed)."""
+    """Persistent requests with subarray datatypes: nothing is packed (180 µs, against 255 µs with packing)."""
 
     transport: MPITransport
 
@@ -313,7 +313,7 @@ class _MPIExchange(Exchange):
         super().__init__(transport, sends, receives)
         self.mpi = transport.mpi
         self.datatypes: list[Any] = []
-        # receives first, so that no message arrives unexpected
+        # receives first, so that no message arrives before its receive is posted
         self.requests = [transport.comm.Recv_init(self._message_spec(m), m.peer) for m in self.receives]
         self.requests += [transport.comm.Send_init(self._message_spec(m), m.peer) for m in self.sends]
 

@@ -1,4 +1,4 @@
-"""Process-wide effects of grids of several ranks, from the first one created until the last is closed."""
+"""Process-wide effects of grids of several ranks, from the creation of the first until the last is closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .transport import Transport
 
 
 class ProcessHooks:
-    """Python's excepthook while grids of several ranks are open, and the setting of their threads.
+    """Python's excepthook, and the number of threads, while grids of several ranks are open.
 
     An uncaught exception prints its traceback and ends the job on all ranks, so that no rank waits forever; the same
     happens if some ranks exit while others are in another call. Ranks on one machine share its cores, unless the number
@@ -41,7 +41,7 @@ class ProcessHooks:
         return hooks
 
     def remove_grid(self, transport: Transport) -> None:
-        """Remove a closed grid; restore the process after the last one."""
+        """Remove a closed grid; after the last one, undo all effects on the process."""
         self.open_worlds.remove(transport)
         if not self.open_worlds:
             atexit.unregister(self.check_exit)
@@ -50,7 +50,7 @@ class ProcessHooks:
                 sys.excepthook = self.previous_hook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End the job, as Python's excepthook."""
+        """End the job; called by Python as the excepthook."""
         if self.open_worlds:
             abort_with_error(self.open_worlds[-1], error)
         else:  # a hook installed later delegates to this one
@@ -69,7 +69,7 @@ class ProcessHooks:
 def abort_with_error(transport: Transport, error: BaseException) -> None:
     """Print the error of this rank and end the job on all ranks."""
     if transport.rank and isinstance(error, UserError) and error.raised_on_all_ranks:
-        time.sleep(1)  # unless rank 0 catches the error, it prints it and ends this rank
+        time.sleep(1)  # rank 0 prints the same error and ends this rank, unless it catches the error
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")
     sys.stderr.flush()

@@ -10,18 +10,18 @@ from ..geometry import Box, Piece, RepartitionPlan
 
 
 class Redistribution:
-    """Redistribution of an array from the boxes that ranks hold to those that they need; planned once, run many times.
+    """Redistribution of an array from the boxes that ranks own to the boxes that they need; planned once, run often.
 
     Boxes refer to an array's last axes; all axes before them are kept whole.
 
     Parameters
     ----------
     all_to_all : callable
-        Method of the participating ranks' transport, or of a wrapper that records it.
+        Method of the participating ranks' transport, or of a wrapper that records the messages.
     rank : int
-        This rank in the transport.
+        This rank's number in the transport.
     source, target : sequence of Box, one for each rank
-        Boxes that the ranks hold and need. Boxes of `source` are disjoint or equal.
+        Boxes that the ranks own and need. Boxes of `source` are disjoint or equal.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Redistribution:
     def forward(self, array: Any) -> Any:
         """Return this rank's target box of the array, given its source box; cells without an owner are 0. Collective.
 
-        Cells held by several ranks are sent by one of them.
+        Cells owned by several ranks are sent by one of them.
         """
         plan = self.plan
         target = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.need.shape), array.dtype)

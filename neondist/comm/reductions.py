@@ -33,7 +33,7 @@ def reduction_group(over_tiles: bool, over_replicas: bool) -> str | None:
 
 
 def _synchronise_if_accepted(transport: Transport, array: Any) -> bool:
-    """Return whether the transport accepts an array directly, after waiting for its kernels."""
+    """Wait for the kernels of an array, and return whether the transport accepts the array directly."""
     if transport.accepts_device_array(array):
         synchronize_stream(array)
     return transport.accepts_array(array)
@@ -75,7 +75,7 @@ class Reductions:
         self.redistribution_counts: Counter[tuple[str, str, int, int]] = Counter()
 
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
-        """Replace the array by its sum, or maximum, over one of GROUP_NAMES, and return it. Collective there."""
+        """Replace the array by its sum, or maximum, over one of GROUP_NAMES; return it. Collective in this group."""
         transport = self._record(group, array)
         with self.grid.observers.observe("wait", "", self.direction, group):
             if transport.size == 1 or _synchronise_if_accepted(transport, array):
@@ -87,7 +87,7 @@ class Reductions:
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
-        """Begin to replace the array by its sum over one of GROUP_NAMES. Collective there, in the same order."""
+        """Begin to replace the array by its sum over one of GROUP_NAMES. Collective in this group, in equal order."""
         transport = self._record(group, array)
         if transport.size == 1:
             return CompletedRequest()
@@ -110,21 +110,21 @@ class Reductions:
     def sum_encoded(
         self, group: str, codes: np.ndarray, encode: Callable[[Any], np.ndarray], decode: Callable[[np.ndarray], Any]
     ) -> tuple[np.ndarray, slice, Any]:
-        """Return the sum of numbers that are sent encoded, as codes. Collective over one of GROUP_NAMES.
+        """Return the sum over the ranks of numbers that are sent as codes. Collective over one of GROUP_NAMES.
 
-        Each rank decodes a slice of all ranks' codes, and adds the numbers in rank order.
+        Each rank decodes a slice of all ranks' codes, and adds the decoded numbers in rank order.
 
         Parameters
         ----------
         codes : ndarray, 1-D
             Codes of this rank's numbers; recorded once, as a reduced array.
         encode, decode : callable
-            From numbers to codes, and back.
+            Functions from numbers to codes, and from codes to numbers.
 
         Returns
         -------
         codes, slice, array
-            Codes of the whole sum; this rank's slice of it, and the encoding error in the slice.
+            Codes of the whole sum; this rank's slice of the sum; the encoding error in this slice.
         """
         transport = self._record(group, codes)
         bounds = [part_range(codes.size, transport.size, rank) for rank in range(transport.size)]
@@ -139,7 +139,7 @@ class Reductions:
         return np.concatenate(parts), slice(lo, hi), total - decode(own_codes)
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Send an array to each rank of one of GROUP_NAMES, and return what each sent to this one. Collective there."""
+        """Send an array to each rank of one of GROUP_NAMES; return the received arrays. Collective in this group."""
         transport = self.grid.group(group)
         others = [(peer, array.nbytes) for peer, array in enumerate(sends) if peer != transport.rank]
         self.redistribution_counts.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)

@@ -1,7 +1,7 @@
 """Cleanup of Open MPI's shared-memory files, which must not outlive their ranks.
 
-The files have names only so that ranks can open them. Once all ranks have, the names are removed, so nothing is left
-behind however a rank ends.
+The files have names only so that ranks can open them. Once all ranks have opened them, the names are removed, so that
+nothing is left behind, however a rank ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mpi_start_folder() -> Iterator[None]:
     folder = Path(os.environ.get(BACKING_DIR_VARIABLE, ""))
     machines = os.environ.get("OMPI_COMM_WORLD_SIZE") != os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if folder.name.startswith(JOB_FOLDER_PREFIX) and machines:
-        folder.mkdir(mode=0o700, exist_ok=True)  # exists only on mpirun's machine
+        folder.mkdir(mode=0o700, exist_ok=True)  # the launcher has created it on mpirun's machine only
     if any(name in os.environ for name in _LAUNCHER_VARIABLES):
         yield
         return
@@ -60,7 +60,7 @@ def unlink_segments(mpi: Any) -> None:
 
 
 def _mapped_segment_files() -> set[Path]:
-    """Return the named shared-memory files that this rank has mapped, of all ranks of this machine."""
+    """Return the named shared-memory files that this rank has mapped, of all ranks on this machine."""
     try:
         maps = MEMORY_MAPS_FILE.read_text()
     except OSError:  # not Linux

@@ -27,7 +27,7 @@ class SingleTransport(Transport):
     size = 1
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a group of the same process."""
+        """Return a group of this process alone."""
         return SingleTransport()
 
     def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:

@@ -32,7 +32,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes sent over the transport."""
         return int(self.cells.nbytes)
 
 
@@ -42,7 +42,7 @@ class Exchange(ABC):
     Parameters
     ----------
     transport : Transport
-        Running the exchange after it is closed is an error.
+        Once the transport is closed, running the exchange is an error.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Exchange(ABC):
     observers : Observers
         Notified of waits.
     is_running : bool
-        Whether it has been started and not finished.
+        Whether the exchange has been started, but not finished.
     """
 
     def __init__(self, transport: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -95,9 +95,9 @@ class Exchange(ABC):
                 buffer.copy_to_device()
 
     def _stage_on_host(self, messages: Sequence[Message]) -> tuple[list[Message], list[HostStagingBuffer]]:
-        """Return messages of arrays that the transport accepts, with host buffers in place of those it does not.
+        """Return messages of arrays that the transport accepts, with host buffers in place of all other arrays.
 
-        An array covered by its messages has one buffer, copied as a whole.
+        An array that its messages cover entirely has a single buffer, and is copied as a whole.
         """
         accepted, buffers, buffer_of = [], list[HostStagingBuffer](), dict[int, HostStagingBuffer]()
         covered = Counter[int]()
@@ -151,11 +151,11 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the array holds the sum; it must not be accessed before."""
+        """Wait until the array holds the sum; the array must not be accessed before."""
 
 
 class CompletedRequest(Request):
-    """A request that is complete already."""
+    """A request that is already complete."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -188,11 +188,11 @@ class Transport(ABC):
 
     def accepts_array(self, array: Any) -> bool:
         """Return whether exchanges and `allreduce` accept an array directly; others are staged on the host."""
-        kind = getattr(getattr(array, "device", None), "type", None)  # of PyTorch tensors
+        kind = getattr(getattr(array, "device", None), "type", None)  # PyTorch's devices have a type
         return isinstance(array, np.ndarray) or kind in self.tensor_device_types or self.accepts_device_array(array)
 
     def accepts_device_array(self, array: Any) -> bool:
-        """Return whether it accepts a CuPy array in device memory, once its kernels have finished."""
+        """Return whether the transport accepts a CuPy array in device memory whose kernels have finished."""
         return False
 
     def begin_call(self, call: str) -> None:  # noqa: B027
@@ -210,7 +210,7 @@ class Transport(ABC):
         return self.split(color(self.rank), self.rank)
 
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return the groups of this rank's `tiles` consecutive ranks, and of the same position in all such groups."""
+        """Return this rank's group of `tiles` consecutive ranks, and the group of its position in all such groups."""
         replica, tile = divmod(self.rank, tiles)
         return self.split(replica, tile), self.split(tile, replica)
 
@@ -219,7 +219,7 @@ class Transport(ABC):
         self.closed = True
 
     def share_cores(self) -> Callable[[], None]:
-        """Share a machine's cores among its ranks unless the user has set threads; return a function to undo it."""
+        """Share a machine's cores among its ranks unless the user has set threads; return a function to undo this."""
         return lambda: None
 
     @abstractmethod
@@ -239,7 +239,7 @@ class Transport(ABC):
 
     @abstractmethod
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
-        """Return every rank's array, of one shape and dtype on all ranks, as a new array (size, *shape)."""
+        """Return every rank's array (same shape and dtype on all ranks) in a new array (size, *shape)."""
 
     @abstractmethod
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
@@ -248,14 +248,14 @@ class Transport(ABC):
         Parameters
         ----------
         sends : one array for each rank
-            All of one dtype; shapes may differ, and arrays may be empty.
+            Arrays of one dtype; shapes may differ, and arrays may be empty.
         receive_shapes : one shape for each rank
             Shapes of the arrays that the ranks send to this one.
 
         Returns
         -------
         list of np.ndarray
-            Contiguous, and not shared.
+            New contiguous arrays, not shared with other ranks.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ class ComputeTurns:
     Attributes
     ----------
     lock : threading.Lock
-        Held by callers of `open_when_free` and `pass_turn_to_next`, and around their decisions to wait.
+        Held by callers of `open_when_free` and `pass_turn_to_next`, also while they decide whether to wait.
     """
 
     def __init__(self, ranks: int, at_once: int) -> None:
@@ -30,7 +30,7 @@ class ComputeTurns:
         self._last_rank = 0
 
     def wait_for_turn(self, rank: int) -> None:
-        """Wait for the turn of a rank."""
+        """Wait until a rank has its turn."""
         gate = create_closed_gate()
         with self.lock:
             self.open_when_free(gate)
@@ -57,7 +57,7 @@ class ComputeTurns:
             self._waiting_gates.popleft().release()
 
     def pass_turn_to_next(self) -> None:
-        """Open the next gate."""
+        """Give the turn to the next rank that waits at a gate, if any."""
         if self._waiting_gates:
             self._waiting_gates.popleft().release()
         else:
@@ -82,7 +82,7 @@ class _GeneratorStates:
         self.cuda = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
 
     def read_current(self) -> _GeneratorStates:
-        """Return the current states; self, if unchanged."""
+        """Return the current states, or self if they are unchanged."""
         torch = sys.modules.get("torch")
         same = (
             self._bytes_are_complete() and self.numpy_bytes == _numpy_bytes() and self.python_state == random.getstate()

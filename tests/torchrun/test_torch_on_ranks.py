@@ -152,7 +152,7 @@ def test_concurrent_sums_in_overlapping_groups():
 
 def test_non_contiguous_sums_are_rejected():
     if SIZE > 1:
-        with pytest.raises(ValueError, match="expected a contiguous one"):
+        with pytest.raises(ValueError, match="expected a contiguous array"):
             world().allreduce(np.zeros((4, 4))[:, :2])
 
 

@@ -225,7 +225,7 @@ class TorchTransport(Transport):
         if self.size == 1 or not array.size:
             return CompletedRequest()
         if not array.flags.forc:
-            raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
+            raise ValueError(f"array: expected a contiguous array, got strides {array.strides} of shape {array.shape}")
         flat = array.ravel("K")  # a view
         if not (self._is_whole_group and array.dtype.name in ALLREDUCE_DTYPES):
             return _Reduction(self, flat, op, kind)
