@@ -1,9 +1,9 @@
 """Halo exchange: views of tiled activations, exact or by a border scheme.
 
-In reading order. global_array: an activation, its view for a window, and the gradient of the view. buffer: memory of
-one view. exchange: gathering of halo cells from their owners, and the adjoint, which scatters and adds. padding: cells
-copied from inside the image or the tile. policies: border schemes, one file each. fusion: schemes for several layers,
-which recompute cells of other tiles and leave the exchange exact. redistribute: activations on another grid.
+In reading order. global_array: an activation, its view for a window, and the gradient of the view. buffer: the memory
+of one view. exchange: gathering of halo cells from their owners, and the adjoint, which scatters and adds. padding:
+cells copied from inside the image or the tile. policies: border schemes, one file each. fusion: schemes for several
+layers, which recompute cells of other tiles, with an exact exchange. redistribute: moves activations to another grid.
 """
 
 from .exchange import HaloExchange, PackedExchange, Phase

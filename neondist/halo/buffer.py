@@ -19,7 +19,7 @@ Slots = tuple[Any, Any]
 
 
 class BufferOwner(Protocol):
-    """Interface that a buffer needs of its array."""
+    """Interface that a buffer requires of its array."""
 
     grid: ProcessGrid
     backend: Backend
@@ -56,7 +56,7 @@ class HaloBuffer:
         self.prefilled = [self.cells[self.index(box)] for box in plan.prefilled]
         self.fill_prefilled_cells()
         self.may_be_overwritten = slots[0] is not None
-        # own cells are in place already; cells that wrap around are needed twice
+        # own cells are already in place; cells that wrap around are needed a second time
         self.wrapped_cells = [
             (self.index(piece.target), self.index(piece.source)) for piece in plan.local if piece.target != piece.source
         ]
@@ -80,7 +80,7 @@ class HaloBuffer:
         return self.view
 
     def backward(self, dview: Any, phase: Phase) -> Any:
-        """Add the padding's gradient to its source cells, and the halo's to its owners; return the tile's gradient."""
+        """Add gradients of padding to its source cells, and of the halo to its owners; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
             self.kernels.copy(dview, self.zero_and_return_dview())
@@ -91,7 +91,7 @@ class HaloBuffer:
         return self.dtile
 
     def index(self, cells: Box | Lattice) -> tuple[slice, ...]:
-        """Return the index of cells of the image in the buffer."""
+        """Return the index, in the buffer, of cells given in image coordinates."""
         spatial = cells.relative_to(self.plan.buffer).slices
         return (slice(0, self.samples), *spatial, slice(0, self.owner.channels))
 
@@ -106,7 +106,7 @@ class HaloBuffer:
             part[...] = self.cells[index]
 
     def rebuild_view(self, slot: Any, saved: Any, write: Callable[[Any], None]) -> Any:
-        """Rebuild the view in other memory from the border in `saved`; `write` fills in the tile."""
+        """Rebuild the view in other memory from the border in `saved`; `write` writes the tile into its argument."""
         cells = self._new_cells(slot)
         for index, part in self._border(saved):
             cells[index] = part
@@ -122,7 +122,7 @@ class HaloBuffer:
             start += elements
 
     def zero_and_return_dview(self) -> Any:
-        """Return the view's part of the gradient, with zeros around it."""
+        """Return the view's part of the gradient; the rest of the gradient is set to zero."""
         if self.gradient is None:
             self.gradient = self._new_cells(self._gradient_slot)
             self.dview, self.dtile = self.gradient[self.needed_index], self.gradient[self.owned_index]

@@ -1,6 +1,6 @@
 """Halo exchange of one view: gathering of halo cells from their owners, and the adjoint, which scatters and adds.
 
-This is the interface of policies, which know neither boxes nor messages.
+Policies use this interface; they depend neither on boxes nor on messages.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Region = tuple[int, tuple[slice, ...]]
 
 
 class Phase(NamedTuple):
-    """Purpose of a pass: training or not, the step's number, and the first of the replica's samples in the batch."""
+    """Purpose of a pass: training or not, number of the step, and the replica's first sample in the batch."""
 
     training: bool = True
     step: int = 0
     first_sample: int = 0
 
 
-DEFAULT_PHASE = Phase()  # phase of calls without one
+DEFAULT_PHASE = Phase()  # for calls without a phase
 
 
 class Buffer(Protocol):
-    """Interface that an exchange needs of its buffer."""
+    """Interface that an exchange requires of its buffer."""
 
     plan: HaloPlan
     kernels: Kernels
@@ -45,7 +45,7 @@ class Buffer(Protocol):
     gradient: Any
 
     def index(self, cells: Box | Lattice) -> tuple[slice, ...]:
-        """Return the index of cells of the image in the buffer."""
+        """Return the index, in the buffer, of cells given in image coordinates."""
 
     def create_exchange(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
         """Return a new exchange of messages, and record it."""
@@ -60,7 +60,7 @@ class HaloExchange:
     direction : 'forward' or 'backward'
         The pass.
     adds : bool
-        False: gather cells of other tiles. True, the adjoint: send their gradients to the owners, who add them.
+        False: gather cells of other tiles. True, the adjoint: send their gradients to the owners, which add them.
 
     Attributes
     ----------
@@ -103,9 +103,9 @@ class HaloExchange:
             self.array[cells] = 0
 
     def fill(self, mode: str) -> None:
-        """Fill cells of other tiles from own ones ('zeros', 'reflect', 'replicate'), or run the adjoint.
+        """Fill cells of other tiles from the tile's own cells ('zeros', 'reflect', 'replicate'), or run the adjoint.
 
-        'zeros' means the window's fill value; where that is infinite (max pooling), the nearest own cell.
+        'zeros' stands for the window's fill value or, if that is infinite (max pooling), the nearest own cell.
         """
         (add_gradients_locally if self.adds else fill_locally)(self.array, self.buffer.plan, self.buffer.index, mode)
 
@@ -115,7 +115,7 @@ class HaloExchange:
         return [array[cells] for _, cells in self.sends]
 
     def unpack(self, messages: Sequence[Any]) -> None:
-        """Store arrays as if received, one for each message; gradients are added."""
+        """Store arrays, one for each message, as if they had been received; gradients are added."""
         array, boxes, kernels = self.array, [cells for _, cells in self.receives], self.buffer.kernels
         places = [array[box] for box in boxes]
         messages = [message.reshape(place.shape) for message, place in zip(messages, places, strict=True)]
@@ -125,12 +125,12 @@ class HaloExchange:
             kernels.copy_each(messages, places)
 
     def packed(self, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> PackedExchange:
-        """Return a packed exchange with messages of `shape(message shape)` and `dtype`; default: those of the cells."""
+        """Return a packed exchange with messages of `shape(message shape)` and `dtype`; default: as for the cells."""
         return PackedExchange(self, shape, dtype)
 
     @cached_property
     def _direct_exchange(self) -> Exchange:
-        """Exchange directly between arrays."""
+        """Exchange between the arrays themselves, without packing."""
         ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
         return self.buffer.create_exchange(self, *ends)
 
@@ -140,7 +140,7 @@ class HaloExchange:
 
 
 class PackedExchange:
-    """Exchange through contiguous buffers, which allows other types and sizes, and overlap with computation.
+    """Exchange through contiguous buffers, which allow other dtypes and sizes, and overlap with computation.
 
     Attributes
     ----------
@@ -155,7 +155,7 @@ class PackedExchange:
         self.exchange = halo.buffer.create_exchange(halo, sends, receives)
 
     def start(self, messages: Sequence[Any] | None = None) -> None:
-        """Send copies of these arrays, one for each message, or the contents of `outgoing`; finished by `wait`."""
+        """Start to send copies of arrays, one per message, or the contents of `outgoing`; call `wait` to finish."""
         if messages is not None:
             self.kernels.copy_each(messages, self.sends)
         self.exchange.start()

@@ -1,6 +1,6 @@
-"""Schemes that fuse several layers: tiles recompute cells of other tiles, and the exchange stays exact.
+"""Schemes that fuse several layers: tiles recompute cells of other tiles, and the exchange is exact.
 
-The compiler reads the layers to fuse from them; see plan/segments.py.
+The compiler reads from these schemes which layers to fuse; see plan/segments.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fusion(Halo):
     """
 
     layers: int
-    #: whether tiles of the image are read with all cells that they depend on
+    #: whether tiles of the image are read with all cells on which their outputs depend
     reads_extended_tile = False
     #: reduction of fused layers that normalise over the whole image; None: such layers are rejected
     statistics: str | None = "global"
@@ -36,27 +36,27 @@ class Fusion(Halo):
     def __init__(self) -> None: ...
 
     def planner_profile(self, ranks: int, samples: int | None = None) -> MachineProfile | None:
-        """Return the machine profile by which a planner fuses layers; None: fuse up to `layers` layers.
+        """Return the machine profile with which a planner chooses the layers to fuse; None: fuse up to `layers` layers.
 
         Parameters
         ----------
         ranks : int
             Number of ranks of the grid.
         samples : int, optional
-            Samples of a replica per step.
+            Number of samples of a replica per step.
         """
         return None
 
 
 def fusion_scheme_or_none(scheme: ExchangePolicy | None) -> Fusion | None:
-    """Return the scheme, if it fuses layers."""
+    """Return the scheme if it fuses layers, else None."""
     return scheme if isinstance(scheme, Fusion) else None
 
 
 class DeepHalo(Fusion):
     """One wide halo exchange for several layers, and one return of gradients.
 
-    Halo cells in between are computed redundantly by every tile that needs them.
+    Halo cells of the layers in between are computed redundantly by every tile that needs them.
 
     Consecutive layers of a chain with this scheme are fused, together with the pointwise layers between them.
     Normalisation counts every cell once.
@@ -67,7 +67,7 @@ class DeepHalo(Fusion):
         Number of windowed layers that share an exchange.
     """
 
-    formula = "each way n c (2 R (h + w) + 4 R²) elements once for all layers of a segment; R is their radius together"
+    formula = "each way n c (2 R (h + w) + 4 R²) elements once for all layers of a segment; R is the sum of their radii"
 
     def __init__(self, layers: Count = 2) -> None:
         self.layers = layers
@@ -83,7 +83,7 @@ class OverlapTile(Fusion):
     ----------
     statistics : {'global'}, optional
         Handling of layers that normalise over the whole image: 'global' reduces their sums over all tiles, counting
-        every cell once. Without it such layers are rejected.
+        every cell once. By default, such layers are rejected.
     """
 
     layers = 10**9
@@ -94,7 +94,7 @@ class OverlapTile(Fusion):
         self.statistics = statistics
 
     def forward(self, halo: HaloExchange) -> None:
-        """Do nothing: the tile has these cells."""
+        """Do nothing: the tile already contains these cells."""
 
     backward = forward
 
@@ -107,13 +107,13 @@ class Auto(DeepHalo):
     """`deep_halo` with segments chosen by a planner for the grid: the higher the latency, the longer the segments.
 
     The planner adds the cost of an inner tile's exchanges and of its redundant computation, and chooses the cheapest
-    division of a chain into segments by dynamic programming. It is only as good as the machine profile.
+    division of a chain into segments by dynamic programming. The result is only as good as the machine profile.
 
     Parameters
     ----------
     machine : str, optional
-        A file written by `neondist bench model calibrate`, or one like it, whose values for the link between the
-        grid's ranks are used. The parameters below override it.
+        File in the format of `neondist bench model calibrate`; its values for the link between the grid's ranks are
+        used. The parameters below override these values.
     latency : float, optional
         Seconds per message.
     bandwidth : float, optional
@@ -121,7 +121,7 @@ class Auto(DeepHalo):
     speed : float, optional
         Floating-point operations per second of one rank.
     samples : int, optional
-        Samples of a replica per step. Default: those of the experiment's batch.
+        Number of samples of a replica per step. Default: as in the experiment.
     """
 
     formula = "as for deep_halo, with the segments chosen by the planner"
@@ -141,7 +141,7 @@ class Auto(DeepHalo):
         self.machine: Machine | None = None if machine is None else read_machine(Path(machine).expanduser())
 
     def planner_profile(self, ranks: int, samples: int | None = None) -> MachineProfile:
-        """Return the given profile, that of the machine, or defaults."""
+        """Return the machine's profile, or the default profile, with the values given to the scheme."""
         profile = MachineProfile() if self.machine is None else self.machine.planner_profile(ranks)
         if samples is not None:
             profile = replace(profile, samples_per_replica=samples)

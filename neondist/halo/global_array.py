@@ -35,7 +35,7 @@ class GlobalArray:
     dtype : str
     backend : str or Backend
     reuse : bool
-        True: a view is valid until the next call and may alias the tile; arrays have dtype `dtype` (as layers use it).
+        True (for layers): a view is valid until the next call and may alias the tile; arrays have dtype `dtype`.
         False: calls accept real numbers of any dtype and return new arrays.
 
     Attributes
@@ -156,8 +156,8 @@ class GlobalArray:
     def get_bprop_view(self, dview: Any, phase: Phase = DEFAULT_PHASE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
 
-        Contributions of other ranks' windows are received and added; those of the padding are added to the cells it was
-        filled from.
+        Contributions of other ranks' windows are received and added; those of padding are added to the cells
+        from which it was filled.
 
         Parameters
         ----------
@@ -175,7 +175,7 @@ class GlobalArray:
         return self._copy_unless_reuse(self.buffer(len(dview)).backward(dview, phase))
 
     def scatter(self, whole: Any) -> Any:
-        """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
+        """Return this rank's tile of a whole array (N, *spatial, C), which must be equal on every rank."""
         if whole.shape[1:] != self.global_shape[1:]:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
@@ -197,18 +197,18 @@ class GlobalArray:
         Parameters
         ----------
         tile : array (n, *own.shape, C)
-            Any number of samples, in the order of the replicas.
+            This rank's tile, with any number of samples, in the order of the replicas.
         other : GlobalArray
-            An array of the same shape, except for the samples, over the same ranks; windows are ignored.
+            Array of the same shape, apart from the number of samples, over the same ranks; windows are ignored.
 
         Returns
         -------
-        array (n', *other.own.shape, C), a new one
+        new array (n', *other.own.shape, C)
 
         Raises
         ------
         GridError, ShapeError
-            On every rank: the grids have different numbers of ranks, or the shapes differ.
+            If the grids have different numbers of ranks, or the shapes differ; raised on every rank.
         """
         (ranks, shape), (other_ranks, expected) = ((array.grid.size, array.global_shape[1:]) for array in (self, other))
         if ranks != other_ranks:
@@ -216,7 +216,7 @@ class GlobalArray:
                 f"redistribute: the grids have {ranks} and {other_ranks} ranks; create both on the same communicator"
             )
         if shape != expected:
-            raise ShapeError(f"redistribute: samples of shape {shape} and {expected}; give arrays of the same shape")
+            raise ShapeError(f"redistribute: samples of shape {shape} and {expected}; use arrays of the same shape")
         replicas = range(other.grid.replicas)
         self.check_tile("tile", tile)
         self.grid.check("redistribute", {"the shape of samples": shape, "the number of replicas": len(replicas)})
@@ -242,14 +242,14 @@ class GlobalArray:
         return total if group is None else self.reductions.allreduce(group, total)
 
     def buffer(self, samples: int, number: int = -1, slots: Slots = (None, None)) -> HaloBuffer:
-        """Return the memory for batches of this number of samples (of this rank's replica).
+        """Return the buffer for batches with this number of samples (of this rank's replica).
 
         Parameters
         ----------
         number : int
             Index of the workspace; -1 outside forward and backward passes.
         slots : pair
-            Memory slots of the view and its gradient, if they are created now.
+            Memory slots for the view and its gradient; used only if the buffer does not exist yet.
         """
         key = number, samples
         if key not in self._buffers:
@@ -278,7 +278,7 @@ class GlobalArray:
         }
 
     def restore_scheme_state(self, memory: dict[tuple[int, str], list[Any]]) -> None:
-        """Replace the policy's state by a result of `scheme_state`. Collective."""
+        """Replace the policy's state with a result of `scheme_state`. Collective."""
         self.wait_for_messages()
         for samples, _ in memory:
             self.buffer(samples)
@@ -319,7 +319,7 @@ class GlobalArray:
 
 
 class PaddedArray(GlobalArray):
-    """A GlobalArray on a 1 x 1 grid, whole on one rank; takes the same arguments except the grid."""
+    """GlobalArray on a 1 x 1 grid, whole on one rank; its arguments are the same, without the grid."""
 
     @type_checked
     def __init__(

@@ -1,7 +1,7 @@
-"""Cells copied from inside, and the adjoint: padding from inside the image, halo cells from inside the own tile.
+"""Padding copied from inside the image, halo cells copied from the own tile, and the adjoints.
 
-Both proceed axis by axis, so that corners are correct. Padding by `reflect` and `replicate` copies cells that HaloPlan
-includes in the buffer.
+Both kinds of copies proceed axis by axis, so that corners are correct. Padding by `reflect` and `replicate` copies
+cells that HaloPlan includes in the buffer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def _padding_index_pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
 
 
 def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
-    """Fill cells of other tiles as if the image ended at the own tile; with zeros if the tile is empty.
+    """Fill cells of other tiles as if the image ended at the own tile; an empty tile fills them with zeros.
 
     Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; if that is infinite (max pooling),
-    a window without own cells would also be infinite, so the nearest own cell is used, which changes no other maximum.
+    a window without own cells would be infinite too, so the nearest own cell is used; other maxima do not change.
     """
     own, constant = plan.own, plan.window.fill
     for piece in plan.receives:
@@ -61,7 +61,7 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
 
 
 def add_gradients_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
-    """Add the gradients of these cells to the own cells from which they were copied."""
+    """Add the gradients of cells filled by `fill_locally` to the own cells from which they were copied."""
     own = plan.own
     if own.empty or (mode == "zeros" and not isinf(plan.window.fill)):
         return
@@ -86,7 +86,7 @@ def _source_indices(target: Lattice, own: Box, mode: str) -> list[list[int]]:
 
 
 def source_cell(i: int, n: int, mode: str) -> int:
-    """Return the cell of a tile of n cells from which cell i is filled; reflection may repeat."""
+    """Return the cell of a tile of n cells from which cell i is filled; cells may be reflected repeatedly."""
     if mode != "reflect":
         return min(max(i, 0), n - 1)
     if n == 1:

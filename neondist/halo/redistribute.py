@@ -25,6 +25,6 @@ def redistribute(tile: Any, grid: ProcessGrid, own: Box, extent: tuple[int, ...]
 
 
 def boxes_by_rank(samples: Iterable[tuple[int, int]], tiles: Partition, channels: int) -> list[Box]:
-    """Return the box of each rank: samples of its replica, cells of its tile, all channels."""
+    """Return the box of each rank: the samples of its replica, the cells of its tile, and all channels."""
     cells = tiles.boxes()
     return [Box((lo, *box.lo, 0), (hi, *box.hi, channels)) for lo, hi in samples for box in cells]

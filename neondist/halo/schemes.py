@@ -1,4 +1,4 @@
-"""Border schemes, as users know them: `nd.schemes`."""
+"""Public names of the border schemes: `nd.schemes`."""
 
 from .fusion import Auto, DeepHalo, OverlapTile
 from .policies.base import ExchangePolicy

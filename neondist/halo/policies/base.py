@@ -12,7 +12,7 @@ from ...terminal.console import counted
 from ..exchange import HaloExchange
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
-"""Fill of cells of other tiles that are not exchanged."""
+"""How cells of other tiles are filled if they are not exchanged."""
 
 
 class ExchangePolicy(Registered, ABC):
@@ -25,7 +25,7 @@ class ExchangePolicy(Registered, ABC):
     exact : bool
         True if outputs and gradients equal those of one process.
     formula : str
-        Text of the message volume for n samples, c channels, an inner tile of h x w cells and a window of radius O.
+        Message volume for n samples, c channels, an inner tile of h x w cells and a window of radius O, as text.
     """
 
     exact = False
@@ -37,7 +37,7 @@ class ExchangePolicy(Registered, ABC):
 
     @property
     def has_memory(self) -> bool:
-        """Whether state is kept between training steps."""
+        """Whether the policy keeps state between training steps."""
         return bool(self.state_names) or type(self).get_state is not ExchangePolicy.get_state
 
     @abstractmethod
@@ -51,14 +51,14 @@ class ExchangePolicy(Registered, ABC):
     def get_state(self, halo: HaloExchange) -> list[Any]:
         """Return the part of `halo.memory` that later training steps need, as flat arrays of the cells' dtype.
 
-        They are stored in checkpoints and restored when a step is skipped. All ranks return the same number of arrays.
+        Checkpoints store the arrays, and a skipped step restores them. All ranks return the same number of arrays.
         """
         return [halo.memory[name] for name in self.state_names if name in halo.memory]
 
     def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Restore `halo.memory` from a result of `get_state` on the same grid; may start messages.
 
-        No messages are pending when it is called. Without arrays the state is empty.
+        No messages are pending when this method is called. If `arrays` is empty, so is the state.
         """
         for name in self.state_names:
             halo.memory.pop(name, None)

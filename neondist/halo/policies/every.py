@@ -11,9 +11,9 @@ from .base import ExchangePolicy, Fill
 
 
 class Every(ExchangePolicy):
-    """Halo exchange in every j-th training step; in between, halo cells are those of the last exchange, or filled.
+    """Halo exchange in every j-th training step; in between, halo cells are reused from the last exchange, or filled.
 
-    Evaluation always exchanges. Reused cells belong to another batch.
+    Evaluation always exchanges. Reused cells belong to an earlier batch.
 
     Parameters
     ----------
@@ -53,5 +53,5 @@ class Every(ExchangePolicy):
             halo.memory["last"].incoming[...] = cells
 
     def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
-        """Return the exchanges of every step, or of every j-th."""
+        """Return at least 0 (1 if j = 1), on average 1 / j, and at most 1 exchange."""
         return int(self.j == 1), 1 / self.j, 1

@@ -16,10 +16,10 @@ class Halo(ExchangePolicy):
     ----------
     backward : {'scatter', 'gather', 'auto'}
         'scatter' sends the gradients of other tiles' input cells to their owners. 'gather' fetches the gradients of
-        other tiles' output cells and computes those of all own input cells from them, which is possible for zero-padded
+        other tiles' output cells, and computes the gradients of all own input cells from these; it requires zero-padded
         convolutions. 'auto' gathers where that sends fewer bytes.
     dtype : {'bfloat16', 'float16'}, optional
-        Dtype to which cells and gradients are rounded for messages. Default: that of the model.
+        Dtype to which cells and gradients are rounded for messages. Default: the dtype of the model.
     """
 
     exact = True

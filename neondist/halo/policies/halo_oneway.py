@@ -7,7 +7,7 @@ from .base import ExchangePolicy
 
 
 class HaloOneway(ExchangePolicy):
-    """Halo exchange in fprop only: exact outputs; gradients of other tiles' cells are dropped."""
+    """Halo exchange in fprop only: outputs are exact; gradients of other tiles' cells are dropped."""
 
     formula = "forward H = n c (2 O (h + w) + 4 O²) elements, backward 0"
 
@@ -20,5 +20,5 @@ class HaloOneway(ExchangePolicy):
         halo.drop()
 
     def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
-        """Return one exchange forward, none backward."""
+        """Return one exchange for the forward pass, none for the backward pass."""
         return (1, 1, 1) if direction == "forward" else (0, 0, 0)

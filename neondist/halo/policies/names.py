@@ -28,12 +28,12 @@ def scheme_text(scheme: ExchangePolicy) -> str:
 
 
 def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
-    """Return the scheme of a text; schemes are returned unchanged.
+    """Return the scheme that a text describes; a scheme is returned unchanged.
 
     Raises
     ------
     ConfigError
-        Unknown scheme or argument.
+        If the scheme or an argument is unknown.
     """
     if isinstance(scheme, ExchangePolicy):
         return scheme

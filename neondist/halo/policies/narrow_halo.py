@@ -8,7 +8,7 @@ from .halo import Halo
 
 
 def halo_in_precision(scheme: ExchangePolicy | None, precision: ComputePrecision) -> ExchangePolicy | None:
-    """Return the exact exchange in the precision of a layer's operands; other schemes are returned unchanged."""
+    """Return exact halo exchange in the precision of a layer's operands; other schemes are returned unchanged."""
     if type(scheme) is not Halo or not scheme.exact:
         return scheme
     halo = Halo(**scheme.arguments() | {"dtype": precision.name if precision.has_16_bit_operands else None})

@@ -14,7 +14,7 @@ from .base import ExchangePolicy
 
 
 class Quantised(ExchangePolicy):
-    """Halo exchange of quantised cells and gradients: integers of a few bits with one scale per message, its maximum.
+    """Halo exchange of quantised cells and gradients: integers of a few bits, scaled by the maximum of each message.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Quantised(ExchangePolicy):
     backward = forward
 
     def message_bytes(self, num_elements: int, itemsize: int, direction: str) -> int:
-        """Return the bytes of integers and a scale."""
+        """Return the bytes of the integers and of their scale."""
         return num_elements * self.bits // 8 + 4 if num_elements else 0
 
     def _pack(self, elements: Any, xp: Any) -> Any:

@@ -14,7 +14,7 @@ from .base import ExchangePolicy
 class Stale(ExchangePolicy):
     """Asynchronous halo exchange: uses the cells sent `steps` training steps ago, so no rank waits.
 
-    The cells received belong to an earlier batch, which only helps if batches are similar. The first steps and
+    The received cells belong to an earlier batch, which is useful only if batches are similar. The first steps and
     evaluation exchange synchronously.
 
     Parameters
@@ -47,7 +47,7 @@ class Stale(ExchangePolicy):
         return [packed.outgoing for packed in halo.memory.get("travelling", ())]
 
     def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
-        """Resend the cells."""
+        """Send the cells in flight again."""
         pending = [*halo.memory.get("travelling", ())][: len(arrays)]
         halo.memory["travelling"] = deque(pending + [halo.packed() for _ in arrays[len(pending) :]])
         for packed, cells in zip(halo.memory["travelling"], arrays, strict=True):
@@ -55,5 +55,5 @@ class Stale(ExchangePolicy):
             packed.start()
 
     def exchanges_per_call(self, direction: str) -> tuple[int, float, int]:
-        """Return one exchange; the first steps have a second one."""
+        """Return one exchange per step, or two in the first steps."""
         return 1, 1, 2

@@ -7,14 +7,14 @@ from .base import ExchangePolicy, Fill
 
 
 class Tower(ExchangePolicy):
-    """No exchange: halo cells are filled from the tile itself, with the gradients of that network.
+    """No exchange: halo cells are filled from the tile itself, and gradients are exact for this filling.
 
     Towers are merged in the fully connected layers, or in a layer whose scheme has `merge: true`.
 
     Parameters
     ----------
     fill : {'zeros', 'reflect', 'replicate'}
-        Fill for the cells of other tiles; 'zeros' means the padding of the layer.
+        How cells of other tiles are filled; 'zeros' stands for the padding value of the layer.
     merge : bool
         Merge the towers in this layer with an exact exchange.
     """
@@ -25,7 +25,7 @@ class Tower(ExchangePolicy):
         self.fill, self.merge, self.exact = fill, merge, merge
 
     def forward(self, halo: HaloExchange) -> None:
-        """Fill the cells, or run the adjoint; exchange if towers are merged."""
+        """Fill the cells, or run the adjoint of filling; exchange if towers are merged."""
         if self.merge:
             halo.exchange()
         else:
