@@ -22,7 +22,7 @@ class ActivationLayer(Layer):
         self.activation = activation
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return the activated view, or a copy to which the executor applies an activation without a fused kernel."""
+        """Return the activated view; without a fused kernel, a copy, which the executor activates."""
         y = ctx.out
         if declared_with(self.activation, "is_relu", "fprop"):
             ctx.activate(view, y)
@@ -32,10 +32,10 @@ class ActivationLayer(Layer):
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the view; dy itself if the executor or the next layer applies the activation's."""
+        """Return the gradient of the view: dy if the executor or the next layer applies the activation's gradient."""
         applies = ctx.activated and not ctx.relu_gradient_left_to_next_layer
         return self.kernels.relu_backward(ctx.y, dy, ctx.out) if applies else dy
 
 
 class ActivationLayerDist(Dist, ActivationLayer):
-    """An activation over tiles."""
+    """Activation over tiles."""

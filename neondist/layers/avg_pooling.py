@@ -19,7 +19,7 @@ class AvgPoolingLayer(PoolingLayer):
     kernel_size, stride, padding, scheme
         As in PoolingLayer.
     count_include_pad : bool
-        True: divide by the number of cells of the window; False: by those inside the image.
+        True: divide by the number of cells of the window; False: by the number of its cells inside the image.
     """
 
     saves_input = saves_output = False
@@ -45,7 +45,7 @@ class AvgPoolingLayer(PoolingLayer):
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Spread each gradient evenly."""
+        """Distribute each gradient evenly over the cells of its window."""
         extent = ctx.input_box.shape
         return self.kernels.window_sum_adjoint(dy * self._inverse_counts(ctx), extent, *self._kernel_and_stride)
 

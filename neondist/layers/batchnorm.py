@@ -16,7 +16,7 @@ from .reduction import Reduction
 class BatchNormLayer(NormLayer):
     """Normalises each channel over the batch and all cells (Ioffe and Szegedy 2015).
 
-    In training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their cell
+    In training, mean and variance are computed over the whole batch, on all tiles and replicas, weighted by their cell
     counts; moments of ranks are combined without cancellation. Parameters 'gamma' and 'beta' (C,), state 'mean' and
     'var' (C,), the latter unbiased. Input and output (N, *spatial, C) per tile.
 
@@ -25,7 +25,7 @@ class BatchNormLayer(NormLayer):
     momentum : float
         Weight of the current batch in the running statistics.
     eps : float
-        Added to the variance.
+        Constant added to the variance.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BatchNormLayer(NormLayer):
         return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient through the statistics."""
+        """Return the gradient of the view, including the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
         if ctx.reduced is None:

@@ -1,4 +1,4 @@
-"""Containers whose layers all see the same input: sums and concatenations, for residual networks and U-Nets."""
+"""Containers whose layers all receive the same input: sums and concatenations, for residual networks and U-Nets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .layout import declared_with
 
 
 class Branches(Container):
-    """Base of the containers whose layers all see the same input; a branch is a layer, or a list of layers."""
+    """Base class of containers whose layers all receive the same input; a branch is a layer, or a list of layers."""
 
     def __init__(self, layers: Sequence[Node | Sequence[Any]], *, name: str | None = None) -> None:
         super().__init__(layers, name)
         if not self.layers:
-            raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one ([] is the identity)")
+            raise ConfigError(f"layers: {type(self).__name__} has no branches; add at least one ([] is the identity)")
 
     def members_with_input_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""
@@ -35,7 +35,7 @@ class Branches(Container):
         return result
 
     def can_fuse_activation(self, activation: Activation) -> bool:
-        """Return whether `combine` can apply the activation of a following layer by its argument `clip`."""
+        """Return whether `combine` can apply the activation of a following layer, with its argument `clip`."""
         return False
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Branches(Container):
             if shape[compared_axes] != shapes[0][compared_axes] or len(shape) != len(shapes[0]):
                 raise ShapeError(
                     f"{type(self).__name__} '{self.name}': branch {_node_label(self.layers[0])} outputs {shapes[0]},"
-                    f" but branch {_node_label(layer)} outputs {shape}; make them agree by padding, stride or CropLayer"
+                    f" but branch {_node_label(layer)} outputs {shape}; use padding, stride or CropLayer"
                 )
         return shapes
 

@@ -1,4 +1,4 @@
-"""Base of containers, and chains of layers; branches.py has containers whose layers share one input."""
+"""Base class of containers, and chains of layers; branches.py has containers whose layers share one input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Layer, Node, Shape
 
 
 class Container(Node):
-    """Base of the containers.
+    """Base class of containers.
 
     All activations of one shape are divided into the same tiles, so branches match cell by cell.
     """
@@ -25,7 +25,7 @@ class Container(Node):
         """Yield the direct members with the shapes of their inputs."""
 
     def chains_with_input_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
-        """Yield the chains inside all members."""
+        """Yield the chains in all members."""
         for layer, shape in self.members_with_input_shapes(input_shape):
             yield from layer.chains_with_input_shapes(shape)
 
@@ -37,13 +37,13 @@ class Container(Node):
             layer.assign_names(f"{self.name}.", inner_counts)
 
     def distributed_counterpart(self) -> Node:
-        """Return the container of the distributed counterparts."""
+        """Return a container of the members' distributed counterparts."""
         container: Node = type(self)([layer.distributed_counterpart() for layer in self.layers], name=self.name)
         return container
 
     @property
     def leaves(self) -> list[Layer]:
-        """All single layers inside, in order."""
+        """All layers in this container, in order."""
         return [leaf for layer in self.layers for leaf in layer.leaves]
 
 
@@ -53,7 +53,7 @@ class Sequential(Container):
     Parameters
     ----------
     layers : sequence of layers or containers
-        A list inside stands for a Sequential.
+        A list in this sequence stands for a Sequential.
     """
 
     def members_with_input_shapes(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
@@ -63,7 +63,7 @@ class Sequential(Container):
             input_shape = layer.output_shape_for(input_shape)
 
     def chains_with_input_shapes(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
-        """Yield this chain, and the chains inside it."""
+        """Yield this chain, and the chains in its members."""
         yield list(self.members_with_input_shapes(input_shape))
         yield from super().chains_with_input_shapes(input_shape)
 

@@ -61,16 +61,16 @@ class StepContext:
     step : int
         The training step's number.
     samples : (int, int)
-        The half-open range of the batch, over all replicas, that the arrays hold.
+        Half-open range of the samples in the arrays, as indices into the batch of all replicas.
     needs_input_gradient : bool
         False: `backward` may return None.
     reduced : array or None
-        The combined results of `reduce` (in backward: of `reduce_backward`) of all ranks.
+        Combined results of all ranks' `reduce` (in `backward`: of `reduce_backward`).
     out : array
-        Preferred output array. Writing there saves a copy; returning any other array is also valid. A new array on each
-        access.
+        Preferred output array, a new one on each access. Writing into it saves a copy; returning any other array is
+        also valid.
     activation : Activation or None
-        The layer's own activation, or that of the following layer, fused into its pass over memory.
+        The layer's own activation, or the activation of the following layer, if this layer fuses it.
     """
 
     reduced: Any = None
@@ -83,7 +83,7 @@ class StepContext:
     activated = False
     #: whether the following pooling layer applies the activation's gradient, so that `backward` needs no output
     relu_gradient_left_to_next_layer = False
-    #: whether this layer is such a pooling layer
+    #: whether this layer is a pooling layer that applies the activation's gradient of the layer before
     applies_input_relu_gradient = False
     #: the view, if its memory is reused before the backward pass
     view_to_rebuild: Any = None
@@ -125,7 +125,7 @@ class StepContext:
                 self.save(**{name: kept.copy()})
 
     def saved_arrays_without_view(self, is_reused: Callable[[Any], bool]) -> dict[str, Any]:
-        """Return the saved arrays without the view, copied if they are in memory for which `is_reused` is true."""
+        """Return the saved arrays without the view; arrays for which `is_reused` is true are copied."""
         return {name: self._copy_or_view_placeholder(kept, is_reused) for name, kept in self._saved.items()}
 
     def _copy_or_view_placeholder(self, kept: Any, is_reused: Callable[[Any], bool]) -> Any:
@@ -134,7 +134,7 @@ class StepContext:
         return kept.copy() if self._layer.context.backend.owns(kept) and is_reused(kept) else kept
 
     def replace_saved_view(self, view: Any) -> None:
-        """Replace the saved view by this one."""
+        """Replace the saved view with this one."""
         self._saved = {name: view if kept is self.view_to_rebuild else kept for name, kept in self._saved.items()}
         self.view_to_rebuild = view
 
@@ -143,14 +143,14 @@ class StepContext:
         self._layer.restore_output(self, y)
 
     def restore_saved_arrays(self, view: Any, saved: dict[str, Any]) -> None:
-        """Restore the result of `saved_arrays_without_view` of an earlier call, with this view."""
+        """Restore the result of `saved_arrays_without_view` of an earlier call, with `view` as the view."""
         self._saved = {name: view if kept is _VIEW_PLACEHOLDER else kept for name, kept in saved.items()}
 
     # The layer's arrays, and the cells of this call.
 
     @property
     def params(self) -> dict[str, Any]:
-        """The trainable arrays by name, this rank's parts."""
+        """This rank's parts of the trainable arrays, by name."""
         return self._layer.params
 
     @property
@@ -176,7 +176,7 @@ class StepContext:
 
     @property
     def samples(self) -> tuple[int, int]:
-        """The half-open range of samples of the whole batch."""
+        """Half-open range of this call's samples in the whole batch."""
         first = self.phase.first_sample
         return first, first + self._sample_count
 
@@ -194,10 +194,10 @@ class StepContext:
     def input_tile(self) -> Box:
         """The cells of the input tile, without halo and padding."""
         entry = self._layer.input
-        return entry.own.intersect(entry.need)  # in a strip, the tile may be larger: other strips read it too
+        return entry.own.intersect(entry.need)  # in a strip, `own` may be larger: other strips read it too
 
     def owned(self, array: Any, cells: Box | None = None) -> Any:
-        """Return the part of an array over the view, or over other cells, that only this call and rank own."""
+        """Return the part of an array over the view, or over other cells, that no other call or rank owns."""
         layer = self._layer
         if layer.regions[0] is None:
             return array
@@ -223,14 +223,14 @@ class StepContext:
 
     @property
     def out(self) -> Any:
-        """The preferred output array; a new one on each access."""
+        """Preferred output array; a new one on each access."""
         if self.accessed_out is not None:  # for example a subclass that calls its parent's forward twice
             return self.xp.empty_like(self.accessed_out)
         self.accessed_out = self._allocate_out()
         return self.accessed_out
 
     def activate(self, z: Any, y: Any) -> None:
-        """Write the layer's activation of z, a part of the outputs that may be overwritten, into y."""
+        """Write the layer's activation of z into y; z is a part of the outputs, and may be overwritten."""
         self.activated = True
         if self.activation is None:
             if z is not y:
@@ -251,7 +251,7 @@ class StepContext:
         return self._exchange_halo("forward", array, tile)
 
     def scatter_add(self, array: GlobalArray, dview: Any) -> Any:
-        """Return the adjoint: the gradient of the tile; valid until the next call. Collective."""
+        """Return the gradient of the tile, as the adjoint of `gather`; valid until the next call. Collective."""
         return self._exchange_halo("backward", array, dview)
 
     def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:

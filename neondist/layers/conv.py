@@ -29,13 +29,13 @@ class ConvLayer(Layer):
     kernel_size, stride, dilation : int or one per axis
     padding : int, one per axis, ((before, after), ...) per axis, or 'same' (output extent ceil(extent / stride))
     groups : int
-        Must divide the input's channels and out_channels.
+        Number of groups; must divide the input's channels and out_channels.
     bias : bool
     activation : Activation, optional
     padding_mode : {'zeros', 'reflect', 'replicate', 'wrap'}, or one per axis
         For example ['zeros', 'wrap'] for latitude and longitude on the globe.
     scheme : ExchangePolicy or str, optional
-        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: the scheme of the model.
     weights_init : Initializer, optional
         Default FanInUniform.
     """
@@ -67,7 +67,7 @@ class ConvLayer(Layer):
         if out_channels % groups:
             raise ConfigError(f"groups {groups} must divide out_channels {out_channels}")
         if isinstance(padding, str) and padding != "same":
-            raise ConfigError(f"padding '{padding}': give numbers, or 'same'")
+            raise ConfigError(f"padding '{padding}': expected integers, or 'same'")
         self.out_channels, self.kernel_size, self.stride = out_channels, kernel_size, stride
         self.padding, self.dilation, self.groups, self.bias = padding, dilation, groups, bias
         self.activation, self.padding_mode = activation, padding_mode
@@ -134,7 +134,7 @@ class ConvLayer(Layer):
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the view; fill those of weights and bias."""
+        """Return the gradient of the view; fill the gradients of weights and bias."""
         dview = ctx.out if ctx.needs_input_gradient else None
         by_weights, by_bias = self.kernels.conv_backward_into(
             dview,
@@ -154,11 +154,11 @@ class ConvLayer(Layer):
         return dview
 
     def gradient_to_gather(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the convolution."""
+        """Return the gradient of the convolution's result, before the activation."""
         return ctx.activation_gradient(ctx.y, dy)
 
     def input_gradient(self, ctx: StepContext, gathered_dy: Any) -> Any:
-        """Return the gradient of the tile, given that of all outputs whose windows contain it."""
+        """Return the gradient of the tile, given the gradient of all outputs whose windows overlap the tile."""
         assert self.gathered_gradient_array is not None
         region, own = self.window.needs(self.gathered_gradient_array.need), self.input.own
         array = self.kernels.conv_backward_input(gathered_dy, ctx.params["weights"], region.shape, *self._conv_args)

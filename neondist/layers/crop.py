@@ -22,7 +22,7 @@ class PadLayer(Layer):
     fill : float
         Value of the new cells in mode 'zeros'.
     scheme : ExchangePolicy or str, optional
-        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: the scheme of the model.
     """
 
     needs_image = True
@@ -82,5 +82,5 @@ def _as_negative_padding(cropping: int | Sequence[Any]) -> Any:
     if isinstance(cropping, Sequence):
         return tuple(_as_negative_padding(side) for side in cropping)
     if cropping < 0:
-        raise ConfigError(f"cropping {cropping}: must be at least 0; use PadLayer to add cells")
+        raise ConfigError(f"cropping {cropping}: expected integers of at least 0; use PadLayer to add cells")
     return -cropping

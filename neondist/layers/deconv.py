@@ -23,8 +23,8 @@ class DeconvLayer(Layer):
 
     The window slides over the OUTPUT, so the halo is added in fprop and gathered in bprop. Input (N, *spatial, C),
     output (N, *spatial', out_channels) with extent (n - 1) stride - padding + dilation (kernel - 1) + 1 +
-    output_padding, both per tile; as torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups, out_channels)
-    and 'bias'.
+    output_padding, both per tile, as in torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups,
+    out_channels) and 'bias'.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class DeconvLayer(Layer):
         return Window(self.kernel_size, self.stride, self.padding, dilation=self.dilation, ndim=len(input_shape) - 1)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the extent whose convolution has the input's extent, and out_channels."""
+        """Return the extent of which a convolution has the input's extent, and out_channels."""
         window = self.output_window_for(input_shape)
         extra = self.output_padding
         extras = (extra,) * window.ndim if isinstance(extra, int) else tuple(extra)
@@ -87,11 +87,11 @@ class DeconvLayer(Layer):
             )
         )
         if min(extent) < 1:
-            raise ConfigError(f"padding {self.padding} leaves no output: its extent is {extent}; use less padding")
+            raise ConfigError(f"padding {self.padding} leaves no output (extent {extent}); use less padding")
         return *extent, self.out_channels
 
     def receptive_window_for(self, input_shape: Shape) -> Window:
-        """Return the inputs whose windows contain given outputs."""
+        """Return the window of the inputs whose windows contain an output."""
         return GradientWindow(self.output_window_for(input_shape), self.output_shape_for(input_shape)[:-1])
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
@@ -147,7 +147,7 @@ class DeconvLayer(Layer):
         return dy
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the view: a convolution of dy, given with its halo."""
+        """Return the gradient of the view: a convolution of dy, which includes its halo."""
         weights = self.kernels.conv_backward_weights(dy, ctx.view, self.output_window.kernel, *self._conv_args)
         ctx.grads["weights"] = self._swap_channels(weights)
         if not ctx.needs_input_gradient:

@@ -14,11 +14,11 @@ from .context import StepContext
 
 
 class EmbeddingLayer(Layer):
-    """Lookup of rows of the table 'weights' (num_embeddings, dim) by integer ids from 0.
+    """Lookup of rows of the table 'weights' (num_embeddings, dim) by integer ids, which start at 0.
 
     Input: ids (N, *spatial, C) per tile; output (N, *spatial, C * dim) per tile. For vectors (N, L) of ids at L
-    positions the output is (N, L, dim), this rank's tile of the positions. The gradient is sparse: only nonzero rows
-    are sent, with their ids.
+    positions the output is (N, L, dim), of which each rank has its tile. The gradient is sparse: only nonzero rows are
+    sent, with their ids.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class EmbeddingLayer(Layer):
         self.weights_init = weights_init or Gaussian(1.0)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the shape of the ids, with `dim` elements for each."""
+        """Return the shape of the ids, with `dim` elements for each id."""
         if len(input_shape) == 1:
             return *input_shape, self.dim
         return *input_shape[:-1], input_shape[-1] * self.dim
@@ -73,7 +73,7 @@ class EmbeddingLayer(Layer):
         return ctx.params["weights"][ids].reshape(*ids.shape[: 1 + len(self.output_shape[:-1])], self.output_shape[-1])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Add the gradients of the rows; ids have no gradient."""
+        """Add the gradients of the rows; return zeros, since ids have no gradient."""
         if ctx.needs_weight_gradients and ctx.ids.size:
             order = ctx.xp.argsort(ctx.ids, kind="stable")
             ids, starts = ctx.xp.unique(ctx.ids[order], return_index=True)
@@ -83,4 +83,4 @@ class EmbeddingLayer(Layer):
 
 
 class EmbeddingLayerDist(Dist, EmbeddingLayer):
-    """An embedding over tiles."""
+    """Embedding over tiles."""

@@ -26,7 +26,7 @@ class FilterOperator(ABC):
 
     @abstractmethod
     def correlate(self, view: Any, weights: Any) -> Any:
-        """Return W x: every cell's filter on its window."""
+        """Return W x: every cell's filter, applied to its window."""
 
     @abstractmethod
     def correlate_adjoint(self, z: Any, weights: Any, extent: Shape) -> Any:
@@ -34,7 +34,7 @@ class FilterOperator(ABC):
 
     @abstractmethod
     def weights_gradient(self, view: Any, dz: Any, weights: Any) -> Any:
-        """Return the gradient of the weights, given that of z."""
+        """Return the gradient of the weights, given the gradient of z."""
 
 
 class PerCellFilters(FilterOperator):
@@ -61,7 +61,7 @@ class BlockFilters(FilterOperator):
     tile : Box
         This rank's output cells.
     block : tuple of int
-        Cells of a block on every axis; blocks are counted from the image's first cell, independent of the tiles.
+        Cells of a block on every axis; blocks start at the image's first cell, independently of the tiles.
     """
 
     def __init__(self, kernels: Kernels, window: Window, tile: Box, block: Shape) -> None:
@@ -114,7 +114,7 @@ def orthonormalise(weights: Any, spatial_ndim: int, scale: float) -> Any:
 
     The filters of one cell (or block) are the columns of a matrix M (kernel · C, out_channels); this is the symmetric
     orthonormalisation M (MᵀM)^(-1/2) (Hyvärinen and Oja 2000), or (MMᵀ)^(-1/2) M where there are more filters than
-    inputs. The first `spatial_ndim` axes of `weights` count the cells.
+    inputs. The first `spatial_ndim` axes of `weights` are those of the cells.
     """
     cells = weights.shape[:spatial_ndim]
     if not weights.size:

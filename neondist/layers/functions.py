@@ -16,9 +16,9 @@ class Activation(Registered, ABC):
     Attributes
     ----------
     elementwise : bool
-        Whether it acts on each channel independently. Set in the class that defines `fprop`.
+        Whether the function acts on each channel independently. Set in the class that defines `fprop`.
     is_relu : bool
-        Whether it is max(z, 0). Set in the same class.
+        Whether the function is max(z, 0). Set in the same class.
     """
 
     elementwise = is_relu = False

@@ -15,8 +15,8 @@ from .reduction import Reduction
 class GlobalAvgPoolingLayer(Layer):
     """Mean over the whole image: input (N, *spatial, C) local, output (N, C) replicated (Lin et al. 2014).
 
-    Local sums and one allreduce of N x C elements; nothing is gathered. Before a fully connected layer the result stays
-    partitioned.
+    Computed by local sums and one allreduce of N x C elements; nothing is gathered. Before a fully connected layer, the
+    result stays partitioned.
     """
 
     saves_input = saves_output = False
@@ -33,7 +33,7 @@ class GlobalAvgPoolingLayer(Layer):
         return input_shape[-1:]
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return the sum of the channels."""
+        """Return the reduction that sums each channel."""
         return [Reduction("forward", "tiles", result_elements_per_sample=input_shape[-1])]
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
@@ -45,7 +45,7 @@ class GlobalAvgPoolingLayer(Layer):
         return ctx.reduced / prod(self.input_shape[:-1])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Spread the gradient evenly over the cells."""
+        """Distribute the gradient evenly over the cells."""
         dview = ctx.out
         per_cell = dy / prod(self.input_shape[:-1])
         dview[...] = per_cell.reshape(len(dy), *(1 for _ in dview.shape[1:-1]), dy.shape[-1])

@@ -19,9 +19,9 @@ from .reduction import Reduction
 
 
 class SampleNormLayer(NormLayer):
-    """Base of the layers that normalise groups of channels over all cells of a sample.
+    """Base class of layers that normalise groups of channels over all cells of a sample.
 
-    Mean and (biased) variance are those of the whole image; moments of tiles are combined without cancellation.
+    Mean and (biased) variance are computed over the whole image; moments of tiles are combined without cancellation.
     Training and evaluation are the same. Parameters 'gamma' and 'beta' (C,) if `affine`. Input and output
     (N, *spatial, C) per tile.
     """
@@ -37,7 +37,7 @@ class SampleNormLayer(NormLayer):
 
     @abstractmethod
     def group_count_for(self, input_shape: Shape) -> int:
-        """Return the number of groups, or ConfigError."""
+        """Return the number of groups; raises ConfigError or ShapeError if the input does not fit."""
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the input's shape."""
@@ -53,7 +53,7 @@ class SampleNormLayer(NormLayer):
         ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
-        """Return 'gamma' and 'beta', if any."""
+        """Return 'gamma' and 'beta', or nothing without `affine`."""
         shape = input_shape[-1:]
         return {"gamma": Parameter(shape, Constant(1.0)), "beta": Parameter(shape)} if self.affine else {}
 
@@ -90,7 +90,7 @@ class SampleNormLayer(NormLayer):
         return ctx.xp.stack([self._sum_by_group(by_gamma), self._sum_by_group(by_beta)])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient through the statistics."""
+        """Return the gradient of the view, including the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
         count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.group_count_for(self.input_shape))
@@ -99,12 +99,12 @@ class SampleNormLayer(NormLayer):
         return self.view_gradient(ctx, dy, dy_factor, (-ctx.scale * ctx.scale * by_gamma, -ctx.scale * by_beta))
 
     def _sum_by_group(self, sums: Any) -> Any:
-        """Return the sums of each group (n, groups), given those of the channels (n, C)."""
+        """Return the sums of each group (n, groups), given the sums of the channels (n, C)."""
         groups = self.group_count_for(self.input_shape)
         return sums.reshape(len(sums), groups, sums.shape[-1] // groups).sum(axis=-1)
 
     def _repeat_for_channels(self, values: Any) -> Any:
-        """Return each channel's number (n, C), given those of the groups (n, groups)."""
+        """Return one value per channel (n, C), given the values of the groups (n, groups)."""
         (samples, groups), channels = values.shape, self.input_shape[-1]
         if groups == channels:
             return values
@@ -118,11 +118,11 @@ class GroupNormLayer(SampleNormLayer):
     Parameters
     ----------
     groups : int
-        Must divide the input's channels.
+        Number of groups; must divide the input's channels.
     eps : float
-        Added to the variance.
+        Constant added to the variance.
     affine : bool
-        Scale and shift each channel by 'gamma' and 'beta'.
+        Whether to scale and shift each channel by 'gamma' and 'beta'.
     """
 
     def __init__(

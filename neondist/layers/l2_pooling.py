@@ -24,19 +24,19 @@ class L2PoolingLayer(PoolingLayer):
         return root
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return x times the sum, over its windows, of dy / y."""
+        """Return each cell times the sum of dy / y over the windows that contain the cell."""
         return self._half_gradient_of_square_sums(ctx.view, dy / ctx.xp.where(ctx.root > 0, ctx.root, inf))
 
     def window_sums_of_squares_with_view(self, x: Any, phase: Phase) -> tuple[Any, Any]:
-        """Return the sums without the root for this rank's tile of the input, and the view. Collective over the tiles.
+        """Return the sums (without the root) for this rank's input tile, and the view. Collective over the tiles.
 
-        They cover only owned cells, even if a segment of layers also computes others.
+        The sums cover only owned cells, even if a segment of layers also computes cells of other tiles.
         """
         view = self.input.get_fprop_view(x, phase)
         return self._window_square_sums(view)[self._owned_output_slices], view
 
     def window_sums_of_squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
-        """Return the gradient of x, given that of the sums. Collective."""
+        """Return the gradient of x, given the gradient of the sums. Collective over the tiles."""
         by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._owned_output_slices] = 2 * dsums
         return self.input.get_bprop_view(self._half_gradient_of_square_sums(view, by_cell), phase)

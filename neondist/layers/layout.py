@@ -25,7 +25,7 @@ class Replicate:
         return "replicas" if self.is_partitioned else "world"
 
     def unflattened_shape(self, shape: Shape) -> Shape:
-        """Return the reshaped shape in which parts of an array are boxes."""
+        """Return the shape to which an array is reshaped so that its parts are boxes."""
         return shape
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
@@ -33,7 +33,7 @@ class Replicate:
         return Box.of(shape)
 
     def partitioned_extent(self, shape: Shape) -> Shape:
-        """Return the extent of the image or vector along which an array is divided; () if it is not."""
+        """Return the extent of the image or vector along which an array is divided; () if it is not divided."""
         return ()
 
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
@@ -43,7 +43,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Tiled(Replicate):
-    """Layout of an array whose first `ndim` axes are the output's spatial axes: each rank stores its tile."""
+    """Layout of an array whose first `ndim` axes are the output's spatial axes: each rank stores its tile's part."""
 
     ndim: int
     is_partitioned = True
@@ -60,9 +60,9 @@ class Tiled(Replicate):
 
 @dataclass(frozen=True)
 class Shard(Replicate):
-    """Layout of an array whose first axis is the flattened input (*spatial, C): each rank stores its input's rows.
+    """Layout of an array whose first axis is the flattened input (*spatial, C): each rank stores the rows of its part.
 
-    The input of a rank is its tile, or its range of a vector's features.
+    A rank's part of the input is its tile, or its range of a vector's features.
     """
 
     input_shape: Shape
@@ -79,7 +79,7 @@ class Shard(Replicate):
         return Box((*cells.lo, 0), (*cells.hi, channels)) if extent else cells
 
     def unflattened_shape(self, shape: Shape) -> Shape:
-        """Return the shape with the input's axes as they are."""
+        """Return the shape with the input's axes instead of the flattened axis."""
         return *self.input_shape, *shape[1:]
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
@@ -94,12 +94,12 @@ class Shard(Replicate):
 
 @dataclass(frozen=True)
 class OutputShard(Replicate):
-    """Layout of an array whose last axis is the layer's outputs: each rank of a replica stores a range."""
+    """Layout of an array whose last axis is the layer's outputs: each rank of a replica stores a range of outputs."""
 
     is_partitioned = True
 
     def partitioned_extent(self, shape: Shape) -> Shape:
-        """Return the outputs."""
+        """Return the number of outputs."""
         return shape[-1:]
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
@@ -112,11 +112,11 @@ class OutputShard(Replicate):
 class Parameter:
     """Shape, initial values and layout of an array of a layer.
 
-    `layout` is the part that each rank stores: Replicate, all of it; Tiled, the part of its output tile; Shard, the
-    part that multiplies its input tile; OutputShard, the part for its range of outputs. Shapes, names and initial
-    values of whole arrays do not depend on it. `decays`: whether weight decay applies, by default only to arrays with
-    several axes, which are not biases or scales of norms. `max_rows_per_sample` is the largest number of rows (first
-    axis) that a sample changes, if these are few: nonzero rows of gradients are sent with their ids; 0: dense.
+    `layout` determines the part that each rank stores: Replicate, the whole array; Tiled, the part of its output tile;
+    Shard, the part that multiplies its input tile; OutputShard, the part for its range of outputs. Shapes, names and
+    initial values of whole arrays do not depend on the layout. `decays`: whether weight decay applies; by default only
+    to arrays with several axes, which are neither biases nor scales of norms. `max_rows_per_sample`: largest number of
+    rows (first axis) that a sample changes, if few: nonzero rows of gradients are sent with their ids; 0: dense.
     """
 
     shape: Shape
@@ -128,11 +128,11 @@ class Parameter:
     max_rows_per_sample: int = 0
 
     def elements_on(self, grid: GridShape, tile: int) -> int:
-        """Return the number of its elements that the rank of a tile stores."""
+        """Return the number of elements of the array that the rank of a tile stores."""
         return prod(self.layout.shape_on(self.shape, grid, tile))
 
 
 def declared_with(instance: Any, attribute: str, method: str) -> Any:
-    """Return a class attribute, declared by the class that defines a method; None if it is only inherited."""
+    """Return a class attribute that is set in the class that defines a method; None if that class only inherits it."""
     declarations = next(vars(cls) for cls in type(instance).__mro__ if method in vars(cls))
     return declarations.get(attribute)

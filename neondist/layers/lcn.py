@@ -19,34 +19,34 @@ from .lcn_window import HaloShapesAndWindows, LocalArray, LocalWindow, centred_s
 from .reduction import Reduction
 
 _MAX_NOISE_ULPS = 8
-"""Deviations up to this many rounding units of the mean count as 0."""
+"""Deviations of up to this many rounding units of the mean count as 0."""
 
 
 class LCNLayer(Layer):
     """v = x - local mean of x, y = v / max(c, local deviation) (Jarrett et al. 2009, Le et al. 2012).
 
-    The mean is weighted over a window and all channels together, weights summing to 1; the deviation is the root of
+    The mean is a weighted mean over a window and all channels, with weights that sum to 1; the deviation is the root of
     the same mean of v². Input and output (N, *spatial, C) per tile.
 
-    A cell depends on its neighbours only through their channel means, of x and then of v². So two halos of one channel
-    each suffice ('twice'), or one halo of all channels and twice the radius, from which each rank computes its
-    neighbours' v² ('wide'). Both give the same results.
+    A cell depends on its neighbours only through their channel means, first of x and then of v². Therefore two halos of
+    one channel suffice ('twice'), or one halo of all channels and twice the radius, from which each rank computes its
+    neighbours' v² ('wide'). Both methods give the same results.
 
     Parameters
     ----------
     kernel_size : int or one per axis
-        Odd, so that a window has a centre.
+        Extent of the window; odd, so that the window has a centre.
     window : {'gaussian', 'uniform'}
     sigma : float, optional
         The Gaussian's standard deviation in cells; default: a quarter of kernel_size.
     padding_mode : {'zeros', 'reflect'}
         Outside the image both x and v are 0, or both are reflected.
     min_deviation : float or 'mean'
-        c; 'mean' takes each sample's mean deviation over the whole image (and its gradient is exact too).
+        The constant c; 'mean': each sample's mean deviation over the whole image (its gradient is exact, too).
     halo : {'auto', 'twice', 'wide'}
-        'auto' selects the one that sends fewer bytes on this grid.
+        'auto' selects the method that sends fewer bytes on this grid.
     scheme : ExchangePolicy or str, optional
-        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: the scheme of the model.
     """
 
     saves_input = saves_output = False
@@ -68,15 +68,15 @@ class LCNLayer(Layer):
     ) -> None:
         super().__init__(name=name, scheme=scheme)
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
-            raise ConfigError(f"kernel_size {kernel_size}: must be odd, so that a window has a centre")
+            raise ConfigError(f"kernel_size {kernel_size}: expected odd integers, so that a window has a centre")
         if sigma is not None and window != "gaussian":
-            raise ConfigError(f"sigma {sigma}: needs window 'gaussian'")
+            raise ConfigError(f"sigma {sigma} needs window 'gaussian'; leave sigma out, or change the window")
         self.local_window = LocalWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
         self.reduces_over_image = min_deviation == "mean"
 
     def window_for(self, input_shape: Shape) -> Window:
-        """Return the window of one stage or, for halo 'wide', of both together."""
+        """Return the window of one stage or, for halo 'wide', of both stages."""
         if len(input_shape) < 2:
             problem = f"local contrast normalisation needs an image, but its input has shape {input_shape}"
             raise ShapeError(f"{problem}; move it before the layers that return vectors, or leave it out")
@@ -92,7 +92,7 @@ class LCNLayer(Layer):
         return window
 
     def view_window_for(self, input_shape: Shape, grid: GridShape) -> Window | None:
-        """Return no window for 'twice', where only halos of means are exchanged."""
+        """Return the window of halo 'wide'; None for 'twice', where only halos of means are exchanged."""
         halos = self.halos_for(input_shape, grid)
         return halos[0][1] if len(halos) == 1 else None
 
@@ -101,7 +101,7 @@ class LCNLayer(Layer):
         return next((window for _, window in self.local_window.halos_by_method(input_shape).get("wide", [])), None)
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> HaloShapesAndWindows:
-        """Return the halos of the chosen method, or of the one that sends fewer bytes."""
+        """Return the halos of the given method, or of the method that sends fewer bytes."""
         method = self.local_window.least_sending_method(input_shape, grid) if self.halo == "auto" else self.halo
         return self.local_window.halos_by_method(input_shape)[method]
 
@@ -114,7 +114,7 @@ class LCNLayer(Layer):
         """Choose the method, and create the arrays whose halos are exchanged."""
         self.axis_weights = self.local_window.axis_weights(self.input_shape)
         wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
-        # they make views of the channel means, first of x and then of v²
+        # these arrays make views of the channel means: first of x, then of v²
         arrays: list[Any] = [self._create_local_array(n) if wide else self._register_mean_array() for n in (2, 1)]
         self.mean_array, self.mean_square_array = arrays
 
@@ -122,7 +122,7 @@ class LCNLayer(Layer):
         return self.register_array((*self.input_shape[:-1], 1), self.local_window.window_of_stages(self.input_shape))
 
     def _create_local_array(self, stages: int) -> LocalArray:
-        """Return a view of the cells within the reach of `stages` stages around this rank's tile."""
+        """Return an array of the cells within the reach of `stages` stages around this rank's tile."""
         region = self.local_window.window_of_stages(self.input_shape, stages).needs(self.output_tile)
         # reflected cells stay reflected: the weights are symmetric
         return LocalArray(
@@ -135,7 +135,7 @@ class LCNLayer(Layer):
         return self.kernels.sample_sum(ctx.owned(ctx.sigma, ctx.output_box))
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return v over its local deviation."""
+        """Return v divided by its local deviation."""
         if not self.reduces_over_image:
             self._save_deviations(ctx, view)
         least = self._image_mean(ctx, ctx.reduced) if self.reduces_over_image else self.min_deviation
@@ -178,7 +178,7 @@ class LCNLayer(Layer):
             self.mean_square_array, kernels.separable_filter_adjoint(by_square, ctx.extents[1], self.axis_weights)
         )
         by_v = dsquares * (2 / dy.shape[-1])
-        mean = by_v * self._channel_mean(ctx.v)  # of the gradient of v, which is never stored
+        mean = by_v * self._channel_mean(ctx.v)  # channel mean of the gradient of v, which is never stored
         mean[centred_slices(mean, dy)] += ctx.scale * self._channel_mean(dy)
         dview = ctx.out
         dview[...] = ctx.scatter_add(
@@ -189,13 +189,13 @@ class LCNLayer(Layer):
         return dview
 
     def _divisor_and_deviation_gradients(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
-        """Return the gradients of max(least, deviation) and, through it, of the deviation."""
+        """Return the gradients of max(least, deviation) and, through this maximum, of the deviation."""
         by_scale = self._channel_mean(dy * ctx.v[centred_slices(ctx.v, dy)]) * dy.shape[-1]
         by_divisor = -by_scale * ctx.scale * ctx.scale
         return by_divisor, ctx.xp.where(ctx.sigma > ctx.least, by_divisor, 0)
 
     def _channel_mean(self, x: Any) -> Any:
-        """Return the mean over the channels, (n, *cells, 1), by GEMM: measured 4 to 20 times faster than `mean`."""
+        """Return the mean over the channels, (n, *cells, 1), by GEMM, measured as 4 to 20 times faster than `mean`."""
         channels = x.shape[-1]
         sums = self.kernels.matmul(x.reshape(-1, channels), self.kernels.xp.ones((channels, 1), x.dtype))
         return sums.reshape(*x.shape[:-1], 1) / channels

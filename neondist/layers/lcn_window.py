@@ -1,4 +1,4 @@
-"""The window of local contrast normalisation: its weights, and the two methods of exchanging its halo."""
+"""Window of local contrast normalisation: weights, and the two methods of exchanging the halo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LocalWindow:
     padding_mode: str
 
     def window_of_stages(self, input_shape: Shape, stages: int = 1) -> Window:
-        """Return the window of one stage, or of both together."""
+        """Return the window of one stage, or of both stages."""
         kernel = Window(self.kernel_size, padding=0, ndim=len(input_shape) - 1).kernel
         reach = [k // 2 * stages for k in kernel]
         return Window([2 * r + 1 for r in reach], padding=reach, mode=self.padding_mode, ndim=len(kernel))
@@ -40,7 +40,7 @@ class LocalWindow:
         return [weight / sum(weights) for weight in weights]
 
     def halos_by_method(self, input_shape: Shape) -> dict[str, HaloShapesAndWindows]:
-        """Return the halos of each method, without 'wide' if the image is too small for its reflection."""
+        """Return the halos of each method, without 'wide' if the image is too small for reflection."""
         single, double = self.window_of_stages(input_shape), self.window_of_stages(input_shape, stages=2)
         halos: dict[str, HaloShapesAndWindows] = {"twice": [((*input_shape[:-1], 1), single)] * 2}
         reach = [before for before, _ in double.padding]
@@ -49,10 +49,10 @@ class LocalWindow:
         return halos
 
     def least_sending_method(self, input_shape: Shape, grid: GridShape) -> str:
-        """Return the method that sends fewer elements; on a tie 'twice', which computes less.
+        """Return the method that sends fewer elements; if both send the same number, 'twice', which computes less.
 
-        A halo of twice the radius includes that of the radius, so with two channels or more 'twice' never sends more;
-        with one channel it does if tiles are so narrow that the image's border cuts the wide halo.
+        A halo of twice the radius includes the halo of the radius, so with two or more channels 'twice' never sends
+        more; with one channel it does if tiles are so narrow that the image's border cuts off the wide halo.
         """
         elements = {
             method: sum(shape[-1] * halo_volume(grid.partition(shape[:-1]), window) for shape, window in halos)
@@ -81,11 +81,11 @@ class LocalArray:
         return x
 
     def get_bprop_view(self, dview: Any, phase: Phase) -> Any:
-        """Return the adjoint."""
+        """Return the adjoint: dview with zeros outside the image."""
         return self.get_fprop_view(dview, phase)
 
 
 def centred_slices(array: Any, inner: Any) -> tuple[slice, ...]:
-    """Return the index of the centred cells of `array` with the spatial extent of `inner`."""
+    """Return the index of the central cells of `array`, with the spatial extent of `inner`."""
     axes = list(zip(array.shape[1:-1], inner.shape[1:-1], strict=True))
     return (slice(None), *(slice((n - m) // 2, (n + m) // 2) for n, m in axes))

@@ -16,15 +16,15 @@ from .reduction import Reduction
 
 
 class FCLayer(Layer):
-    """Fully connected: flattens (*spatial, C) row-major and multiplies by 'weights' (inputs, out_features).
+    """Fully connected layer: flattens (*spatial, C) row-major and multiplies by 'weights' (inputs, out_features).
 
     Each rank multiplies its tile, or its range of a vector's features, by the corresponding rows of the weights, which
-    only it stores; one allreduce over the tiles sums the products. Input (N, *spatial, C) local, or (N, C) partitioned
-    over the tiles; output (N, out_features) replicated, or partitioned for the next fully connected layer.
+    no other rank stores; one allreduce over the tiles sums the products. Input (N, *spatial, C) local, or (N, C)
+    partitioned over the tiles; output (N, out_features) replicated, or partitioned for the next fully connected layer.
 
-    With `split` 'outputs' each rank stores the columns of its range of outputs instead: input (N, C) replicated, output
-    partitioned, for a following fully connected layer with 'inputs'. Such a pair needs one allreduce over the tiles in
-    fprop and one in bprop (Shoeybi et al. 2019).
+    With `split` 'outputs' each rank stores the columns of its range of outputs instead: the input (N, C) is replicated,
+    and the output is partitioned for a following fully connected layer with 'inputs'. Such a pair needs one allreduce
+    over the tiles in fprop and one in bprop (Shoeybi et al. 2019).
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class FCLayer(Layer):
     def set_split(self, split: str) -> None:
         """Partition the weights over the tiles along 'inputs' or 'outputs', before the layer is planned."""
         self.splits_outputs = split == "outputs"
-        self.layout = Replicate if self.splits_outputs else Shard  # of the input
+        self.layout = Replicate if self.splits_outputs else Shard  # layout of the input
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return (out_features,)."""
@@ -85,15 +85,15 @@ class FCLayer(Layer):
         return parameters
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
-        """Return the products of this rank's inputs, to be summed over tiles; one rank adds the bias."""
-        ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 fails without samples
+        """Return the products of this rank's inputs, which are summed over tiles; one rank adds the bias."""
+        ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 is ambiguous without samples
         products = self.kernels.product(ctx.view, ctx.params["weights"])
         if self.bias:
             products += ctx.local_contribution(ctx.params["bias"])
         return products
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return the sum, or this rank's range of outputs."""
+        """Return the sum over tiles, or, with `split` 'outputs', this rank's range of outputs."""
         if not self.splits_outputs:
             return ctx.reduced
         ctx.save(view=view, seen=view.shape)
@@ -120,4 +120,4 @@ class FCLayer(Layer):
 
 
 class FCLayerDist(Dist, FCLayer):
-    """Fully connected over tiles."""
+    """Fully connected layer over tiles."""

@@ -31,15 +31,15 @@ class LocalFilteringLayer(Layer):
     kernel_size, stride : int or one per axis
     padding : int, one per axis, or ((before, after), ...) per axis
     bias : bool
-        Add 'bias' (*spatial', out_channels), unshared as well.
+        Whether to add 'bias' (*spatial', out_channels), which is unshared as well.
     activation : Activation, optional
     weights_init : Initializer, optional
         Default FanInUniform.
     scheme : ExchangePolicy or str, optional
-        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: the scheme of the model.
     shared : bool, int or one per axis
-        False: every cell has its own filter. True: all cells share one (a convolution). Integers: extents of
-        blocks of cells that share one.
+        False: every cell has its own filter. True: all cells share one filter (a convolution). Integers: extents
+        of blocks whose cells share a filter.
     """
 
     needs_image = True
@@ -81,7 +81,7 @@ class LocalFilteringLayer(Layer):
         return self.out_channels
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
-        """Return 'weights', divided like the output unless `shared`, and 'bias', if any, always divided."""
+        """Return 'weights', divided like the output unless `shared`, and 'bias', if any, divided like the output."""
         window, channels = self.window_for(input_shape), input_shape[-1]
         out = window.output_extent(input_shape[:-1])
         fan_in, fan_out = prod(window.kernel) * channels, prod(window.kernel) * self.out_channels
@@ -102,7 +102,9 @@ class LocalFilteringLayer(Layer):
             return tuple(max(1, n) for n in outputs)
         block = (self.shared,) * len(outputs) if isinstance(self.shared, int) else tuple(self.shared)
         if len(block) != len(outputs):
-            raise ConfigError(f"shared {self.shared}: expected one number, or {len(outputs)}, one per spatial axis")
+            raise ConfigError(
+                f"shared {self.shared}: expected one number, or {len(outputs)} numbers, one per spatial axis"
+            )
         return block
 
     def prepare_for_tile(self) -> None:
@@ -131,7 +133,7 @@ class LocalFilteringLayer(Layer):
     def orthonormalise(self) -> None:
         """Make the filters of each cell orthonormal up to a common scale.
 
-        The scale is such that WᵀW, a sum over overlapping windows, can be the identity on average over the input's
+        The scale is chosen so that WᵀW, a sum over overlapping windows, can be the identity on average over the input's
         cells.
         """
         outputs = prod(self.output_shape)

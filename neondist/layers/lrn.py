@@ -19,7 +19,7 @@ class LRNLayer(Layer):
     Parameters
     ----------
     depth : int
-        Channels in a sum: depth // 2 before, (depth - 1) // 2 after.
+        Number of channels in a sum: the channel itself, depth // 2 before it and (depth - 1) // 2 after it.
     alpha, beta, k : float
         alpha and beta at least 0, k positive.
     """
@@ -42,7 +42,7 @@ class LRNLayer(Layer):
         """Return the normalised cells."""
         width = [(0, 0)] * (view.ndim - 1) + [(self.depth // 2, (self.depth - 1) // 2)]
         squares = ctx.xp.pad(view * view, width)
-        # the channels take the place of a spatial axis
+        # the kernel treats the channels as a spatial axis
         sums = self.kernels.window_sum(self._channels_as_spatial_axis(squares), (self.depth,), (1,)).reshape(view.shape)
         base = sums * (self.alpha / self.depth) + self.k
         y = view * base**-self.beta
@@ -50,7 +50,7 @@ class LRNLayer(Layer):
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient through the cell itself and through its neighbours' sums."""
+        """Return the gradient through the cell itself and through the sums of its neighbours."""
         channels = dy.shape[-1]
         scaled = self._channels_as_spatial_axis(dy * ctx.y / ctx.base)
         sums = self.kernels.window_sum_adjoint(scaled, (channels + self.depth - 1,), (self.depth,), (1,))

@@ -1,4 +1,4 @@
-"""Base of batch, group and instance normalisation, which store their input and recompute the rest from it."""
+"""Base class of batch, group and instance normalisation, which store their input and recompute their output from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .context import StepContext
 
 
 class NormLayer(Layer):
-    """Base of the layers that normalise cells by statistics of the image."""
+    """Base class of layers that normalise cells by statistics of the image."""
 
     reduces_over_image = True
     saves_output = saves_activated = False
@@ -35,7 +35,7 @@ class NormLayer(Layer):
     def view_gradient(self, ctx: StepContext, dy: Any, dy_factor: Any, statistics: Sequence[Any] | None) -> Any:
         """Return the gradient of the view: dy_factor * dy, plus the gradient through the statistics.
 
-        The latter is a * (view - mean) + b for statistics (a, b) in the cells that they include; 0 for None.
+        With `statistics` (a, b), the latter is a * (view - mean) + b in all cells of the statistics; if None, 0.
         """
         x, dx = ctx.view, ctx.out
         own = [ctx.owned(array) for array in (x, dy, dx)]

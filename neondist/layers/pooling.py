@@ -24,9 +24,9 @@ class PoolingLayer(Layer):
     stride : int or one per axis, optional
         Default: kernel_size.
     padding : int, one per axis, or ((before, after), ...) per axis
-        Must be less than the kernel, so that every window holds a cell.
+        Must be less than the kernel, so that every window contains a cell of the image.
     scheme : ExchangePolicy or str, optional
-        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: the scheme of the model.
     """
 
     needs_image = True
@@ -60,7 +60,7 @@ class PoolingLayer(Layer):
 
 
 class MaxPoolingLayer(PoolingLayer):
-    """Maximum over each window, ignoring padding; ties go to the first cell in row-major order."""
+    """Maximum over each window, ignoring padding; of equal cells, the first in row-major order counts."""
 
     saves_input = saves_output = False
     can_apply_input_relu_gradient = True

@@ -1,4 +1,4 @@
-"""Declaration of a layer's reductions over ranks in a pass, from its shapes only."""
+"""Declaration of a layer's reductions over ranks in a pass, which depend only on its shapes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Reduction(NamedTuple):
     group : str or None
         One of `comm.GROUP_NAMES`; None: no other rank contributes.
     result_elements_per_sample, fixed_elements : int
-        Size of the partial result: per sample of this rank's replica, and independent of the samples. Without elements
-        per sample, the reduction spans the batch.
+        Size of the partial result: elements per sample of this rank's replica, plus elements independent of the
+        samples. Without elements per sample, the reduction spans the batch.
     combine : 'sum' or 'moments'
         'moments': a flat array (count, means, sums of squared deviations), combined without cancellation, in rank order
         (Chan, Golub and LeVeque 1983).
@@ -29,7 +29,7 @@ class Reduction(NamedTuple):
     combine: str = "sum"
 
     def result_elements(self, samples: int, calls: int = 1) -> int:
-        """Return the number of elements of the partial results of all calls, which have `samples` samples together."""
+        """Return the number of elements of the partial results of all calls, which have `samples` samples in total."""
         return self.result_elements_per_sample * samples + self.fixed_elements * (1 if self.spans_batch else calls)
 
     @property

@@ -27,7 +27,7 @@ class UpsampleLayer(Layer):
     mode : {'nearest', 'bilinear'}
         'bilinear' interpolates linearly along each axis, for any number of axes.
     scheme : ExchangePolicy or str, optional
-        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: the scheme of the model.
     """
 
     needs_image = True
@@ -53,7 +53,7 @@ class UpsampleLayer(Layer):
         self.factor, self.mode = factor, mode
 
     def window_for(self, input_shape: Shape) -> Upsampling:
-        """Return the window of the upsampled cells."""
+        """Return the window of input cells that an upsampled cell reads."""
         ndim = len(input_shape) - 1
         factor = (self.factor,) * ndim if isinstance(self.factor, int) else tuple(self.factor)
         if len(factor) != ndim:

@@ -272,7 +272,7 @@ def test_distribute_keeps_the_filters():
         (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared: expected true, false, or block sizes of at least 1"),
         (
             lambda: nd.GB([nd.LocalFilteringLayer(2, 3, shared=(2, 2, 2))]).build((8, 8, 1), 2),
-            "expected one number, or 2, one per spatial axis",
+            "expected one number, or 2 numbers, one per spatial axis",
         ),
     ],
 )
