@@ -30,24 +30,24 @@ class Dataset(Registered, ABC):
     Parameters
     ----------
     validation : float or int, optional
-        Fraction, such as 0.1, or number of the training samples held out for validation: the last ones, the same on
-        every grid. Default: none, unless the data have a validation split.
+        Fraction, such as 0.1, or number of the training samples to hold out for validation. The last samples are held
+        out, the same ones on every grid. Default: none, unless the data have a validation split.
 
     Attributes
     ----------
     sample_shape : tuple of int
         Global shape of one sample, (H, W, C) or (*spatial, C); available after `check`.
     classes : int
-        Number of classes; available after `check`. None if the targets are not classes, or it is unknown.
+        Number of classes; available after `check`. None if unknown, or if the targets are not classes.
     class_names : sequence of str
         Names of the classes for reports; available after `check`. Empty if unknown.
     train : Split
-        Available after `open`, as are the next two.
+        Available after `open`, as are `validation` and `test`.
     validation, test : Split or None
         The validation split is used to select settings, the test split for reported results. None if absent.
     content_hash : str
         Set by `open_splits`: a hash of the source data, independent of tiles and ranks. It is compared between
-        ranks before training; '' (the default) compares only labels.
+        ranks before training; if it is '' (the default), only labels are compared.
 
     Raises
     ------
@@ -58,13 +58,13 @@ class Dataset(Registered, ABC):
     content_hash: str = ""
     class_names: Sequence[str] = ()
     needs_selection_split = True
-    """Whether `open` rejects data without a validation and a test split."""
-    _validation_share: float | int | None = None  # for subclasses that do not call this constructor
+    """Whether `open` rejects data that have neither a validation nor a test split."""
+    _validation_share: float | int | None = None  # default for subclasses that do not call this constructor
     _shard_and_count: tuple[int, int] | None = None
     _batch_limit: tuple[int, int] | None = None
     _grid: ProcessGrid | None = None  # set by `open`
 
-    #: number of shards of the training samples, and number of samples in the smallest
+    #: number of shards of the training samples, and number of samples in the smallest shard
     num_shards, smallest_shard_size = 1, 0
 
     sample_shape: tuple[int, ...]
@@ -102,13 +102,13 @@ class Dataset(Registered, ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check the source quickly, without MPI, and set attributes found in it; raise DataError if it is invalid."""
+        """Check the source quickly, without MPI, and set the attributes read from it; DataError if it is invalid."""
 
     @abstractmethod
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:
-        """Return the training and the test split, or training, validation and test; None for a missing one.
+        """Return the training and test splits, or the training, validation and test splits; None for a missing split.
 
-        Each holds this rank's tile, `tile_slices(grid, sample_shape)`. Must not communicate.
+        Each split contains this rank's tile, `tile_slices(grid, sample_shape)`. Implementations must not communicate.
         """
 
     def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
@@ -118,17 +118,17 @@ class Dataset(Registered, ABC):
         ----------
         grid : ProcessGrid
         checked : bool
-            Whether every rank has already called `check`, and the arguments have been compared.
+            Whether every rank has already called `check` and the arguments have been compared between ranks.
         augment : sequence of Transform
-            Random augmentations of the images of `train` and their label maps, redrawn in every `train.epoch`. Memory
-            holds all cells that a tile may be computed from.
+            Random augmentations of the images of `train` and their label maps, redrawn in every `train.epoch`. All
+            cells from which a tile may be computed are kept in memory.
         seed : int
             Seed of the augmentation.
 
         Raises
         ------
         DataError
-            If the source is missing, damaged, too large or of another kind, on any rank.
+            If the source is missing, damaged, too large or of an unexpected kind, on any rank.
         ConfigError
             If an augmentation does not apply to images of this shape.
         """
@@ -153,7 +153,7 @@ class Dataset(Registered, ABC):
                 first = samples - self.count_validation_samples(samples)
                 self.train, self.validation = self.train.select_range(0, first), self.train.select_range(first, samples)
             if len(self.splits) == 1 and self.needs_selection_split:
-                raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
+                raise DataError("dataset: has neither a validation nor a test split; set validation, e.g. to 0.1")
             self._grid = grid
             if self._shard_and_count is not None:
                 self._restrict_to_shard(*self._shard_and_count, grid)
@@ -164,7 +164,7 @@ class Dataset(Registered, ABC):
         except MemoryError as caught:
             detail = f" ({caught})" if str(caught) else ""
             error = DataError(
-                f"dataset: a rank has not enough memory for its part{detail}; use more ranks, or fewer samples"
+                f"dataset: a rank lacks the memory for its part of the data{detail}; use more ranks, or fewer samples"
             )
         except Exception as caught:
             error = caught
@@ -174,15 +174,15 @@ class Dataset(Registered, ABC):
         """Return the data set restricted to one shard of the training samples; other splits stay whole.
 
         A shard has the samples `index`, `index + num_shards`, ... of those not held out for validation: shards are
-        disjoint and together contain all samples. Shuffling happens afterwards, within a shard. The ranks of a replica
-        need the same shard; if each rank passes its own number, as `shard(task.num_workers, task.shard_index)` does in
-        an MPI job, the shard of its replica is used. Collective if the data set is open.
+        disjoint and together contain all these samples. Shuffling happens afterwards, within a shard. The ranks of a
+        replica need the same shard; if each rank passes its own index, as `shard(task.num_workers, task.shard_index)`
+        does in an MPI job, the shard of its replica is used. Collective if the data set is open.
 
         Parameters
         ----------
         num_shards : int
         index : int
-            From 0.
+            Index of the shard, from 0.
 
         Raises
         ------
@@ -216,13 +216,13 @@ class Dataset(Registered, ABC):
         elif len(set(own)) > 1:
             raise ConfigError(
                 f"shard: the ranks of replica {grid.replica} hold tiles of the same samples, but have shards {own};"
-                " give them the same, shard(grid.replicas, grid.replica)"
+                " give all of them the same shard: shard(grid.replicas, grid.replica)"
             )
         samples = len(self.train)
         if samples < num_shards:
             raise DataError(
-                f"shard: {counted(samples, 'training sample')} for {counted(num_shards, 'shard')}; give at most one"
-                " per sample"
+                f"shard: {counted(samples, 'training sample')} cannot be divided into {counted(num_shards, 'shard')};"
+                " give at most one shard per sample"
             )
         self.num_shards, self.smallest_shard_size = num_shards, samples // num_shards
         self.train = self.train.every_nth(num_shards, index)
@@ -230,7 +230,8 @@ class Dataset(Registered, ABC):
     def limit_batches(self, batch_size: int, count: int) -> None:
         """Restrict every split to samples for `count` batches when the data set is opened, for a short run.
 
-        The samples are evenly spaced, so that they come from all files. A last batch of another size is kept.
+        The samples are evenly spaced, so that they come from all files. If the last batch of a split is smaller than
+        the others, a batch of its size is kept as well.
         """
         self._batch_limit = batch_size, count
 
@@ -246,8 +247,8 @@ class Dataset(Registered, ABC):
             shape = tile_shape(split.labels)[: tile.box.ndim]
             if are_label_maps(split.labels, tile.box) and shape != tile.input_box.shape:
                 raise DataError(
-                    f"augment: label maps of another size than the images, {tile.shape[:-1]}, cannot be moved with"
-                    " them; leave out Flip, QuarterTurns, Shift and Elastic"
+                    f"augment: label maps must be as large as the images, {tile.shape[:-1]}, to be moved with them;"
+                    " leave out Flip, QuarterTurns, Shift and Elastic"
                 )
         self.train = self.train.augment_with(tile)
         if tile.moves_cells:
@@ -270,7 +271,7 @@ class Dataset(Registered, ABC):
 
 
 def count_named_classes(classes: int | None, names: Sequence[str] | None) -> int | None:
-    """Return the given number of classes, by default that of their names; ConfigError if they differ."""
+    """Return the number of classes, by default the number of names; ConfigError if the two differ."""
     if names is None:
         return classes
     if not names or len({*names}) < len(names):
@@ -295,7 +296,7 @@ def count_held_out(field: str, share: float | int, samples: int) -> int:
     limit = samples - 1
     count = share if isinstance(share, Integral) else min(max(1, round(share * samples)), limit)
     if not 0 < count <= limit:
-        raise DataError(f"{field}: {share} of {samples} training samples leave no training samples; give fewer")
+        raise DataError(f"{field}: {share} of {samples} training samples leave none for training; hold out fewer")
     return int(count)
 
 

@@ -53,7 +53,7 @@ class CachedDataset(Dataset):
 
     @abstractmethod
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
-        """Return a tile of the images (N, h, w, C) and targets (N,) of 'train' and 'test', and 'content', a hash."""
+        """Return a tile of images (N, h, w, C) and targets (N,) of 'train' and 'test', and their hash, 'content'."""
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits with this rank's tile, from the cache if it is valid."""
@@ -86,14 +86,14 @@ def cache_fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, ext
 
 
 def load_or_build(path: Path, fingerprint: str, build: Callable[[], ArraysByName]) -> ArraysByName:
-    """Return the arrays cached in `path` with this fingerprint; otherwise `build` and cache them.
+    """Return the arrays cached in `path` with this fingerprint; otherwise call `build` and cache its result.
 
     Raises
     ------
     DataError
         If the file cannot be written, is not a regular file, or belongs to another user.
     """
-    with suppress(OSError):  # missing, or reading and writing report the error
+    with suppress(OSError):  # the file is missing, or writing it reports the error
         _require_own_file(path, os.stat(path))
     arrays = read_cache(path, fingerprint)
     if arrays is None:
@@ -106,7 +106,7 @@ def _require_own_file(path: Path, status: os.stat_result) -> None:
     """Raise DataError for a file of another user, who could forge its fingerprint."""
     if stat.S_ISDIR(status.st_mode):
         return
-    if not stat.S_ISREG(status.st_mode):  # a pipe would block, and a device be replaced
+    if not stat.S_ISREG(status.st_mode):  # a pipe would block, and a device would be replaced
         raise DataError(
             f"serialized_path: {path} exists but is not a regular file, so it is not used; choose another path"
         )
@@ -144,7 +144,7 @@ def _read_verified(opened: BinaryIO, fingerprint: str) -> ArraysByName | None:
 
 
 def write_cache(path: Path, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays atomically to `path`; DataError if it cannot be written, or is another kind of file."""
+    """Write the arrays atomically to `path`; DataError if `path` cannot be written, or is a file of another kind."""
     if _is_not_a_cache(path):
         raise DataError(
             f"serialized_path: {path} exists but is not a neondist cache, so it is not replaced; choose another name"
@@ -227,7 +227,7 @@ def check_path_template(template: object) -> None:
 
 
 def resolve_cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
-    """Return this rank's file; ConfigError if ranks would share it (replicas also write separately)."""
+    """Return the path of this rank's cache; ConfigError if ranks would share one, even ranks of different replicas."""
     check_path_template(template)
     text = os.fspath(template)
     if grid.size > 1 and "rank" not in _field_names(text):

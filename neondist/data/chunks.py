@@ -9,8 +9,8 @@ from ..geometry import part_range
 
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 14, 1 << 20  # small chunks cost overhead, large ones excess reads
 _CHUNKS_PER_IMAGE = 256  # target chunks per image, within these bounds
-_SMALL_IMAGE_BYTES = 1 << 16  # bytes of an image too small to be cut into rows of tiles
-# by number of tiles along an axis: most cells that they read, relative to its extent; 2 x 2 tiles: 1.19
+_SMALL_IMAGE_BYTES = 1 << 16  # images up to this size are not cut into four tiles along one axis
+# by number of tiles along an axis: maximum of the cells read by all tiles, relative to its extent; 2 x 2 tiles: 1.19
 _MAX_READ_RATIOS = {2: 1.09, 4: 1.2}
 
 
@@ -18,8 +18,8 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
     """Return the chunk shape (1, *spatial, C) for images (N, *spatial, C): a box of one image, all channels.
 
     A rank reads every chunk that its tile overlaps, so chunks across a tile border are read twice. Along each axis,
-    chunks are aligned with tiles, or small enough to be read twice: four tiles, 2 x 2 or (for all but small images) in
-    a row, read at most 1.2 images.
+    chunks are aligned with tiles, or so small that reading some of them twice costs little: four tiles, 2 x 2 or (for
+    all but small images) in a row, read at most 1.2 times the image in total.
     """
     image_bytes = prod(spatial) * channels * itemsize
     pieces = image_bytes / min(max(image_bytes / _CHUNKS_PER_IMAGE, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)

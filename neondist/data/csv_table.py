@@ -1,4 +1,4 @@
-"""Tables of labels."""
+"""CSV tables of labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..io.regular_file import read_bytes
 
 
 def read_csv_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
-    """Return the rows of a CSV file that are not empty, each with the number of its line; DataError names `columns`."""
+    """Return the non-empty rows of a CSV file, each with its line number; `columns` is the format named in errors."""
     try:
         lines = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())
         return [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]

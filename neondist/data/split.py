@@ -22,7 +22,7 @@ from .raw_values import normalise
 
 
 class TileArray(Protocol):
-    """This rank's tile of every sample, indexed by an integer array: an array, or an object that computes them."""
+    """This rank's tile of every sample, indexed by an integer array: an array, or an object that computes the tiles."""
 
     def __len__(self) -> int: ...
 
@@ -30,26 +30,26 @@ class TileArray(Protocol):
 
 
 class Sampler(Protocol):
-    """Order of the training samples, such as that of a queue of tasks."""
+    """Order of the training samples, such as the order of tasks in a queue."""
 
     def order(self, epoch: int, /) -> np.ndarray:
         """Return the order of an epoch's samples (int, shape (N,)), the same on every rank."""
 
 
 class Split:
-    """Samples and their targets, indexed by sample number, the same on all ranks.
+    """Samples and their targets, indexed by sample number; a sample has the same number on all ranks.
 
     Parameters
     ----------
-    tiles : array or Tiles
+    tiles : array or TileArray
         This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
-    labels : array or Tiles
+    labels : array or TileArray
         Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
         Classes are stored as int64.
     mean, std : float or one per channel
         `images` returns (x / scale - mean) / std.
     scale : float
-        Raw value that maps to 1, 255 for bytes.
+        Raw value that maps to 1, such as 255 for bytes.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Split:
 
     epoch = 0
     sampler: Sampler | None = None
-    fill: float | None = None  # value in `tiles` instead of NaN
+    fill: float | None = None  # value that replaces NaN in `tiles`
     fields: FieldMetadata | None = None  # metadata of targets that are physical fields
     _augmented: AugmentedTile | None = None
 
@@ -78,7 +78,7 @@ class Split:
                 f"split: {counted(len(tiles), 'sample')} but {counted(len(labels), 'label')}; give one label per sample"
             )
         self.tiles = tiles
-        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # in memory, not on demand
+        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # labels in memory, not read on demand
             labels = np.asarray(labels)
             labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
         self.labels: TileArray = labels
@@ -95,14 +95,14 @@ class Split:
         return normalise(self.tiles[sample_numbers], *self.factor_and_subtrahend, dtype)
 
     def lazy_images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
-        """Return the same images, to be read and normalised on demand, strip by strip."""
+        """Return the tiles that `images` returns, but read and normalised on demand, strip by strip."""
         return _LazyImages(self, _as_index_array(indices), np.dtype(dtype))
 
     def _read_cells(self, dtype: DTypeLike, sample_numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         return normalise(read_cells(self.tiles, sample_numbers, cells), *self.factor_and_subtrahend, dtype)
 
     def augment_with(self, tile: AugmentedTile) -> Split:
-        """Return a split that returns `tile` of the samples, augmented from the cells of this split."""
+        """Return an augmented split: `tile` of each sample is computed from the cells of this split."""
         split = copy(self)
         split._augmented = tile
         return split
@@ -128,7 +128,7 @@ class Split:
         return shuffled_indices(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
     def properties_equal_on_all_ranks(self) -> str:
-        """Return the properties that agree on all ranks as text: size, scale, and labels that are not maps."""
+        """Return, as text, the properties that must agree on all ranks: size, scale, and labels that are not maps."""
         whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
         labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
         factor, offset = self.factor_and_subtrahend
@@ -162,7 +162,7 @@ class Split:
         Parameters
         ----------
         lazy : bool
-            Yield images that are read on demand, for a model that holds one strip at a time in memory.
+            Yield images that are read on demand, for a model that keeps one strip at a time in memory.
         """
         for part in parts:
             yield self.lazy_images(part, dtype) if lazy else self.images(part, dtype), self.targets(part)
@@ -229,7 +229,7 @@ def read_cells(tiles: TileArray, samples: np.ndarray, cells: tuple[slice, ...]) 
 
 
 def tile_shape(tiles: TileArray) -> tuple[int, ...]:
-    """Return the shape of a tile; that of the first one if `tiles` has no shape."""
+    """Return the shape of a tile, taken from the first tile if `tiles` has no shape."""
     return tuple(getattr(tiles, "shape", None) or tiles[np.arange(1)].shape)[1:]
 
 

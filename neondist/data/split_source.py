@@ -23,11 +23,11 @@ class SplitSource:
     count : number of samples
     shape : (*spatial, C) of a sample
     dtype : dtype of the images
-    label_shape : shape of a sample's label: () for classes, or that of a map
+    label_shape : shape of a sample's label: () for classes, or the shape of a map
     label_dtype : dtype of the labels
     read_blocks : called once; yields images (n, *spatial, C) and labels (n, ...)
     class_names : names of the classes, if any
-    messages : messages for the user, such as files left out
+    messages : messages for the user, such as the numbers of files left out
     """
 
     count: int

@@ -147,7 +147,10 @@ def test_tiled_replicas_match_one_process(project):
             "has no optimizer and no feed",
         ),
         (MODEL_DEFINITION.replace("(nn.Module)", ""), "has no model"),
-        (MODEL_DEFINITION.replace("features, values[:, 16]", "features, values[1:, 16]"), "labels are 1 for 2 records"),
+        (
+            MODEL_DEFINITION.replace("features, values[:, 16]", "features, values[1:, 16]"),
+            "labels: got 1 for 2 records",
+        ),
         (MODEL_DEFINITION.replace("def loss(", "def loss(("), "SyntaxError"),
         (MODEL_DEFINITION.replace("(parameters, lr=0.1)", "(lr=0.1)").replace("SGD(parameters", "SGD([]"), "optimizer"),
         (

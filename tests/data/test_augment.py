@@ -317,7 +317,7 @@ def test_invalid_arguments_and_label_maps():
     for steps, invalid in (([nd.Noise(), nd.Elastic()], True), ([nd.Noise()], False)):
         data = ArrayDataset(images, maps[:, :6, :6])
         if invalid:
-            with pytest.raises(DataError, match=r"augment: label maps .* cannot be moved"):
+            with pytest.raises(DataError, match=r"augment: label maps must be as large as the images"):
                 data.open(nd.ProcessGrid.serial(), augment=steps)
         else:
             data.open(nd.ProcessGrid.serial(), augment=steps)

@@ -131,7 +131,7 @@ def convert_to_celsius(data):
 
 INCONSISTENT = {
     "disorder": (disorder_times, {}, r"1\.nc: times are not increasing: time 3 of .*1\.nc is not .*; sort"),
-    "gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: a gap .* is 18 hours after .* 6 hours"),
+    "gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: has a gap .* is 18 hours after .* 6 hours"),
     "gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap .* time 1 of .*1\.nc is 1 day after"),
     "same times": (lambda d: make_weather(0, 10), {}, r"1\.nc: times .* increasing: time 1 .*last of .*0\.nc; sort"),
     "different units": (convert_to_celsius, {}, r"1\.nc: t2m is in 'degC', but in .*0\.nc in 'K'; convert"),
@@ -147,7 +147,7 @@ INCONSISTENT = {
     "shifted grid": (lambda d: d.assign_coords(lat=d.lat + 1), {}, r"coordinate lat differs .*; regrid one"),
     "different calendar": (
         lambda d: d.convert_calendar("noleap", use_cftime=True), {},
-        r"1\.nc: its times have the calendar 'noleap', but those of .*0\.nc 'proleptic_gregorian'; convert",
+        r"1\.nc: its times have the calendar 'noleap', but .*0\.nc has 'proleptic_gregorian'; convert",
     ),
     "missing time": (
         lambda d: d.assign_coords(time=d.time.where(d.time != d.time[3])), {}, r"1\.nc:time: value 4 is missing; give",
@@ -167,7 +167,7 @@ INCONSISTENT = {
     "numbers for times": (
         lambda d: d.assign_coords(time=("time", np.arange(10.0), {"axis": "T"})), {}, r"1\.nc: its coordinate time has",
     ),
-    "too few times": (lambda d: d, {"lead": 20}, r"too few times for steps: 1 and lead: 20: 20 times, so 0"),
+    "too few times": (lambda d: d, {"lead": 20}, r"too few times: with steps: 1 and lead: 20, 20 times give 0"),
     "unknown target": (lambda d: d, {"targets": ["pr"]}, r"has no array 'pr'"),
 }  # fmt: skip
 

@@ -59,8 +59,7 @@ def test_mixed_images_are_resized_on_request(tmp_path):
     write_image_folder(tmp_path / "in", ("b",), size=(20, 9), mode="L")
     output = convert(tmp_path, tmp_path / "in")
     assert (
-        "b/000.png: is 20 x 9 x 1 uint8, but 000.png is 12 x 9 x 3 uint8; all images of a file must have the"
-        " same size and type"
+        "b/000.png: is 20 x 9 x 1 uint8, but 000.png is 12 x 9 x 3 uint8; all images must have the same size and type"
     ) in output
     assert os.listdir(tmp_path) == ["in"]
     data, _ = convert_and_open(tmp_path, tmp_path / "in", "--size", "8", "7", "--mode", "L")

@@ -161,12 +161,12 @@ def test_pillow_warnings_are_not_repeated(tmp_path):
 
 
 MASKS = {
-    "black and white": (make_image(BYTES > 99, "L"), "m.png", "maps hold 0 and 255 only"),
+    "black and white": (make_image(BYTES > 99, "L"), "m.png", "maps contain only 0 and 255"),
     "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "scaled to the maximum"),
     "lossy": (make_image(BYTES // 99), "m.jpg", "JPEG is lossy and changes class indices"),
     "colours": (make_image(BYTES, "RGB"), "m.png", "a class map has one channel"),
     "negative": (make_image(BYTES.astype("i4") - 1), "m.tif", "has the label -1"),
-    "two of a name": (make_image(BYTES // 99), "m.png", "are maps with the same name"),
+    "two of a name": (make_image(BYTES // 99), "m.png", "is a second map for an image"),
 }
 
 
@@ -249,7 +249,7 @@ TABLES = {
     "third column": ("cat/000.png,1,train", "line 1 is 'cat/000.png,1,train'"),
     "first file missing": ("cat/000.pgn,1\ncat/001.png,0", "line 1: "),
     "two labels": ("cat/000.png,1\ncat/000.png,0", "line 2: 'cat/000.png' has label 1 in an earlier line"),
-    "real number": ("cat/000.png,1.5", "write FILE,LABEL with a number from 0"),
+    "real number": ("cat/000.png,1.5", "expected FILE,LABEL, with a label from 0"),
     "null": ("cat/\0.png,1", "line 1"),
     "long name": ("c" * 5000 + ",1", "line 1"),
 }
@@ -273,7 +273,7 @@ def test_invalid_arrays(tmp_path):
     x, y = np.zeros((3, 4, 4)), np.array([0, 1, 0])
     assert "sample 1 has the label -1" in convert_arrays(x, np.array([0, -1, 0]))
     assert f"sample 2 has the label {2**63}" in convert_arrays(x, np.array([0, 1, 2**63], np.uint64))
-    assert "maps hold 0 and 255 only" in convert_arrays(x, np.full((3, 4, 4), 255, np.uint8))
+    assert "maps contain only 0 and 255" in convert_arrays(x, np.full((3, 4, 4), 255, np.uint8))
     assert "real numbers of at most 64 bits" in convert_arrays(x.astype(np.longdouble), y)
     assert "real numbers" in convert_arrays(x + 1j, y)
     assert "x.npy of shape (0, 4, 4): there are no images; give at least one" in convert_arrays(x[:0], y[:0])
@@ -284,7 +284,7 @@ def test_invalid_arrays(tmp_path):
     assert "--size and --mode apply to folders" in convert(
         tmp_path, tmp_path / "x.npy", tmp_path / "y.npy", "--mode", "L"
     )
-    assert "apply to a folder of images" in convert(
+    assert "require a folder of images as the only source" in convert(
         tmp_path, tmp_path / "x.npy", tmp_path / "y.npy", "--maps", tmp_path
     )
 

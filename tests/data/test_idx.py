@@ -70,7 +70,7 @@ def test_invalid_content(tmp_path, name, raw, message):
 
 def test_file_size_must_match_the_header(tmp_path):
     for raw, message in ((RAW[:-1], "truncated"), (RAW + b"x", "too long")):
-        with pytest.raises(DataError, match=f"{message}: .* need 516 bytes, the file has {len(raw)}"):
+        with pytest.raises(DataError, match=f"{message}: .* need 516 bytes, but the file has {len(raw)}"):
             read_idx_header(write_bytes(tmp_path / "a", raw), IMAGES_MAGIC)
 
 

@@ -346,7 +346,7 @@ def test_test_split_uses_training_class_indices(tmp_path, labels):
     data.check()
     assert (data._image_labels.tolist(), data.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
     (tmp_path / "new.csv").write_text("new0.npy,z\nnew1.npy,b\n")
-    with pytest.raises(nd.DataError, match=r"new.csv: 'z' is not among the training classes, a, b, c; correct it"):
+    with pytest.raises(nd.DataError, match=r"new.csv: 'z' is not among the training classes \(a, b, c\); correct it"):
         data.check()
 
 

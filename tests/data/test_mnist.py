@@ -147,7 +147,7 @@ def test_mismatched_counts(folder):
 
 def test_wrong_image_size(folder):
     write_bytes(folder / IMAGE_FILE, encode_idx(np.zeros((50, 32, 20))))
-    check_error(folder, "images of 32 x 20 pixels, MNIST has 28 x 28")
+    check_error(folder, "images of 32 x 20 pixels instead of 28 x 28")
 
 
 def test_label_out_of_range(folder):

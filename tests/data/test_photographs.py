@@ -70,7 +70,7 @@ def test_whitening_flattens_natural_spectra():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda f: nd.Photographs(f, crop=41).check(), DataError, "45 x 38 pixels, less than the crop 41 x 41"),
+        (lambda f: nd.Photographs(f, crop=41).check(), DataError, "45 x 38 pixels, smaller than the crop 41 x 41"),
         (lambda f: nd.Photographs(f / "none").check(), DataError, "cannot be read: No such file"),
         (lambda f: nd.Photographs(f, crop=[1, 2, 3]), ConfigError, "crop"),
         (lambda f: nd.Photographs(f, train=0), ConfigError, "train: expected an integer .*, got 0"),

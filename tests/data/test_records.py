@@ -154,9 +154,9 @@ def reshape_digits(records, mode):
     [
         (
             lambda r, m: (reshape_digits(r, m)[0][1:], reshape_digits(r, m)[1]),
-            r"model\.py:7: .*: features are 1 for 2 records",
+            r"model\.py:7: .*: features: got 1 for 2 records",
         ),
-        (lambda r, m: (reshape_digits(r, m)[0], reshape_digits(r, m)[1][1:]), "labels are 1 for 2 records"),
+        (lambda r, m: (reshape_digits(r, m)[0], reshape_digits(r, m)[1][1:]), "labels: got 1 for 2 records"),
         (lambda r, m: reshape_digits(r, m)[0], "return .features, labels."),
         (lambda r, m: 1 / 0, "ZeroDivisionError"),
         (lambda r, m: (["a", "b"], [0, 1]), "return numbers"),

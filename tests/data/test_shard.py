@@ -107,7 +107,7 @@ def test_invalid_shards(numbers, message):
 
 
 def test_too_many_shards():
-    with pytest.raises(nd.DataError, match="3 training samples for 4 shards"):
+    with pytest.raises(nd.DataError, match="3 training samples cannot be divided into 4 shards"):
         open_dataset(nd.Synthetic((4, 3, 1), train=3, test=2).shard(4, 0))
     with pytest.raises(nd.ConfigError, match="already a shard"):
         nd.Synthetic((4, 3, 1)).shard(2, 0).shard(2, 0)

@@ -93,7 +93,7 @@ def test_validation_split_without_test_split():
         "the split of the dataset has precedence"
     )
     assert [len(split) for split in open_dataset(CustomSplits([], validation=3)).splits.values()] == [17, 3]
-    with pytest.raises(DataError, match="neither a validation nor a test split; give validation"):
+    with pytest.raises(DataError, match="neither a validation nor a test split; set validation"):
         CustomSplits([]).open(SERIAL)
 
 
@@ -143,7 +143,7 @@ def test_hdf5_groups(tmp_path):
     assert open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation=None)).validation is None
     for dataset in (data, other):
         dataset.close()
-    with pytest.raises(DataError, match="has no group 'nowhere'; specify yours with validation:"):
+    with pytest.raises(DataError, match="has no group 'nowhere'; specify the group with validation:"):
         nd.HDF5Dataset(tmp_path / "x.h5", validation="nowhere").check()
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         del file["test"]

@@ -216,7 +216,7 @@ INVALID_FORECASTS = {
     ),
     "infinite values": (lambda d: d.assign(t2m=d.t2m / 0), [], "a.nc:t2m: has infinite values; replace"),
     "other levels": (lambda d: d.isel(level=[1]), [], "a.nc:z: has no level 850; choose from 500"),
-    "a gap": (lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: a gap in time"),
+    "a gap": (lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: has a gap in time"),
     "too few times": (lambda d: d.isel(time=[0]), [], "has 1 time, but the network needs 2; give more files"),
     "not a NetCDF file": (lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
     "blocks": (lambda d: d, ["--block", "4"], "leave out classes, probabilities, block and axes"),

@@ -24,14 +24,14 @@ RANDOM_NUMBERS_PER_SAMPLE = 4  # random numbers of a transform per sample: wheth
 
 @dataclass(frozen=True)
 class RandomDraw:
-    """Random draws of one transform for a sample and an epoch; a function of these and the seed only.
+    """Random draws of one transform for one sample in one epoch; they depend only on these and the seed.
 
     Attributes
     ----------
     shape : (*spatial, C) of the whole image
     random_numbers : `RANDOM_NUMBERS_PER_SAMPLE` numbers in [0, 1)
-    stream : key of further numbers, one per cell of arrays up to the image's size
-    sample : number of the sample
+    stream : key of further random numbers, selected by `stream_indices`
+    sample : index of the sample
     """
 
     shape: tuple[int, ...]
@@ -45,14 +45,14 @@ class RandomDraw:
         return self.shape[:-1]
 
     def stream_indices(self, shape: tuple[int, ...], cells: Sequence[slice]) -> np.ndarray:
-        """Return the uint64 indices in `stream` of some cells of this sample's whole array of `shape`."""
+        """Return the uint64 indices in `stream` of some cells of an array of global `shape` for this sample."""
         return rng.row_major_indices(shape, cells) + np.uint64(self.sample * prod(shape) % (1 << 64))
 
 
 class Transform(Registered, ABC):
     """Base class of augmentations, defined on whole images; a tile of the result is computed from a box of the input.
 
-    Input and output have the same shape, (*spatial, C). `transform_image` maps normalised cells to such
+    Input and output have the same shape, (*spatial, C). `transform_image` takes and returns normalised
     cells, and may overwrite its input. A transform with `moves_cells` is also applied to label maps.
     """
 
@@ -63,7 +63,7 @@ class Transform(Registered, ABC):
         """Raise ConfigError if images (*spatial, C) cannot be transformed."""
 
     def applies_to(self, draw: RandomDraw) -> bool:
-        """Whether this sample is transformed in this epoch, which has probability `rate`."""
+        """Whether this sample is transformed in this epoch; the probability is `rate`."""
         return draw.random_numbers[0] < self.rate
 
     def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
@@ -71,7 +71,7 @@ class Transform(Registered, ABC):
         return box
 
     def source_box(self, box: Box, draw: RandomDraw) -> Box:
-        """Return the input cells from which a box of the output is computed; neither is empty."""
+        """Return the box of input cells from which a box of the output is computed; neither box is empty."""
         return box
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Transform(Registered, ABC):
         """Return the cells of `box` (*box.shape, C) from those of `source`."""
 
     def transform_labels(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
-        """Return the labels (*box.shape, ...) of `box`, each one of the labels of `source`."""
+        """Return the labels (*box.shape, ...) of `box`, each taken from the labels of `source`."""
         return cells
 
 
@@ -96,5 +96,5 @@ def axis_indices(transform: Transform, axes: Sequence[str], shape: Sequence[int]
 
 
 def map_axis_ranges(box: Box, extent: Sequence[int], change: Callable[[int, int, int], Range]) -> Box:
-    """Return the box of change(lo, hi, n) for each axis of a box in an image of `extent`."""
+    """Return the box with the range change(lo, hi, n) on each axis; `box` has the range [lo, hi), the image n cells."""
     return Box.from_ranges([change(lo, hi, n) for (lo, hi), n in zip(box.axes(), extent, strict=True)])

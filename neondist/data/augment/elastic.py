@@ -18,15 +18,15 @@ from .base import Probability, RandomDraw, Transform, map_axis_ranges
 class Elastic(Transform):
     """Elastic deformation: smooth random displacement of cells by up to `displacement` cells.
 
-    The displacement is a cubic B-spline on control points `spacing` cells apart (Rueckert et al. 1999), each uniform in
-    [-displacement, displacement] along each axis, so it never exceeds these bounds. Values are interpolated linearly,
-    labels are those of the nearest cell; outside the image the nearest edge cell is used. There is no folding if
-    `displacement` is below 0.4 `spacing` (Choi and Lee 2000).
+    The displacement is a cubic B-spline whose control points are `spacing` cells apart (Rueckert et al. 1999) and
+    uniform in [-displacement, displacement] along each axis, so that the spline never exceeds these bounds. Values are
+    interpolated linearly, and labels are taken from the nearest cell; outside the image, the nearest edge cell is used.
+    There is no folding if `displacement` is below 0.4 `spacing` (Choi and Lee 2000).
 
     Parameters
     ----------
     displacement, spacing : float
-        In cells.
+        Largest displacement along each axis, and distance between control points, in cells.
     rate : float
         Fraction of the images that are deformed.
     """
@@ -60,11 +60,11 @@ class Elastic(Transform):
     def _weighted_corners(
         self, source: Box, box: Box, draw: RandomDraw, dtype: np.dtype
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield flat indices into `source`, and weights, of the corners of linear interpolation for a box."""
-        ends = []  # for each axis, the cells on both sides of the position
+        """Yield flat indices into `source` and weights for a box, once for each corner of linear interpolation."""
+        ends = []  # for each axis, indices and weights of the cells on both sides of the positions
         for axis, positions in enumerate(self._source_positions(box, draw)):
             stride, last = prod(source.shape[axis + 1 :]), source.hi[axis] - 1
-            first = positions.astype(np.intp)  # rounds down: none is negative
+            first = positions.astype(np.intp)  # rounds down: no position is negative
             fraction = (positions - first).astype(dtype)
             cells = [(np.minimum(first + step, last) - source.lo[axis]) * stride for step in (0, 1)]
             ends.append(list(zip(cells, (1 - fraction, fraction), strict=True)))
@@ -83,16 +83,16 @@ class Elastic(Transform):
         lattice = tuple(int((n - 1) / self.spacing) + 4 for n in draw.extent)
         index = draw.stream_indices((len(lattice), *lattice), (slice(0, len(lattice)), *points))
         field = self.displacement * (2 * rng.uniform(draw.stream, index) - 1)
-        for axis, pairs in enumerate(knots, start=1):  # cell by cell: bitwise the same for any box
+        for axis, pairs in enumerate(knots, start=1):  # elementwise, so that cells are bitwise equal for any box
             shape = (-1, *(1,) * (field.ndim - 1 - axis))
             field = sum(weight.reshape(shape) * field.take(point, axis) for point, weight in pairs)
         cells = np.meshgrid(*(np.arange(lo, hi) for lo, hi in box.axes()), indexing="ij", sparse=True)
         return [np.clip(cell + shift, 0, n - 1) for cell, shift, n in zip(cells, field, draw.extent, strict=True)]
 
     def _control_points(self, lo: int, hi: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], slice]:
-        """Return four control points and weights for each cell in [lo, hi) of an axis, and the slice of the points.
+        """Return four control points and weights for each cell in [lo, hi) of an axis, and the slice of all points.
 
-        Point 0 lies one spacing before the first cell.
+        Control point 0 lies one spacing before the first cell of the image.
         """
         position = np.arange(lo, hi) / self.spacing
         knot = np.floor(position).astype(np.intp)

@@ -11,12 +11,12 @@ from .base import Probability, RandomDraw, Transform
 
 
 class Brightness(Transform):
-    """Adds a random number to all cells of an image, uniform in [-amount, amount].
+    """Random brightness: adds one number, uniform in [-amount, amount], to all cells of an image.
 
     Parameters
     ----------
     amount : float
-        In units of the network's input, which are standard deviations if the data set normalises by its own.
+        In units of the network's input: standard deviations, if the data set divides images by its own.
     """
 
     def __init__(self, amount: NotNegative = 0.2) -> None:
@@ -29,7 +29,7 @@ class Brightness(Transform):
 
 
 class Contrast(Transform):
-    """Scales the difference of all cells from a level by a random factor, uniform in [1 - amount, 1 + amount].
+    """Random contrast: scales the deviation of all cells from `level` by a factor, uniform in 1 - amount to 1 + amount.
 
     Parameters
     ----------
@@ -51,14 +51,14 @@ class Contrast(Transform):
 
 
 class Noise(Transform):
-    """Adds independent normal noise to every cell and channel, truncated at 4.4 standard deviations.
+    """Independent normal noise, truncated at 4.4 standard deviations, added to every cell and channel.
 
     Parameters
     ----------
     sigma : float
         Standard deviation, in units of the network's input.
     rate : float
-        Fraction of the images that get noise.
+        Fraction of the images to which noise is added.
     """
 
     def __init__(self, sigma: NotNegative = 0.1, *, rate: Probability = 1.0) -> None:

@@ -15,7 +15,7 @@ from .base import Axis, Probability, RandomDraw, Transform, axis_indices, map_ax
 
 
 class Flip(Transform):
-    """Mirrors an image along each of the given axes independently with probability `rate`.
+    """Random mirroring along each of the given axes, independently for each axis with probability `rate`.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Flip(Transform):
         self.axes, self.rate = tuple(axes), rate
 
     def applies_to(self, draw: RandomDraw) -> bool:
-        """Return whether any axis is mirrored; each is drawn independently."""
+        """Return True; whether an axis is mirrored is drawn separately for each axis."""
         return True
 
     def check_shape(self, shape: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class Flip(Transform):
         return _mirror_box(box, self._flipped_axes(draw), draw.extent)
 
     def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
-        """Return the cells mirrored."""
+        """Return the mirrored cells."""
         flipped = self._flipped_axes(draw)
         return cells[tuple(slice(None, None, -1 if axis in flipped else 1) for axis in range(len(draw.extent)))]
 
@@ -58,7 +58,7 @@ class Flip(Transform):
 
 
 class QuarterTurns(Transform):
-    """Rotates an image by 0, 90, 180 or 270 degrees with equal probability, in the plane of two axes of equal extent.
+    """Random rotation by 0, 90, 180 or 270 degrees, with equal probability, in the plane of two axes of equal extent.
 
     Parameters
     ----------
@@ -79,12 +79,12 @@ class QuarterTurns(Transform):
         if shape[a] != shape[b]:
             raise ConfigError(
                 f"QuarterTurns: images of shape {tuple(shape)} have {counted(shape[a], 'cell')} along {self.axes[0]}"
-                " and"
-                f" {shape[b]} along {self.axes[1]}, so a quarter turn does not fit; use Flip of both, or square images"
+                f" and {shape[b]} along {self.axes[1]}, so a quarter turn does not fit; use Flip along both axes, or"
+                " square images"
             )
 
     def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
-        """Return the box around the cells in all four directions."""
+        """Return a box that contains the cells before any of the four rotations."""
         box = box.hull(self._rotate_box(box, 1, extent))
         return box.hull(self._rotate_box(box, 2, extent))
 
@@ -109,7 +109,7 @@ class QuarterTurns(Transform):
 
 
 class Shift(Transform):
-    """Shifts an image by up to `max` cells along each axis: a random crop of the padded image.
+    """Random shift by up to `max` cells along each axis: a random crop of the padded image.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Shift(Transform):
             )
 
     def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
-        """Return the box and `max` cells around it."""
+        """Return the box extended by `max` cells on each side, including the sources of the padding."""
         return map_axis_ranges(box, extent, lambda lo, hi, n: self._source_range(lo - self.max, hi + self.max, n))
 
     def source_box(self, box: Box, draw: RandomDraw) -> Box:
@@ -143,7 +143,7 @@ class Shift(Transform):
         return map_axis_ranges(box.shift(self._draw_offsets(draw)), draw.extent, self._source_range)
 
     def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
-        """Return the cells shifted."""
+        """Return the shifted cells."""
         shifted = box.shift(self._draw_offsets(draw))
         for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
             if lo < 0 or hi > n:

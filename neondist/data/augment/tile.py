@@ -12,7 +12,7 @@ from ...arrays import rng
 from ...geometry import Box
 from .base import RANDOM_NUMBERS_PER_SAMPLE, RandomDraw, Transform
 
-#: returns cells (n, *cells, ...) of samples by number; slices count from the first cell of `input_box`
+#: returns cells (n, *cells, ...) of samples by index; slices are relative to the first cell of `input_box`
 CellReader: TypeAlias = Callable[[np.ndarray, tuple[slice, ...]], np.ndarray]
 
 
@@ -54,11 +54,11 @@ class AugmentedTile:
     def images(
         self, read: CellReader, indices: np.ndarray, epoch: int, cells: Sequence[slice] | None = None
     ) -> np.ndarray:
-        """Return the box (n, *cells, C) of some samples; or a part of it, `cells`, counted from its first cell.
+        """Return the box (n, *cells, C) of some samples, or the part `cells` of the box, relative to its first cell.
 
         Parameters
         ----------
-        read : returns normalised cells, which may be overwritten
+        read : returns normalised cells, which this method may overwrite
         """
         box = self.box
         if cells is not None:

@@ -23,7 +23,7 @@ from .from_images import image_splits
 from .from_official import cifar_splits, find_idx_files, idx_splits, read_idx_magic_number
 
 ConversionProgress = Callable[[str, int, int], None]
-_SAMPLE_COPIES_IN_MEMORY = 3  # of a sample: as read, as written, and HDF5's own
+_SAMPLE_COPIES_IN_MEMORY = 3  # copies of a sample: as read, as written, and HDF5's own
 _BLOCK_CELLS = 1 << 17  # cells whose 64-bit copies stay in cache
 
 
@@ -43,7 +43,7 @@ def open_split_sources(
             raise DataError(f"{path}: no such file or folder; check the path and its permissions")
     if labels is not None and maps is not None:
         raise ConfigError(
-            "--labels and --maps exclude each other; give a class for each image, or one for each of its pixels"
+            "--labels and --maps exclude each other; give --labels for classes of images, --maps for classes of pixels"
         )
     try:
         return _detect_format(paths, loader, labels, maps)
@@ -65,7 +65,8 @@ def _detect_format(
         return image_splits(first, loader, labels, maps)
     if labels is not None or maps is not None:
         raise ConfigError(
-            f"--labels and --maps apply to a folder of images, and {first} is not one, or is not the only source"
+            f"--labels and --maps require a folder of images as the only source, not {first}; give that folder alone,"
+            " or leave --labels and --maps out"
         )
     if all(path.suffix == ".npy" for path in paths):
         return _reject_image_options(npy_splits(paths), loader)
@@ -151,7 +152,7 @@ def _write_split(
     )
     scale = white_value(part.dtype)
     tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
-    label_blocks: list[np.ndarray] = []  # of labels that are not maps, whose chunks span several blocks of images
+    label_blocks: list[np.ndarray] = []  # labels that are not maps: their chunks span several blocks of images
     classes = ClassLabelChecker(name) if _has_class_labels(part) else None
     done, sums = 0, np.zeros((2, part.shape[-1]))
     progress(name, 0, part.count)
@@ -175,7 +176,7 @@ def _write_split(
         progress(name, done, part.count)
     if done != part.count:
         raise DataError(
-            f"{name}: {done} of {part.count} samples were read; the source has changed, run the command again"
+            f"{name}: {done} of {part.count} samples were read, since the source has changed; run the command again"
         )
     if label_blocks:
         tables[1].add(np.concatenate(label_blocks), 0)
@@ -254,13 +255,13 @@ class ClassLabelChecker:
             wrong = low if low < 0 else high
             sample = self._checked_sample_count + int(np.argwhere(labels == wrong)[0][0])
             raise DataError(
-                f"{self.split_name}: sample {sample} has the label {wrong}; expected a whole number from 0; correct it"
+                f"{self.split_name}: sample {sample} has the label {wrong}; correct it to a class number, from 0"
             )
         is_mask = labels.ndim > 1 and high == _WHITE_PIXEL_VALUE and np.isin(labels, (0, _WHITE_PIXEL_VALUE)).all()
         if is_mask and not self.largest_label:
             raise DataError(
-                f"{self.split_name}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the class"
-                " index of each pixel: save 0 and 1 (in NumPy: mask // 255)"
+                f"{self.split_name}: the maps contain only 0 and 255, which would mean 256 classes; save the class"
+                " index of each pixel, 0 or 1 (in NumPy: mask // 255)"
             )
         self.largest_label = max(self.largest_label, high)
         self._checked_sample_count += len(labels)

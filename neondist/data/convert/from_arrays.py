@@ -1,4 +1,4 @@
-"""NPY and NPZ files, read as streams: neither mapped nor loaded, and never unpickled."""
+"""NPY and NPZ files, read as streams: neither memory-mapped nor loaded whole, and never unpickled."""
 
 from __future__ import annotations
 
@@ -60,13 +60,11 @@ class ArrayFile:
                 raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray(array)")
             expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
             if self._remaining_bytes(stream) < expected:
-                raise DataError(
-                    f"{self.title}: truncated: its shape is {shape}, which is {expected} bytes; save it again"
-                )
+                raise DataError(f"{self.title}: is truncated: its shape {shape} needs {expected} bytes; save it again")
             yield shape, dtype, stream
 
     def _remaining_bytes(self, stream: Any) -> int:
-        """Return the number of bytes left in an open file, or the size of a member by the archive's directory."""
+        """Return the number of bytes left in an open file, or a member's size according to the archive's directory."""
         if self.member is None:
             return os.fstat(stream.fileno()).st_size - stream.tell()
         with _open_zip(self.path) as archive:
@@ -103,8 +101,8 @@ def npz_splits(path: Path) -> dict[str, SplitSource]:
             parts[part] = split_of_arrays(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
     if "train" not in parts:
         raise DataError(
-            f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_val, y_val,"
-            " x_test, y_test), or images and labels"
+            f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name the arrays x_train, y_train (and x_val,"
+            " y_val, x_test, y_test), or images and labels"
         )
     notes = tuple(f"left out: the array {name}" for name in sorted(members))
     return parts | {"train": replace(parts["train"], messages=notes)}

@@ -28,7 +28,7 @@ Sample = tuple[Path, Any]  # an image, and its label or label map
 def image_splits(
     folder: Path, loader: ImageLoader, table: Path | None = None, maps: Path | None = None
 ) -> dict[str, SplitSource]:
-    """Return the parts of a folder; the notes of the first list what is left out.
+    """Return the parts of a folder; the messages of the first part list the files that are left out.
 
     Subfolders are classes, sorted by name. Subfolders called train, val and test are splits instead, and their own
     subfolders are the classes. `table` is a CSV file with rows FILE,LABEL; `maps` is a folder with a class map for each
@@ -50,8 +50,8 @@ def image_splits(
     names = tuple(path.name for path in classes if walk_images(path))
     if not names:
         raise DataError(
-            f"{sets['train']}: has no folder of images for each class; make one, or give --labels FILE.csv, or"
-            " --maps FOLDER"
+            f"{sets['train']}: has no class folders with images; create a folder for each class, or give"
+            " --labels FILE.csv or --maps FOLDER"
         )
     samples = {name: _list_class_samples(path, names) for name, path in sets.items()}
     empty = tuple(
@@ -64,7 +64,7 @@ def image_splits(
 def _list_class_samples(folder: Path, names: tuple[str, ...]) -> list[Sample]:
     unknown = sorted({path.name for path in find_subfolders(folder) if walk_images(path)} - set(names))
     if unknown:
-        raise DataError(f"{folder}: class '{unknown[0]}' has no training images ({', '.join(names)} have); rename it")
+        raise DataError(f"{folder}: class '{unknown[0]}' has no training images; rename it to {' or '.join(names)}")
     present = {path.name for path in find_subfolders(folder)}
     return [(path, label) for label, name in enumerate(names) if name in present for path in walk_images(folder / name)]
 
@@ -77,7 +77,7 @@ def _pair_images_with_maps(folder: Path, maps: Path) -> list[Sample]:
         _require_inside(maps, path)
         stem = path.relative_to(maps).with_suffix("")
         if stem in by_stem:
-            raise DataError(f"{path}: and {by_stem[stem].name} are maps with the same name; keep the right one")
+            raise DataError(f"{path}: is a second map for an image, besides {by_stem[stem].name}; keep one of them")
         by_stem[stem] = path
     pairs = []
     for path in walk_images(folder):
@@ -85,7 +85,7 @@ def _pair_images_with_maps(folder: Path, maps: Path) -> list[Sample]:
             continue
         stem = path.relative_to(folder).with_suffix("")
         if stem not in by_stem:
-            raise DataError(f"{path}: has no map {maps / stem}.*; give each image one")
+            raise DataError(f"{path}: has no map {maps / stem}.*; add a map for each image")
         pairs.append((path, by_stem[stem]))
     return pairs
 
@@ -99,12 +99,12 @@ def _read_label_table(folder: Path, table: Path) -> list[Sample]:
         if len(row) < 2 or any(row[2:]) or not row[1].isdecimal() or len(row[1]) > _MAX_LABEL_DIGITS:
             text = ",".join(row)
             text = text if len(text) < 80 else text[:77] + "..."
-            raise DataError(f"{table}: line {line} is {text!r}; write FILE,LABEL with a number from 0")
+            raise DataError(f"{table}: line {line} is {text!r}; expected FILE,LABEL, with a label from 0")
         path = folder / row[0]
         if not _is_file_inside(folder, row[0]):
             raise DataError(f"{table}: line {line}: {folder} has no file {row[0]!r}; correct the table")
         if labels.setdefault(path, int(row[1])) != int(row[1]):
-            raise DataError(f"{table}: line {line}: {row[0]!r} has label {labels[path]} in an earlier line; keep one")
+            raise DataError(f"{table}: line {line}: {row[0]!r} has label {labels[path]} in an earlier line; remove one")
     return list(labels.items())
 
 
@@ -113,7 +113,7 @@ def _is_file_inside(folder: Path, name: str) -> bool:
     try:
         path = folder / name
         return path.resolve().is_relative_to(folder.resolve()) and path.is_file()
-    except (OSError, ValueError, RuntimeError):  # too long, a null character, a link to itself
+    except (OSError, ValueError, RuntimeError):  # the name is too long or has a null character, or links form a cycle
         return False
 
 
@@ -151,8 +151,8 @@ def _build_split(name: str, pairs: list[Sample], loader: ImageLoader) -> SplitSo
     def require_same_format(path: Path, array: np.ndarray, expected: np.ndarray, origin: Path) -> np.ndarray:
         if (array.shape, array.dtype) != (expected.shape, expected.dtype):
             raise DataError(
-                f"{path}: is {_describe(array)}, but {origin.name} is {_describe(expected)}; all images of a file must"
-                " have the same size and type: scale them with --size HEIGHT WIDTH, or give --mode L, RGB or RGBA"
+                f"{path}: is {_describe(array)}, but {origin.name} is {_describe(expected)}; all images must have"
+                " the same size and type; scale them with --size HEIGHT WIDTH, or give --mode L, RGB or RGBA"
             )
         return array
 
@@ -219,7 +219,7 @@ def _require_inside(root: Path, path: Path) -> None:
 
 
 def _reject_link(root: Path, path: Path, what: str = "folder") -> None:
-    raise DataError(f"{path}: is a link to a {what} outside {root}, which is not followed; put the {what} there")
+    raise DataError(f"{path}: is a link to a {what} outside {root} and is not followed; copy the {what} to {root}")
 
 
 def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:
@@ -239,7 +239,7 @@ def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     if "train" not in splits:
         name = next(iter(splits.values())).name
         raise DataError(
-            f"{folder}: has a folder '{name}', but no training folder; name that 'train', or rename '{name}' if it"
-            " is a class"
+            f"{folder}: has a folder '{name}', but no training folder; name that folder 'train', or rename '{name}' if"
+            " it is a class"
         )
     return splits, [path for path in folders if path not in splits.values()]

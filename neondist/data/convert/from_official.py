@@ -19,7 +19,7 @@ _CIFAR_CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "f
 
 
 def read_idx_magic_number(path: Path) -> int:
-    """Return the magic number of an IDX file, plain or gzipped, or 0."""
+    """Return the magic number of an IDX file, plain or gzipped; 0 for other files."""
     with MaybeGzipStream(path) as stream:
         number = int.from_bytes(stream.read(4), "big")
     return number if number in (IMAGES_MAGIC, LABELS_MAGIC) else 0

@@ -24,17 +24,17 @@ class CIFAR10(CachedDataset):
     serialized_path : path, optional
         Cache of each rank's tile, as in MNIST.
     validation : float or int, optional
-        Fraction or number of the training images held out for validation: the last ones of the batches.
+        Fraction or number of the training images to hold out for validation, taken from the end.
 
     Raises
     ------
     ConfigError
-        As for MNIST.
+        If an argument is invalid, as for MNIST.
     """
 
     sample_shape, classes = (32, 32, 3), 10
     class_names = "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the official training set
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # statistics of the official training set
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class CIFAR10(CachedDataset):
         return BatchSource(Path(os.path.expanduser(self.path)))
 
     def check(self) -> None:
-        """Check that all batches exist and hold whole records; the pixels are not read."""
+        """Check that all batches exist and consist of whole records; the pixels are not read."""
         for name, size in self.batch_source.file_sizes().items():
             if size == 0 or size % RECORD_BYTES:
                 raise DataError(
@@ -84,8 +84,8 @@ class CIFAR10(CachedDataset):
             if wrong.size:
                 raise DataError(
                     f"{self.batch_source.folder_or_archive}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is"
-                    " not one of 0"
-                    " to 9; the file is damaged, or belongs to CIFAR-100; download the binary version of CIFAR-10"
+                    " not a class from 0 to 9; the file is damaged, or belongs to CIFAR-100; download the binary"
+                    " version of CIFAR-10"
                 )
         arrays["content"] = np.frombuffer(digest.digest(), np.uint8)
         return arrays

@@ -20,7 +20,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue 
 _RECORDS_PER_CHUNK = 1000
 BATCH_FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
 _BATCH_FILE_NAMES = [name for names in BATCH_FILES.values() for name in names]
-_MAX_BATCH_BYTES = 10_000 * RECORD_BYTES  # an official batch; nothing larger is read from an archive
+_MAX_BATCH_BYTES = 10_000 * RECORD_BYTES  # size of an official batch; nothing larger is read from an archive
 _MAX_ARCHIVE_BYTES = 30 * _MAX_BATCH_BYTES
 _READ_PROBLEM = "cannot be read", "check its permissions", DataError
 
@@ -94,7 +94,7 @@ class BatchSource:
             with open_regular(self.folder_or_archive) as file, tarfile.open(fileobj=file) as archive:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile reports one line per method
+            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # a line per compression
             raise DataError(
                 f"{self.folder_or_archive}: is not a valid .tar.gz ({reason}); download it again"
             ) from error

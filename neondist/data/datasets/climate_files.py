@@ -31,9 +31,9 @@ class ClimateFiles(Dataset):
     """Time series of fields in NetCDF or Zarr files that follow the CF conventions.
 
     A sample has the variables at `steps` consecutive times as channels; its target has the variables `lead` time steps
-    after the last of these. All files form one series, of which each rank reads its tile. Variables are normalised by
-    their mean and standard deviation over the training times, in both images and targets; checkpoints store these
-    statistics.
+    after the last of these times. All files form one series, of which each rank reads its tile. Variables are
+    normalised by their mean and standard deviation over the training times, in both images and targets; checkpoints
+    store these statistics.
 
     Parameters
     ----------
@@ -41,14 +41,14 @@ class ClimateFiles(Dataset):
         A pattern such as ``'era5/*.nc'``; sorting the files by name must sort them by time.
     variables : sequence of str
         Names of the variables, the channels of the images, such as ``[t2m, u10, v10]``.
-    levels : sequence of float, or a mapping of variables to them, optional
-        Levels of variables with a vertical coordinate, each a channel: level 500 of z is 'z500'.
+    levels : sequence of float, or a mapping from variables to such sequences, optional
+        Levels to read of variables with a vertical coordinate; each is a channel, such as 'z500' for level 500 of z.
     targets : sequence of str, optional
         Target variables, or channels such as 'z500'. Default: all variables.
     steps : int
         Number of times per image; channels of earlier times are named like 't2m@t-1'.
     lead : int
-        Number of time steps from the last of these to the target; 0 for targets at the same time.
+        Number of time steps from the last time of an image to its target; 0 for targets at the same time.
     normalise : 'training' or 'none'
         'training': the network input is (x - mean) / std of each variable. 'none': unnormalised values.
     fill : float, optional
@@ -122,7 +122,7 @@ class ClimateFiles(Dataset):
         self._sample_numbers_by_split()
 
     def open_series(self, files: str, argument_name: str = "files", targets: bool = True) -> FieldSeries:
-        """Return the variables of files, checked; `targets`: including variables that are only targets.
+        """Return the checked variables of files; `targets`: whether to include variables that are only targets.
 
         Raises
         ------
@@ -138,7 +138,7 @@ class ClimateFiles(Dataset):
         return FieldSeries(files, [*self.variables, *missing], self.levels, **options) if missing else inputs
 
     def input_channels(self, series: FieldSeries) -> list[int]:
-        """Return the indices of the channels of an image, at each of its times."""
+        """Return the indices of the channels that an image has at each of its times."""
         return [index for index, channel in enumerate(series.channels) if channel.variable in self.variables]
 
     def target_channels(self, series: FieldSeries) -> list[int]:
@@ -183,7 +183,7 @@ class ClimateFiles(Dataset):
         return train, validation, test
 
     def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
-        """Load this rank's part of all splits and compute the training statistics. Collective, as `Dataset.open`."""
+        """Load this rank's part of all splits and compute the training statistics. Collective, like `Dataset.open`."""
         super().open(grid, checked, augment, seed)
         series, fields = self._series, self.fields
         assert series is not None
@@ -212,29 +212,29 @@ class ClimateFiles(Dataset):
         return len(self._sample_numbers_by_split()[0]) + self.steps - 1 + self.lead
 
     def _sample_numbers_by_split(self) -> list[np.ndarray]:
-        """Return the samples of training, validation and test, numbered by their first time."""
+        """Return the samples of the training, validation and test splits, as indices of their first times."""
         assert self._series is not None
         times = len(self._series)
         samples = times - self.steps + 1 - self.lead
         held_out = (self._validation_share is not None) + (self._test_share is not None)
         if samples < 1 + held_out:
             raise DataError(
-                f"{self.files}: too few times for steps: {self.steps} and lead: {self.lead}:"
-                f" {counted(times, 'time')}, so {counted(max(samples, 0), 'sample')} for"
-                f" {counted(1 + held_out, 'split')}; give more files"
+                f"{self.files}: too few times: with steps: {self.steps} and lead: {self.lead},"
+                f" {counted(times, 'time')} give {counted(max(samples, 0), 'sample')} for"
+                f" {counted(1 + held_out, 'split')}; add files"
             )
         last = 0 if self._test_share is None else count_held_out("test", self._test_share, samples)
         middle = 0 if self._validation_share is None else self.count_validation_samples(samples)
         if last + middle >= samples:
             raise DataError(
-                f"validation: {middle} of {counted(samples, 'sample')}, and {last} for test, leave no training"
-                " samples; give fewer"
+                f"validation: {middle} of {counted(samples, 'sample')} for validation and {last} for test leave none"
+                " for training; hold out fewer"
             )
         first = samples - last - middle
         return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]
 
     def _make_split(self, tile: tuple[slice, ...], sample_numbers: np.ndarray) -> Split:
-        """Return samples as a split."""
+        """Return some samples as a split."""
         series = self._series
         assert series is not None
         images = FieldTiles(series, sample_numbers, self.steps, self.input_channels(series), tile)

@@ -21,7 +21,7 @@ from .mnist import ALL_FILES
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 OnProgress = Callable[[str, int, int | None], None]
-"""Called with the file name, the bytes received and the total, None if the server does not report it."""
+"""Called with the file name, the bytes received and the total bytes (None if the server does not report them)."""
 _DOWNLOAD_PIECE_BYTES = 1 << 16
 
 
@@ -97,7 +97,7 @@ def _resume_download(url: str, part: Path, progress: OnProgress, timeout: float)
                 file.flush()
                 os.fsync(file.fileno())
     except urllib.error.HTTPError as error:
-        # nothing is left to send: the partial file was complete (or wrong: its checksum decides)
+        # nothing is left to send: the partial file was complete (or wrong, as its checksum then shows)
         if error.code == 416 and start:
             return
         raise DataError(f"{url}: the server returned {error.code} {error.reason}; specify another mirror") from error

@@ -28,8 +28,8 @@ from .hdf5_tiles import contiguous_runs
 from .image_lists import match_files
 
 _MAX_OPEN_VARIABLES = 64  # maximum number of open variables
-_MAX_STEP_RATIO = 1.5  # of the usual step: months have 28 to 31 days
-_COORDINATE_TOLERANCE = 1e-4  # of a step in latitude or longitude, which files may store in different precision
+_MAX_STEP_RATIO = 1.5  # longest regular step, relative to the usual one: months have 28 to 31 days
+_COORDINATE_TOLERANCE = 1e-4  # relative to the grid spacing: files may store coordinates in different precision
 
 Levels = Sequence[float] | Mapping[str, Sequence[float]] | None
 
@@ -42,8 +42,8 @@ class FieldSeries:
     files : str
         A pattern of NetCDF or Zarr files.
     variables : sequence of str
-    levels : sequence of float, or a mapping from variables to them, optional
-        Values of the vertical coordinate, each a channel.
+    levels : sequence of float, or a mapping from variables to such sequences, optional
+        Values of the vertical coordinate to read; each is a channel.
     argument_name : str
         Name of the pattern's argument, for messages.
     fill : float, optional
@@ -56,7 +56,7 @@ class FieldSeries:
     channels : list of Channel
     extent : (H, W)
     times : array (T,)
-        In seconds; `time_step` is the usual difference, `month_step` the constant one in calendar months.
+        In seconds; `step_seconds` is the usual difference, `month_step` a constant difference in calendar months.
     latitude : array (H,) or (H, W), or None
     dtype : numpy.dtype
 
@@ -102,7 +102,7 @@ class FieldSeries:
         return len(self.times)
 
     def read(self, times: np.ndarray, cells: Sequence[slice], channels: Sequence[int] | None = None) -> np.ndarray:
-        """Return cells (n, *cells, C) of some times, by their indices, for some channels or all, channels last."""
+        """Return cells (n, *cells, C) at `times`, given as indices; `channels`: indices of channels, all by default."""
         chosen = range(len(self.channels)) if channels is None else channels
         extents = [cut.stop - cut.start for cut in cells]
         out = np.empty((len(times), *extents, len(chosen)), self.dtype)
@@ -148,18 +148,18 @@ class FieldSeries:
 
     @property
     def axis_orders(self) -> tuple[str, str]:
-        """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where unknown."""
+        """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' if unknown."""
         values = [self._coordinates.get(axis) for axis in "YX"]
         steps = [0.0 if x is None or x.ndim > 1 or len(x) < 2 else float(x[1] - x[0]) for x in values]
         row, column = ("" if not step else "ascending" if step > 0 else "descending" for step in steps)
         return row, column
 
     def _file_index(self, time_index: int) -> int:
-        """Return the number of the file that contains a time."""
+        """Return the index of the file that contains a time."""
         return int(np.searchsorted(self._file_offsets, time_index, "right")) - 1
 
     def _contiguous_reads(self, time_indices: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (position, file, first time in the file, count) of times that form one read."""
+        """Yield (position, file, first time in the file, count) of each run of times that is read at once."""
         for start, first, count in contiguous_runs(np.asarray(time_indices)):
             position = start
             while count:
@@ -206,13 +206,13 @@ class FieldSeries:
             if letter not in "TZYX" and n > 1:
                 name = dimension_name(source, letter) or letter
                 raise DataError(
-                    f"{source.path}: has {n} cells along '{name}', and is not a field over time, level, latitude and"
-                    " longitude; select one index along '{name}'"
+                    f"{source.path}: has {n} cells along '{name}', but must be a field over time, level, latitude and"
+                    f" longitude; select one index along '{name}'"
                 )
         return source, source.auxiliary_variables()[0]
 
     def _add_channels(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> None:
-        """Set the channels from the first file; DataError if those of a later file, or its grid, differ."""
+        """Set the channels from the first file; DataError if a later file has other channels or another grid."""
         channels: list[Channel] = []
         for variable, (source, auxiliaries) in zip(self.variables, sources, strict=True):
             attributes = source.array_attributes()
@@ -232,7 +232,7 @@ class FieldSeries:
                 raise DataError(f"{name}: two channels are called '{twice}'; leave out one of the variables or levels")
         if [channel.name for channel in channels] != [channel.name for channel in self.channels]:
             raise DataError(
-                f"{name}: has {', '.join(channel.name for channel in channels)}, but {self.file_names[0]} has"
+                f"{name}: has channels {', '.join(channel.name for channel in channels)}, but {self.file_names[0]} has"
                 f" {', '.join(channel.name for channel in self.channels)}; give all files the same levels"
             )
         for channel, first in zip(channels, self.channels, strict=True):
@@ -306,7 +306,7 @@ class FieldSeries:
                 )
 
     def _read_times(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> np.ndarray:
-        """Return the times of a file in seconds; DataError if its variables differ in them."""
+        """Return the times of a file in seconds; DataError if its variables have different times."""
         times: list[np.ndarray] = []
         for source, auxiliaries in sources:
             axis = coordinate_along_axis(source, "T", auxiliaries)
@@ -319,7 +319,7 @@ class FieldSeries:
             self._first_file_and_calendar = first, calendar
             if not are_comparable_calendars(f"{name}:{axis.name}", calendar_of(axis), calendar):
                 raise DataError(
-                    f"{name}: its times have the calendar '{calendar_of(axis)}', but those of {first} '{calendar}';"
+                    f"{name}: its times have the calendar '{calendar_of(axis)}', but {first} has '{calendar}';"
                     " convert them to one calendar (xarray: convert_calendar)"
                 )
             times.append(times_in_seconds(name, axis))
@@ -348,7 +348,7 @@ class FieldSeries:
                 " file, and name the files so that they sort by time"
             )
         raise DataError(
-            f"{name}: a gap in time: {place} is {_format_duration(steps[at - 1])} after {before}, the"
+            f"{name}: has a gap in time: {place} is {_format_duration(steps[at - 1])} after {before}, but the"
             f" usual step is {_format_duration(usual)}; add the missing file, or fill the gap"
         )
 

@@ -26,37 +26,37 @@ _DEFAULT_TEST_SHARE = 0.1
 class HDF5Dataset(Dataset):
     """Images (N, H, W, C), volumes (N, D, H, W, C) or signals (N, L, C) in HDF5, with labels per sample or per cell.
 
-    Batches are read on demand, each rank its own tile, and a thread prefetches the next batch. `neondist data convert`
-    writes such files with chunks suited to tiles; any other layout can be read too.
+    Batches are read on demand: each rank reads its own tile, and a thread prefetches the next batch. `neondist data
+    convert` writes such files with chunks suited to tiles; any other layout can be read too.
 
     Parameters
     ----------
     path : path
         The file; `~` is expanded.
     images, labels : str
-        Names of the arrays in each group. Labels are classes (N,), targets (N, K), or maps (N, H, W) or (N, H, W, K),
-        whose extent is that of the network's output.
+        Names of the arrays in each group. Labels are classes (N,), targets (N, K), or maps (N, H, W) or (N, H, W, K)
+        with the spatial extent of the network's output.
     train, test : str
-        The groups; '/' is the file itself.
+        Names of the groups; '/' is the file itself.
     test_share : float, optional
-        Fraction of the samples held out for testing if there is no group `test`, drawn once. Default: 0.1, or none if
-        there is a validation group or file.
+        Fraction of the samples to draw once and hold out for testing if there is no group `test`. Default: 0.1, or
+        none if there is a validation group or file.
     classes : int, optional
         Number of classes. Default: the attribute 'classes' of the labels, or the largest class plus one; unknown for
         maps.
     class_names : sequence of str, optional
         Names of the classes in reports, from class 0. Default: the attribute 'names' of the labels.
     mean, std : float or one per channel, optional
-        The network input is (x / scale - mean) / std. Default: the attributes of these names of the training images, or
-        0 and 1.
+        The network input is (x / scale - mean) / std. Default: the attributes 'mean' and 'std' of the training images,
+        or 0 and 1.
     scale : float, optional
-        Raw value that maps to 1. Default: the attribute, or 255 for uint8, 65535 for uint16, else 1.
+        Raw value that maps to 1. Default: the attribute 'scale', or 255 for uint8, 65535 for uint16, else 1.
     ahead : bool
         Prefetch the next batch in a thread.
     validation : str, mapping, float, int or None
         The validation group, which may be missing if it has the default name; another file, as its name (ending in .h5
         or .hdf5) or {path: FILE, group: NAME}, where the group defaults to the name of the training group; or the
-        fraction or number of training samples held out, drawn once. None: no validation.
+        fraction or number of training samples to draw once and hold out. None: no validation.
 
     Raises
     ------
@@ -142,7 +142,7 @@ class HDF5Dataset(Dataset):
             if info is not None:
                 groups[name] = info
             elif name == "train" or (name == "validation" and (path, group) != (self.file, name)):
-                raise DataError(f"{path}: has no group '{group}'; specify yours with {name}: ('/' is the file)")
+                raise DataError(f"{path}: has no group '{group}'; specify the group with {name}: ('/' is the file)")
         first = groups["train"]
         shape = first.images.shape[1:]
         for info in groups.values():
@@ -150,7 +150,7 @@ class HDF5Dataset(Dataset):
                 raise DataError(
                     f"{info.path}: {info.images.name} {info.images.shape} and its labels {info.labels.shape}"
                     f" differ in shape from {first.images.name} {first.images.shape} and its labels"
-                    f" {first.labels.shape}; make them agree"
+                    f" {first.labels.shape}; make the shapes agree"
                 )
         if self._random_test_share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
@@ -178,8 +178,8 @@ class HDF5Dataset(Dataset):
             if wrong.size:
                 at = wrong[0]
                 raise DataError(
-                    f"{group.path}: {group.labels.name} of sample {at} is {values[at]}, not below {count}; correct it,"
-                    " or give classes"
+                    f"{group.path}: {group.labels.name} of sample {at} is {values[at]}; expected a class from 0, below"
+                    f" {count}; correct it, or give classes"
                 )
         return count
 
@@ -202,9 +202,8 @@ class HDF5Dataset(Dataset):
             values = np.asarray(stored if override is None else override, np.float64)
             if values.shape not in ((), (1,), images.shape[-1:]):
                 raise DataError(
-                    f"{field}: {values.shape} numbers do not fit the {counted(images.shape[-1], 'channel')} of"
-                    f" {images.name};"
-                    " give one, or one per channel"
+                    f"{field}: values of shape {values.shape} do not fit the"
+                    f" {counted(images.shape[-1], 'channel')} of {images.name}; give one value, or one per channel"
                 )
             result[field] = _check_finite(field, values, positive=field != "mean")
         return result
@@ -217,7 +216,7 @@ def _check_name(field: str, name: object) -> str:
 
 
 def _split_off_random_samples(key: str, sample_numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sample numbers without `count` fixed random ones, and these."""
+    """Return the sample numbers without `count` randomly drawn ones, and the drawn ones; the same in every run."""
     shuffled = sample_numbers[rng.uniform(rng.key(key), sample_numbers).argsort(kind="stable")]
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 

@@ -16,8 +16,8 @@ from ...io.hdf5.reader import array_names, convert_hdf5_errors, find_object, is_
 from ...system.memory import require_memory
 from ...terminal.console import counted
 
-MAX_CHUNK_BYTES = 1 << 30  # bytes that one read may decode in excess; typical chunks have a few MiB
-_MAX_COMPRESSION_RATIO = 1032  # compression ratio of deflate, at most
+MAX_CHUNK_BYTES = 1 << 30  # maximum bytes that one read decodes in excess; typical chunks have a few MiB
+_MAX_COMPRESSION_RATIO = 1032  # maximum compression ratio of deflate
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class GroupInfo:
 
 
 def read_group_info(path: Path, group: str, images: str, labels: str) -> GroupInfo | None:
-    """Return the description of a group, None if it does not exist; the images are not read.
+    """Return the description of a group, or None if it does not exist; the images are not read.
 
     Raises
     ------
     DataError
-        If the file is missing or damaged, or an array is missing or of another kind.
+        If the file is missing or damaged, or an array is missing or invalid.
     """
     before = size_and_mtime(path)
     with open_hdf5(path) as file, convert_hdf5_errors(path):
@@ -74,7 +74,7 @@ def read_group_info(path: Path, group: str, images: str, labels: str) -> GroupIn
 
 
 def hash_content(groups: Iterable[GroupInfo]) -> str:
-    """Return a hash of the groups' arrays, from some of the cells or their checksums."""
+    """Return a hash of the groups' arrays, computed from some of the cells or their checksums."""
     hashes = []
     for group in groups:
         with open_hdf5(group.path) as file, convert_hdf5_errors(group.path):
@@ -105,14 +105,14 @@ def _read_group_arrays(
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
     if find_object(file, y.name).nbytes > max(_MAX_COMPRESSION_RATIO * path.stat().st_size, 1 << 20):
         raise DataError(
-            f"{path}: {y.name} declares {counted(y.shape[0], 'label')}, more than the file can hold; it is damaged"
+            f"{path}: {y.name} declares {counted(y.shape[0], 'label')}, more than fit in the file; write it again"
         )
     require_memory(2 * find_object(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
     return x, y, read_verified_array(file, y.name)
 
 
 def _read_class_names(array: Any) -> tuple[str, ...]:
-    """Return the names of the classes in an attribute of labels; () if it has none."""
+    """Return the class names in the attribute 'names' of labels; () if there are none."""
     import h5py
 
     kind = array.attrs.get_id("names") if "names" in array.attrs else None

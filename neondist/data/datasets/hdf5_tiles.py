@@ -129,7 +129,7 @@ class PrefetchingSplit(Split):
         if reader is not None:
             reader.shutdown()
         for tiles in (self.tiles, self.labels):
-            close = getattr(tiles, "close", None)  # arrays have none
+            close = getattr(tiles, "close", None)  # arrays have no such method
             if close is not None:
                 close()
 

@@ -82,12 +82,12 @@ def _convert_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: no such file; {REMEDY}") from error
     except OSError as error:
         reason = error.strerror or error
-        raise DataError(f"{path}: cannot be read ({reason}); check that it is a file and its permissions") from error
+        raise DataError(f"{path}: cannot be read ({reason}); check that it is a file, and its permissions") from error
 
 
 LABELS_MAGIC, IMAGES_MAGIC = 2049, 2051
 _CONTENTS = {LABELS_MAGIC: "labels", IMAGES_MAGIC: "images"}
-# deflate compresses by at most this factor, so a larger declared size is false
+# deflate compresses by at most this factor, so a larger declared size is invalid
 _MAX_COMPRESSION_RATIO = 1032
 _MAX_CHUNK_BYTES = 1 << 24
 
@@ -119,11 +119,11 @@ class IdxReader:
 
     @property
     def md5(self) -> str:
-        """The md5 of the unpacked bytes read so far; that of the whole file once `read_chunks` is exhausted."""
+        """The md5 of the unpacked bytes read so far: of the whole file once `read_chunks` is exhausted."""
         return self._md5.hexdigest()
 
     def read_chunks(self, count: int = 1000) -> Iterator[np.ndarray]:
-        """Yield the samples in order, at most `count` at once, (n, *sample) uint8; DataError if too few or too many."""
+        """Yield samples (n, *sample) uint8 in order, at most `count` at once; DataError if their number is wrong."""
         header = self.header
         size = prod(header.sample_shape)
         count = max(1, min(count, _MAX_CHUNK_BYTES // size))
@@ -132,8 +132,8 @@ class IdxReader:
             raw = self._read_bytes(n * size)
             if len(raw) < n * size:
                 raise DataError(
-                    f"{self.path}: truncated: the header declares {header.count} {_CONTENTS[header.magic]}, the"
-                    f" data ends after {lo + len(raw) // size}; {REMEDY}"
+                    f"{self.path}: truncated: the header declares {header.count} {_CONTENTS[header.magic]}, but"
+                    f" the data end after {lo + len(raw) // size}; {REMEDY}"
                 )
             yield np.frombuffer(raw, np.uint8).reshape(n, *header.sample_shape)
         if self._stream.read(1):
@@ -170,7 +170,7 @@ class IdxReader:
         fault = "truncated" if packed or size < expected else "too long"
         raise DataError(
             f"{self.path}: {fault}: extents {header.extents} in the header need {expected} bytes{' unpacked' * packed}"
-            f", the file has {size}; {REMEDY}"
+            f", but the file has {size}; {REMEDY}"
         )
 
     def _read_bytes(self, count: int) -> bytes:

@@ -16,11 +16,11 @@ from ..raw_values import fill_missing
 from .hdf5_tiles import PrefetchingSplit
 from .image_lists import ImageEntry, is_picture
 
-_MAX_OPEN_FILES, _MAX_OPEN_ONE_CHUNK_FILES = 64, 4  # files; those stored as one chunk are held in memory
+_MAX_OPEN_FILES, _MAX_OPEN_ONE_CHUNK_FILES = 64, 4  # files stored as one chunk are kept in memory
 
 
 class RandomCropPositions:
-    """Random positions of the crops of an epoch: a function of the seed, the epoch and the sample's key only.
+    """Random positions of the crops of an epoch; they depend only on the seed, the epoch and the samples' keys.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class CropTiles:
     tile : slices of the cells in a crop
     opener : function that opens a file
     fill : value substituted for NaN; None: NaN is an error
-    classes : for masks, the number of classes and an additional label to ignore
+    classes : for masks, the number of classes and the label to ignore, if any
     cache : bytes of decoded chunks to keep
     """
 
@@ -143,7 +143,7 @@ class CropTiles:
         return tuple(slice(0, cut.stop - cut.start) for cut in self.tile)
 
     def _crop_box(self, number: int, cells: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return cells of the tile of a crop as a box of the file."""
+        """Return the box of the file that contains some cells of a crop's tile."""
         item, origin = self.images[number], self.crops.first_cell(number)
         box = (
             slice(lo + own.start + cut.start, lo + own.start + cut.stop)

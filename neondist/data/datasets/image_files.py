@@ -31,30 +31,30 @@ _NUM_FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitt
 class ImageFiles(Dataset):
     """Images, volumes or fields in files: TIFF, Zarr, NIfTI, NetCDF, HDF5, PNG and others that `nd.open_source` opens.
 
-    With `crop` images may have different sizes: every sample is a crop of that size at a random position, redrawn in
-    each epoch, keyed by seed, epoch and sample, and therefore the same on every grid. Each rank reads only its tile of
-    a crop if the format allows. Validation crops are fixed. Leading axes of a file before the spatial ones (time,
-    samples; depth, if crops have two axes) are samples.
+    With `crop`, images may have different sizes: every sample is a crop of that size at a random position. The position
+    is redrawn in each epoch and depends only on seed, epoch and sample, so it is the same on every grid. Each rank
+    reads only its tile of a crop if the format allows. Validation crops are fixed. Images along axes of a file before
+    the spatial ones (time, samples; depth, if crops have two axes) are separate samples.
 
     Parameters
     ----------
     images : str
         A pattern such as ``'scans/*.tif'``, ``'data/**/*.png'`` or, for all file types, ``'data/*'``; 'FILE.nc:NAME'
-        names an array, '#1' a resolution level.
+        selects an array, the suffix '#1' a resolution level.
     labels : str
-        'folders': folder names are classes. FILE.csv: rows of FILE,CLASS, with numbers from 0 or names (in sorted
-        order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks named like the images: integers are a
-        class per cell, other values a target per cell.
+        'folders': folder names are classes. FILE.csv: rows of FILE,CLASS, with class numbers from 0 or class names
+        (numbered in sorted order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks named like the
+        images: integer masks contain a class per cell, other masks a target per cell.
     crop : list of int, optional
         Extents of a crop, [h, w] or [d, h, w]. Default: whole images, which must all have the same size.
     crops_per_image : int
         Number of crops (samples) per image.
     classes : int, optional
-        Number of classes. Default: that of the folders, or one more than the largest class of a table; unknown for
+        Number of classes. Default: the number of folders, or one more than the largest class of a table; unknown for
         masks.
     class_names : sequence of str, optional
         Names of the classes in reports, from class 0, such as ``[background, vessel]``. Default: the names of folders,
-        or those in a table.
+        or the class names in a table.
     ignore_index : int, optional
         Value in masks that is not a class, to be ignored by a cost with the same `ignore_index`.
     normalise : 'mean', 'percentile' or 'none'
@@ -62,13 +62,13 @@ class ImageFiles(Dataset):
         once from up to 64 boxes of 256 cells per side of the training images; checkpoints store these values.
     percentiles : (float, float)
     mean, std : float or one per channel, optional
-        Override the computed values.
+        Values that override the computed ones.
     fill : float, optional
         Value substituted for NaN, in the units of the file. Default: NaN is an error.
     seed : int
         Seed of the positions of crops and of the choice of validation images.
     validation : float or int
-        Fraction or number of the images held out for validation, drawn once.
+        Fraction or number of the images to draw once and hold out for validation.
     test : float or int, or mapping, optional
         Fraction or number of the images held out for the test split; or other files, {images: PATTERN}, labelled like
         the training images, or {images: PATTERN, labels: ...}.
@@ -109,7 +109,7 @@ class ImageFiles(Dataset):
         if crop is not None and not 1 <= len(crop) <= 3:
             raise ConfigError(f"crop: {list(crop)} are {len(crop)} extents; give [h, w] or [d, h, w]")
         if not 0 <= percentiles[0] < percentiles[1] <= 100:
-            raise ConfigError(f"percentiles: {list(percentiles)} is invalid; expected two of 0 to 100, such as [1, 99]")
+            raise ConfigError(f"percentiles: {list(percentiles)} is invalid; expected [low, high] within 0 to 100")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
         self._given_classes, self.ignore_index = count_named_classes(classes, class_names), ignore_index
         self._given_class_names = class_names
@@ -124,7 +124,7 @@ class ImageFiles(Dataset):
         if not isinstance(test, Mapping):
             require_fraction_or_count("test", test)
         self._test_option = test
-        self._num_training_images = 0  # images that are not files of the test split
+        self._num_training_images = 0  # images that are not in files of the test split
         self._masks: list[ImageEntry] | None = None
         self._image_labels: np.ndarray | None = None
         self._images: list[ImageEntry] = []
@@ -160,7 +160,7 @@ class ImageFiles(Dataset):
             raise DataError("test: has another kind of labels than the training split; give both the same kind")
         self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
         if self._validation_share is not None and self._num_training_images < 2:
-            raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
+            raise DataError(f"{self.images}: one image cannot be split; add images, or set validation: null")
         self._image_numbers_by_split()
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
@@ -176,7 +176,7 @@ class ImageFiles(Dataset):
         return train, rest[0], rest[1]
 
     def _image_numbers_by_split(self) -> list[np.ndarray]:
-        """Return the numbers of the images for training, validation and test."""
+        """Return the indices of the images for training, validation and test."""
         count = self._num_training_images
         drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")
         first = 0 if self._validation_share is None else self.count_validation_samples(count)
@@ -188,7 +188,7 @@ class ImageFiles(Dataset):
         if last >= self._num_training_images:
             raise DataError(
                 f"test: {counted(first, 'image')} for validation and {last - first} for test leave no training"
-                " images; give fewer"
+                " images; hold out fewer"
             )
         return [np.sort(image_numbers) for image_numbers in (drawn[last:], drawn[:first], rest)]
 

@@ -33,7 +33,7 @@ class ImageEntry:
     ----------
     name : name of the file, for `open_source`
     leading_index : index of the image on the file's leading axes, before the spatial ones
-    shape, dtype : (*spatial, C)
+    shape, dtype : shape (*spatial, C) and dtype of the image
     """
 
     name: str
@@ -72,7 +72,7 @@ def open_mask(name: str) -> TileSource:
 
 
 def list_images(names: Sequence[str], num_axes: int | None, masks: bool = False) -> list[ImageEntry]:
-    """Return the images in some files; `num_axes`: spatial axes of each, None: Y, X, and Z if present."""
+    """Return the images in some files; `num_axes`: number of spatial axes; None: Y, X, and Z if present."""
     items = []
     for name in names:
         with open_mask(name) if masks else open_source(name) as source:
@@ -108,14 +108,14 @@ def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], w
 def read_labels(
     labels: str, items: Sequence[ImageEntry], classes: int | None, names: Sequence[str] = ()
 ) -> tuple[np.ndarray, int | None, Sequence[str]]:
-    """Return the class or target of each image, from its folder or a table, the number of classes, and their names.
+    """Return the class or target of each image (from its folder or a table), the number of classes, and their names.
 
     `names`: the class names of the training split, whose numbers a test split shares.
     """
     if labels == "folders":
         folders = [Path(item.name).parent.name for item in items]
         if not names and len(set(folders)) < 2:
-            raise DataError(f"labels: all images are in the folder '{folders[0]}'; give each class a folder, or labels")
+            raise DataError(f"labels: all images are in folder '{folders[0]}'; give each class a folder, or set labels")
         values, names = _number_class_names(labels, folders, names)
         return values, classes or len(names), names
     table = _read_label_table(Path(os.path.expanduser(labels)), items)
@@ -150,7 +150,7 @@ def _number_class_names(labels: str, texts: Sequence[str], names: Sequence[str])
     names = names or sorted(set(texts))
     if unknown := set(texts).difference(names):
         choices = ", ".join(names)[:200]
-        raise DataError(f"{labels}: '{min(unknown)}' is not among the training classes, {choices}; correct it")
+        raise DataError(f"{labels}: '{min(unknown)}' is not among the training classes ({choices}); correct it")
     return np.array([names.index(text) for text in texts]), names
 
 
@@ -177,13 +177,14 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
     for mask in all_masks:
         if (mask.shape[-1], mask.dtype.kind) != (first.shape[-1], first.dtype.kind):
             raise DataError(
-                f"{mask.name}: is {_describe(mask)}, but {first.name} is {_describe(first)}; all masks must match"
+                f"{mask.name}: is {_describe(mask)}, but {first.name} is {_describe(first)}; all masks must have the"
+                " same channels and kind of dtype"
             )
     return all_masks
 
 
 def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
-    """Return the mask of each image, matched by name up to the first dot, or in full if that is ambiguous."""
+    """Return the mask of each image, matched by name up to the first dot, or by the full name if that is ambiguous."""
     is_unique = len({_stem_without_suffixes(name).partition(".")[0] for name in images}) == len(images)
 
     def stem_of(name: str) -> str:
@@ -192,11 +193,11 @@ def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: s
     by_stem: dict[str, str] = {}
     for name in names:
         if stem_of(name) in by_stem:
-            raise DataError(f"{name}: and {by_stem[stem_of(name)]} are masks with the same name; keep the right one")
+            raise DataError(f"{name}: has the same name as the mask {by_stem[stem_of(name)]}; keep one of them")
         by_stem[stem_of(name)] = name
     missing = [name for name in images if stem_of(name) not in by_stem]
     if missing:
-        raise DataError(f"{missing[0]}: has no mask called {stem_of(missing[0])} among {pattern}; give each image one")
+        raise DataError(f"{missing[0]}: has no mask called {stem_of(missing[0])} among {pattern}; add the mask")
     surplus = sorted(set(by_stem) - {stem_of(name) for name in images})
     if surplus:
         raise DataError(f"{by_stem[surplus[0]]}: is a mask without an image; remove it, or correct the pattern")
@@ -231,7 +232,7 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
         if len(row) < 2 or (rows_by_name and len(row) - 1 != len(next(iter(rows_by_name.values())))):
             raise DataError(
                 f"{path}: the row {','.join(row)[:80]!r} has {counted(len(row) - 1, 'value')}; give all rows the"
-                " same number"
+                " same number of values"
             )
         if rows_by_name.setdefault(name, row[1:]) != row[1:]:
             raise DataError(f"{path}: {row[0]!r} has two rows; keep one")

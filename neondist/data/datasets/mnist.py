@@ -84,15 +84,16 @@ class MNIST(CachedDataset):
         training and 2,000 test digits. Files with the official number of samples must be the official files, bit
         for bit.
     serialized_path : path, optional
-        Cache of each rank's decoded tile: an HDF5 file whose name contains {rank} (required for more than one rank) and
-        {size}; `~` is expanded. It is rebuilt when the files, the grid or the format have changed. Default: no cache.
+        Cache of each rank's decoded tile: an HDF5 file whose name may contain {rank} (required for more than one rank)
+        and {size}; `~` is expanded. It is rebuilt when the files, the grid or the format have changed. Default: no
+        cache.
     validation : float or int, optional
-        Fraction or number of the training digits held out for validation: the last ones of the file.
+        Fraction or number of the training digits to hold out for validation, taken from the end of the file.
 
     Raises
     ------
     ConfigError
-        If an argument is not a path, the template has other fields, or `validation` is neither a fraction nor a number.
+        If a path is invalid or has fields other than {rank} and {size}, or `validation` is not a fraction or number.
 
     Notes
     -----
@@ -132,7 +133,7 @@ class MNIST(CachedDataset):
         return [file.path_in(self.folder) for file in ALL_FILES]
 
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
-        """Return one tile of all digits, and the md5 of the whole images."""
+        """Return one tile of all digits, and the md5 of the unpacked image files."""
         arrays: ArraysByName = {}
         digests = []
         for name, pair in _FILES_BY_SPLIT.items():
@@ -143,7 +144,7 @@ class MNIST(CachedDataset):
 
 
 def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray, bytes]:
-    """Return this rank's tile of all images (N, h, w, 1) uint8, all labels (N,) int64, and the md5 of the whole images.
+    """Return this rank's tile of all images (N, h, w, 1) uint8, all labels (N,) int64, and the images' md5.
 
     All bytes are validated.
     """
@@ -166,7 +167,7 @@ def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[
 def _check_headers(images: Path, labels: Path, image_header: IdxHeader, label_header: IdxHeader) -> None:
     if image_header.sample_shape != _IMAGE_SIZE:
         size = " x ".join(map(str, image_header.sample_shape))
-        raise DataError(f"{images}: images of {size} pixels, MNIST has 28 x 28; {REMEDY}")
+        raise DataError(f"{images}: has images of {size} pixels instead of 28 x 28; {REMEDY}")
     if image_header.count != label_header.count:
         raise DataError(
             f"{images} has {image_header.count} images but {labels} has {label_header.count} labels; take both from the"
@@ -177,6 +178,6 @@ def _check_headers(images: Path, labels: Path, image_header: IdxHeader, label_he
 def _check_official_md5(reader: IdxReader, file: MnistFile) -> None:
     if reader.header.count == file.count and reader.md5 != file.md5:
         raise DataError(
-            f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5},"
-            f" expected {file.md5}: it is damaged, or another data set; {REMEDY}"
+            f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5}"
+            f" instead of {file.md5}, so it is damaged or another data set; {REMEDY}"
         )

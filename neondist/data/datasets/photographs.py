@@ -24,7 +24,7 @@ class Photographs(Dataset):
     """Whitened grey-scale crops of photographs, mirrored at random; a crop's class is its photograph.
 
     The position of crop i is a function of (seed, split, i) only. A rank computes its tiles of crops on demand from the
-    whitened photographs, a few megabytes in memory.
+    whitened photographs, which take a few megabytes of memory.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Photographs(Dataset):
         Number of crops of each split; test crops are at other positions in the same photographs.
     seed : int
     validation : float or int, optional
-        Fraction or number of the training crops held out for validation: the last ones.
+        Fraction or number of the training crops to hold out for validation, taken from the end.
 
     Raises
     ------
@@ -63,7 +63,7 @@ class Photographs(Dataset):
         self.split_sizes, self.seed = {"train": int(train), "test": int(test)}, int(seed)
 
     def check(self) -> None:
-        """Find the photographs, set `files` and `classes`, and check that a crop fits in each; reads only headers."""
+        """Find the photographs, set `files` and `classes`, and check from the headers that a crop fits in each."""
         self.files = find_photographs(self.path)
         self.classes = len(self.files)
         for file in self.files:
@@ -71,7 +71,7 @@ class Photographs(Dataset):
             if any(n < side for n, side in zip(size, self.sample_shape, strict=False)):
                 sides = " x ".join(map(str, self.sample_shape[:2]))
                 raise DataError(
-                    f"{file}: has {size[0]} x {size[1]} pixels, less than the crop {sides}; give a smaller crop"
+                    f"{file}: is {size[0]} x {size[1]} pixels, smaller than the crop {sides}; give a smaller crop"
                 )
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
@@ -152,7 +152,7 @@ _INSTALL_HINT = "install them with: pip install 'neondist[examples]'"
 
 
 def find_photographs(folder: Path | None) -> list[Path]:
-    """Return the images of a folder, sorted by name, or those of scikit-image and scikit-learn.
+    """Return the images of a folder, sorted by name, or the photographs of scikit-image and scikit-learn.
 
     Raises
     ------
@@ -182,7 +182,7 @@ def _find_in_package(package: str) -> list[Path]:
     paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}: is missing, though the package is installed; reinstall it, or give a path")
+            raise DataError(f"{path}: is missing, though {package} is installed; reinstall {package}, or give a path")
     return paths
 
 

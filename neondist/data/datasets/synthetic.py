@@ -39,7 +39,7 @@ class Synthetic(Dataset):
     noise : float
         Half-width of the uniform noise; the gratings range from -1 to 1.
     validation : float or int, optional
-        Fraction or number of the training samples held out for validation: the last ones.
+        Fraction or number of the training samples to hold out for validation, taken from the end.
 
     Raises
     ------
@@ -89,15 +89,15 @@ _BLOCK_CELLS = 1 << 18
 class Gratings:
     """One tile of `count` images, computed on demand.
 
-    Indexing with an integer array gives float32 tiles (n, *tile, C). The sine of a sum is computed from sines per
-    axis of the whole image by products and sums alone, so that a cell is bitwise the same in every tile.
+    Indexing with an integer array gives float32 tiles (n, *tile, C). The sine of the sum of the axes' angles is
+    computed by products and sums from sines and cosines along whole axes: cells are bitwise the same in every tile.
 
     Parameters
     ----------
     shape : sequence of int
         Global shape of an image, (*spatial, C).
     tile : tuple of slice
-        This rank's cells in it, one slice per axis, channels included.
+        This rank's cells in an image, one slice per axis, channels included.
     classes, count : int
         Number of classes and of images.
     key : tuple
@@ -153,7 +153,7 @@ class Gratings:
             image[lo:hi] = self._grating(angles, block) + self._cell_noise(number, block)
 
     def _angles(self, number: int) -> list[np.ndarray]:
-        """Return the angle added by each axis of the whole image; that of the last, channels, includes the phase."""
+        """Return the angles added along each axis of the whole image; those along the channels include the phase."""
         label, axes = int(self.labels[number]), len(self._image_shape) - 1
         turn = np.pi * label / self._classes
         # wavelengths from 12 down to 6 cells: a few kernels wide, whatever the size of the image

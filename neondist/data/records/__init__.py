@@ -1,4 +1,4 @@
-"""Records of CSV files, RecordIO files, database tables, HDF5 arrays and data sets, each an array.
+"""Records of CSV files, RecordIO files, database tables, HDF5 arrays and data sets; each record is an array.
 
 base: the reader's base class. csv_file, recordio, table, arrays: one reader each. sources: opening by name. feed: data
 set of the features and labels that a user's function computes from records.

@@ -23,7 +23,7 @@ class BadRecordError(DataError):
 
 
 class RecordReader(ABC):
-    """Reader of records by number, each one array.
+    """Reader of records by number; each record is one array.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class ConcatenatedRecords(RecordReader):
 
 
 class UserRecords(RecordReader):
-    """Records returned by a user's function: an object with a length that is indexed by number."""
+    """Records of an object returned by a user's function; the object has a length and is indexed by number."""
 
     def __init__(self, source: str, records: Any) -> None:
         super().__init__(source)

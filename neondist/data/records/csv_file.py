@@ -19,7 +19,7 @@ _BLOCK_BYTES = 1 << 22
 
 
 class CsvRecords(RecordReader):
-    """Rows of a CSV file, of which only the line offsets are held in memory.
+    """Rows of a CSV file; only the line offsets are kept in memory.
 
     A row is an array of float64, or of text if a column of the first row is not a number. The first line is a header
     if it has text in a column whose next entry is a number.

@@ -28,13 +28,13 @@ class Mode(str, Enum):
 
 
 class FeedFunction:
-    """A function from records to features and labels, whose results are checked.
+    """Function that computes features and labels from records; its results are checked.
 
     Parameters
     ----------
     function : callable
         Takes a list of records and a mode; returns features (n, C, *spatial) or (n, F) and labels, one of each per
-        record, or for prediction features alone.
+        record; features alone suffice for prediction.
     location : str
         File and line of the function, for messages.
     """
@@ -43,7 +43,7 @@ class FeedFunction:
         self.function, self.location = function, location
 
     def __call__(self, records: list[np.ndarray], mode: Mode) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return features and labels, channels last; ConfigError if the function fails or returns something else."""
+        """Return features and labels, channels last; ConfigError if the function fails or returns invalid results."""
         name = getattr(self.function, "__name__", "feed")
         try:
             result = self.function(records, mode)
@@ -72,10 +72,12 @@ class FeedFunction:
             if isinstance(values, Sequence) and len(values) != records:
                 array, count = np.empty(0), len(values)
             else:
-                raise ConfigError(f"{self.location}: {name} cannot be one array ({error})") from error
+                raise ConfigError(
+                    f"{self.location}: {name} cannot form one array ({error}); return values of one shape"
+                ) from error
         if count != records:
             raise ConfigError(
-                f"{self.location}: {name} are {count} for {counted(records, 'record')}; return one per record"
+                f"{self.location}: {name}: got {count} for {counted(records, 'record')}; return one per record"
             )
         if array.dtype.kind not in "biuf":
             raise ConfigError(f"{self.location}: {name} have dtype {array.dtype}; return numbers")
@@ -88,7 +90,7 @@ class RecordSamples:
     Parameters
     ----------
     reader : RecordReader
-    feed : Feed
+    feed : FeedFunction
     mode : Mode
     bad : collection of int
         Numbers of records to leave out.
@@ -119,7 +121,7 @@ class RecordSamples:
 
 
 class _SampleTiles:
-    """This rank's tile of features or label maps; other labels are whole."""
+    """This rank's tiles of features or label maps, or whole labels of another shape."""
 
     def __init__(self, samples: RecordSamples, component: int, shape: tuple[int, ...], tile: tuple[slice, ...]) -> None:
         self._samples, self._component, self._tile = samples, component, tile
@@ -146,7 +148,7 @@ class _RecordDataset(Dataset):
         self._samples_by_split = {"train": training} | ({} if evaluation is None else {"validation": evaluation})
 
     def check(self) -> None:
-        """Compute the features of a few records."""
+        """Compute the features of a few records, and check their shapes."""
         shapes = set()
         for samples in self._samples_by_split.values():
             features, _ = samples.features_and_labels(range(min(_NUM_RECORDS_CHECKED, len(samples))))

@@ -12,9 +12,9 @@ from .base import BadRecordError, RecordReader
 
 
 class TableRecords(RecordReader):
-    """Rows of a table, read whole, in the order of its primary key, or else in the database's order.
+    """Rows of a table, which is read whole, ordered by its primary key, or else as returned by the database.
 
-    A row of numbers is an array of float64, any other row an array of text.
+    Rows are arrays of float64 if the first row has only numbers, and arrays of text otherwise.
 
     Parameters
     ----------
@@ -60,7 +60,10 @@ class TableRecords(RecordReader):
             return np.array([str(value) for value in row])
         for name, value in zip(self.column_names, row, strict=True):
             if not _is_number(value):
-                raise BadRecordError(number, f"{self.source}: row {number}: column {name}: {value!r} is not a number")
+                problem = f"row {number}: column {name}: {value!r} is not a number"
+                raise BadRecordError(
+                    number, f"{self.source}: {problem}; correct the row, or skip it with --skip-bad-records"
+                )
         return np.array(row, np.float64)
 
     def _require_sqlite_file(self, path: str | None) -> None:
