@@ -12,7 +12,7 @@ from ..errors import ConfigError, ShapeError
 from ..geometry import Box
 
 AXIS_ORDER = "NTZYXC"  # standard order: samples, time, depth, height, width, channels; unknown letters count as samples
-MAX_GUESSED_CHANNELS = 4  # extent up to which an unnamed last axis may be channels
+MAX_GUESSED_CHANNELS = 4  # extent up to which an unnamed last axis may be the channel axis
 BoxLike: TypeAlias = Box | Sequence[slice] | Sequence[tuple[int, int]]
 Cells: TypeAlias = tuple[slice, ...]
 
@@ -28,7 +28,7 @@ class Axes:
     Attributes
     ----------
     channels_last_letters : str
-        The same, channels-last: 'YXC'. C is always present, with extent 1 if the file has no channel axis.
+        The letters with channels last: 'YXC'. C is always present, with extent 1 if the file has no channel axis.
     """
 
     def __init__(self, letters: str) -> None:
@@ -62,12 +62,12 @@ class Axes:
 
 
 def guess_axes(shape: Sequence[int], where: str | Path = "") -> str:
-    """Guess the axes of an array whose file does not name them; of three or more, a last one of extent <= 4 is C.
+    """Guess the axes of an array whose file does not name them; the last of three is C if its extent is at most 4.
 
     Raises
     ------
     ShapeError
-        If it has no axis, or more than five.
+        If the array has no axis, or more than five.
     """
     has_channels = len(shape) > 3 or (len(shape) == 3 and shape[-1] <= MAX_GUESSED_CHANNELS)
     defaults = {1: "X", 2: "YX", 3: "YXC" if has_channels else "NYX", 4: "NYXC", 5: "NZYXC"}
@@ -87,7 +87,7 @@ def squeeze_channels(axes: str, shape: tuple[int, ...], options: Mapping[str, An
 
 
 def box_to_slices(box: BoxLike, shape: Sequence[int], name: str) -> Cells:
-    """Return a box as slices of an array; ShapeError if it has the wrong number of axes, or extends beyond it."""
+    """Return a box as slices of an array; ShapeError if the number of axes is wrong, or the box exceeds the array."""
     pairs = (
         list(box.axes())
         if isinstance(box, Box)
@@ -96,7 +96,7 @@ def box_to_slices(box: BoxLike, shape: Sequence[int], name: str) -> Cells:
     ndim = box.ndim if isinstance(box, Box) else len(box)
     if ndim != len(shape) or not all(0 <= lo <= hi <= n for (lo, hi), n in zip(pairs, shape, strict=False)):
         raise ShapeError(
-            f"{name}: box {pairs} does not fit in an array of shape {list(shape)}; give its bounds by axis"
+            f"{name}: box {pairs} does not fit in an array of shape {list(shape)}; give one pair of bounds per axis"
         )
     return tuple(slice(int(lo), int(hi)) for lo, hi in pairs)
 

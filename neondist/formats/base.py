@@ -1,4 +1,4 @@
-"""Interfaces of sources and sinks: arrays in files that are read or written by boxes."""
+"""Interfaces of sources and sinks: arrays in files that are read or written box by box."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .conventions import AuxiliaryVariable
 
 MAX_CHUNK_BYTES = 1 << 30  # bytes decoded at once; chunks are usually a few MiB
 AXIS_METADATA_DEFAULTS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
-"""metadata by axis, and the values that carry no information"""
+"""names of metadata by axis, and their values that carry no information"""
 
 
 class TileSource(ABC):
-    """Reader of boxes of an array in a file; each rank opens its own, and one thread at a time may read.
+    """Reader of boxes of an array in a file; each rank opens its own, and the threads of a rank take turns.
 
-    An adapter passes the constructor the stored array's description, and implements `_read`.
+    A subclass passes a description of the stored array to the constructor, and implements `_read`.
 
     Parameters
     ----------
     path : str
         Name for messages.
     axes : str
-        A letter for each stored axis: N samples, T time, Z, Y, X, C channels, or others, which count as samples.
+        A letter for each stored axis: N samples, T time, Z, Y, X, C channels, or other letters, which count as samples.
     shape, dtype : shape and dtype of the stored array
     chunks : sequence of int, optional
         Unit of decoding of the stored array. None: single cells can be read.
@@ -58,14 +58,14 @@ class TileSource(ABC):
     chunks : tuple of int, or None
     levels : int
     bytes_read : int
-        Bytes decoded so far: for each read, the chunks it touches that are not in `cache`.
+        Bytes decoded so far: those of all chunks that reads have needed and not found in `cache`.
     cache : ChunkCache, optional
         Cache of decoded chunks shared by overlapping reads. Default: None.
 
     Raises
     ------
     DataError
-        If it does not hold numbers, is empty, or has chunks larger than 1 GiB.
+        If the array does not contain numbers, is empty, or has chunks larger than 1 GiB.
     """
 
     max_chunk_bytes = MAX_CHUNK_BYTES
@@ -86,7 +86,7 @@ class TileSource(ABC):
         self.axes_given, self._read_lock = axes_given, Lock()
         if len(axes) != len(shape):
             raise ConfigError(
-                f"{path}: axes '{axes}' for an array of shape {list(shape)}; give one letter per"
+                f"{path}: axes '{axes}' do not fit an array of shape {list(shape)}; give one letter per"
                 " axis, in the stored order"
             )
         self.stored_axes = Axes(axes)
@@ -104,17 +104,16 @@ class TileSource(ABC):
         decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
         if decoded > self.max_chunk_bytes:
             raise DataError(
-                f"{path}: {format_bytes(decoded)} must be decoded at once; rewrite it with tiles or chunks of about"
-                " 1 MB"
+                f"{path}: {format_bytes(decoded)} must be decoded at once; rewrite the file with chunks of about 1 MB"
             )
 
     def read(self, box: BoxLike) -> np.ndarray:
-        """Return the cells of a box, a new array with channels last; threads take turns.
+        """Return the cells of a box as a new array with channels last; concurrent threads take turns.
 
         Parameters
         ----------
         box : Box, or slices, or (start, stop) pairs
-            One for each axis of `shape`.
+            One slice or pair for each axis of `shape`.
 
         Raises
         ------
@@ -127,8 +126,8 @@ class TileSource(ABC):
         shape = tuple(cut.stop - cut.start for cut in cells)
         if 0 in shape:
             return np.empty(shape, self.dtype)
-        require_memory(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
-        with convert_read_errors(self.path), self._read_lock:  # a file has one position
+        require_memory(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller boxes")
+        with convert_read_errors(self.path), self._read_lock:  # threads share the file's position
             if self.cache is None or self.chunks is None:
                 return self._read_channels_last(cells)
             return self._read_cached(self.cache, cells, self.chunks)
@@ -137,12 +136,14 @@ class TileSource(ABC):
         shape = [cut.stop - cut.start for cut in cells]
         array = self.stored_axes.from_file(np.asarray(self._read(self.stored_axes.to_stored(cells))))
         if list(array.shape) != shape:
-            raise DataError(f"{self.path}: returned {list(array.shape)} for a box of {shape}; it is damaged")
+            raise DataError(
+                f"{self.path}: has {list(array.shape)} cells for a box of {shape}; restore it from a good copy"
+            )
         self.bytes_read += self._decoded_bytes(cells)
         return np.ascontiguousarray(array, self.dtype)
 
     def _read_cached(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
-        """Return cells from the cache; read chunks that are not cached, each row of neighbouring chunks at once."""
+        """Return cells from the cache; first read and cache missing chunks, a row of neighbouring chunks at a time."""
         out = np.empty([cut.stop - cut.start for cut in cells], self.dtype)
         spans = [_chunk_overlaps(cut, c, n) for cut, c, n in zip(cells, chunks, self.shape, strict=True)]
         longest = max(range(len(spans)), key=lambda axis: len(spans[axis]))
@@ -208,8 +209,8 @@ class TileSource(ABC):
 class TileSink(ABC):
     """Writer of an array to a file: ranks write disjoint boxes, and `commit` gives the file its final name.
 
-    Until then it is stored as NAME.partial, which is removed if the sink is closed without `commit`, unless it was
-    created with `resume`.
+    Until then the file is called NAME.partial; it is removed if the sink is closed without `commit`, unless the sink
+    was created with `resume`.
 
     Attributes
     ----------
@@ -251,7 +252,8 @@ class TileSink(ABC):
         array = np.asarray(array)
         if array.shape != shape or not np.can_cast(array.dtype, self.dtype, "same_kind"):
             raise ShapeError(
-                f"{self.path}: expected {list(shape)} cells of {self.dtype}, got {list(array.shape)} of {array.dtype}"
+                f"{self.path}: expected {list(shape)} cells of {self.dtype}, got {list(array.shape)} of {array.dtype};"
+                " pass an array of that shape and dtype"
             )
         if array.size:
             with convert_write_errors(self.path):
@@ -272,7 +274,7 @@ class TileSink(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Flush everything this rank has written to disk."""
+        """Flush to disk everything that this rank has written."""
 
     def _finish_cells(self) -> None:  # noqa: B027 - optional
         """Finish the file after all cells are written, on every rank."""
@@ -293,7 +295,7 @@ class TileSink(ABC):
 
 
 def _chunk_overlaps(cut: slice, chunk: int, extent: int) -> list[tuple[slice, slice, slice]]:
-    """Return, along one axis, each chunk that contains cells, and their slices in the chunk and in the box."""
+    """Return, along one axis, each chunk that contains cells of a box, and their slices in the chunk and the box."""
     spans = []
     for lo in range(cut.start // chunk * chunk, cut.stop, chunk):
         first, end = max(lo, cut.start), min(lo + chunk, cut.stop)
@@ -305,7 +307,7 @@ def _chunk_overlaps(cut: slice, chunk: int, extent: int) -> list[tuple[slice, sl
 
 @contextmanager
 def convert_read_errors(path: str | Path) -> Iterator[None]:
-    """Convert any exception that a library raises on a damaged file into DataError; a UserError passes."""
+    """Convert any exception that a library raises on a damaged file into DataError; a UserError passes unchanged."""
     try:
         yield
     except UserError:

@@ -17,12 +17,12 @@ _ROWS_PER_BLOCK = 256  # rows summed at once
 
 
 def check_cell_weights(weights: str, extent: Sequence[int], fields: FieldMetadata | None) -> None:
-    """Check that weights are available for outputs of this extent; else raise DataError or ConfigError.
+    """Check that weights are available for outputs of this extent; else raise DataError, ConfigError or ShapeError.
 
     Parameters
     ----------
     weights : str
-        'cos(lat)', or a file: 'FILE.nc:NAME'.
+        'cos(lat)', or a variable of a file: 'FILE.nc:NAME'.
     extent : tuple of int, global
     fields : FieldMetadata, or None
         Metadata of the outputs.
@@ -39,12 +39,12 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMet
     Raises
     ------
     DataError, ConfigError
-        As `check_cell_weights`; or if weights are negative, or all zero.
+        As from `check_cell_weights`, or if weights are negative or all zero.
     """
     if weights == COSINE:
         latitude = _require_latitude(extent, fields)
         cosine = np.cos(np.deg2rad(latitude))
-        cosine = np.maximum(cosine, 0.0)  # rounding, at the poles
+        cosine = np.maximum(cosine, 0.0)  # rounding may give negative cosines at the poles
         whole = np.broadcast_to(cosine[:, None] if cosine.ndim == 1 else cosine, tuple(extent))
         return np.ascontiguousarray((whole[box.slices] / cosine.mean())[..., None])
     variable = _WeightVariable(weights, extent)
@@ -57,7 +57,7 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMet
 def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np.ndarray:
     if fields is None:
         raise ConfigError(
-            f"weights: {COSINE} needs a data set with latitudes, such as ClimateFiles; or give a file, 'FILE.nc:NAME'"
+            f"weights: {COSINE} needs a data set with latitudes; use ClimateFiles, or give weights: 'FILE.nc:NAME'"
         )
     if fields.latitude is None:
         raise DataError(
@@ -71,7 +71,7 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
         )
     if tuple(extent) != tuple(fields.extent):
         raise ShapeError(
-            f"weights: outputs have {list(extent)} cells, but the fields {list(fields.extent)}; make the network"
+            f"weights: outputs have {list(extent)} cells, but the fields have {list(fields.extent)}; make the network"
             " preserve the extent (padding: same)"
         )
     return fields.latitude
@@ -106,7 +106,7 @@ class _WeightVariable:
         return np.broadcast_to(values, box.shape)
 
     def mean(self) -> float:
-        """Return the mean over all cells, summed in fixed row blocks, so all ranks agree."""
+        """Return the mean over all cells, summed in fixed blocks of rows, so that it is equal on all ranks."""
         rows, *others = self._extent
         sums = 0.0
         for first in range(0, rows, _ROWS_PER_BLOCK):

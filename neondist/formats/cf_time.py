@@ -45,14 +45,14 @@ def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "st
         Name of the coordinate, for messages.
     values : array of numbers
     units : str
-        The attribute, such as 'days since 1850-01-01'.
+        Value of the attribute `units`, such as 'days since 1850-01-01'.
     calendar : str
-        A calendar of CF, including noleap, all_leap and 360_day.
+        A CF calendar, including noleap, all_leap and 360_day.
 
     Raises
     ------
     DataError
-        If the units are not a fixed length since a date, the calendar is unknown, or a time is missing.
+        If the units do not count a fixed length of time since a date, the calendar is unknown, or a time is missing.
     """
     kind = _calendar_kind(where, calendar)
     match = _TIME_UNITS_PATTERN.fullmatch(units.strip())
@@ -89,12 +89,12 @@ def are_comparable_calendars(where: str, calendar: str, other_calendar: str) -> 
 
 
 def month_containing(time: float, calendar: str) -> int:
-    """Return the number of the month, 12 * year + month - 1, that contains a time of `seconds_of_cf_times`."""
+    """Return the number of the month, 12 * year + month - 1, that contains a time from `seconds_of_cf_times`."""
     return _MONTHS[bisect_right(_MONTHS, time, key=lambda month: start_of_month(month, calendar)) - 1]
 
 
 def start_of_month(month: int, calendar: str) -> float:
-    """Return the time at which a month begins, as `seconds_of_cf_times`."""
+    """Return the time at which a month begins, in seconds as from `seconds_of_cf_times`."""
     return 86400.0 * _day_number(_calendar_kind("time", calendar), month // 12, month % 12 + 1, 1)
 
 

@@ -65,11 +65,11 @@ class VariableMetadata:
     Attributes
     ----------
     dimensions : tuple of str
-        Their names; '' for one without a name.
+        Names of the dimensions; '' for an unnamed one.
     attributes : mapping
-        Text as str.
+        Attributes by name, text as str.
     coordinates : mapping
-        Variables by name: those named like its dimensions, and those listed in its attribute `coordinates`.
+        Coordinate variables by name: those named like dimensions, and those listed in the attribute `coordinates`.
     """
 
     dimensions: tuple[str, ...]
@@ -79,7 +79,7 @@ class VariableMetadata:
 
 @dataclass(frozen=True)
 class AuxiliaryVariable:
-    """A variable that another refers to: the coordinates of a dimension or of cells, their bounds, a projection.
+    """A variable that another variable refers to: coordinates of a dimension or of cells, bounds, a projection.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class AuxiliaryVariable:
     values : numpy.ndarray, or None
         None for a dimension without coordinates.
     attributes : dict
-        Numbers as they are, text as bytes.
+        Attributes by name: numbers unchanged, text as bytes.
     unreadable_attributes : tuple of str
         Names of attributes that cannot be read.
     """
@@ -119,7 +119,7 @@ def list_metadata_names(variables: Sequence[AuxiliaryVariable], unreadable: Sequ
 def collect_referenced_variables(
     own_attributes: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
 ) -> list[AuxiliaryVariable]:
-    """Return the variable's own attributes, its dimensions, and all variables that these refer to, recursively."""
+    """Return a variable's attributes under '', its dimensions, and all variables that these refer to, recursively."""
     position = {name: own_attributes[name] for name in POSITION_ATTRIBUTES if name in own_attributes}
     variables = [AuxiliaryVariable("", (), None, position), *dimensions]
     while missing := sorted(
@@ -144,7 +144,7 @@ def split_words(text: Any) -> list[str]:
 
 
 def attribute_text(value: Any) -> str:
-    """Return a text attribute, given as bytes or str, as str; '' for others."""
+    """Return a text attribute, given as bytes or str, as str; '' for other values."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
@@ -165,7 +165,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
         message = (
             f"{where}: which of its axes ({listed}) are rows and columns is ambiguous: {why}; give axes, one letter"
             f" per axis in the stored order, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}',"
-            " or its coordinates the attribute axis (X, Y, Z or T)"
+            " or give its coordinates the attribute axis (X, Y, Z or T)"
         )
         if any(names):
             return DataError(message)
@@ -191,7 +191,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
         unread = [key for key in AXIS_ATTRIBUTES if own.attributes.get(key, "") is None] if own is not None else []
         if unread and not (declared or auxiliary or by_name):
             raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_text(unread[0], name)}")
-        if name.lower() == "height" and "width" in lower:  # of pictures
+        if name.lower() == "height" and "width" in lower:  # extents of pictures
             by_name = {"Y"}
         ranked = [*((one, 0) for one in declared), *((one, 1) for one in auxiliary if len(auxiliary) == 1)]
         claims.append(dict([*ranked, *((one, 2) for one in by_name)][:1]))
@@ -252,7 +252,7 @@ def _fill_rows_columns(axes: list[str], positions: list[int]) -> None:
 
 
 def _letters_from_listed_coordinates(name: str, variable: VariableMetadata) -> set[str]:
-    """Return the letters of a dimension by listed coordinates that vary along it alone."""
+    """Return the letters of a dimension implied by listed coordinates that vary along it alone."""
     listed = [variable.coordinates.get(other) for other in split_words(variable.attributes.get("coordinates"))]
     on_axis = [other for other in listed if other is not None and other.dimensions == (name,)]
     return {letter for other in on_axis for letter in _letters_from_attributes(other.attributes)} - {"N", "C"}

@@ -15,7 +15,7 @@ from .packing import PACKING_ATTRIBUTES, Packing
 
 
 def dimension_name(source: TileSource, axis_letter: str) -> str:
-    """Return the name of the dimension along an axis; '' if it has none."""
+    """Return the name of the dimension along an axis; '' if the dimension is unnamed."""
     named = dict(zip(source.stored_axes.letters, source.metadata.get("dimensions", ()), strict=False))
     return str(named.get(axis_letter, ""))
 
@@ -84,7 +84,7 @@ def _missing_mask(coord: AuxiliaryVariable) -> np.ndarray:
 
 
 def latitudes_of(source: TileSource, variables: Sequence[AuxiliaryVariable]) -> np.ndarray | None:
-    """Return the latitudes of a variable's rows (H,), or of its cells (H, W), in degrees; None if it has none."""
+    """Return the latitudes of a variable's rows (H,), or of its cells (H, W), in degrees; None if there are none."""
     rows, columns = dimension_name(source, "Y"), dimension_name(source, "X")
     extent = dict(zip(source.axes, source.shape, strict=True))
     for coord in variables:
@@ -94,7 +94,7 @@ def latitudes_of(source: TileSource, variables: Sequence[AuxiliaryVariable]) -> 
         if not is_latitude or coord.values is None:
             continue
         values = np.asarray(unpacked_values(source.path, coord), np.float64)
-        if not (np.abs(values) > np.pi / 2).any():  # otherwise they must be in degrees
+        if not (np.abs(values) > np.pi / 2).any():  # larger values must be in degrees
             _require_readable(source.path, coord, "units")
         values = np.rad2deg(values) if units in ("radian", "radians", "rad") else values
         if coord.dimensions == (rows,) and values.shape == (extent["Y"],):

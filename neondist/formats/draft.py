@@ -23,7 +23,7 @@ from ..system.memory import format_bytes
 from .base import AXIS_METADATA_DEFAULTS, TileSink, TileSource, convert_write_errors, raise_on_all_ranks
 
 COMPRESSED_SUFFIX, LOCK_SUFFIX = ".packed", ".lock"
-"""suffixes of a draft's name: its compressed copy, and the lock for ranks that write to the same chunk"""
+"""suffixes of a draft's compressed copy, and of its lock file for ranks that write to the same chunk"""
 _CREATED_MEANWHILE_MESSAGE = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
 _MAX_NAME_LENGTH, _MAX_LISTED_NAMES = 80, 40
 """limits for messages: length of a metadata name, and number of names"""
@@ -58,7 +58,8 @@ class DraftSink(TileSink):
         unknown = sorted(set(options) - set(self.default_options))
         if unknown:
             raise ConfigError(
-                f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.default_options) or '; leave it out'}"
+                f"{path}: the format has no option '{unknown[0]}'"
+                f"{suggest(unknown[0], self.default_options) or '; leave it out'}"
             )
         self._options = {**self.default_options, **options}
         self._overwrite, self._keep_on_close, self._is_open = overwrite, resume, False
@@ -115,7 +116,7 @@ class DraftSink(TileSink):
                     )
                 write_text(self._description_path, json.dumps(note | {"resumed": True}))
                 return
-        if not self.path.exists() and _replaced_path(self.path).exists():  # by a process that was killed
+        if not self.path.exists() and _replaced_path(self.path).exists():  # a process was killed meanwhile
             os.rename(_replaced_path(self.path), self.path)
             if not self._overwrite:
                 raise OutputError(f"{self.path}: {_CREATED_MEANWHILE_MESSAGE}")
@@ -132,7 +133,7 @@ class DraftSink(TileSink):
             raise
 
     def _copy_metadata(self, like: TileSource | None, name: str, axes: str = "") -> Any:
-        """Return metadata of the `like` image by name, for the given axes if it is by axis, and note that it is copied.
+        """Return the `like` image's metadata of a name, for `axes` if it is by axis, and record that it is copied.
 
         Missing metadata is None, or {} if it is by axis.
         """
@@ -194,9 +195,9 @@ class DraftSink(TileSink):
 
 
 def clean_up_if_published(path: Path) -> bool:
-    """Return whether the complete file of an interrupted job already has its final name; then remove leftover files.
+    """Return whether the complete file of an interrupted job already has its final name; if so, remove leftover files.
 
-    Only for jobs whose cells are all written; another file under that name is the one to be replaced.
+    Call this only once all cells of a job are written. Another file of that name, which is to be replaced, is kept.
     """
     note = _description_path_of(path)
     if not path.exists():
@@ -215,7 +216,7 @@ def clean_up_if_published(path: Path) -> bool:
 
 
 def _description_path_of(path: Path) -> Path:
-    """Return the path of the note."""
+    """Return the path of the note beside a draft."""
     part = partial_path(path)
     return part.with_name(part.name + ".json")
 
@@ -226,7 +227,7 @@ def _replaced_path(path: Path) -> Path:
 
 
 def _remove_side_files(path: Path) -> None:
-    """Remove all temporary files of a sink; the note last, since later processes find the others by it."""
+    """Remove all temporary files of a sink; the note last, since later processes find the other files through it."""
     part = partial_path(path)
     packed, lock = (part.with_name(part.name + suffix) for suffix in (COMPRESSED_SUFFIX, LOCK_SUFFIX))
     for temporary in (_replaced_path(path), packed, partial_path(packed), lock, part):

@@ -44,7 +44,7 @@ class FieldMetadata:
     latitude : array (H,) or (H, W), or None
         In degrees.
     mean, std : array (C,)
-        Over the training range; the network predicts (x - mean) / std.
+        Mean and standard deviation over the training range; the network predicts (x - mean) / std.
     climatology : array (*tile, C), or None
         Mean over the training range of each cell owned by this rank, in physical units.
     input_names : sequence of str
@@ -57,7 +57,7 @@ class FieldMetadata:
     month_step : MonthStep, optional
         The time step in calendar months, if it is constant.
     axis_orders : (str, str)
-        'ascending' or 'descending' coordinates of rows and of columns; '' if unknown.
+        Order of the coordinates of rows and of columns: 'ascending' or 'descending'; '' if unknown.
     """
 
     source: str

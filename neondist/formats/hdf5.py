@@ -41,7 +41,7 @@ _OWN_ATTRIBUTES = {
 
 
 class HDF5Source(TileSource):
-    """Array of an HDF5 file: the one named, else 'images', else the only one; its attribute 'axes' names its axes."""
+    """Array in an HDF5 file: by default 'images', 'predictions' or the only one; attribute 'axes' names its axes."""
 
     wrong_type_message: ClassVar[str | None] = None
 
@@ -78,7 +78,7 @@ class HDF5Source(TileSource):
         self._file.close()
 
     def _resolve_name(self, name: str) -> str:
-        """Return the name in the file of an array given by the user."""
+        """Return the full name of an array in the file, from the name given by the user."""
         return name
 
     def _array_names(self) -> list[str]:
@@ -96,7 +96,7 @@ class HDF5Source(TileSource):
         raise DataError(f"{path}: contains {problem}")
 
     def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
-        """Return the axes, or None if the file does not name them, the dtype of the values, and metadata for sinks."""
+        """Return the axes (None if the file does not name them), the dtype of the values, and metadata for sinks."""
         # HDF5's own dimension labels are not used: libhdf5 crashes on damaged ones
         named = get_text_attribute(array.attrs, _AXES_ATTRIBUTE) if _AXES_ATTRIBUTE in array.attrs else ""
         named = named if named.isascii() and named.isupper() and named.isalpha() else ""
@@ -172,7 +172,7 @@ class HDF5Sink(InPlaceSink):
         properties.set_chunk(tuple(chunks))
         properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        properties.set_obj_track_times(False)  # equal cells make equal files, at any time
+        properties.set_obj_track_times(False)  # so that equal cells give equal files at any time
         kind, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
         return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, properties))
 
@@ -184,7 +184,7 @@ class HDF5Sink(InPlaceSink):
         return [name]
 
     def _write_metadata(self, arrays: Sequence[Any], like: TileSource | None) -> None:
-        """Write the axes, and their metadata."""
+        """Write the names of the axes, and other metadata."""
         for array in arrays:
             put_text_attribute(array.attrs, _AXES_ATTRIBUTE, self.axes[: array.ndim])
 

@@ -35,9 +35,9 @@ _INCH_UNIT_CODE = 2  # TIFF's code for the unit of resolution
 _METADATA_NAMES = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
 _UNSIGNED, _SIGNED = 1, 2
 _PILLOW_LOCK = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
-_SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before it raises
+_SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before an error
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_IMAGE_COPIES_IN_MEMORY = 3  # of an image while it is decoded, turned into an array, and written
+_IMAGE_COPIES_IN_MEMORY = 3  # copies while an image is decoded, converted to an array, and written
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ImageLoader:
         Raises
         ------
         DataError
-            If it is damaged or not an image, too large for this machine, or would lose values.
+            If the file is damaged, not an image or too large for this machine, or values would be lost.
         """
         from PIL import ImageSequence
 
@@ -94,14 +94,14 @@ class ImageLoader:
         return array.astype(np.uint8) if array.dtype == bool else array.astype(array.dtype.newbyteorder("="))
 
     def load_pillow_image(self, path: Path) -> Any:
-        """Return an image as a Pillow image; DataError as for `load`, or if it has several pages."""
+        """Return an image as a Pillow image; DataError as for `load`, or if there are several pages."""
         with _open_pillow_image(path, self.size) as image:
             if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
                 raise DataError(f"{path}: has several pages; save each as an image")
             return self._convert_image(path, image).copy()
 
     def extents(self, path: Path) -> tuple[int, int]:
-        """Return (H, W) of an image before it is scaled, without decoding it; DataError if it cannot be decoded."""
+        """Return (H, W) of an image before it is scaled, without decoding it; DataError if it is invalid."""
         with _open_pillow_image(path, self.size) as image:
             # for TIFF, Pillow returns the extents after rotation
             transposed = image.format != "TIFF" and _read_exif(image).get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
@@ -121,7 +121,7 @@ class ImageLoader:
         return cells.shape, cells.dtype
 
     def embedded_metadata(self, path: Path) -> dict[str, Any]:
-        """Return metadata: resolution, EXIF, colour profile, texts."""
+        """Return the metadata in an image file: resolution, EXIF, colour profile, texts."""
         with _open_pillow_image(path, None) as image:
             info = image.info
             metadata = {name: info[key] for key, name in _METADATA_NAMES.items() if info.get(key)}
@@ -153,14 +153,14 @@ class ImageLoader:
             if mode in _WIDE_MODES:
                 raise DataError(
                     f"{path}: has {mode} pixels, with values beyond the 8 bits of mode {self.mode}; leave the"
-                    " mode out, or scale them to 0 ... 255 yourself"
+                    " mode out, or scale the values to 0 ... 255 yourself"
                 )
             if transparent and target != "RGBA":
                 image = image.convert("RGBA")
                 if image.getextrema()[-1][0] < 255:
                     raise DataError(
                         f"{path}: has transparent pixels, which mode {target} would lose; use mode RGBA, or"
-                        " composite it on a background yourself"
+                        " composite the image on a background yourself"
                     )
         image = image if image.mode == target else image.convert(target)
         if self.size is not None and image.size != self.size[::-1]:
@@ -194,7 +194,7 @@ def _check_bit_depth(path: Path, image: Any) -> None:
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
     arguments = image.tile[0].args if image.tile else ()
     most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0
-    if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # it has 5 or 6 bits each
+    if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # BGR;16 has 5 or 6 bits each
         raise DataError(
             f"{path}: has 16 bits per channel, of which only 8 would be kept; save it as .npy, or with 8 bits"
         )
@@ -210,7 +210,7 @@ def _check_bit_depth(path: Path, image: Any) -> None:
 
 
 def _read_exif(image: Any) -> Any:
-    """Return the EXIF data of an open image; Pillow would decode every PNG file to look for it after the pixels."""
+    """Return the EXIF data of an open image; Pillow alone would decode every PNG file to find data after the pixels."""
     from PIL import Image
 
     if image.format != "PNG" or "exif" in image.info or _has_metadata_after_pixels(image.fp):
@@ -251,13 +251,13 @@ def _require_memory(path: Path, size: tuple[int, ...], channels: int, pages: int
 
 @contextmanager
 def _open_pillow_image(path: Path, decoded_size: tuple[int, int] | None) -> Iterator[Any]:
-    """Open an image of one frame, or pages, that can be decoded; convert errors into DataError."""
+    """Open an image of one frame or of several pages that fits in memory; convert errors into DataError."""
     try:
         from PIL import Image
     except ImportError:
         raise ConfigError("images need Pillow; install it with: pip install pillow (or neondist[images])") from None
     logging.getLogger("PIL").addHandler(_SILENT_HANDLER)  # adding it again does nothing
-    # given a name, Pillow would map the file, which crashes on truncated and scrambles rotated images
+    # given a name, Pillow would memory-map the file, which crashes on truncated images and scrambles rotated ones
     with (
         _PILLOW_LOCK,
         _convert_decode_errors(path),
@@ -290,7 +290,7 @@ def _without_pixel_limit(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _convert_decode_errors(path: Path) -> Iterator[None]:
-    """Convert exceptions and warnings of Pillow on damaged images into DataError; a UserError passes."""
+    """Convert exceptions and warnings of Pillow on damaged images into DataError; a UserError passes unchanged."""
     try:
         yield
     except UserError:

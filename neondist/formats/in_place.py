@@ -1,7 +1,7 @@
 """Sinks for uncompressed files that any rank, thread or later process can write in place.
 
 A library creates a file of the final size; block offsets are stored in a separate file. From then on, boxes are
-written by pwrite, without the library and without waiting for other ranks, and what a killed process has written stays.
+written by pwrite, without the library and without waiting for other ranks, and what a killed process wrote is kept.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class InPlaceSink(DraftSink):
         """Create the file without its cells, and return their layout; set `chunks` to those of the file."""
 
     def flush(self) -> None:
-        """Flush everything this rank has written to disk."""
+        """Flush to disk everything that this rank has written."""
         with convert_write_errors(self.path):
             os.fsync(self._descriptor)
 
@@ -108,7 +108,7 @@ class InPlaceSink(DraftSink):
 
 
 def read_cells_in_place(file: Any, path: str, layout: CellLayout, cells: Cells) -> np.ndarray:
-    """Return cells of an open file; DataError if it has been truncated."""
+    """Return cells of an open file; DataError if the file has been truncated."""
     out = np.empty([cut.stop - cut.start for cut in cells], layout.dtype)
     for inner, offsets, size in layout.byte_runs(cells):
         buffer = bytearray(size * len(offsets))

@@ -19,9 +19,9 @@ _ORIGINS: dict[str, tuple[Callable[[float], float], tuple[float, float], float]]
     "middle day": (lambda length: length / 2 // _DAY * _DAY, (0, _DAY), _TOLERANCE),
     "near middle": (lambda length: length / 2, (-2 * _DAY, 2 * _DAY), inf),
 }
-"""By place in a period, most specific first: origin as a function of the period's length, allowed offsets from it, and
-their largest spread"""
-_SHORTEST_STEP = 25 * _DAY  # from two days after the middle of February to two days before that of March
+"""By place in a period, most specific first: origin as a function of the period's length, allowed offsets of times from
+the origin, and largest difference between these offsets"""
+_SHORTEST_STEP = 25 * _DAY  # from two days after the middle of February to two days before the middle of March
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class MonthStep:
 
     Attributes
     ----------
-    months : at least 1
-    place : 'start', 'middle', 'middle day' (rounded down to days) or 'end', from which times have a constant offset; or
-        'near middle': times vary by up to two days around the middle
+    months : number of months, at least 1
+    place : 'start', 'middle', 'middle day' (the middle rounded down to days) or 'end', from which times have a constant
+        offset; or 'near middle': times vary by up to two days around the middle
     stamps : for irregular times, the first calendar month (1 to 12) of the period, its length in days, and the seconds
         since its start
     period : months in a period: 1, or `months` for means over longer periods; a time belongs to the period
@@ -49,12 +49,12 @@ class MonthStep:
             places = ", ".join(sorted(_ORIGINS))
             raise ValueError(
                 f"{self.months} months, period {self.period}, place '{self.place}': months must be at least 1, the"
-                f" period 1 or the same, place one of {places}"
+                f" period 1 or equal to months, and the place one of {places}"
             )
         least, greatest = 28 * self.period, 31 * self.period
         for month, days, seconds in self.stamps:
             if not (1 <= month <= 12 and least <= days <= greatest and 0 <= seconds <= days * _DAY):
-                raise ValueError(f"{month}, {days}, {seconds}: not a calendar month, its days, and seconds in it")
+                raise ValueError(f"{month}, {days}, {seconds}: expected a calendar month, its days, and seconds in it")
 
     def matches(self, times: np.ndarray, calendar: str) -> bool:
         """Return whether times in seconds have this step."""
@@ -72,22 +72,22 @@ class MonthStep:
         )
 
     def with_stamps(self, times: np.ndarray, calendar: str) -> MonthStep:
-        """Return the step with the stamps of irregular times, which replace those of the same periods."""
+        """Return the step with the stamps of irregular times, which replace existing stamps of the same periods."""
         if self.place != "near middle":
             return self
         stamps = {(month, days): seconds for month, days, seconds in self.stamps}
         for time in times.tolist():
             first = self._first_month(time, calendar)
             key = first % 12 + 1, round(self._length(first, calendar) / _DAY)
-            stamps.pop(key, None)  # the latest is the last
+            stamps.pop(key, None)  # the latest stamp comes last
             stamps[key] = time - start_of_month(first, calendar)
         return replace(self, stamps=tuple((*key, seconds) for key, seconds in stamps.items()))
 
     def advance(self, time: float, steps: int, calendar: str) -> float:
         """Return the time `steps` steps later, in seconds, moved to the last day if the month is too short.
 
-        Irregular times take the stamp of the same period in another year of the most similar length, else the latest
-        stamp of a period of the most similar length.
+        An irregular time takes the stamp of the same period of the year with the most similar length, or else the
+        latest stamp of any period with the most similar length.
         """
         origin, *_ = _ORIGINS[self.place]
         first = self._first_month(time, calendar)
@@ -103,7 +103,7 @@ class MonthStep:
         return start_of_month(later, calendar) + offset
 
     def _first_month(self, time: float, calendar: str) -> int:
-        """Return the first month of the period of a time; for longer periods, the one with the closest middle."""
+        """Return the first month of the period of a time: for longer periods, of the period with the closest middle."""
         month = month_containing(time, calendar)
         if self.period == 1:
             return month
@@ -118,7 +118,7 @@ class MonthStep:
 
 
 def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
-    """Return the constant step, in calendar months, of times in seconds; None if there is none, or a single time."""
+    """Return the constant step, in calendar months, of times in seconds; None if there is none, or one time."""
     if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())

@@ -27,7 +27,7 @@ _NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of a variable named like a 
 
 
 class NetCDFSource(HDF5Source):
-    """Variable of a NetCDF-4 file: the one named, or the only one with the most dimensions; time is an axis T.
+    """Variable of a NetCDF-4 file, by default the only one with the most dimensions; time is the axis T.
 
     Values are unpacked (`Packing`): missing ones are NaN, but integers without a scale are not converted. Axes are
     inferred from coordinates and names (`conventions.infer_axes`).
@@ -40,7 +40,7 @@ class NetCDFSource(HDF5Source):
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         self._axes_option = axes
-        self._dimensions_by_variable: dict[str, list[tuple[str, Any]]] = {}  # by variable, since look-ups are slow
+        self._dimensions_by_variable: dict[str, list[tuple[str, Any]]] = {}  # cached, since look-ups are slow
         self._scales_by_group: dict[str, tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]] = {}
         super().__init__(path, name_in_file, level, axes)
 
@@ -66,7 +66,7 @@ class NetCDFSource(HDF5Source):
         where = f"{self._file.filename}:{self._name}"
         if array.name.count("/") > _MAX_NESTING:
             raise DataError(
-                f"{self._file.filename}: its variable is nested in more than {_MAX_NESTING} groups; move it up"
+                f"{self._file.filename}: the variable is nested in more than {_MAX_NESTING} groups; move it up"
             )
         if _lacks_coordinates(array):
             raise DataError(f"{where}: is a dimension without coordinates; specify a variable")
@@ -141,7 +141,7 @@ class NetCDFSource(HDF5Source):
         return None
 
     def _dimensions(self, array: Any) -> list[tuple[str, Any]]:
-        """Return the name and the variable of each dimension; '' and None for those without a name.
+        """Return the name and the variable of each dimension; '' and None for unnamed dimensions.
 
         Dimensions list the variables that use them. HDF5's references in these lists are compared as addresses and
         never dereferenced, since libhdf5 crashes on damaged ones.
@@ -174,7 +174,7 @@ class NetCDFSource(HDF5Source):
         return self._scales_by_group[group]
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
-        """Return the file as '/', the variable as '', and those it refers to; and the names of unreadable ones."""
+        """Return the file as '/', the variable as '', variables it refers to, and the names of unreadable ones."""
         array, unreadable = self._array, list[str]()
         with convert_hdf5_errors(Path(self.path)):
             variables = [AuxiliaryVariable("/", (), None, _storable_attributes(self._file, "", unreadable))]
@@ -220,7 +220,7 @@ class NetCDFSink(HDF5Sink):
     name : str
         Name of the variable, default 'predictions'.
     variables : sequence of (str, mapping), optional
-        Instead, one variable per channel: its name and its attributes, numbers and text.
+        Instead of one variable, one per channel: its name and its attributes, numbers or text.
 
     Attributes
     ----------
@@ -241,7 +241,7 @@ class NetCDFSink(HDF5Sink):
         names = [name for name, _ in self._options["variables"]]
         if len(names) != self.shape[-1] or len({*names}) < len(names):
             raise ConfigError(
-                f"{self.path}: {names} are names of variables for {counted(self.shape[-1], 'channel')}; give"
+                f"{self.path}: variables: {names} do not name {counted(self.shape[-1], 'channel')}; give"
                 " each channel its own name"
             )
         return names
@@ -297,7 +297,7 @@ class NetCDFSink(HDF5Sink):
 
 
 def _storable_attributes(item: Any, prefix: str, unreadable: list[str]) -> dict[str, Any]:
-    """Return attributes that are numbers or fixed-length text; append others, except netCDF's own, to `unreadable`."""
+    """Return attributes of numbers or fixed-length text; append names of others, except netCDF's, to `unreadable`."""
     kept: dict[str, Any] = {}
     for name in item.attrs:
         if name in _OWN_ATTRIBUTES or name.startswith("_N"):
@@ -310,7 +310,7 @@ def _storable_attributes(item: Any, prefix: str, unreadable: list[str]) -> dict[
 
 
 def _addresses_of_dimension_users(scale: Any) -> list[tuple[int, int]]:
-    """Return the addresses of the variables that use a dimension, and its axis in each."""
+    """Return the addresses of the variables that use a dimension, and the dimension's axis in each."""
     from h5py import h5t
 
     if _USERS_LIST not in getattr(scale, "attrs", {}):

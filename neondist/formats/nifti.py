@@ -20,7 +20,7 @@ from .draft import COMPRESSED_SUFFIX
 from .in_place import CellLayout, InPlaceSink
 from .ome import base_unit, is_cell_size
 
-_NIFTI_AXES = "XYZTC"  # in nibabel's order, the first one fastest
+_NIFTI_AXES = "XYZTC"  # in nibabel's order: the first axis varies fastest
 _UNIT_CODES = {
     "meter": 1, "millimeter": 2, "micrometer": 3, "second": 8, "millisecond": 16, "microsecond": 24, "hertz": 32,
     "ppm": 40, "radian": 48,
@@ -48,14 +48,14 @@ _MAX_DEFLATE_RATIO = 1032  # maximal compression ratio of deflate
 class NIfTISource(TileSource):
     """Volume (X, Y, Z), time series, or volume with several values per voxel; values are scaled as the header declares.
 
-    Each read of a .nii.gz decompresses everything before it: decompress files that are read often.
+    Each read of a .nii.gz decompresses all data before the box; decompress files that are read often.
     """
 
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         import nibabel
 
-        with convert_read_errors(path), nibabel.imageglobals.LoggingOutputSuppressor():  # warns of unusual files
-            nibabel.imageglobals.logger.addHandler(_SILENT_HANDLER)  # otherwise Python prints them
+        with convert_read_errors(path), nibabel.imageglobals.LoggingOutputSuppressor():  # of unusual files
+            nibabel.imageglobals.logger.addHandler(_SILENT_HANDLER)  # otherwise Python prints warnings
             check_regular(path)
             image: Any = nibabel.load(path, mmap=False)  # truncating a mapped file would kill the process
             proxy = image.dataobj
@@ -125,7 +125,7 @@ class NIfTISink(InPlaceSink):
             if unit not in _UNIT_CODES or (_UNIT_CODES[unit] < _FIRST_TIME_UNIT_CODE) != (base == "m"):
                 unit = ""
                 if chosen and len(scale) == len(chosen) and {kind for kind, _ in measures.values()} == {base}:
-                    unit = standard  # for several units, or one that NIfTI does not have
+                    unit = standard  # if units differ, or NIfTI has no code for them
                     scale = {axis: n * measures[axis][1] / _UNIT_FACTORS[unit] for axis, n in scale.items()}
             if unit:
                 self._copy_metadata(like, "units", chosen)

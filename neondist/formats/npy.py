@@ -60,7 +60,7 @@ class NPYSink(InPlaceSink):
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return the shape, whether it is in Fortran order, and the dtype; the cells follow in the stream."""
+    """Return the shape, whether the cells are in Fortran order, and the dtype; the cells follow in the stream."""
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     with _HEADER_LOCK:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from .conventions import VariableMetadata
 
-_DEFAULT_AXIS_NAMES = "tczyx"  # of versions without axis names
+_DEFAULT_AXIS_NAMES = "tczyx"  # axis names of versions that do not store them
 _SI_PREFIXES = {
     "Y": ("yotta", 24), "Z": ("zetta", 21), "E": ("exa", 18), "P": ("peta", 15), "T": ("tera", 12), "G": ("giga", 9),
     "M": ("mega", 6), "k": ("kilo", 3), "h": ("hecto", 2), "da": ("deca", 1), "": ("", 0), "d": ("deci", -1),
@@ -27,7 +27,7 @@ _OME_UNITS = {
 """OME-XML symbols: OME-Zarr name, base unit, and size in metres or seconds"""
 _UNIT_NAMES = {symbol: name for symbol, (name, _, _) in _OME_UNITS.items()} | {"um": "micrometer", "μm": "micrometer"}
 _UNIT_SYMBOLS = {name: symbol for symbol, (name, _, _) in _OME_UNITS.items()}
-_REFERENCE_FRAME_UNIT = "reference frame"  # of OME-XML, where the default unit is micrometres
+_REFERENCE_FRAME_UNIT = "reference frame"  # OME-XML's unit of uncalibrated sizes; its default unit is micrometres
 _SIZE_ATTRIBUTES = {**{axis: f"PhysicalSize{axis}" for axis in "XYZ"}, "T": "TimeIncrement"}
 _LAYOUT_ATTRIBUTES = {
     "Image": {"ID", "Name"},
@@ -128,9 +128,9 @@ class MultiscaleImage:
         Names of the axes, in stored order.
     units : list of str or None
     axis_types : list of str
-        Types of the axes: 'time', 'channel', 'space' or others, '' for one without.
+        Types of the axes: 'time', 'channel', 'space' or others; '' if unknown.
     scale, translation : list of float
-        Cell size and centre of the first cell, by axis: transforms of the level, then those of the image.
+        Cell size and centre of the first cell, by axis, after the transforms of the level and then of the image.
     other_metadata : dict
         Other metadata by name.
     """
@@ -197,7 +197,7 @@ def format_multiscale(
     translation: Mapping[str, float],
     units: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the 'multiscales' entry of an image; coarse cells are the first of those merged (`nearest`), or means."""
+    """Return the 'multiscales' entry of an image; coarse cells are the first merged cell (`nearest`) or a mean."""
     kinds = {"T": "time", "C": "channel"}
     datasets = []
     for level in range(levels):

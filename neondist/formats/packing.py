@@ -23,8 +23,9 @@ PACKING_ATTRIBUTES = frozenset(
 class Packing:
     """Conversion of the stored numbers of a variable to values.
 
-    Packed integers become floats of the type of `scale_factor` and `add_offset`, packed floats of at least their own
-    type; missing values become NaN. Integers without a scale are not converted, and their missing values are kept.
+    Packed integers become floats of the type of `scale_factor` and `add_offset`; packed floats become floats of at
+    least their own type; missing values become NaN. Integers without a scale are not converted, and their missing
+    values are kept.
 
     Parameters
     ----------
@@ -32,15 +33,15 @@ class Packing:
         Name of the variable, for messages.
     stored_dtype : numpy.dtype
     attributes : mapping
-        Numbers as arrays, text as str, None for unreadable ones.
+        Attributes by name: numbers as arrays, text as str, None if unreadable.
     has_default_fill : bool
         Whether NetCDF's default fill value marks missing cells if no fill value is declared, as in netCDF4. There is no
-        default for bytes, and for signed numbers that are read as unsigned.
+        default for bytes, nor for signed numbers that are read as unsigned.
 
     Attributes
     ----------
     dtype : numpy.dtype
-        Of the values.
+        Type of the values.
 
     Raises
     ------

@@ -91,8 +91,8 @@ class FolderSource(TileSource):
             return source
         source.close()
         raise DataError(
-            f"{file}: has shape {list(source.shape)}, {source.dtype}, but the first image of the folder"
-            f" {list(self.shape[1:])}, {self.dtype}; all images of a folder must have the same size and type"
+            f"{file}: has shape {list(source.shape)} and dtype {source.dtype}, but the first image of the folder has"
+            f" {list(self.shape[1:])} and {self.dtype}; all images of a folder must have the same size and type"
         )
 
 

@@ -28,11 +28,11 @@ class Format:
     Attributes
     ----------
     name : display name
-    suffixes : of its files, lower case, with the dot
+    suffixes : suffixes of its files, in lower case, with the dot
     source, sink : callable, or 'MODULE:NAME' that is imported on demand, or None
-        source(path, name, level, axes) returns a TileSource; `name` is that of the array in the file, '' if not given,
-        and `axes` are its stored axes, None if not given. sink(path, shape, dtype, axes, chunks) returns a TileSink;
-        like, overwrite, resume, grid and options of the format are keyword arguments.
+        source(path, name, level, axes) returns a TileSource; `name` is the name of the array in the file ('' if not
+        given), and `axes` are its stored axes (None if not given). sink(path, shape, dtype, axes, chunks) returns a
+        TileSink; its keyword arguments are like, overwrite, resume, grid and the options of the format.
     package : required library, or ''
     """
 
@@ -64,7 +64,7 @@ def _built_in(
     return Format(name, tuple(suffixes.split()), place + "Source", place + "Sink" if writable else None, package)
 
 
-_PICTURE_SUFFIXES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # the last two if tifffile is not installed
+_PICTURE_SUFFIXES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # .tif, .tiff: if tifffile is not installed
 _FOLDER_FORMAT = _built_in("a folder of images", "", "pictures", "Folder", writable=False)
 BUILT_IN_FORMATS = (
     _built_in("HDF5", ".h5 .hdf5", "hdf5", "HDF5"),
@@ -83,8 +83,8 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     Parameters
     ----------
     path : path
-        A file of a known type, or a folder of images. 'FILE:NAME' is an array in a file, 'PATH#2' its third resolution
-        level.
+        A file of a known type, or a folder of images. 'FILE:NAME' selects an array in a file, 'PATH#2' the third
+        resolution level.
     level : int, optional
         Resolution level; 0 (default) is the finest.
     axes : str, optional
@@ -145,15 +145,15 @@ def create_sink(
     axes : str
         A letter for each axis of `shape`, in the order N T Z Y X C, such as 'YXC'.
     chunks : tuple of int, optional
-        Chunk shape of the file; default: suitable for the format. Writing is most efficient if ranks write whole
+        Chunk shape of the file. Default: a shape that suits the format. Writing is most efficient if ranks write whole
         chunks.
     like : TileSource, optional
         An image whose georeference, affine or scale is copied.
     overwrite : bool
         Replace an existing file once the new one is complete.
     resume : bool
-        Continue the uncommitted file of an earlier process, if any, as `resumed` tells; its shape, dtype, axes, chunks
-        and options must match. Keep the file if this sink is closed without `commit`.
+        Continue the uncommitted file of an earlier process, if any (`resumed` is then True); its shape, dtype, axes,
+        chunks and options must match. Keep the file if this sink is closed without `commit`.
     grid : ProcessGrid, optional
         Grid whose ranks all write. Default: this process only.
     **options
@@ -162,7 +162,7 @@ def create_sink(
     Raises
     ------
     OutputError
-        On every rank: if the file exists, cannot be created, or there is not enough disk space.
+        On every rank, if the file exists or cannot be created, or there is not enough disk space.
     ConfigError
         If the file type is unknown, or cannot store such an array.
     MissingPackageError
@@ -176,17 +176,17 @@ def create_sink(
     ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
     if len(axes) != len(extents) or not ordered or min(extents) < 1:
         raise ConfigError(
-            f"{path}: axes '{axes}' of shape {list(extents)}; give one letter per axis, in the order {AXIS_ORDER},"
+            f"{path}: axes '{axes}' do not fit shape {list(extents)}; give one letter per axis, in order {AXIS_ORDER},"
             " ending with C"
         )
     if dtype.kind not in "fiub":
         raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
-            raise ConfigError(f"{path}: chunks {[*chunks]} for shape {[*extents]}; give one positive number per axis")
+            raise ConfigError(f"{path}: chunks {[*chunks]} do not fit shape {[*extents]}; give one extent > 0 per axis")
         chunks = tuple(min(int(c), n) for c, n in zip(chunks, extents, strict=True))
         if np.prod(chunks, dtype=object) * dtype.itemsize > MAX_CHUNK_BYTES:
-            raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
+            raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller chunks")
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: already exists; choose another name, or overwrite it (--overwrite)")
     if like is not None:
@@ -196,8 +196,8 @@ def create_sink(
         )
         if own != expected:
             raise ConfigError(
-                f"{path}: its extents {own} differ from {expected}, those of {like.path}: its physical position"
-                " would be wrong; give like=None"
+                f"{path}: extents {own} differ from {expected} of {like.path}, whose physical position would be wrong"
+                " for this file; give like=None"
             )
     sink: TileSink = make(
         path, extents, dtype, axes, chunks, like=like, overwrite=overwrite, resume=resume, grid=grid, **options

@@ -1,4 +1,4 @@
-"""TIFF, BigTIFF, OME-TIFF, GeoTIFF and slide-scanner pyramids, with tifffile; only tiles in the box are decoded."""
+"""TIFF, BigTIFF, OME-TIFF, GeoTIFF and slide-scanner pyramids, with tifffile; only tiles in a box are decoded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .tiff_tags import (
 from .tiles import default_chunks
 
 _RENAMED_AXES = {"I": "Z", "Q": "Z", "R": "N"}
-"""tifffile's letters for pages of unknown meaning, which `neondist data convert` takes as depth"""
+"""replacements of tifffile's letters for pages of unknown meaning, which `neondist data convert` treats as depth"""
 _ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = (274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8))
 _MAX_PLANES = 1_000_000
 _MASK_SUBFILE_BIT = 4  # a bit of the page's subfile type
@@ -43,10 +43,10 @@ _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints tifffile's wa
 
 
 class TIFFSource(TileSource):
-    """Image of a TIFF file: the first, or that with the number after the colon; levels are those of its pyramid.
+    """Image of a TIFF file: the first, or the one whose number follows the colon; levels are those of its pyramid.
 
-    Cells of floating-point images that are GDAL's nodata, or excluded by a mask (in the file, or FILE.msk), are NaN, as
-    in NetCDF; integers are not converted. Images are rotated according to their orientation tag.
+    Cells of floating-point images that have GDAL's nodata value or are excluded by a mask (in the file, or FILE.msk)
+    become NaN, as in NetCDF; integers are not converted. Images are rotated according to their orientation tag.
     """
 
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
@@ -129,7 +129,7 @@ class TIFFSource(TileSource):
             self._open_mask(path, masks[:1] or number, level, axes, upright=orientation == 1)
 
     def _open_mask(self, path: Path, image: list[int] | int, level: int, axes: str | None, upright: bool) -> None:
-        """Open the mask of the image: [its number] in the file, or FILE.msk if the image, by number, is the first."""
+        """Open the mask of an image; `image`: [the mask's number] in the file, or the image's number (0: FILE.msk)."""
         axes, side = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
         if isinstance(image, list):
             self._mask_source = TIFFSource(path, str(image[0]), level, axes)
@@ -205,7 +205,7 @@ class TIFFSource(TileSource):
             index = int(np.ravel_multi_index(at, counts))
             offset, size = page.dataoffsets[index], page.databytecounts[index]
             if not size:
-                continue  # was never written
+                continue  # the tile was never written
             if size > min(file.size, MAX_CHUNK_BYTES):
                 raise DataError(f"{self.path}: a tile of {size} bytes exceeds the file; restore it from a good copy")
             file.seek(offset)
@@ -225,7 +225,7 @@ class TIFFSource(TileSource):
 
 
 class TIFFSink(InPlaceSink):
-    """New tiled BigTIFF, or OME-TIFF if named so, with the georeference of the `like` image."""
+    """New tiled BigTIFF with the georeference of the `like` image; OME-TIFF if the suffix is .ome.tif."""
 
     def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
         import tifffile
@@ -240,7 +240,7 @@ class TIFFSink(InPlaceSink):
         rgb = extents["C"] in (3, 4) and self.dtype in (np.uint8, np.uint16)
         ome = self.path.name.lower().endswith((".ome.tif", ".ome.tiff"))
         if ome and "N" in axes:
-            raise ConfigError(f"{self.path}: OME-TIFF has no axis for samples; name it T, or Z")
+            raise ConfigError(f"{self.path}: OME-TIFF has no axis for samples; name the axis T or Z")
         place, tags, calibration = self._copy_metadata(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()
         if resolution := self._copy_metadata(like, "resolution"):
             tags = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
@@ -266,7 +266,7 @@ class TIFFSink(InPlaceSink):
             metadata={
                 "axes": axes.replace("C", "S").replace("N", "R"),
                 **calibration,
-                # tifffile's would be random; equal cells make equal files
+                # tifffile's UUID would be random, but equal cells must give equal files
                 **({"UUID": str(uuid5(NAMESPACE_OID, f"{self.path.name} {shape} {self.dtype}"))} if ome else {}),
             },
             extratags=[
@@ -307,7 +307,7 @@ def _value_of_unwritten_cells(missing: float | None, dtype: np.dtype) -> Any:
 
 
 def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
-    """Return a mask of the cells that GDAL takes as nodata: equal to 7 digits, in the image's precision."""
+    """Return a mask of the cells that GDAL treats as nodata: equal to it in 7 digits, in the image's precision."""
     kind = np.result_type(cells.dtype, np.float32).type
     with np.errstate(over="ignore", invalid="ignore"):
         number, values = kind(missing), cells.astype(kind, copy=False)
@@ -316,7 +316,7 @@ def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
 
 
 def check_ome_xml(path: Path, ome: str | None) -> None:
-    """Reject an OME-TIFF of several files, or with too many planes: tifffile would list all of them."""
+    """Reject an OME-TIFF of several files, or with too many planes, all of which tifffile would list."""
     with suppress(ElementTree.ParseError):
         root = ElementTree.fromstring(ome or "<none/>")
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
@@ -326,5 +326,5 @@ def check_ome_xml(path: Path, ome: str | None) -> None:
         if count > _MAX_PLANES:
             raise DataError(
                 f"{path}: its OME-XML specifies {count:.0f} planes, but at most {_MAX_PLANES:,} are supported;"
-                " correct it"
+                " correct the OME-XML"
             )

@@ -27,12 +27,12 @@ class SegmentDecoder:
     page : tifffile.TiffPage
         A representative page.
     dtype : numpy.dtype
-        Of the cells.
+        Type of the cells.
 
     Attributes
     ----------
     segment_shape : tuple of int
-        Cells of a segment, on tifffile's five axes.
+        Extents of a segment along tifffile's five axes.
 
     Raises
     ------
@@ -89,7 +89,7 @@ class SegmentDecoder:
         return unpacked
 
     def _decode_whole_jpeg(self, data: bytes, index: int, page: Any) -> tuple[Any, Any, Any]:
-        """Decode a JPEG; it is incomplete if appended bytes change its cells."""
+        """Decode a JPEG; DataError if it is incomplete, that is, if appended bytes change its cells."""
         segment = self._decode_jpeg(data, index, page)
         if (
             self._keyframe.compression in _WHOLE_JPEG_CODECS

@@ -25,7 +25,7 @@ _OTHER_TAG_NAMES = {
 }  # fmt: skip
 _SIDE_FILE_SUFFIXES = (".aux.xml", ".tfw", ".tifw", ".wld", ".prj", ".msk", ".ovr")
 _ORIENTATION_DEPENDENT_METADATA = ("georeference", "resolution")
-_MAX_SEARCHED_BYTES = 1 << 24  # of a side file that are searched
+_MAX_SEARCHED_BYTES = 1 << 24  # bytes of a side file that are searched
 _IMAGEJ_STRUCTURAL_KEYS = {
     *("ImageJ", "images", "channels", "slices", "frames", "hyperstack", "mode", "loop", "unit", "spacing", "finterval"),
     *("axes", "shape", "order"),
@@ -79,7 +79,7 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
 
 
 def sizes_from_resolution(resolution: tuple[Any, Any, int | None] | None) -> dict[str, float]:
-    """Return the pixel sizes in micrometers of a resolution per centimeter, as slide scanners write; {} if per inch."""
+    """Return the pixel sizes in micrometres for a resolution per centimetre (slide scanners); {} for one per inch."""
     if resolution is None or resolution[2] != CENTIMETER_UNIT_CODE:
         return {}
     counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution[:2]]
@@ -87,7 +87,7 @@ def sizes_from_resolution(resolution: tuple[Any, Any, int | None] | None) -> dic
 
 
 def resolution_from_sizes(metadata: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the cells per centimeter along X and Y of an image whose cell sizes are lengths; None for others."""
+    """Return the cells per centimetre along X and Y; None unless the image's cell sizes are lengths."""
     scale, units = metadata.get("scale", {}), metadata.get("units", {})
     counts = []
     for axis in "XY":
@@ -99,10 +99,10 @@ def resolution_from_sizes(metadata: Mapping[str, Any]) -> tuple[float, float] | 
 
 
 def _has_equal_resolution(metadata: Mapping[str, Any], is_imagej: bool) -> bool:
-    """Return whether the resolution tags give the scale of an image once more."""
+    """Return whether the resolution tags only repeat the scale of an image."""
     if (resolution := metadata.get("resolution")) is None:
         return False
-    if is_imagej:  # its scale is that of the tags, in a unit of its own
+    if is_imagej:  # ImageJ's scale is taken from the tags, in its own unit
         return True
     tags, sizes = sizes_from_resolution(resolution), resolution_from_sizes(metadata)
     return (
@@ -144,9 +144,9 @@ def rename_metadata_axes(metadata: dict[str, Any], stored: str, axes: str, orien
                 to: value[stored_axis] for stored_axis, to in zip(stored, axes, strict=False) if stored_axis in value
             }
         else:
-            renamed[
-                f"{name} before it is turned" if rearranged and name in _ORIENTATION_DEPENDENT_METADATA else name
-            ] = value
+            renamed[f"{name} before rotation" if rearranged and name in _ORIENTATION_DEPENDENT_METADATA else name] = (
+                value
+            )
     return renamed
 
 
@@ -184,13 +184,13 @@ def check_pages_alike(path: Path, keyframe: Any, pages: Sequence[Any]) -> None:
     for number, page in enumerate(pages):
         if hasattr(page, "tags") and tags_of(page) != expected:
             raise DataError(
-                f"{path}: page {number} has another orientation or another no-data mask than the first; write each"
+                f"{path}: page {number} has another orientation or another no-data value than the first; write each"
                 " page to a separate file"
             )
 
 
 def _scaled_georeference(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:
-    """Return the georeference of a lower resolution; None if it cannot be derived from that of level 0."""
+    """Return the georeference of a lower resolution; None if it cannot be derived from level 0."""
     keys = list(place.get(_GEO_KEYS_TAG, ()))
     if any(keys[at] == _RASTER_TYPE_KEY and keys[at + 3] == _RASTER_OF_POINTS for at in range(4, len(keys) - 3, 4)):
         return None

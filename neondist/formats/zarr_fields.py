@@ -67,7 +67,7 @@ def variable_metadata(array_path: Path, array: Any) -> VariableMetadata:
 
 
 def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
-    """Return the variables that an array refers to, the array itself under '', and the names of unreadable ones."""
+    """Return the variables that an array refers to, the array itself as '', and the names of unreadable ones."""
     unreadable = list[str]()
 
     def load(name: str) -> AuxiliaryVariable:

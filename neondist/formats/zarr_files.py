@@ -124,8 +124,8 @@ class ZarrSink(DraftSink):
     ome : {'0.5', '0.4'}
         Version of OME-Zarr, which implies Zarr 3 or 2.
     nearest : bool, optional
-        Whether lower resolutions take one cell of each 2 x 2, as class maps require, or their mean. Default: True for
-        integers.
+        Whether a cell of a lower resolution is one of 2 x 2 cells, as class maps require, or else their mean. Default:
+        True for integers.
     classes : int
         Number of classes of an OME-Zarr label image, in which each class has a colour, and class 0 is transparent.
         0 for other images.
@@ -149,7 +149,7 @@ class ZarrSink(DraftSink):
             return {"axes": self.axes, "levels": [""], "nearest": nearest}
         axes = "".join(name for name in "TCZYX" if name in self.axes and (name != "C" or self.shape[-1] > 1))
         if "N" in self.axes:
-            raise ConfigError(f"{self.path}: OME-Zarr has no axis for samples; name it T, or the file .zarr")
+            raise ConfigError(f"{self.path}: OME-Zarr has no axis for samples; name the axis T, or write a plain .zarr")
         group = zarr.open_group(str(self._temp_path), mode="w", zarr_format=version)
         halved, shape = self._halved_axes(), list(self.shape)
         levels: list[str] = []
@@ -175,7 +175,7 @@ class ZarrSink(DraftSink):
         return {"axes": axes, "levels": levels, "nearest": nearest}
 
     def _label_metadata(self) -> dict[str, dict[str, Any]]:
-        """Return the 'image-label' metadata of OME-NGFF under its name; empty where cells are not class indices."""
+        """Return OME-NGFF's metadata of label images by name; {} if cells are not class indices."""
         colours = enumerate(class_colours(self._options["classes"]))
         entries = [{"label-value": at, "rgba": [*colour, 255 if at else 0]} for at, colour in colours]
         return {"image-label": {"colors": entries}} if entries else {}
@@ -196,7 +196,7 @@ class ZarrSink(DraftSink):
             shape=tuple(shape),
             chunks=tuple(chunks),
             dtype=self.dtype,
-            fill_value=0 if version == 3 else None,  # in Zarr 2, xarray takes it as missing
+            fill_value=0 if version == 3 else None,  # in Zarr 2, xarray treats it as missing
             zarr_format=version,
             chunk_key_encoding={"name": "v2" if version == 2 else "default", "separator": "/"},
             **names,
@@ -266,7 +266,7 @@ def _find_image(name: str, group: Any, level: int) -> tuple[Any, MultiscaleImage
         ome = attributes.pop("ome", attributes)
         members = _image_collection(ome)
         if members:
-            raise DataError(f"{name}: is {members[0]}, not one image; specify one of them, such as {name}/{members[1]}")
+            raise DataError(f"{name}: is {members[0]}, not one image; specify an image, such as {name}/{members[1]}")
         if images := ome.get("multiscales"):
             rest = {key: value for key, value in {**attributes, **ome}.items() if key not in ("multiscales", "version")}
             return node, parse_multiscale(images[0], level, rest)

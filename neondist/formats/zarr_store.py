@@ -24,7 +24,7 @@ _OUTSIDE_MESSAGE = "has an index that points outside it"
 
 
 class FolderStore(LocalStore):
-    """Folder whose metadata and chunks must be regular files, not links out of it; else DataError."""
+    """Store of a folder; DataError if metadata or chunks are not regular files, or are links out of the folder."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -106,7 +106,7 @@ class FolderStore(LocalStore):
 
     def _decompressed_size(self, raw: memoryview) -> int:
         if self.compressor_name in ("gzip", "zlib") and deflate_fits_limit(len(raw), self.max_chunk_bytes):
-            return 0  # not unpacked twice
+            return 0  # so that it is not unpacked twice
         return decompressed_size(self.compressor_name, raw, self.max_chunk_bytes) or 0
 
     def _damage_error(self, key: str, problem: str) -> DataError:
@@ -139,7 +139,7 @@ class ShardIndex:
     def chunk_ranges(self, raw: memoryview) -> np.ndarray:
         """Return the start and length (n, 2) of each chunk of an index or a shard, in file order.
 
-        Empty for unusual codecs and for an incomplete index, which zarr reports.
+        The result is empty for unusual codecs, and for an incomplete index, which zarr reports.
         """
         size = 16 * self._chunk_count
         start = 0 if self.at_start else len(raw) - size - self._checksum_bytes

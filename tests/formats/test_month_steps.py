@@ -185,9 +185,9 @@ def test_stamps_of_other_months_are_those_of_similar_length(calendar, january, f
 
 def test_invalid_stamps():
     for stamp in ((0, 31, 0.0), (1, 32, 0.0), (1, 31, 3e6), (1, 31, float("nan"))):
-        with pytest.raises(ValueError, match="not a calendar month, its days, and seconds in it"):
+        with pytest.raises(ValueError, match="expected a calendar month, its days, and seconds in it"):
             MonthStep(1, "near middle", (stamp,))
-    with pytest.raises(ValueError, match="not a calendar month, its days, and seconds in it"):
+    with pytest.raises(ValueError, match="expected a calendar month, its days, and seconds in it"):
         MonthStep(12, "near middle", ((1, 373, 0.0),), 12)
     with pytest.raises(ValueError, match="3 months, period 12, place 'middle'"):
         MonthStep(3, "middle", (), 12)

@@ -69,7 +69,7 @@ def test_too_many_planes_in_ome_xml(tmp_path, size, data):
 def test_deeply_nested_variable(tmp_path):
     with h5py.File(tmp_path / "a.nc", "w") as file:
         file.create_group("g/" * 300)["v"] = np.zeros((4, 4))
-    with pytest.raises(nd.DataError, match=r"a\.nc: its variable is nested in more than 100 groups; move it up"):
+    with pytest.raises(nd.DataError, match=r"a\.nc: the variable is nested in more than 100 groups; move it up"):
         nd.open_source(f"{tmp_path}/a.nc:{'g/' * 300}v")
 
 

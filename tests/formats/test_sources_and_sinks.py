@@ -205,7 +205,7 @@ def test_invalid_arguments(tmp_path):
             nd.create_sink(tmp_path / "a.npy", (2, 2, 1), "uint8", axes)
     with pytest.raises(nd.ConfigError, match="is not numeric"):
         nd.create_sink(tmp_path / "a.npy", (2, 2, 1), "complex64", "YXC")
-    with pytest.raises(nd.ConfigError, match="one positive number per axis"):
+    with pytest.raises(nd.ConfigError, match="give one extent > 0 per axis"):
         nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint8", "YXC", chunks=(2, 2))
     with pytest.raises(nd.ConfigError, match="no option 'nam'; did you mean 'name'"):
         nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint8", "YXC", nam="x")

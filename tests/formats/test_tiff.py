@@ -127,7 +127,7 @@ def test_geotiff_keeps_its_georeference(tmp_path, variant):
         with nd.create_sink(tmp_path / "out.tif", (130, 170, 1), "uint8", "YXC", like=source) as sink:
             sink.write([(0, 130), (0, 170), (0, 1)], np.full((130, 170, 1), 7, "uint8"))
             sink.commit()
-        with pytest.raises(nd.ConfigError, match="its physical position"):
+        with pytest.raises(nd.ConfigError, match="whose physical position"):
             nd.create_sink(tmp_path / "half.tif", (65, 85, 1), "uint8", "YXC", like=source)
     with rasterio.open(tmp_path / "out.tif") as file:
         assert (file.crs, file.transform) == (rasterio.CRS.from_epsg(32633), transform)

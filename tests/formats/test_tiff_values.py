@@ -259,5 +259,5 @@ def test_pages_with_different_tags(tmp_path, code, kind, values):
     if values[0] == values[1]:
         assert read(tmp_path / "a.tif").shape == (2, *SHAPE[::-1], 1)
         return
-    with pytest.raises(nd.DataError, match="page 1 has another orientation or another no-data mask"):
+    with pytest.raises(nd.DataError, match="page 1 has another orientation or another no-data value"):
         nd.open_source(tmp_path / "a.tif")

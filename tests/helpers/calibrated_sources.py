@@ -113,7 +113,7 @@ def write_rotated_geotiff(folder, seed):
         value = (tags[33550].value, tags[33922].value)
     extra_tags = [(33550, "d", 3, value[0], True), (33922, "d", 6, value[1], True), (274, "H", 1, 6, True)]
     tifffile.imwrite(folder / path, make_cells("YX"), metadata=None, extratags=extra_tags)
-    return path, {"georeference before it is turned": 1}
+    return path, {"georeference before rotation": 1}
 
 
 def write_imagej(folder, seed):
