@@ -90,7 +90,8 @@ def allow_self_assignment() -> Iterator[None]:
         is_traced = isinstance(value, FakeTensor) and module._buffers.get(name) is value
         return torch.ops.aten.alias(value) if is_traced else None
 
-    with register_module_buffer_registration_hook(record):
+    hook: Any = record  # PyTorch declares hooks without results
+    with register_module_buffer_registration_hook(hook):
         yield
 
 
