@@ -25,7 +25,7 @@ class Backend:
     Parameters
     ----------
     name : str
-        Value of `backend` that selects it.
+        Value of the option `backend` that selects this backend.
     kernels : Kernels
         Kernels for the array namespace, such as `Kernels(cupy)`.
 
@@ -43,7 +43,7 @@ class Backend:
         return self.name
 
     def owns(self, array: Any) -> bool:
-        """Whether an array belongs to this namespace."""
+        """Return whether an array belongs to this namespace."""
         return isinstance(array, self.xp.ndarray)
 
     def from_host(self, array: Any, dtype: Any = None) -> Any:
@@ -51,7 +51,7 @@ class Backend:
         return self.xp.array(array, dtype, order="C")
 
     def as_real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
-        """Return a caller's array as a contiguous array of this backend: the array itself if it is one, or a copy.
+        """Return a caller's array as a contiguous array of this backend; without a copy if it already is one.
 
         Raises
         ------
@@ -66,7 +66,7 @@ class Backend:
         return self.xp.ascontiguousarray(source, dtype)
 
     def in_precision(self, precision: ComputePrecision) -> Backend:
-        """Return the backend for products with operands of a precision; ConfigError if there is none."""
+        """Return the backend for products with operands of a precision; ConfigError if it is unsupported."""
         kernels = self.kernels.in_precision(precision)
         return self if kernels is self.kernels else Backend(self.name, kernels)
 
@@ -77,7 +77,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Availability:
-    """A backend's name, whether it is usable here, and the reason."""
+    """Name of a backend, whether it is usable here, and why."""
 
     name: str
     usable: bool
@@ -91,14 +91,14 @@ def available() -> list[Availability]:
 
 @type_checked
 def get_backend(name: str | Backend = "auto") -> Backend:
-    """Return the backend of a name; ConfigError lists the choices.
+    """Return the backend with a name; a ConfigError lists the choices.
 
     Parameters
     ----------
     name : str or Backend
-        'auto': 'cupy' if a GPU is found, else 'torch' if installed, else 'numpy'. A name with a dot is that of a module
-        with an attribute `backend`; the module must have been imported, by `import` or by `--import`: names in files
-        import nothing.
+        'auto': 'cupy' if a GPU is found, else 'torch' if installed, else 'numpy'. A name with a dot refers to a
+        module with an attribute `backend`. The module must have been imported, by `import` or `--import`: names in
+        files import nothing.
     """
     if isinstance(name, Backend):
         return name
@@ -122,14 +122,14 @@ def backend_name(name: str | Backend) -> str:
 
 
 def memory_per_rank(name: str | Backend) -> Callable[[int], int | None]:
-    """Return a function of the number of ranks on this machine: bytes that each may use for arrays, None if unknown.
+    """Return a function from the number of ranks on this machine to the bytes per rank for arrays (None: unknown).
 
-    No GPU is started: it would keep memory for this process, which may have none of the ranks.
+    No GPU is initialised: this would allocate memory for this process, which may run none of the ranks.
 
     Raises
     ------
     ConfigError
-        As of `get_backend`.
+        As in `get_backend`.
     """
     if name == "cupy" or (name == "auto" and _preferred_name() == "cupy"):
         _require_cupy()
@@ -159,7 +159,7 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
             return ""
     return (
         f"precision: this processor has no {precision.name} instructions, or PyTorch is missing: results are the"
-        " same, but slower than in float32"
+        " same, but computed more slowly than in float32"
     )
 
 

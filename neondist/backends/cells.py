@@ -1,6 +1,6 @@
 """Cell-wise kernels, and sums over cells: with the functions of any array namespace, and compiled (_cells.c).
 
-Compiled kernels read and write memory once, with any strides, where NumPy makes an array in every operation. They
+Compiled kernels read and write memory once, with any strides, whereas NumPy creates an array in every operation. They
 exist if a C compiler was available when neondist was installed.
 """
 
@@ -23,7 +23,7 @@ class Normalisation(NamedTuple):
     Attributes
     ----------
     mean, scale, shift : array (groups, C)
-        One group of all samples, or one of each.
+        One group for all samples, or one group for each sample.
     clip_negative : bool
     """
 
@@ -37,7 +37,7 @@ class CellKernels:
     """Kernels over the cells of arrays (N, *spatial, C) of one shape, in any array namespace."""
 
     xp: Any
-    #: Cells per partial sum
+    #: Number of cells per partial sum
     sum_block_elements = 1 << 13
 
     def matmul(self, a: Any, b: Any) -> Any:
@@ -49,17 +49,17 @@ class CellKernels:
         self.xp.copyto(target, source)
 
     def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Copy the values of each source into its target, of any strides: on a device all in one launch."""
+        """Copy the values of each source into its target, of any strides; on a device, all in one launch."""
         for source, target in zip(sources, targets, strict=True):
             target[...] = source
 
     def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
-        """Add each part to its box of an array; they may overlap, and are added in their order; on a device at once."""
+        """Add each part to its box of an array, in this order; boxes may overlap. On a device, all in one launch."""
         for box, part in zip(boxes, parts, strict=True):
             array[box] += part
 
     def contiguous(self, x: Any) -> Any:
-        """Return x, or a copy of it, in one piece."""
+        """Return x if it is contiguous, else a contiguous copy."""
         return self.xp.ascontiguousarray(x)
 
     def relu(self, z: Any, y: Any) -> None:
@@ -82,7 +82,7 @@ class CellKernels:
             self.relu(y, y)
 
     def channel_sum(self, x: Any) -> Any:
-        """Return the sum over everything but the channels, (C,), by GEMM, whose blocked sums are more accurate."""
+        """Return the sum over all axes but the channels, (C,), by GEMM, whose blocked sums are more accurate."""
         cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
         ones = self.xp.ones((1, min(self.sum_block_elements, len(cells))), x.dtype)
         for start in range(0, len(cells), self.sum_block_elements):
@@ -91,7 +91,7 @@ class CellKernels:
         return total
 
     def sample_sum(self, x: Any) -> Any:
-        """Return each sample's sum over its cells, (N, C), by GEMM as `channel_sum`."""
+        """Return each sample's sum over its cells, (N, C), by GEMM as in `channel_sum`."""
         cells, channels = prod(x.shape[1:-1]), x.shape[-1]
         rows, total = x.reshape(len(x), cells, channels), self.xp.zeros((len(x), 1, channels), x.dtype)
         ones = self.xp.ones((1, min(self.sum_block_elements, cells)), x.dtype)
@@ -101,9 +101,9 @@ class CellKernels:
         return total[:, 0]
 
     def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
-        """Return means and sums of squared differences from them, both (1, C), or (N, C) if `by_sample`.
+        """Return means, and sums of squared differences from the means, both (1, C), or (N, C) if `by_sample`.
 
-        There is no cancellation for large means. Without cells both are 0.
+        Large means cause no cancellation. Without cells, both results are 0.
         """
         count = max(1, prod(x.shape[1:-1] if by_sample else x.shape[:-1]))
         mean = self._group_sums(x, by_sample) / count
@@ -140,7 +140,7 @@ class CellKernels:
         Parameters
         ----------
         affine : pair of array (C,)
-            A factor and a summand.
+            Factor gamma and summand beta of each channel.
         """
         root = 1 / self.xp.sqrt(var + var.dtype.type(eps))
         return mean, affine[0] * root, affine[1].copy(), root
@@ -148,12 +148,12 @@ class CellKernels:
     def batch_scale_and_shift(
         self, moments: Any, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
-        """Return the `scale_and_shift` of a batch, and update the running mean and variance with it.
+        """Return the `scale_and_shift` of a batch, and update the running mean and variance.
 
         Parameters
         ----------
         moments : array (1 + 2 C,)
-            The count of cells, means, and sums of squared differences from them.
+            Number of cells, means, and sums of squared differences from the means.
         """
         count, (mean, squares) = moments[0], moments[1:].reshape(2, -1)
         for kept, new in zip(running, (mean, squares / self.xp.maximum(count - 1, 1)), strict=True):
@@ -182,13 +182,13 @@ class CellKernels:
 
 
 class CompiledCells(CellKernels):
-    """The same for NumPy's arrays of float32 and float64, compiled where possible.
+    """Kernels over the cells of NumPy's arrays of float32 and float64, compiled where possible.
 
     Attributes
     ----------
     compiled : module or None
     threads, gomp_address : int
-        Number of threads, and the address of GOMP_parallel, which starts them; 0 if it is missing.
+        Number of threads, and the address of GOMP_parallel, which starts them; 0 if there is no libgomp.
     """
 
     threads, gomp_address = 1, 0
@@ -224,7 +224,7 @@ class CompiledCells(CellKernels):
             super().add(parts, y, clip_negative)
 
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
-        """Return the sum over everything but the channels."""
+        """Return the sum over all axes but the channels."""
         sums = np.empty((1, 1, x.shape[-1]))
         return sums[0, 0].astype(x.dtype) if self._run_compiled("total", x, sums=sums) else super().channel_sum(x)
 
@@ -234,7 +234,7 @@ class CompiledCells(CellKernels):
         return sums[:, 0].astype(x.dtype) if self._run_compiled("total", x, sums=sums) else super().sample_sum(x)
 
     def moments(self, x: np.ndarray, by_sample: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return means and sums of squared differences from them."""
+        """Return means, and sums of squared differences from the means."""
         sums = np.empty((len(x) if by_sample else 1, 2, x.shape[-1]))
         if not self._run_compiled("moments", x, sums=sums):
             return super().moments(x, by_sample)

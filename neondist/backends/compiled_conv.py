@@ -11,19 +11,19 @@ import numpy as np
 from .rows import VECTOR_BYTES, ConvArgs, RowKernels, as_triple
 
 Ints = Sequence[int]
-_MIN_WINOGRAD_CHANNELS, _MIN_WINOGRAD_CELLS = 8, 128  # measured: the smallest for which it is faster
-_MAX_WINOGRAD_WEIGHTS = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
-_MAX_DEPTHWISE_TAPS = 512  # cells of a depthwise convolution's window, at most
+_MIN_WINOGRAD_CHANNELS, _MIN_WINOGRAD_CELLS = 8, 128  # measured: the smallest numbers for which Winograd is faster
+_MAX_WINOGRAD_WEIGHTS = 9 << 17  # with more, the transformed weights would take more than 8 MiB of float32
+_MAX_DEPTHWISE_TAPS = 512  # maximum number of cells in a depthwise convolution's window
 FORWARD, WEIGHT_GRADIENT, INPUT_GRADIENT = range(3)
 
 
 class CompiledConvolution(RowKernels):
-    """Convolution of NumPy's arrays into a given array; falls back to the base class where it is not compiled.
+    """Convolution of NumPy's arrays into a given array; falls back to the base class where no compiled kernel applies.
 
-    Windows 3 x 3 and 5 x 5 use F(2 x 2, k x k) (Lavin and Gray 2016), with 2.25 and 2.78 times fewer products. Inputs
-    and weights are summed before the products. For 3 x 3, float32 errors are still below oneDNN's: sums are short
-    (measured with 16, 64 and 256 channels: 0.6 to 1 times, gradients of the weights 0.3 to 0.9); for 5 x 5 they are 4
-    to 8 times those of direct sums, 1e-6 to 2e-6 of the outputs.
+    Windows 3 x 3 and 5 x 5 use F(2 x 2, k x k) (Lavin and Gray 2016), with 2.25 and 2.78 times fewer products. Sums
+    of inputs and of weights are computed before the products. For 3 x 3, float32 errors are still not above oneDNN's,
+    since sums are short (measured with 16, 64 and 256 channels: 0.6 to 1 times oneDNN's, for gradients of the weights
+    0.3 to 0.9 times); for 5 x 5 they are 4 to 8 times the errors of direct sums, 1e-6 to 2e-6 of the outputs.
     """
 
     def has_compiled_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
@@ -61,12 +61,12 @@ class CompiledConvolution(RowKernels):
 
         Parameters
         ----------
-        pass_kind : FORWARD or INPUT
+        pass_kind : FORWARD or INPUT_GRADIENT
         out : extent of the result
 
         Returns
         -------
-        array (N, *out, C); None if it is not compiled
+        array (N, *out, C); None if no compiled kernel applies
         """
         channels = x.shape[-1]
         weights, y = np.empty((*window.shape, 1, channels), x.dtype), np.empty((len(x), *out, channels), x.dtype)
@@ -107,7 +107,7 @@ class CompiledConvolution(RowKernels):
     def _try_depthwise(
         self, pass_kind: int, x: np.ndarray, w: np.ndarray, y: np.ndarray, bias: Any, args: ConvArgs, pad: Ints = ()
     ) -> bool:
-        """Write the convolution of x into y, the gradient of weights into w, or that of the input, given dy as x."""
+        """Write the convolution of x into y, the weights' gradient into w, or, given dy as x, the input's into y."""
         steps = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0)
         done: bool = self.compiled.depthwise(pass_kind, x, w, y, bias, *steps, self.threads, self.gomp_address)
         return done

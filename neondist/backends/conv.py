@@ -1,7 +1,7 @@
-"""Valid n-D convolution through GEMM on cache-sized blocks of gathered windows (im2col), with shared weights or not.
+"""Valid n-D convolution by GEMM on cache-sized blocks of gathered windows (im2col), with shared or unshared weights.
 
-Views are (N, *spatial, C_in); weights (*kernel, C_in / groups, C_out), or (*out, *kernel, C_in, C_out) where every
-output cell has its own.
+Views are (N, *spatial, C_in); weights (*kernel, C_in / groups, C_out), or (*out, *kernel, C_in, C_out) if every
+output cell has its own weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Convolution:
     xp: Any
     #: Elements gathered per block: half a MiB of float32 fits in the L2 cache
     block_elements = 1 << 17
-    #: The same where weights are not shared
+    #: Elements gathered per block if weights are not shared
     unshared_block_elements = 1 << 20
 
     def conv_forward(
@@ -67,8 +67,8 @@ class Convolution:
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without the cells of `crop` at the ends of every axis.
 
-        One GEMM per kernel cell is added to the cells that it read: measured 1.2 to 2.4 times faster than one GEMM
-        whose columns are scattered afterwards.
+        The result of one GEMM per kernel cell is added to the cells that this kernel cell reads: measured as 1.2 to 2.4
+        times faster than one GEMM whose columns are scattered afterwards.
         """
         kernel, inner = weights.shape[:-2], weights.shape[-2]
         dx = self.xp.zeros((len(dy), *extent, inner * groups), dy.dtype)
@@ -94,7 +94,7 @@ class Convolution:
         return y
 
     def locally_connected_backward_weights(self, x: Any, dy: Any, weights: Any, stride: Ints) -> Any:
-        """Return the gradient of the unshared weights, of the shape of `weights`."""
+        """Return the gradient of the unshared weights, with the shape of `weights`."""
         gradient = self.xp.zeros_like(weights)
         for rows, columns, _ in self._locally_connected_blocks(x, weights, stride):
             part = columns.swapaxes(-1, -2) @ self.xp.moveaxis(dy[:, rows], 0, -2)
@@ -105,7 +105,7 @@ class Convolution:
         """Return the gradient of x (N, *extent, C_in)."""
         ndim, xp = dy.ndim - 2, self.xp
         kernel, out, channels = weights.shape[ndim : 2 * ndim], weights.shape[:ndim], weights.shape[-2]
-        dx = xp.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last, so that every addition is of long runs
+        dx = xp.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last: long contiguous additions
         length = prod(kernel) * channels
         for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(dy) * length, self.unshared_block_elements):
             matrix, by_cell = weights[rows], xp.moveaxis(dy[:, rows], 0, -1)

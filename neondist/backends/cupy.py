@@ -42,7 +42,7 @@ Ints = Sequence[int]
 _THREADS_PER_BLOCK, _MAX_BLOCKS_PER_LAUNCH = 256, 4096
 _MAX_CACHED_DEVICE_TABLES = 1024
 _MAX_LANES, _LANES_PER_THREAD, _MAX_LAST_LANES = 1 << 18, 32, 64
-"""partial sums of a reduction, how many of them one thread adds up, and the most in the last step"""
+"""maximum number of partial sums of a reduction; number that one thread adds; maximum number in the last step"""
 
 
 class CupyKernels(Kernels):
@@ -51,15 +51,15 @@ class CupyKernels(Kernels):
     Parameters
     ----------
     cupy : module
-        On this rank's GPU.
+        CuPy, with this rank's GPU as the current device.
     precision : ComputePrecision
         Precision of convolution and matrix product operands.
     """
 
     packs_copies = True
-    # a launch costs as much as processing a million elements: few large blocks, whose memory no plan includes
+    # a launch costs as much as processing a million elements, so use few large blocks (plans omit their memory)
     strip_elements, block_elements, unshared_block_elements, sum_block_elements = 1 << 24, 1 << 24, 1 << 24, 1 << 20
-    #: Element count above which indices are 64-bit
+    #: Number of elements from which indices have 64 bits
     int64_threshold = 1 << 30
 
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
@@ -70,11 +70,11 @@ class CupyKernels(Kernels):
         self._captured_tables: list[list[Any]] = []  # tables of the graphs being captured
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels with operands of a precision; without PyTorch's kernels, TF32 falls back to float32."""
+        """Return kernels with operands of a precision; without PyTorch's kernels, TF32 is replaced by float32."""
         return NarrowCupyKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Copy the values of each source into its target, in one launch where all are of one type."""
+        """Copy the values of each source into its target, in one launch if all have the same dtype."""
         pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if target.size]
         if not pairs:
             return
@@ -113,7 +113,7 @@ class CupyKernels(Kernels):
         bias: Any | None = None,
         zeros: Sides | None = None,
     ) -> Any:
-        """Return the valid convolution of x, plus bias. Depthwise: one launch, plus one for the bias."""
+        """Return the valid convolution of x, plus bias; depthwise in one launch, plus one launch for the bias."""
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         shape = len(x), *output_extent(x.shape[1:-1], kernel, stride, dilation), channels
         if groups != x.shape[-1] or groups == 1 or not self._has_window_kernel(x.dtype, kernel, shape):
@@ -151,7 +151,7 @@ class CupyKernels(Kernels):
         return best, place
 
     def max_pool_backward(self, dy: Any, max_positions: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
-        """Return the gradient of x, in one launch; deterministic: each cell adds up its own contributions."""
+        """Return the gradient of x, in one launch; deterministic: one thread sums all contributions to a cell."""
         shape = len(dy), *extent, dy.shape[-1]
         if not self._has_window_kernel(dy.dtype, kernel, (*shape, dy.size)):
             return super().max_pool_backward(dy, max_positions, extent, kernel, stride)
@@ -184,7 +184,7 @@ class CupyKernels(Kernels):
         self._launch(NORMALISE_BACK, C_TYPES[str(x.dtype)], "normalise_back", threads, *arguments, index_type=index)
 
     def channel_sum(self, x: Any) -> Any:
-        """Return the sum over everything but the channels, (C,)."""
+        """Return the sum over all axes but the channels, (C,)."""
         return self._reduce_sums(SUMS_KIND, x)[0, 0] if self._has_cell_kernel(x) else super().channel_sum(x)
 
     def sample_sum(self, x: Any) -> Any:
@@ -192,7 +192,7 @@ class CupyKernels(Kernels):
         return self._reduce_sums(SUMS_KIND, x, by_sample=True)[0] if self._has_cell_kernel(x) else super().sample_sum(x)
 
     def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
-        """Return means and sums of squared differences from them."""
+        """Return means, and sums of squared differences from the means."""
         if not self._has_cell_kernel(x):
             return super().moments(x, by_sample)
         mean, squares = self._reduce_sums(MOMENTS_KIND, x, by_sample=by_sample)
@@ -267,7 +267,7 @@ class CupyKernels(Kernels):
         return result
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
-        """Return float32 elements rounded to the nearest value in a precision: for bfloat16 in one launch."""
+        """Return float32 elements rounded to the nearest value in a precision; for bfloat16, in one launch."""
         if precision.name != "bfloat16" or str(x.dtype) != "float32" or not x.size:
             return super().round_operand(x, precision)
         y = self.xp.empty(x.shape, x.dtype)
@@ -276,7 +276,7 @@ class CupyKernels(Kernels):
         return y
 
     def _has_window_kernel(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
-        """Return whether a kernel supports these windows and the output is not empty."""
+        """Return whether the kernels over windows support these windows and arrays, none of which may be empty."""
         return str(dtype) in C_TYPES and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
 
     def _has_cell_kernel(self, *arrays: Any) -> bool:
@@ -284,7 +284,7 @@ class CupyKernels(Kernels):
         return len(kinds) == 1 and kinds <= C_TYPES.keys() and arrays[0].size > 0
 
     def _contiguous_by_channel(self, arrays: Sequence[Any], like: Any) -> list[Any]:
-        """Return arrays (groups, C) as contiguous ones of the dtype of `like`."""
+        """Return arrays (groups, C) as contiguous arrays with the dtype of `like`."""
         shape = len(arrays[0]), like.shape[-1]
         ready = [array.shape == shape and array.dtype == like.dtype and array.flags.c_contiguous for array in arrays]
         return [
@@ -295,7 +295,7 @@ class CupyKernels(Kernels):
     def _thread_ranges(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
         """Return how the cells of arrays of one shape are divided among threads.
 
-        That is: (table, numbers of axes, groups and lanes); number of threads; C type of the table.
+        Returns (table, numbers of axes, groups and lanes), the number of threads, and the C type of the table.
         """
         like = arrays[0]
         table_values = cell_table(like.shape, list(map(_strides, arrays)), groups > 1)
@@ -337,7 +337,7 @@ class CupyKernels(Kernels):
         raise NotImplementedError
 
     def _cached_table(self, table: tuple[int, ...], index_type: str = "long long") -> Any:
-        """Return a table on the device, cached: the launches of every step need the same ones."""
+        """Return a table on the device, cached, since the launches of every step need the same tables."""
         on_device = self._cached_upload(table, index_type)
         for kept in self._captured_tables:
             kept.append(on_device)
@@ -354,7 +354,7 @@ class CupyKernels(Kernels):
         return int(free) // sharing + int(pool.free_bytes())
 
     def release_cached_memory(self, byte_limit: int) -> None:
-        """Free the cached blocks of CuPy's pool for other ranks on the same GPU."""
+        """Free the cached blocks of CuPy's pool, for other ranks on the same GPU, if it exceeds `byte_limit`."""
         pool = self.xp.get_default_memory_pool()
         if pool.total_bytes() > byte_limit:
             pool.free_all_blocks()

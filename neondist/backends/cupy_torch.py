@@ -1,6 +1,6 @@
-"""PyTorch's CUDA kernels, cuDNN's among them, over CuPy's arrays: by DLPack, without a copy.
+"""PyTorch's CUDA kernels, including cuDNN's, over CuPy's arrays, shared through DLPack without a copy.
 
-Both compute in the default stream of this rank's GPU.
+Both libraries compute in the default stream of this rank's GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Ints = Sequence[int]
 
 
 class CupyTorchKernels(TorchKernelMixin, CupyKernels):
-    """PyTorch's convolutions and sums over windows, CuPy's everything else.
+    """PyTorch's convolutions and sums over windows; all other kernels are CuPy's.
 
-    PyTorch's channels-last max pooling of float64 fails with a misaligned address for few channels (PyTorch 2.11), and
-    its gradient is not deterministic.
+    Max pooling is CuPy's, too: PyTorch's channels-last max pooling of float64 fails with a misaligned address for
+    few channels (PyTorch 2.11), and its gradient is not deterministic.
     """
 
     min_torch_elements = 0
@@ -29,15 +29,15 @@ class CupyTorchKernels(TorchKernelMixin, CupyKernels):
     max_pool_backward_into = CupyKernels.max_pool_backward_into
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels with operands of a precision; TF32 needs a GPU."""
+        """Return kernels with operands of a precision; TF32 requires a GPU."""
         return NarrowCupyTorchKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def matmul(self, a: Any, b: Any) -> Any:
-        """Return the product of two matrices, or stacks of them: CuPy's call of cuBLAS cannot be captured."""
+        """Return the product of two matrices, or stacks, by PyTorch: CuPy's call of cuBLAS cannot be captured."""
         return super().matmul(a, b) if self.torch_calls is None else self.torch_calls.matmul(a, b)
 
     def _reorder_weights_if_faster(self, x: Any, weights: Any) -> Any:
-        """Return the weights unchanged: cuDNN needs no other order."""
+        """Return the weights unchanged: cuDNN does not need another order."""
         return weights
 
     def _prefers_torch_conv(self, x: Any, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
@@ -57,12 +57,12 @@ def is_usable() -> bool:
 
 
 class CudaTorchKernels(CupyTorchKernels):
-    """The same on a GPU, with one memory pool shared by both libraries.
+    """CuPy's and PyTorch's kernels on a GPU, with one memory pool shared by both libraries.
 
     Parameters
     ----------
     cupy : module
-        On this rank's GPU.
+        CuPy, with this rank's GPU as the current device.
     precision : ComputePrecision
         'tf32' lets cuDNN use TF32 in convolutions.
     """
@@ -100,28 +100,28 @@ class CudaTorchKernels(CupyTorchKernels):
             return function(), graph
 
     def available_memory(self, ranks: int) -> int | None:
-        """Return the bytes of its GPU that each of `ranks` ranks on this machine may still allocate."""
+        """Return the bytes that each of `ranks` ranks on this machine may still allocate on its GPU."""
         kept = self._cuda.memory_reserved() - self._cuda.memory_allocated()
         return (super().available_memory(ranks) or 0) + int(kept)
 
     def release_cached_memory(self, byte_limit: int) -> None:
-        """Free the cached blocks of the pool."""
+        """Free the cached blocks of the pool if it exceeds `byte_limit`."""
         if self._cuda.memory_reserved() > byte_limit:
             self._cuda.empty_cache()
 
 
 class NarrowCupyTorchKernels(NarrowTorchKernelMixin, CupyTorchKernels):
-    """PyTorch's convolutions of 16 bits; matrix products are those of float32."""
+    """PyTorch's convolutions with 16-bit operands; matrix products are computed in float32."""
 
     def _has_fast_instructions(self, calls: Any) -> bool:
         return True  # on tensor cores since Volta, bfloat16 since Ampere
 
 
 class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
-    """The same on a GPU."""
+    """CuPy's and PyTorch's kernels with 16-bit operands on a GPU."""
 
     def conv_backward_weights(self, *args: Any) -> Any:
-        """Return the gradient of the weights in float32, by TF32: operands of 16 bits are exact in it."""
+        """Return the gradient of the weights in float32, computed in TF32, which represents 16-bit operands exactly."""
         self._cudnn.allow_tf32 = self.precision.has_16_bit_operands
         try:
             return super().conv_backward_weights(*args)
@@ -130,10 +130,10 @@ class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
 
 
 def torch_allocator(cupy: Any, torch: Any, device: int) -> Callable[[int], Any]:
-    """Return an allocator for CuPy that takes memory of PyTorch's pool; MemoryError if it is exhausted.
+    """Return an allocator for CuPy that takes memory from PyTorch's pool, with MemoryError if the pool is exhausted.
 
     Memory is freed with the tensor that owns it. CuPy's PythonFunctionAllocator would not free arrays that the garbage
-    collector finds: by then the function that frees them is gone.
+    collector finds, since the function that frees them no longer exists then.
     """
     place = torch.device("cuda", device)
 

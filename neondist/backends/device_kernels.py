@@ -1,6 +1,6 @@
 """CUDA C source of the GPU kernels, which CuPy compiles at first use.
 
-T is the element type, INDEX that of counts and indices, for which 32 bits are several times faster: see
+T is the element type, INDEX the type of counts and indices, which is several times faster with 32 bits: see
 `specialise_source`. Kernels use grid-stride loops.
 """
 
@@ -37,7 +37,7 @@ KERNEL void copy_each(const long long *table, long long rank, long long total) {
     }
 }
 """
-"""Copies several arrays into others, of any strides; rows of the table: end, addresses, shape, both strides"""
+"""Copies several arrays into others, with any strides; each row of the table: end, addresses, shape, both strides"""
 
 ADD_BOXES = """
 KERNEL void add_boxes(T *array, const long long *table, long long boxes, long long rank, long long total) {
@@ -72,9 +72,9 @@ KERNEL void add_boxes(T *array, const long long *table, long long boxes, long lo
     }
 }
 """
-"""Adds boxes, which may overlap, to an array: the first box's thread adds a cell's values of all boxes in box order.
+"""Adds boxes, which may overlap, to an array: the thread of a cell's first box adds the values of all boxes in order.
 
-The table: strides of the array; rows: end, address of the box's elements, first cell, shape, steps
+The table: strides of the array, then a row for each box: end, address of its elements, first cell, shape, steps
 """
 
 MAX_POOL = """
@@ -129,7 +129,7 @@ KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const 
     }
 }
 """
-"""Gradient of x (N, *extent, C), gathered for each cell from the windows that contain it; the same table"""
+"""Gradient of x (N, *extent, C), gathered for each cell from the windows that contain it; table: see MAX_POOL"""
 
 DEPTHWISE = """
 KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, long long total) {
@@ -154,7 +154,7 @@ KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, lo
     }
 }
 """
-"""Depthwise convolution (N, *out, C_out); the table of a pooling, dilations, and C_out"""
+"""Depthwise convolution (N, *out, C_out); table: see MAX_POOL; then dilations and C_out"""
 
 DEPTHWISE_BACK = """
 KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *table, long long total) {
@@ -184,7 +184,7 @@ KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *ta
     }
 }
 """
-"""Gradient of x (N, *extent, C_in); the same table"""
+"""Gradient of x (N, *extent, C_in); table: see DEPTHWISE"""
 
 _RANGE_SETUP = """
     const INDEX first = groups > 1, channels = table[rank - 1], width = (INDEX)groups * channels;
@@ -195,7 +195,7 @@ _RANGE_SETUP = """
 """
 """Each thread processes a contiguous range of cells of one channel (of one sample): few divisions, one setup.
 
-Arrays may be the same: each cell is read and then written by one thread only.
+Input and output may be the same array: each cell is read and written by only one thread.
 """
 
 
@@ -242,7 +242,7 @@ NORMALISE = _kernel_over_ranges(
     """const T z = (x[at[0]] - centre) * factor + bias;
                 y[at[1]] = clip && z <= 0 ? 0 : z;""",
 )
-"""(x - mean) * scale + shift, of each channel over all samples, or per sample; the table: shape, strides of x and y"""
+"""(x - mean) * scale + shift, for each channel of all samples, or of each sample; table: shape, strides of x and y"""
 
 NORMALISE_BACK = _kernel_over_ranges(
     """normalise_back(const T *__restrict__ x, const T *__restrict__ dy, const T *mean, const T *scale, const T *shift,
@@ -295,7 +295,7 @@ KERNEL void fold_sums(const double *sums, double *folded, long long lanes, long 
     }
 }
 """
-"""Folds sums (.., lanes, width) into fewer lanes"""
+"""Folds sums (..., lanes, width) into fewer lanes"""
 
 LAST_SUMS = """
 KERNEL void last_sums(const double *sums, T *result, long long lanes, long long width, long long total) {
@@ -306,7 +306,7 @@ KERNEL void last_sums(const double *sums, T *result, long long lanes, long long 
     }
 }
 """
-"""Sums (.., lanes, width) over all lanes"""
+"""Adds sums (..., lanes, width) over all lanes"""
 
 LAST_MOMENTS = """
 KERNEL void last_moments(const double *sums, const T *x, T *result, const INDEX *table, long long rank,
@@ -324,7 +324,7 @@ KERNEL void last_moments(const double *sums, const T *x, T *result, const INDEX 
     }
 }
 """
-"""Means, and sums of squared differences from them, from the MOMENTS_KIND (2, lanes, width) of a number of cells"""
+"""Means, and sums of squared differences from the means, given the sums of MOMENTS_KIND (2, lanes, width)"""
 
 BATCH_NORM_SCALE_SHIFT = """
 KERNEL void batch_scale_shift(const T *moments, T *mean, T *var, const T *gamma, const T *beta, T *result,

@@ -37,8 +37,8 @@ def boxes_table(
     Parameters
     ----------
     strides : strides of the array, in elements
-    part_addresses : the address of each box's elements, in a row
-    boxes, shapes : slices of each box, possibly with steps, and its shape
+    part_addresses : address of each box's elements, which are contiguous
+    boxes, shapes : slices of each box, possibly with steps, and shape of each box
     """
     table = [*strides]
     for end, part, box, shape in zip(accumulate(map(prod, shapes)), part_addresses, boxes, shapes, strict=True):
@@ -60,9 +60,9 @@ def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: in
 
 
 def cell_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
-    """Return a shape and the strides of arrays, in elements, with adjacent axes merged: each axis costs a division.
+    """Return the shape and strides of arrays, in elements; adjacent axes are merged: each costs a division.
 
-    The last axis is kept, and with `by_sample` the first.
+    The last axis is not merged, nor, with `by_sample`, the first.
     """
     first, axes = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
     merged = axes[:first]
@@ -75,5 +75,5 @@ def cell_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) ->
 
 
 def depthwise_table(pool: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:
-    """Return the table of `depthwise` and `depthwise_back`, given that of a pooling with the same windows."""
+    """Return the table of `depthwise` and `depthwise_back`, given the table of a pooling with the same windows."""
     return (*pool, *(1,) * (3 - len(dilation)), *dilation, channels)

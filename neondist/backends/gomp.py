@@ -11,10 +11,10 @@ from pathlib import Path
 
 @cache
 def gomp_parallel_address() -> int:
-    """Return the address of GOMP_parallel in PyTorch's libgomp, else in GCC's; 0 if there is none.
+    """Return the address of GOMP_parallel in PyTorch's libgomp, else in GCC's; 0 if there is no libgomp.
 
-    Its idle threads spin, so that other threads would share their cores: after an operation of PyTorch, two Python
-    threads are as slow as one, and these 1.7 times faster. PyTorch is not imported.
+    Idle threads of libgomp spin, so that other threads would share their cores: after an operation of PyTorch, two
+    Python threads are as slow as one, whereas two of libgomp's are 1.7 times faster. PyTorch is not imported.
     """
     for path in _libgomp_paths():
         try:
@@ -28,7 +28,7 @@ def _libgomp_paths() -> Iterator[str]:
     spec = importlib.util.find_spec("torch")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         yield from map(str, (Path(folder) / "lib").glob("libgomp*.so*"))
-    from ctypes.util import find_library  # which starts processes
+    from ctypes.util import find_library  # may start processes
 
     library = find_library("gomp")
     if library:

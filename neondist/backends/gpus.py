@@ -1,4 +1,4 @@
-"""The GPUs of this machine through CuPy: their availability, and the choice of this rank's."""
+"""GPUs of this machine, through CuPy: their availability, and the choice of this rank's GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..version import installed_distributions
 
 _INSTALL_COMMAND = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _CUDA_ERROR_INSUFFICIENT_DRIVER, _CUDA_ERROR_NO_DEVICE = 35, 100
-"""Codes of the CUDA runtime; the first also where no driver is installed."""
+"""Error codes of the CUDA runtime; the first one is also returned if no driver is installed."""
 
 
 def find_cupy_problem() -> str:
@@ -43,7 +43,7 @@ def find_cupy_problem() -> str:
 
 
 def describe_gpus() -> str:
-    """Return the versions and devices, of a CuPy that can be used."""
+    """Return CuPy's version and devices as text; CuPy must be usable."""
     cupy = importlib.import_module("cupy")
     runtime, names = cupy.cuda.runtime, []
     for device in range(runtime.getDeviceCount()):
@@ -54,7 +54,7 @@ def describe_gpus() -> str:
 
 
 def max_gpu_bytes_per_rank(ranks: int) -> int:
-    """Return the bytes of the smallest GPU that each of `ranks` ranks on this machine could have; starts none."""
+    """Return the bytes of the smallest GPU that each of `ranks` ranks on this machine can use; initialises no GPU."""
     runtime = importlib.import_module("cupy").cuda.runtime
     count = runtime.getDeviceCount()
     least = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(count))
@@ -62,7 +62,7 @@ def max_gpu_bytes_per_rank(ranks: int) -> int:
 
 
 def load_cupy() -> Any:
-    """Return CuPy, which must be usable, on this rank's GPU.
+    """Return CuPy, which must be usable, with this rank's GPU as the current device.
 
     GPUs are assigned round-robin by local rank, so that several ranks may share one.
     """
@@ -72,5 +72,5 @@ def load_cupy() -> Any:
 
 
 def _cuda_version(number: int) -> str:
-    """Return a version of CUDA, 12090 in its own numbers, as '12.9'; '' for 0."""
+    """Return CUDA's version number, such as 12090, as text, '12.9'; '' for 0."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""

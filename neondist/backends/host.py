@@ -18,7 +18,7 @@ from .windows import factor_box_window, output_extent
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
 FilterWindow = tuple[np.ndarray, Ints]
-"""numbers (*kernel), stride"""
+"""weights (*kernel), stride"""
 
 
 class HostKernels(CompiledConvolution):
@@ -31,11 +31,11 @@ class HostKernels(CompiledConvolution):
             from threadpoolctl import threadpool_limits
 
             self.threads, self.gomp_address = self.thread_count, gomp_parallel_address()
-            # BLAS threads would compete with those of the other kernels: both spin
+            # BLAS threads would compete with the threads of the other kernels: both spin
             self._cleanup.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels with operands of a precision; TF32 exists on GPUs only, and is float32 here."""
+        """Return kernels with operands of a precision; TF32 exists only on GPUs, and is replaced by float32."""
         if not precision.has_16_bit_operands:
             return self
         self.close()
@@ -44,7 +44,7 @@ class HostKernels(CompiledConvolution):
     def max_pool_into(
         self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, clip_negative: bool = False
     ) -> Any:
-        """Write the maxima into y; return their positions, one byte each if compiled."""
+        """Write the maxima into y; return their positions, one byte each if the kernel is compiled."""
         places = np.empty(y.shape, np.uint8)
         done = self._try_max_pool(False, x, y, places, kernel, stride, clip_negative)
         return places if done else super().max_pool_into(y, x, kernel, stride, clip_negative)
@@ -52,7 +52,7 @@ class HostKernels(CompiledConvolution):
     def max_pool_backward_into(
         self, dx: np.ndarray, dy: np.ndarray, max_positions: Any, kernel: Ints, stride: Ints
     ) -> None:
-        """Write the gradient of x into dx, from the places of `max_pool_into`."""
+        """Write the gradient of x into dx, from the positions returned by `max_pool_into`."""
         if isinstance(max_positions, list):
             super().max_pool_backward_into(dx, dy, max_positions, kernel, stride)
         elif not self._try_max_pool(True, dx, dy, max_positions, kernel, stride):  # not contiguous
@@ -81,7 +81,7 @@ class HostKernels(CompiledConvolution):
         return super().separable_filter_adjoint(dy, extent, taps) if dx is None else dx
 
     def _try_filter(self, x: np.ndarray, windows: Sequence[FilterWindow]) -> np.ndarray | None:
-        """Return the valid correlation of every channel with one window after the other, None if it is not compiled."""
+        """Return the valid correlation of every channel with one window after the other; None if not compiled."""
         for window, stride in windows:
             out = output_extent(x.shape[1:-1], window.shape, stride, (1,) * len(stride))
             y = self.filter_with_shared_window(FORWARD, x, window, stride, out)
@@ -91,7 +91,7 @@ class HostKernels(CompiledConvolution):
         return x
 
     def _try_filter_adjoint(self, dy: np.ndarray, extent: Ints, windows: Sequence[FilterWindow]) -> np.ndarray | None:
-        """Return the adjoint of `_try_filter`, None if it is not compiled."""
+        """Return the adjoint of `_try_filter`; None if no compiled kernel applies."""
         extents = [extent]
         for window, stride in windows[:-1]:
             extents.append(output_extent(extents[-1], window.shape, stride, (1,) * len(stride)))
@@ -134,6 +134,6 @@ def _box_windows(kernel: Ints, stride: Ints) -> list[FilterWindow]:
 
 
 def _axis_windows(taps: Taps) -> list[FilterWindow]:
-    """Return each axis' taps as a window over all axes."""
+    """Return the taps of each axis as a window over all axes."""
     one = (1,) * len(taps)
     return [(np.reshape(weights, (*one[:axis], -1, *one[axis + 1 :])), one) for axis, weights in enumerate(taps)]

@@ -1,4 +1,4 @@
-"""Base class of kernels, written once for any array namespace; backends override what they do better.
+"""Base class of kernels, written once for any array namespace; backends override methods with faster kernels.
 
 Kernels work on views, so every convolution and pooling is 'valid': views include padding and halo. Activations are
 channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents may be zero.
@@ -50,7 +50,7 @@ class CapturedGraph(NamedTuple):
 
 
 class Kernels(CellKernels, Convolution, Pooling):
-    """Kernels that layers compute with.
+    """Kernels with which layers compute.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         return free_bytes_per_rank(ranks)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels for products with operands of a precision; these kernels are closed unless they are the same.
+        """Return kernels for products with operands of a precision; these kernels are closed unless they are returned.
 
         Raises
         ------
@@ -105,7 +105,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         return self
 
     def product(self, a: Any, b: Any) -> Any:
-        """Return the product of two matrices, or stacks of them, as operands of the precision."""
+        """Return the product of two matrices, or stacks of them, rounded to operands of the precision."""
         return self.matmul(a, b)
 
     def release_cached_memory(self, byte_limit: int) -> None:
@@ -116,13 +116,13 @@ class Kernels(CellKernels, Convolution, Pooling):
     ) -> tuple[Any, CapturedGraph]:
         """Return a function's result and a graph of its launches; none runs before `replay`.
 
-        Arrays that the function reads must stay in place while the graph exists; numbers of the host are frozen.
+        Arrays that the function reads must stay in place while the graph exists; numbers on the host are frozen.
         Waiting for the device, or reading an array of the host, raises an exception.
 
         Parameters
         ----------
-        previous_graph : Graph, optional
-            The graph that is always replayed before this one; shares its memory.
+        previous_graph : CapturedGraph, optional
+            Graph that is always replayed before this one; both share memory.
         """
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         Parameters
         ----------
         y : array (N, *out, C_out)
-            With any strides.
+            Array with any strides.
         write_output : callable
             `write_output(z, y)` writes the result for a strip z into that strip of y; it may overwrite z, which may be
             y itself.
@@ -177,12 +177,12 @@ class Kernels(CellKernels, Convolution, Pooling):
         clip_negative: bool = False,
         needs_bias: bool = True,
     ) -> tuple[Any, Any]:
-        """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
+        """Return the gradients of weights and bias, and write the gradient of x into dx, strip by strip.
 
         Parameters
         ----------
         dx : array (N, *extent, C_in) or None
-            With any strides; it may be x itself. None: not needed.
+            Array with any strides; may be x itself. None: the gradient of x is not needed.
         dy : array (N, *out, C_out)
             Only its shape is used.
         output_gradient : callable
@@ -190,11 +190,11 @@ class Kernels(CellKernels, Convolution, Pooling):
         zero_sides : (before, after) for every axis, optional
             Cells at the ends of x that are zero; their values in dx are unspecified.
         needs_weights : bool
-            False: gradients of weights and bias are not needed, and zero.
+            False: the gradients of weights and bias are not needed; zeros are returned.
         clip_negative : bool
             Whether dx is set to zero where x is not positive.
         needs_bias : bool
-            False: the gradient of the bias is not needed, and zero.
+            False: the gradient of the bias is not needed; zeros are returned.
         """
         kernel, passed = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
@@ -242,7 +242,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         Parameters
         ----------
         clip_negative : bool
-            Whether the backward pass drops the gradient of maxima that are not positive.
+            Whether the backward pass drops the gradients of maxima that are not positive.
         """
         places = []
         for strip in split_into_strips(x, y, kernel, stride, (1,) * len(kernel), self.strip_elements):

@@ -1,7 +1,7 @@
 """Products with operands of 16 bits, emulated in float32: the same results, but slower.
 
-Operands are rounded to bfloat16 or float16, products are exact and sums float32; results of convolutions are rounded
-again. `matmul`, which other kernels use for sums, rounds nothing.
+Operands are rounded to bfloat16 or float16, products are exact, and sums are float32; results of convolutions are
+rounded again. `matmul`, which other kernels use for sums, rounds nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NarrowOperandKernels(Kernels):
     def conv_backward_input(
         self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
     ) -> Any:
-        """Return the gradient of x (N, *extent, C_in), without `crop`."""
+        """Return the gradient of x (N, *extent, C_in), without the cells of `crop`."""
         dy, weights = self._round(dy), self._round(weights)
         return self._round(super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop))
 
@@ -55,7 +55,7 @@ class NarrowOperandKernels(Kernels):
         Kernels.conv_into(self, *args)
 
     def conv_backward_into(self, *args: Any) -> tuple[Any, Any]:
-        """Return the gradients of weights and bias, and write that of x into dx, through the functions above."""
+        """Return the gradients of weights and bias, and write the gradient of x, through the functions above."""
         return Kernels.conv_backward_into(self, *args)
 
     def product(self, a: Any, b: Any) -> Any:

@@ -20,7 +20,7 @@ class Pooling:
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and, for the backward pass, the position of each window's first maximum (row-major).
 
-        Ties therefore do not depend on tiles. The encoding of places is private to these kernels.
+        Therefore, ties do not depend on tiles. The encoding of positions is private to these kernels.
         """
         xp, ones = self.xp, (1,) * len(kernel)
         out = output_extent(x.shape[1:-1], kernel, stride, ones)

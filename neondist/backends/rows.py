@@ -1,4 +1,4 @@
-"""Compiled convolutions through matrix products on rows in place, without im2col (_rows.h)."""
+"""Compiled convolutions through products of matrices whose rows stay in place, without im2col (_rows.h)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .windows import Sides, crop_sides, output_extent, split_into_strips, zero_b
 Ints = Sequence[int]
 ConvArgs = tuple[Ints, Ints, int]
 """stride, dilation and groups of a convolution"""
-_MAX_WINDOW_PIECES = 128  # of a window, at most, as _rows.h has them
-VECTOR_BYTES = 32  # bytes: a product of fewer columns leaves lanes idle
-_MAX_SECOND_FACTOR_ELEMENTS = 1 << 20  # elements of a product's second factor: reordering more takes too long
-_MIN_OUTPUTS_PER_SUM = 16  # outputs: sums over fewer would be written as often as they are added to
+_MAX_WINDOW_PIECES = 128  # maximum number of pieces of a window, as in _rows.h
+VECTOR_BYTES = 32  # products with fewer bytes per row leave vector lanes idle
+_MAX_SECOND_FACTOR_ELEMENTS = 1 << 20  # reordering a larger second factor of a product takes too long
+_MIN_OUTPUTS_PER_SUM = 16  # sums over fewer outputs would be written as often as they are added to
 
 
 class RowKernels(CompiledCells, Kernels):
-    """Compiled convolutions of any stride and dilation, and matrix products; others are computed by the base class.
+    """Compiled convolutions of any stride and dilation, and matrix products; the base class is the fallback.
 
-    A row of a window is one piece of memory, so that a row of outputs is a product of matrices. Strided gradients of
+    A row of a window is contiguous in memory, so that a row of outputs is a product of matrices. Strided gradients of
     the input are convolutions of stride 1, one for each place between the outputs, with part of the weights.
     """
 
@@ -131,9 +131,9 @@ class RowKernels(CompiledCells, Kernels):
         clip_negative: bool = False,
         needs_bias: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradients of weights and bias, and write that of x into dx.
+        """Return the gradients of weights and bias, and write the gradient of x into dx.
 
-        Each row of dx is computed once: a strip begins with the rows of the one before that it still needs.
+        Each row of dx is computed once: a strip begins with those rows of the previous strip that it still needs.
         """
         kernel, args = weights.shape[:-2], (stride, dilation, groups)
         pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
@@ -169,7 +169,7 @@ class RowKernels(CompiledCells, Kernels):
         return by_weights, by_bias
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return the matrix product, on the threads of the convolutions: NumPy's would wait for them (both spin)."""
+        """Return the matrix product, on the convolutions' threads: NumPy's would compete for cores (both spin)."""
         several = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR_ELEMENTS
         result = self._try_product(a, b) if several and hasattr(self.compiled, "convolve") else None
         return super().matmul(a, b) if result is None else result
@@ -199,9 +199,9 @@ class RowKernels(CompiledCells, Kernels):
     def _try_convolve(
         self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: ConvArgs, pad: Ints = ()
     ) -> bool:
-        """Write a convolution into y; cells outside x, of which windows see `pad`, are zero.
+        """Write a convolution into y; windows extend `pad` zero cells before x.
 
-        False: these arrays are not supported.
+        Return False if these arrays are not supported.
         """
         steps = (as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0), self.threads, self.gomp_address)
         done: bool = self.compiled.convolve(x, weights, y, bias, *steps)
@@ -247,7 +247,7 @@ class RowKernels(CompiledCells, Kernels):
         steps = as_triple(stride, 1), as_triple((*dilation[:-1], 1), 1), self.threads, self.gomp_address
         if kernel[-1] == 1 or (dilation[-1] == 1 and x.strides[-2] == inner * x.itemsize):
             return bool(self.compiled.weights(x, dy, gradient, *steps))
-        column = np.empty((*kernel[:-1], 1, inner, outer), x.dtype)  # a window's row is in pieces
+        column = np.empty((*kernel[:-1], 1, inner, outer), x.dtype)  # a window's row is not contiguous
         for at in range(kernel[-1]):
             if not self.compiled.weights(x[..., at * dilation[-1] :, :], dy, column, *steps):
                 return False

@@ -1,6 +1,6 @@
 """PyTorch kernels over NumPy arrays, without copies and without autograd.
 
-PyTorch is imported when one of its kernels is first needed: a process is 200 MiB smaller without it.
+PyTorch is imported when one of its kernels is first needed: without PyTorch, a process is 200 MiB smaller.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from .windows import Sides, output_extent, split_into_strips
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
-_MIN_POOL_CHANNELS = 4  # with fewer, torch's pooling does not fill a vector, and NumPy is as fast or faster
+_MIN_POOL_CHANNELS = 4  # with fewer, torch's pooling does not fill a vector, and NumPy is at least as fast
 
 
 class TorchKernelMixin(Kernels):
-    """PyTorch's kernels where they are faster than NumPy's; arrays stay NumPy's.
+    """PyTorch's kernels where they are faster than NumPy's; arrays remain NumPy arrays.
 
     Speed-ups over NumPy are given for float32, one thread and AVX2.
     """
 
-    #: Numbers, or multiplications, below which the overhead of a torch call exceeds NumPy's time
+    #: Number of elements, or multiplications, below which the overhead of a torch call exceeds NumPy's time
     min_torch_elements = 1 << 15
-    #: Multiplications above which torch's threads are worth its import
+    #: Number of multiplications above which torch's threads are worth importing torch
     min_threaded_products = 1 << 28
 
     @cached_property
     def torch_calls(self) -> Any:
-        """TorchCalls, or None where PyTorch cannot be imported."""
+        """TorchCalls, or None if PyTorch cannot be imported."""
         try:
             import torch
 
             from . import torch_conv, torch_narrow, torch_pool
             from .torch_arrays import matmul
         except Exception as error:  # a broken installation fails in many ways
-            warnings.warn(f"PyTorch cannot be imported, NumPy is slower: {error}", stacklevel=2)
+            warnings.warn(f"PyTorch cannot be imported ({error}): NumPy's slower kernels are used", stacklevel=2)
             return None
         before = torch.get_num_threads()
         self._cleanup.callback(torch.set_num_threads, before)
         torch.set_num_threads(
             min(default_thread_count(), before)
-        )  # it may have been imported before the launcher set it
+        )  # torch may have been imported before the launcher limited its threads
         return TorchCalls(torch_conv, torch_pool, matmul, torch_narrow)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return the matrix product: NumPy's has one thread where other kernels have several (`HostKernels`)."""
+        """Return the matrix product: NumPy's uses one thread if other kernels use several (`HostKernels`)."""
         if a.size * b.shape[-1] < self.min_threaded_products or default_thread_count() == 1 or self.torch_calls is None:
             return super().matmul(a, b)
         return self.torch_calls.matmul(a, b)
@@ -184,14 +184,14 @@ class TorchKernelMixin(Kernels):
         return self.torch_calls.pool.separable_filter_adjoint(dy, taps)
 
     def _reorder_weights_if_faster(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return weights in the order of oneDNN if that is faster for a view, otherwise unchanged."""
+        """Return the weights in oneDNN's memory order if this is faster for a view, otherwise unchanged."""
         worth = prod(weights.shape[:-2]) > 1 and self._prefers_torch_conv(x, ())
         return self.torch_calls.conv.reorder_for_onednn(weights) if worth else weights
 
     def _prefers_torch_conv(self, x: np.ndarray, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
-        """Return whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow.
+        """Return whether torch's convolution is faster: oneDNN supports float32; single volumes are slow without it.
 
-        Kernels of one cell with a stride crash in the backward pass of PyTorch 2.13, channels-last, on some processors.
+        The backward pass of channels-last kernels of one cell with a stride crashes on some processors (PyTorch 2.13).
         """
         if max(stride) > 1 and prod(kernel) == 1:
             return False
@@ -223,7 +223,7 @@ class TorchKernels(HostKernels, TorchKernelMixin):
         self.strip_elements = 1 << 19 if self.thread_count == 1 else 1 << 20
         self._cleanup.callback(keep_freed_memory())
         if "torch" in sys.modules:
-            _ = self.torch_calls  # limits its threads, if it was imported before the launcher set them
+            _ = self.torch_calls  # limits torch's threads, if torch was imported before the launcher limited them
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision."""
@@ -238,11 +238,11 @@ class TorchKernels(HostKernels, TorchKernelMixin):
 
 
 class NarrowTorchKernelMixin(NarrowOperandKernels, TorchKernelMixin):
-    """Kernels with PyTorch's convolutions of 16 bits, where they are fast."""
+    """Kernels with PyTorch's 16-bit convolutions, where these are fast."""
 
     @cached_property
     def narrow_calls(self) -> Any:
-        """The functions with PyTorch's kernels of 16 bits; None where they would be slow."""
+        """Functions that call PyTorch's 16-bit kernels; None if these would be slow."""
         calls = None if self.torch_calls is None else self.torch_calls.narrow
         return calls if calls is not None and self._has_fast_instructions(calls) else None
 
@@ -289,7 +289,7 @@ class NarrowTorchKernels(NarrowTorchKernelMixin, TorchKernels):
         self.precision = precision
 
     def round_operand(self, x: np.ndarray, precision: ComputePrecision) -> np.ndarray:
-        """Return float32 elements rounded to the nearest of a precision: PyTorch is 10 times as fast as NumPy."""
+        """Return float32 elements rounded to the nearest value of a precision; PyTorch is 10 times as fast as NumPy."""
         if x.size < self.min_torch_elements or x.dtype != np.float32 or self.torch_calls is None:
             return super().round_operand(x, precision)
         result: np.ndarray = self.torch_calls.narrow.round_to_dtype(precision.name, x)

@@ -1,6 +1,6 @@
-"""Arrays of NumPy, or of a device, as tensors and back, over the same memory.
+"""Conversion of NumPy's or a device's arrays to tensors and back, over the same memory.
 
-(N, *spatial, C) in NumPy's order, its axes permuted to (N, C, *spatial), is what PyTorch calls channels-last.
+An array (N, *spatial, C) in C order, with its axes permuted to (N, C, *spatial), is channels-last in PyTorch's terms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def to_tensor(array: Any) -> torch.Tensor:
-    """Return a tensor over the array's memory; a copy if it is read-only or has negative strides, which torch rejects.
+    """Return a tensor over the array's memory, or over a copy if torch rejects it (read-only, or negative strides).
 
     A device's array is converted by DLPack, ordered on its current stream.
     """
@@ -40,9 +40,9 @@ def to_channels_first(x: Any) -> torch.Tensor:
 
 
 def to_channels_last(like: Any, y: torch.Tensor) -> Any:
-    """Return (N, C, *spatial) as a contiguous array (N, *spatial, C), without a copy where torch kept the order.
+    """Return (N, C, *spatial) as a contiguous array (N, *spatial, C), without a copy if torch kept the order.
 
-    The namespace is that of `like`.
+    The result is in the namespace of `like`.
     """
     result = array_like(like, y).transpose(0, *range(2, y.ndim), 1)
     return namespace(like).ascontiguousarray(result)

@@ -14,7 +14,7 @@ from .windows import Sides, crop_sides, split_into_blocks, unreached_cells
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
-_MAX_NONZERO_PRODUCT_SHARE = 0.97  # of the products: below this share, oneDNN's padding is worth a copy
+_MAX_NONZERO_PRODUCT_SHARE = 0.97  # below this share of nonzero products, padding by oneDNN is worth a copy
 _MAX_SMALL_VOLUME_CELLS = (
     20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
 )
@@ -29,7 +29,7 @@ def onednn_supports(x: np.ndarray) -> bool:
 def forward(
     x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None, zeros: Sides
 ) -> np.ndarray:
-    """Return the convolution plus bias (N, *out, C_out); the bias costs no pass of its own."""
+    """Return the convolution plus bias (N, *out, C_out); adding the bias needs no separate pass."""
     x, padding = _remove_zero_padding(x, weights.shape[:-2], stride, dilation, zeros)
     seen, kernel, output_padding = to_channels_first(x), weights_to_tensor(weights), (0,) * len(stride)
     added = None if bias is None else to_tensor(bias)
@@ -44,7 +44,7 @@ def backward_input(
 ) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution.
 
-    It is as fast as the backward kernel, which also takes x but uses only its shape. Cells cropped at both ends are not
+    It is as fast as the backward kernel, which also needs x, for its shape. Cells cropped at both ends are not
     computed (measured: 1.25 times faster for 5 x 5 on 14 cells).
     """
     cut = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
@@ -64,7 +64,7 @@ def backward_weights(
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the memory order of `reorder_for_onednn`.
 
-    PyTorch uses slow kernels for 1 x 1 with one thread and few samples: rows become samples.
+    PyTorch uses slow kernels for 1 x 1 with one thread and few samples, so rows are passed as samples.
     """
     many = groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and isinstance(x, np.ndarray)
     if many and torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -88,7 +88,7 @@ def backward_weights(
 
 
 def reorder_for_onednn(weights: np.ndarray) -> np.ndarray:
-    """Return the weights in oneDNN's memory order, reordered once and not for each strip."""
+    """Return the weights in oneDNN's memory order, so that they are not reordered for each strip."""
     *_, channels = shape = weights.shape
     rows = to_tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other ways to copy a matrix
     return array_like(weights, rows.reshape(channels, *shape[:-1]).movedim(0, -1))
@@ -105,7 +105,7 @@ def restore_weight_order(gradient: np.ndarray) -> np.ndarray:
 def _remove_zero_padding(
     x: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: Sides
 ) -> tuple[np.ndarray, Ints]:
-    """Return x without zeros at both ends, and oneDNN's padding in their place, whose products it skips."""
+    """Return x without zeros at both ends, and the padding that replaces them, whose products oneDNN skips."""
     padding = _removable_zeros(x.shape[1:-1], tuple(kernel), tuple(stride), tuple(dilation), tuple(map(min, zeros)))
     return (crop_sides(x, [(p, p) for p in padding]), padding) if any(padding) else (x, padding)
 
@@ -116,14 +116,14 @@ def _removable_zeros(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, z
     padding, left = [], 1.0
     for n, k, s, d, z in zip(extent, kernel, stride, dilation, zeros, strict=True):
         p = min(z, d * (k - 1), (n - 1) // 2)
-        spared = 2 * sum(max(0, -(-(p - d * at) // s)) for at in range(k))  # windows, of each cell of the kernel
+        spared = 2 * sum(max(0, -(-(p - d * at) // s)) for at in range(k))  # skipped products of all kernel cells
         padding.append(p)
         left *= 1 - spared / (k * ((n - d * (k - 1) - 1) // s + 1))
     return tuple(padding) if left < _MAX_NONZERO_PRODUCT_SHARE else (0,) * len(kernel)
 
 
 def _axis_to_halve(x: np.ndarray, dy: np.ndarray) -> int:
-    """Return the axis along which to split a single small volume into two samples, or 0: PyTorch's kernel is slow."""
+    """Return the axis along which to split a single small volume into two samples; 0: do not split."""
     if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _MAX_SMALL_VOLUME_CELLS or not onednn_supports(x):
         return 0
     return next((axis for axis in (1, 2, 3) if dy.shape[axis] % 2 == 0), 1)
@@ -139,7 +139,7 @@ def _split_in_halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: 
     if axis == 1 and rows % 2 == 0:
         return halves, dy.reshape(2, count, *dy.shape[2:])
     first, second = np.split(dy, [count], axis)
-    if rows % 2:  # the row between them is the first one's
+    if rows % 2:  # the middle row belongs to the first half
         second = np.concatenate([np.zeros_like(first.take([0], axis)), second], axis)
     return halves, np.concatenate([first, second])
 
@@ -147,16 +147,16 @@ def _split_in_halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: 
 def weight_gradient_by_gemm(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: tuple[int, int] = (0, 0)
 ) -> np.ndarray:
-    """Return the gradient of the weights (*kernel, C_in, C_out), groups being 1, by GEMM.
+    """Return the gradient of the weights (*kernel, C_in, C_out), for one group, by GEMM.
 
-    On CPUs without AVX-512 oneDNN's own kernel reaches a fifth to a half of it.
+    On CPUs without AVX-512 oneDNN's own kernel reaches a fifth to a half of this speed.
 
-    Windows are gathered along all axes but the first; along that one, a row of the kernel is a shift of the gathered
-    rows, so that they are copied once and not for each row of the kernel. Small images are batched.
+    Windows are gathered along all axes but the first. Along the first axis, a row of the kernel is a shift of the
+    gathered rows, so that rows are copied once, and not for each row of the kernel. Small images are batched.
 
     Parameters
     ----------
-    zeros : numbers of first and last rows of x that are zero, and left out
+    zeros : numbers of first and last rows of x that are zero, and are skipped
     """
     (first, *_), step, row_dilation = kernel, stride[0], dilation[0]
     channels, length = dy.shape[-1], prod(kernel[1:]) * x.shape[-1]
@@ -173,7 +173,7 @@ def weight_gradient_by_gemm(
         if step == 1:
             seen = seen.reshape(hi - lo, part.shape[1], length)
         for row in range(first):
-            start = max(rows.start, -((row * row_dilation - lo) // step))  # of dy, those that see a row from lo to hi
+            start = max(rows.start, -((row * row_dilation - lo) // step))  # rows of dy whose windows use rows lo to hi
             stop = min(rows.stop, (hi - 1 - row * row_dilation) // step + 1)
             if start < stop:
                 at = start * step + row * row_dilation - lo

@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 def has_fast_instructions(dtype: str) -> bool:
-    """Return whether this processor has instructions for a dtype: otherwise oneDNN converts to float32, slowly."""
+    """Return whether this processor has instructions for a dtype; without them, oneDNN slowly converts to float32."""
     fast: bool
     if dtype == "float16":
         fast = torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -27,7 +27,7 @@ def has_fast_instructions(dtype: str) -> bool:
 
 
 def round_to_dtype(dtype: str, array: np.ndarray) -> np.ndarray:
-    """Return a new contiguous array of float32 with the nearest numbers of a dtype."""
+    """Return a new contiguous float32 array, rounded to the nearest numbers of a dtype."""
     return np.ascontiguousarray(to_tensor(array).to(getattr(torch, dtype)).float().numpy())
 
 

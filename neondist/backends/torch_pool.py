@@ -40,7 +40,7 @@ def max_backward_into(dx: np.ndarray, dy: np.ndarray, max_positions: torch.Tenso
 
 
 def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
-    """Return the sum over every window: convolution of each channel with ones, large boxes one axis at a time."""
+    """Return the sum over every window: each channel convolved with ones, along one axis at a time for large boxes."""
     sums = to_channels_first(x)
     for box, step in factor_box_window(kernel, stride):
         sums = _convolve_channels(sums, _kernel_of_ones(box), step)
@@ -87,7 +87,7 @@ def _kernel_of_ones(box: Ints) -> torch.Tensor:
 
 
 def _axis_filters(taps: Taps) -> list[torch.Tensor]:
-    """Return each axis' taps as weights over all axes."""
+    """Return the taps of each axis as weights over all axes."""
     return [
         torch.tensor(weights, dtype=torch.float64).reshape([-1 if a == axis else 1 for a in range(len(taps))])
         for axis, weights in enumerate(taps)

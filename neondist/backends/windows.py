@@ -1,8 +1,8 @@
 """Windows of an array as views, and outputs in blocks and strips.
 
 A convolution's activation and, in the backward pass, the gradients of weights, bias and input are all computed for one
-strip, which is in the cache, before the next. Results are written into existing arrays of any strides: the interior of
-a padded buffer.
+strip, while it is in the cache, before the next strip. Results are written into existing arrays of any strides, such
+as the interior of a padded buffer.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def split_into_blocks(samples: int, out: Ints, cells_per_row: int, budget: int) 
 
 
 def _even_block_size(count: int, at_most: int) -> int:
-    """Return the block size at which no block is much smaller than the others: kernels are slow on small ones."""
+    """Return the block size at which no block is much smaller than others: kernels are slow on small blocks."""
     return -(-count // -(-count // at_most))
 
 
 class Strip(NamedTuple):
-    """Samples and rows (indices of the first spatial axis) of an output, and the rows of the view that they see."""
+    """Samples and rows (indices of the first spatial axis) of an output, and the rows of the view that they use."""
 
     samples: slice
     output_rows: slice
@@ -100,13 +100,13 @@ class Strip(NamedTuple):
         return self.samples, self.view_rows
 
     def zero_rows(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
-        """Return the numbers of the view's first `rows[0]` and last `rows[1]` rows that this strip sees."""
+        """Return how many of the view's first `rows[0]` and last `rows[1]` rows this strip uses."""
         before, after = rows[0] - self.view_rows.start, self.view_rows.stop - (x.shape[1] - rows[1])
         return max(0, before), max(0, after)
 
 
 def split_into_strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, strip_size: int) -> Iterator[Strip]:
-    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about `strip_size` numbers."""
+    """Cut a valid operation from x (N, *extent, C) to y (N, *out, C') into strips of about `strip_size` elements."""
     step, span = stride[0], dilation[0] * (kernel[0] - 1) + 1
     per_row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
     for samples, rows in split_into_blocks(len(y), y.shape[1:-1], per_row, strip_size):
@@ -134,12 +134,12 @@ def zero_borders(dx: Any, sides: Sides) -> Any:
 
 
 def strided_index(stride: Ints) -> tuple[slice, ...]:
-    """Return the index of the cells of (N, *spatial, C) that windows of one cell with a stride see."""
+    """Return the index of the cells of (N, *spatial, C) in windows of one cell with a stride."""
     return slice(None), *(slice(None, None, step) for step in stride)
 
 
 def zero_cells_between_strides(dx: Any, stride: Ints) -> None:
-    """Fill the cells between those of `strided_index` with zeros."""
+    """Fill the cells that `strided_index` leaves out with zeros."""
     for axis, step in enumerate(stride, start=1):
         whole = (slice(None),) * axis
         for first in range(1, step):
@@ -148,9 +148,9 @@ def zero_cells_between_strides(dx: Any, stride: Ints) -> None:
 
 
 class StripAccumulator:
-    """Accumulates the gradients of overlapping strips in `dx`; cells that no window sees become zero.
+    """Accumulates the gradients of overlapping strips in `dx`; cells that no window uses become zero.
 
-    No row is written before the last strip that sees it, so that dx may be the memory of the view.
+    No row is written before the last strip that uses it, so that dx may share the memory of the view.
 
     Parameters
     ----------
@@ -159,17 +159,17 @@ class StripAccumulator:
     step : int
         Distance between windows, in rows of the view.
     first_row : int
-        The row of the view that is the first of dx. Strips have no rows before it, nor after the last.
+        Row of the view that is the first row of dx. Strips contribute no rows before it, nor after the last row of dx.
     """
 
     def __init__(self, dx: Any, dy: Any, write: Callable[[Any, tuple], None], step: int, first_row: int = 0) -> None:
         self.dx, self.write, self.step, self.first_row = dx, write, step, first_row
-        self.rows_written, self.partial_sums = 0, None  # rows already written, and partial sums of the next ones
+        self.rows_written, self.partial_sums = 0, None  # number of written rows, and partial sums of the next rows
         if not dy.size:
             dx[...] = 0
 
     def add(self, strip: Strip, part: Any) -> None:
-        """Add the gradient of the rows that a strip sees; strips must come in order."""
+        """Add the gradient of the rows that a strip uses; strips must be added in order."""
         dx, start = self.dx[strip.samples], max(0, strip.view_rows.start - self.first_row)
         stop = start + part.shape[1]
         if not strip.output_rows.start:
@@ -187,7 +187,7 @@ class StripAccumulator:
 
 
 def factor_box_window(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
-    """Return the box, or one box for each axis where that is faster (measured from 7 x 7 on)."""
+    """Return the box, or one box for each axis if that is faster (measured: for 7 x 7 and larger boxes)."""
     if prod(kernel) < 49:
         return [(kernel, stride)]
     one = (1,) * len(kernel)
