@@ -1,8 +1,8 @@
 /* Kernels over the cells of channels-last arrays (N, *spatial, C), each in one pass over memory.
 
-   They need of every array only that the elements of a cell follow each other; its other axes may have any strides, as
-   in the middle of a halo buffer. Compiled ahead, since a compiler at run time (numba) costs every rank 0.4 s and
-   60 MB; without them NumPy and PyTorch do the same in more passes (cells.py). */
+   The elements of a cell must be contiguous in every array; other axes may have any strides, as in the middle of a halo
+   buffer. The kernels are compiled ahead of time, since a compiler at run time (numba) costs every rank 0.4 s and
+   60 MB; without them NumPy and PyTorch compute the same in more passes (cells.py). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,7 +17,7 @@
 #define CLONES
 #endif
 #if defined(__GNUC__) && !defined(__clang__)
-#define IVDEP _Pragma("GCC ivdep") /* an output is an input, or apart from it */
+#define IVDEP _Pragma("GCC ivdep") /* an output is an input, or does not overlap it */
 #else
 #define IVDEP
 #endif
@@ -25,7 +25,7 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 enum { ARRAYS = 3, COEFFICIENTS = 6, SUMS = 2, AXES = 8 };
-enum { BLOCK = 8192, ROW = 512, FEW = 1 << 15 }; /* elements: in the cache, in a row, too few for threads */
+enum { BLOCK = 8192, ROW = 512, FEW = 1 << 15 }; /* numbers of elements: in the cache, in a row, too few for threads */
 
 enum { CLIP, CLIP_BACK, ADD, TOTAL, MOMENTS, NORMALISE, NORMALISE_SUMS, NORMALISE_BACK, KERNELS };
 static const struct {
@@ -37,7 +37,7 @@ static const struct {
     {"normalise_sums", 2, 0, 3, 2}, {"normalise_back", 2, 1, 6, 0},
 };
 
-/* Groups (samples, or one group of all) of runs, which are cells at even steps; a run is cut into pieces of `chunk`
+/* Groups (samples, or one group of all) of runs of equally spaced cells; a run is cut into pieces of `chunk`
    cells, and a group into shares for threads. */
 typedef struct {
     int kernel, arrays, coefficients, sums, axes, itemsize, together;
@@ -45,12 +45,12 @@ typedef struct {
     Py_ssize_t extent[AXES], stride[ARRAYS][AXES], group_step[ARRAYS], step[ARRAYS];
     Py_ssize_t groups, runs, cells, channels, chunk, pieces, width, shares, next;
     const void *by;
-    double low, *found; /* of every share: a count, and sums of the channels */
+    double low, *found; /* for every share: a count, and sums of the channels */
     Py_ssize_t found_length, row_bytes;
     char *rows;
 } Job;
 
-/* Join (count, means, squares of differences from them) of n more cells to `found`. */
+/* Merge count, means and sums of squared differences of n more cells into `found`. */
 static void merge(double *found, double n, const double *mean, const double *squares, Py_ssize_t channels) {
     const double before = found[0], all = before + n, weight = all ? n / all : 0;
     double *means = found + 1, *all_squares = means + channels;
@@ -73,7 +73,7 @@ static void merge(double *found, double n, const double *mean, const double *squ
 #undef T
 #undef NAME
 
-/* Take shares until there are none: run by every thread. */
+/* Process shares until none are left; run by every thread. */
 static void work(void *given) {
     Job *job = given;
     const Py_ssize_t all = job->groups * job->shares;
@@ -83,13 +83,13 @@ static void work(void *given) {
 
 typedef void (*Start)(void (*)(void *), void *, unsigned, unsigned);
 
-/* Run the job, and add up what its shares have found; -1: no memory. */
+/* Run the job, and add the results of its shares; -1: no memory. */
 static int run_job(Job *job, double *sums, int threads, Start start) {
     const Py_ssize_t channels = job->channels, group_cells = job->runs * job->cells;
     int several = start != NULL && threads > 1 && job->groups * group_cells * channels >= FEW;
     job->shares = several && job->groups % threads ? threads : 1;
     const Py_ssize_t all = job->groups * job->shares;
-    /* moments need room for those of a block, and its origin */
+    /* moments need memory for the moments of a block, and for its origin */
     job->found_length = job->sums ? 1 + (job->kernel == MOMENTS ? 6 : job->sums) * channels : 0;
     job->row_bytes = (job->coefficients + job->sums + (job->kernel == MOMENTS)) * job->width * job->itemsize;
     job->row_bytes = (job->row_bytes + 63) & ~(Py_ssize_t)63;
@@ -128,7 +128,7 @@ static int is(const Py_buffer *view, char letter) {
 
 static int whole(const Py_buffer *view) { return PyBuffer_IsContiguous(view, 'C'); }
 
-/* Describe the arrays to the job; 0: it cannot have them. */
+/* Describe the arrays in the job; 0: they are not supported. */
 static int describe(Job *job, const Py_buffer *views) {
     const Py_buffer *first = views;
     const int last = first->ndim - 1, by_sample = job->groups > 1 || (last > 0 && first->shape[0] == 1);
@@ -150,7 +150,7 @@ static int describe(Job *job, const Py_buffer *views) {
         job->data[a] = view->buf;
         job->group_step[a] = by_sample ? view->strides[0] : 0;
     }
-    /* axes that follow each other in all arrays become one; the last one is that of a run */
+    /* axes that are adjacent in all arrays are merged; the last axis is the axis of a run */
     job->axes = 0;
     for (int axis = by_sample; axis < last; axis++) {
         const Py_ssize_t extent = first->shape[axis];
@@ -202,7 +202,7 @@ PyDoc_STRVAR(run_doc,
              "low : float\n    The least output; where a kernel goes back, what gave no more has no gradient.\n"
              "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
 
-/* Hold arrays, of which those are written whose bit is set; return how many are held: fewer, where one cannot be. */
+/* Acquire the arrays' buffers, writable if the array's bit in `written` is set; return how many were acquired. */
 static int hold(PyObject *const *arrays, Py_buffer *views, int count, unsigned written) {
     int held = 0;
     for (; held < count; held++) {
@@ -213,7 +213,7 @@ static int hold(PyObject *const *arrays, Py_buffer *views, int count, unsigned w
     return held;
 }
 
-/* Let go of the arrays that are held, and return whether it is done; below 0: there was no memory. */
+/* Release the acquired buffers; return whether the job is done, or raise MemoryError if `done` is below 0. */
 static PyObject *told(Py_buffer *views, int held, int done) {
     while (held > 0)
         PyBuffer_Release(views + --held);

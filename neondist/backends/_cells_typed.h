@@ -1,9 +1,9 @@
-/* The kernels for elements of one type T, and how they go over a share of the cells; included once for each type. */
+/* Kernels for elements of one type T, and their loops over a share of the cells; included once for each type. */
 
-/* Some rows of elements of every array: the cells of a run, several in a row where they follow each other. */
+/* Some rows of elements of every array: the cells of a run, with several cells in a row if they are adjacent. */
 typedef struct {
     T *at[ARRAYS];
-    Py_ssize_t step[ARRAYS], rows, width; /* elements from a row to the next, and in a row */
+    Py_ssize_t step[ARRAYS], rows, width; /* elements from one row to the next, and in a row */
     const T *by[COEFFICIENTS];            /* a row of each */
     T *sum[SUMS];                         /* a row of each */
     T low;
@@ -12,7 +12,7 @@ typedef struct {
 #define ROW(n) (q->at[n] + r * q->step[n])
 #define EACH_ROW for (Py_ssize_t r = 0; r < q->rows; r++)
 #define EACH_NUMBER IVDEP for (Py_ssize_t i = 0; i < q->width; i++)
-#define CLIPPED(z) ((z) < low ? low : (z)) /* what is not a number stays so */
+#define CLIPPED(z) ((z) < low ? low : (z)) /* NaN is kept */
 
 CLONES static void NAME(clip)(const NAME(Rows) * q) {
     const T low = q->low;
@@ -143,7 +143,7 @@ static void NAME(fill)(const Job *job, T *row, const T *elements) {
         memcpy(row + i, elements, job->channels * sizeof(T));
 }
 
-/* Add a row's sums to those of the channels, and begin anew: short sums of T, long ones of double. */
+/* Add a row's sums to those of the channels, and reset them: short sums are of type T, long sums of type double. */
 static void NAME(fold)(const Job *job, T *row, double *sums) {
     for (Py_ssize_t i = 0; i < job->width; i += job->channels)
         for (Py_ssize_t c = 0; c < job->channels; c++)

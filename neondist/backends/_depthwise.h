@@ -1,7 +1,7 @@
 /* Convolutions of each channel by itself (depthwise), of any stride and dilation; part of _cells.c.
 
-   A row of outputs is the sum of a few rows of inputs, each shifted and times one number for each channel: vectors of
-   channels, or of several cells' where they have few, stay in registers while all of a window is added. */
+   A row of outputs is the sum of a few rows of inputs, each shifted and times one number per channel: vectors of
+   channels (of several cells, if there are few) stay in registers while all cells of a window are added. */
 
 #ifdef WINOGRAD
 static void each_shares(void *given) {
@@ -11,7 +11,7 @@ static void each_shares(void *given) {
         job->does(job, job->sums + part * job->room, all * part / job->shares, all * (part + 1) / job->shares);
 }
 
-/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+/* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
 static int describe_each(Each *job, int weighs, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
     const int real = is(x, 'd'), last = x->ndim - 1;
     const Py_ssize_t size = x->itemsize, channels = x->shape[last];

@@ -89,7 +89,7 @@ TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, P
             T *target = y + phase * job->y.step[3] / size;
             begin = MIN(begin, all);
             end = MAX(end, begin);
-            for (Py_ssize_t q = 0; q < all; q++) { /* at the ends some windows see less */
+            for (Py_ssize_t q = 0; q < all; q++) { /* windows at the ends have fewer cells inside */
                 if (q == begin && begin < end) {
                     for (int t = 0; t < count; t++)
                         seen[t] = x[t] + begin * x_step;
@@ -117,7 +117,7 @@ TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, P
     }
 }
 
-/* What n cells add to the gradients of some taps, of which there are `channels` elements each. */
+/* Contributions of n cells to the gradients of some taps, each of `channels` elements. */
 INLINE void NAME(along)(const int count, const T *const *x, const T *dy, T *sums, Py_ssize_t n, Py_ssize_t x_step,
                         Py_ssize_t dy_step, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
@@ -130,12 +130,12 @@ INLINE void NAME(along)(const int count, const T *const *x, const T *dy, T *sums
         }
 #pragma GCC unroll 9
         for (int t = 0; t < count; t++)
-            for (Py_ssize_t lane = i - z; lane < LANES; lane++) /* the last vector overlaps the one before */
+            for (Py_ssize_t lane = i - z; lane < LANES; lane++) /* the last vector overlaps the previous one */
                 sums[t * channels + z + lane] += sum[t][lane];
     }
 }
 
-/* Rows lo to hi of dy, and what their windows see: what they add to dw. */
+/* Contributions to dw of rows lo to hi of dy and of the cells in their windows. */
 TARGET static void NAME(each_back)(const Each *job, void *given, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t size = sizeof(T), channels = job->channels, n = job->y.extent[3], dy_step = job->y.step[3] / size;
     const Py_ssize_t x_step = job->stride[2] * job->x.step[3] / size, most = MAX(16, 2048 / channels);

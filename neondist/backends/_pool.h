@@ -1,12 +1,12 @@
 /* Max pooling (N, *spatial, C), for up to three spatial axes, in one pass over memory; part of _cells.c. */
 
-enum { LAST = 3, WIDE = 16, NONE = 255 }; /* the axis of a row; channels from which on a cell fills vectors; no place */
+enum { LAST = 3, WIDE = 16, NONE = 255 }; /* axis of a row; least number of channels that fill vectors; no position */
 
-/* Samples are an axis with windows of one cell, as are spatial axes that are not there. */
+/* Samples are an axis with windows of one cell, as are missing spatial axes. */
 typedef struct {
-    int back, clears, once, itemsize; /* once: no two windows meet, and in a row no cell is left out */
-    char *x, *y;              /* or their gradients */
-    unsigned char *places;    /* in y's order: which cell of the window it was */
+    int back, clears, once, itemsize; /* once: windows do not overlap, and leave out no cell of a row */
+    char *x, *y;              /* x and y, or their gradients */
+    unsigned char *places;    /* position of the maximum in its window, in y's order */
     Py_ssize_t extent[LAST + 1], out[LAST + 1], x_step[LAST + 1], y_step[LAST + 1];
     Py_ssize_t kernel[LAST + 1], stride[LAST + 1], channels;
     Py_ssize_t rows[LAST], shares, next;
@@ -37,7 +37,7 @@ static void pool_shares(void *given) {
         }
 }
 
-/* Describe the arrays and windows to the job; 0: it cannot have them. */
+/* Describe the arrays and windows in the job; 0: they are not supported. */
 static int describe_pool(Pool *job, const Py_buffer *x, const Py_buffer *y, const Py_buffer *places) {
     const int last = x->ndim - 1, axes = last - 1;
     if (axes < 1 || axes > LAST || y->ndim != x->ndim || places->ndim != x->ndim || !(is(x, 'f') || is(x, 'd')) ||

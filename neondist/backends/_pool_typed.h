@@ -1,6 +1,6 @@
 /* Max pooling of elements of one type T, and integers INT as wide as it; included once for each type. */
 
-/* Copy or add cells, `to_step` and `from_step` elements apart; few channels are known to the compiler. */
+/* Copy or add cells, `to_step` and `from_step` elements apart; small numbers of channels are compile-time constants. */
 static inline void NAME(move)(T *restrict to, Py_ssize_t to_step, const T *restrict from, Py_ssize_t from_step,
                               Py_ssize_t cells, Py_ssize_t channels, int add) {
     if (to_step == channels && from_step == channels) {
@@ -32,7 +32,7 @@ static inline void NAME(move)(T *restrict to, Py_ssize_t to_step, const T *restr
 #undef CASE
 }
 
-/* Where elements of k cells, `gap` apart, are above the best, or NaN, keep them and their place. */
+/* Where elements of k cells, `gap` apart, are above the best, or NaN, keep them and their position. */
 static inline void NAME(better)(T *best, INT *place, const T *x, Py_ssize_t gap, Py_ssize_t n, INT at, INT k) {
     for (; k >= 2; k -= 2, at += 2, x += 2 * gap)
         IVDEP for (Py_ssize_t i = 0; i < n; i++) {
@@ -123,7 +123,7 @@ static void NAME(pull)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py
                               Py_ssize_t channels) {
     const Py_ssize_t size = sizeof(T), k = job->kernel[LAST], s = job->stride[LAST], step = job->x_step[LAST] / size;
     Py_ssize_t from[LAST], to[LAST], seen = 1;
-    for (int a = 0; a < LAST; a++) { /* the windows that see the row */
+    for (int a = 0; a < LAST; a++) { /* the windows that contain cells of the row */
         from[a] = row[a] < job->kernel[a] ? 0 : (row[a] - job->kernel[a]) / job->stride[a] + 1;
         to[a] = MIN(job->out[a], row[a] / job->stride[a] + 1);
         seen = seen && from[a] < to[a];
@@ -147,7 +147,7 @@ static void NAME(pull)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py
         }
 }
 
-/* Go over a row of outputs, or the rows of x that begin with its windows, piece after piece. */
+/* Process a row of outputs, or the rows of x at which its windows begin, piece by piece. */
 static void NAME(pool_row)(const Pool *job, Py_ssize_t *at) {
     const Py_ssize_t out = job->out[LAST], size = sizeof(T);
     const Py_ssize_t stop = job->back ? MIN((at[2] + 1) * job->stride[2], job->extent[2]) : 0;

@@ -1,15 +1,15 @@
-/* Convolutions, and the gradients of their weights, by products of matrices of which nothing is gathered: of what the
-   windows of a row of outputs see, each row lies in one piece, whatever the stride; part of _cells.c. */
+/* Convolutions, and the gradients of their weights, by products of matrices, without gathering: each row of inputs that
+   the windows of a row of outputs use is contiguous, whatever the stride; part of _cells.c. */
 
 #ifdef WINOGRAD
-/* Take shares until there are none: run by every thread. */
+/* Process shares until none are left; run by every thread. */
 static void rows_shares(void *given) {
     Rows *job = given;
     for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->shares;)
         job->does(job, job->sums + part * job->room, job->all * part / job->shares, job->all * (part + 1) / job->shares);
 }
 
-/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+/* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
 static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, const Py_buffer *dw) {
     const int last = x->ndim - 1, real = is(x, 'd');
     if (!(is(x, 'f') || real) || !describe_cells(&job->x, x, x) || !describe_cells(&job->y, dy, x) ||
@@ -75,7 +75,7 @@ end:
     return told(views, held, done);
 }
 
-/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+/* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
 static int describe_convolution(Rows *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y,
                                 const Py_buffer *bias) {
     const int last = x->ndim - 1, first = w->ndim - 5, real = is(x, 'd');

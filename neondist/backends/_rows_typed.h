@@ -1,6 +1,6 @@
 /* Convolutions by rows, for elements of one type T, vectors of BYTES and blocks of ROWS; part of _winograd_typed.h. */
 
-/* Rows lo to hi of dy, and what their windows see: what they add to dw. A row of a window is one piece of memory. */
+/* Contributions to dw of rows lo to hi of dy and of the cells in their windows, of which a row is contiguous. */
 TARGET static void NAME(rows_back)(const void *given, void *to, Py_ssize_t lo, Py_ssize_t hi) {
     const Rows *job = given;
     const Cells *x = &job->x, *dy = &job->y;
@@ -32,7 +32,7 @@ INLINE void NAME(seen)(const int rows, const int vecs, const Rows *job, const Pi
     for (const Piece *piece = pieces; piece < pieces + count; piece++) {
         const Py_ssize_t cell = w * job->stride[2] + piece->column;
         Py_ssize_t lo = 0, hi = job->length;
-        if (rows == 1) { /* windows at an end of the row */
+        if (rows == 1) { /* windows at one end of the row */
             lo = MIN(MAX(-cell, 0) * job->inner, hi);
             hi = MAX(MIN((job->x.extent[3] - cell) * job->inner, hi), lo);
         }
@@ -50,13 +50,13 @@ INLINE void NAME(seen)(const int rows, const int vecs, const Rows *job, const Pi
     }
 }
 
-/* Rows lo to hi of y: outputs of windows of which what is outside x is zero. */
+/* Rows lo to hi of y: outputs of windows whose cells outside x are zero. */
 TARGET static void NAME(rows)(const void *given, void *weights, Py_ssize_t lo, Py_ssize_t hi) {
     const Rows *job = given;
     const Cells *x = &job->x, *y = &job->y;
     const Py_ssize_t wide = 2 * LANES, out = y->extent[3], step = job->stride[2], before = job->before[2];
     const Py_ssize_t each = job->pieces / (job->kernel[0] * job->kernel[1]), k = job->pieces * job->length;
-    /* of these outputs windows are inside */
+    /* windows of these outputs lie inside */
     const Py_ssize_t room = x->extent[3] - 1 - (job->kernel[2] - 1) * job->dilation[2] + before;
     const Py_ssize_t end = room < 0 ? 0 : MIN(room / step + 1, out);
     const Py_ssize_t first = MIN((MAX(before, 0) + step - 1) / step, end);

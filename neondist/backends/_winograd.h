@@ -2,8 +2,8 @@
    (Lavin and Gray 2016): 2.25 and 2.78 times fewer products; part of _cells.c.
 
    A tile is 2 x 2 outputs and the 4 x 4 or 6 x 6 cells that they see: y = A^T [sum over channels of (G w G^T) (B^T x B)]
-   A, so that there are 16 or 36 products of matrices (tiles, channels). A block of tiles goes through all of it in the
-   cache. */
+   A, so that there are 16 or 36 products of matrices (tiles, channels). A block of tiles stays in the cache for all
+   steps. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define WINOGRAD
@@ -17,7 +17,7 @@ typedef struct {
 
 struct transforms;
 
-/* Of U, V and M each of side * side parts is `apart` elements behind the one before. */
+/* U, V and M consist of side * side parts each, which are `apart` elements apart. */
 typedef struct {
     int back, lanes, weights, kernel; /* weights: the stage */
     const struct transforms *does;
@@ -27,7 +27,7 @@ typedef struct {
     Py_ssize_t before[3], w_step[5], depth, inner, outer, k, tiles[2]; /* k: rows of the matrix (k, outer) */
     Py_ssize_t v_row, m_row, u_row, v_apart, m_apart, u_apart, longest;
     Py_ssize_t all, block, shares, room, u_room; /* tiles; bytes of a thread's scratch, a share's dU */
-    Py_ssize_t parts, next, arrived; /* of the stage */
+    Py_ssize_t parts, next, arrived; /* of the current stage */
 } Winograd;
 
 typedef struct {
@@ -73,7 +73,7 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
 
 /* What _rows.h does. A window's row is one piece of memory, or each of its cells is; a piece has `length` elements. */
 typedef struct {
-    Cells x, y; /* or y's gradient */
+    Cells x, y; /* y, or its gradient */
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], inner, outer, length, pieces;
     Py_ssize_t all, shares, next, room, panel; /* rows of y; bytes of a share's sums; elements of a panel's row */
     void (*does)(const void *, void *, Py_ssize_t, Py_ssize_t);
@@ -99,7 +99,7 @@ typedef struct each {
 
 enum { TAPS = 512 };
 
-/* Which plane, row or column of x output `at` looks at with a tap, in or outside it; 0: on the way back, none. */
+/* Plane, row or column of x, inside or outside, that output `at` reads with a tap; 0: none, in the gradient. */
 static inline int looks_at(const Each *job, const int axis, Py_ssize_t at, Py_ssize_t tap, Py_ssize_t *from) {
     const Py_ssize_t s = job->stride[axis], shift = tap * job->dilation[axis];
     if (!job->back) {
@@ -132,7 +132,7 @@ enum { AT_A_TIME = 128 }; /* outputs of a row, which stay in the first-level cac
 #undef TARGET
 #undef NAMED
 
-/* Of this CPU. */
+/* Features of this CPU. */
 static int has_avx512(void) { return __builtin_cpu_supports("avx512f") != 0; }
 
 static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
@@ -141,7 +141,7 @@ static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_c
 #define SIZED(x, wide, real) \
     ((wide) ? ((real) ? x##_double3_512 : x##_float3_512) : ((real) ? x##_double3_256 : x##_float3_256))
 
-/* Add to the first of some shares' sums, of `bytes` each, those of the others. */
+/* Add the sums of all other shares, of `bytes` each, to the sums of the first share. */
 static void add_shares(char *sums, Py_ssize_t shares, Py_ssize_t bytes, Py_ssize_t size) {
     for (Py_ssize_t share = 1; share < shares; share++)
         for (Py_ssize_t i = 0; i < bytes / size; i++)
@@ -162,7 +162,7 @@ static const struct transforms {
 #undef FOR
 };
 
-/* Take parts of the job's stage until there are none: run by every thread. */
+/* Process parts of the job's current stage until none are left; run by every thread. */
 static void winograd_parts(void *given) {
     Winograd *job = given;
     char *scratch = job->scratch + __atomic_fetch_add(&job->arrived, 1, __ATOMIC_RELAXED) * job->room;
@@ -223,7 +223,7 @@ static int run_winograd(Winograd *job, Py_ssize_t size, int threads, Start start
     return 0;
 }
 
-/* Describe cells (N, *spatial, C) of two or three axes; 0: they are none for it. */
+/* Describe cells (N, *spatial, C) with two or three spatial axes; 0: they are not supported. */
 static int describe_cells(Cells *all, const Py_buffer *view, const Py_buffer *like) {
     const int last = view->ndim - 1;
     if (last < 3 || last > 4 || view->ndim != like->ndim || !is(view, is(like, 'f') ? 'f' : 'd') ||
@@ -240,7 +240,7 @@ static int describe_cells(Cells *all, const Py_buffer *view, const Py_buffer *li
     return 1;
 }
 
-/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+/* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
 static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
     const int first = w->ndim - 5, last = x->ndim - 1;
     int wide = has_avx512();

@@ -39,7 +39,7 @@ INLINE void NAME(block)(const int rows, const int vecs, Py_ssize_t k, const T *a
         }
 }
 
-/* The product of matrices: c (rows, columns) = a b, or, of a turned round, c += a^T b; columns fill vectors. */
+/* The product of matrices: c (rows, columns) = a b, or c += a^T b for a transposed a; columns fill vectors. */
 INLINE void NAME(product)(const int turned, Py_ssize_t rows, Py_ssize_t k, Py_ssize_t columns, const T *a,
                           Py_ssize_t a_row, const T *b, Py_ssize_t b_row, Py_ssize_t b_panel, T *c, Py_ssize_t c_row) {
     const Py_ssize_t across = turned ? 1 : a_row, along = turned ? a_row : 1;
@@ -83,7 +83,7 @@ INLINE void NAME(to_weights)(T *to, const T *u) {
     const T even = (u[1] + u[2]) / 2;
     to[0] = u[0] + even, to[1] = (u[1] - u[2]) / 2, to[2] = even + u[3];
 }
-#else /* 0, 1, -1, 1/2, -2: rounding errors of other five are half again as large and more */
+#else /* the points 0, 1, -1, 1/2, -2: with other points, rounding errors are at least 1.5 times as large */
 INLINE void NAME(from_cells)(VEC *to, const VEC *x) {
     const VEC a = x[4] - x[2], b = x[3] - x[1], sum = x[4] + (T)1.5 * x[3] - x[2], rest = x[3] + (T)1.5 * x[2] - x[1];
     to[0] = a + x[0] - x[2] + (T)1.5 * b, to[1] = sum + rest, to[2] = sum - rest;
@@ -213,7 +213,7 @@ TARGET static void NAME(weights_back)(const Winograd *job, void *u, Py_ssize_t l
     }
 }
 
-/* Tiles lo to hi: their transforms and products; then outputs, or what they add to dU. */
+/* Tiles lo to hi: transforms and products, then outputs, or contributions to dU. */
 TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t v_apart = job->v_apart, m_apart = job->m_apart;
     T *v = scratch, *m = v + PARTS * v_apart, *none = m + PARTS * m_apart, *lost = none + job->longest;
