@@ -21,14 +21,14 @@ _ZSTD_MAGIC, _ZSTD_SKIPPABLE_MAGIC = 0xFD2FB528, 0x184D2A50
 
 
 def decompressed_size(codec: str, compressed: bytes | memoryview, limit: int) -> int | None:
-    """Return the size after decompression; if it exceeds `limit`, any larger number.
+    """Return the size after decompression, or any number above `limit` if the size exceeds it.
 
     Parameters
     ----------
     codec : str
-        'gzip', 'zlib', 'bz2', 'lzma', 'zstd', 'blosc', 'lz4' (of numcodecs) or 'lzf'; for others, None is returned.
+        'gzip', 'zlib', 'bz2', 'lzma', 'zstd', 'blosc', 'lz4' (of numcodecs) or 'lzf'; None is returned for others.
     compressed : bytes
-        If they are recognised as damaged or incomplete, 0 is returned.
+        Compressed bytes; 0 is returned for bytes that are recognised as damaged or incomplete.
     limit : int
     """
     try:
@@ -99,7 +99,7 @@ def _blosc_size(compressed: bytes | memoryview, limit: int) -> int:
 
 
 def _lzf_size(compressed: bytes | memoryview, limit: int) -> int:
-    """Return the size of LZF, the sum over its runs."""
+    """Return the decompressed size of LZF data, the sum over its runs."""
     with suppress(ImportError, RuntimeError):
         import imagecodecs  # many times faster
 

@@ -27,13 +27,13 @@ def partial_path(path: Path) -> Path:
 class DraftFile:
     """New file under a temporary name, open for reading and writing, that is renamed when it is complete.
 
-    An existing file stays until then. A draft left by a killed process is removed; existing files are never opened, so
-    links are not followed.
+    An existing file is kept until then. A draft left by a killed process is removed; existing files are never opened,
+    so links are not followed.
 
     Parameters
     ----------
     path : the file
-    temporary_path : temporary path, default that of `partial_path`
+    temporary_path : temporary path; default: `partial_path(path)`
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class DraftFile:
     Raises
     ------
     OSError
-        If it cannot be created, or in `finish`, cannot be written.
+        If the file cannot be created or, in `finish`, cannot be written.
     """
 
     def __init__(self, path: Path, temporary_path: Path | None = None) -> None:
@@ -72,7 +72,7 @@ class DraftFile:
 
 
 def rename_complete_file(temporary_path: Path, path: Path, expected_status: os.stat_result) -> None:
-    """Rename a file whose content is on disk; OSError if it is not the one with `expected_status`."""
+    """Rename a file whose content is on disk; OSError if it is not the file of `expected_status`."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # os.replace reports folders
         raise OSError(errno.EEXIST, "it exists and is not a regular file", str(path))
     if not os.path.samestat(expected_status, os.lstat(temporary_path)):
@@ -93,7 +93,7 @@ def convert_file_errors(
     remedy: str = WRITE_REMEDY,
     error_type: type[UserError] = OutputError,
 ) -> Iterator[None]:
-    """Convert OSError into an error of a type with the path, the problem and the remedy."""
+    """Convert OSError into `error_type`, with the path, the problem and the remedy in its message."""
     try:
         yield
     except OSError as error:
@@ -109,12 +109,12 @@ def short_reason(error: BaseException) -> str:
 
 @contextmanager
 def atomic_replacement(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces the one at `path` unless the block raises.
+    """Yield a new file, which replaces the file at `path` unless the block raises.
 
     Raises
     ------
     OutputError
-        If it cannot be written.
+        If the file cannot be written.
     """
     with convert_file_errors(path):
         draft = DraftFile(path)
@@ -144,7 +144,7 @@ def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append lines to a file; OutputError if that fails, and then none of them is kept."""
+    """Append lines to a file; if that fails, keep none of them and raise OutputError."""
     with convert_file_errors(path):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:

@@ -27,7 +27,7 @@ class Journal:
     Attributes
     ----------
     recorded_job : dict or None
-        Description of the job in the file; None if there is none.
+        Description of the job in the file; None if the file has none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,15 +59,15 @@ class Journal:
         Raises
         ------
         OutputError
-            If it belongs to another job; names the values that differ.
+            If the journal belongs to another job; the message names the values that differ.
         """
         expected = json.loads(json.dumps(job))
         recorded = expected if self.recorded_job is None else self.recorded_job
         differ = [name for name in expected if expected[name] != recorded.get(name)]
         if differ and not overwrite:
             raise OutputError(
-                f"{self.path}: belongs to a job with different {' and '.join(differ)}; give the same to"
-                " resume it, or start over (--overwrite)"
+                f"{self.path}: belongs to a job with different {' and '.join(differ)}; give the same values"
+                " to resume it, or start over (--overwrite)"
             )
         return set() if differ else set(self._completed_parts)
 

@@ -1,9 +1,9 @@
 """Exclusive locks on run folders and output files.
 
 A lock is a kernel lock (flock) on a file, which is released when its process ends, so it never becomes stale. NFS
-forwards it to the server, so that other machines see it too; mounted with nolock or local_lock, it excludes only
-processes of the same machine. On file systems without locks (ENOLCK, ENOSYS), the content of the file decides: a
-process of this machine that has ended holds nothing, one of another machine is assumed to be alive.
+forwards locks to the server, so that other machines see them too; with the mount options nolock or local_lock, a lock
+excludes only processes of the same machine. On file systems without locks (ENOLCK, ENOSYS), the content of the file
+decides: a process of this machine that has ended holds no lock, and one of another machine is assumed to be alive.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FileLock:
     Raises
     ------
     OutputError
-        If another run holds it, or the lock file cannot be written.
+        If another run holds the lock, or the lock file cannot be written.
     """
 
     def __init__(self, path: Path, target: Path, alternative: str) -> None:

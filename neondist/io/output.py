@@ -25,7 +25,7 @@ CHECKPOINT_PATTERNS = (STAGE_CHECKPOINTS, "checkpoint-*.h5", CHECKPOINT)
 GENERATIONS = "generations.jsonl"
 CLASS_NAMES = "classes.json"
 LOG_LINES_BEFORE_TRAINING = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
-"""Epoch logs, and the number of records each has before the first resumable state."""
+"""Epoch logs, and the number of records that each has before the first resumable state."""
 MAX_READ_LINE_BYTES = 1 << 24  # maximal number of bytes that are read of a line
 RUN_FILES = (
     "experiment.yaml",
@@ -71,7 +71,7 @@ def prepare_run_folder(world: Transport, folder: Path, resume: bool | str = Fals
 
 @contextmanager
 def lock_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
-    """Lock the folder for this run while the block runs. Collective. Raise as `prepare_run_folder`."""
+    """Lock the folder for this run while the block runs. Collective. Raises as `prepare_run_folder` does."""
     lock: FolderLock | None = None
     created: list[Path] = []
     with all_or_none(world):
@@ -115,7 +115,7 @@ def remove_empty_folders(folders: Sequence[Path]) -> None:
 
 @contextmanager
 def discard_run_if_untrained(world: Transport, folder: Path | None, is_untrained: Callable[[], bool]) -> Iterator[None]:
-    """Remove the files of a run that a DataError ends before its first step, so that it does not count as a run."""
+    """Remove the files of a run that a DataError ends before its first step, so that the folder counts as unused."""
     try:
         yield
     except DataError:

@@ -35,9 +35,9 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
     Raises
     ------
     OSError
-        As `open`: if it is missing, a folder, or not readable.
+        As from `open`, if the path is missing, a folder, or not readable.
     DataError
-        If it is a pipe, a socket or a device, or lies outside `root`.
+        If the path is a pipe, a socket or a device, or lies outside `root`.
     """
     place = os.fspath(path)
     if root is not None:
@@ -55,18 +55,18 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
 
 
 def check_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> None:
-    """Raise as `open_regular`, for libraries that open files by name."""
+    """Raise the errors of `open_regular`, for libraries that open files by name."""
     open_regular(path, root).close()
 
 
 def read_bytes(
     path: str | os.PathLike[str], max_bytes: int = DEFAULT_MAX_BYTES, root: str | os.PathLike[str] | None = None
 ) -> bytes:
-    """Return the content of a file; raise as `open_regular`, and DataError for more than `max_bytes`."""
+    """Return the content of a file; errors as from `open_regular`, and DataError for more than `max_bytes`."""
     with open_regular(path, root) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise DataError(f"{path}: is larger than {max_bytes:,} bytes, the limit for such files; specify another")
+        raise DataError(f"{path}: is larger than {max_bytes:,} bytes, the limit for such files; use a smaller one")
     return content
 
 

@@ -40,7 +40,7 @@ class RunEventLog:
     Raises
     ------
     OutputError
-        If it cannot be written.
+        If the log cannot be written.
     """
 
     def __init__(self, folder: Path, resumed: bool = False) -> None:
@@ -68,7 +68,7 @@ def format_event(event: str, **fields: Any) -> str:
 
 
 def read_run_key(folder: Path) -> str:
-    """Return the key of the run in a folder, or ''."""
+    """Return the key of the run in a folder; '' if there is none."""
     keys = [str(one.get("key", "")) for one in read_events(folder) if one["event"] == "run"]
     return keys[-1] if keys and re.fullmatch("[0-9a-f]{32}", keys[-1]) else ""
 

@@ -69,6 +69,6 @@ def test_full_tmpfs(tmp_path, detected_early):
     mount = ["unshare", "-Urm", "sh", "-c", f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && exec "$@"', "sh"]
     process = run_script(mount, make_script(tmp_path, fill, '(folder / "filler").unlink()'))
     assert process.returncode == 0, process.stderr
-    reason = r"it needs 0.2 MB, the disk has 0.0 MB" if detected_early else "No space left on device"
+    reason = r"it needs 0.2 MB, but 0.0 MB are free" if detected_early else "No space left on device"
     assert f"c.h5: the checkpoint cannot be written ({reason})" in process.stdout
     assert "continued" in process.stdout

@@ -2,7 +2,7 @@
 
 * pieces: distribution of an array over ranks; checksum: checksum of the file; write, read: the HDF5 file
 * stream: transfer to and from rank 0 in blocks, so that no rank holds a distributed array in full
-* keep: older checkpoints; weights: loading of weights alone; settings: settings of optimisers as JSON
+* retention: older checkpoints; weights: loading of weights alone; settings: settings of optimisers as JSON
 * scheme_memory, sync_state: state of border schemes and of gradient synchronisation
 * snapshots: files in the shared memory of nodes
 """

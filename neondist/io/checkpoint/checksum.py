@@ -31,7 +31,7 @@ def verify_checksum(path: Path) -> None:
     Raises
     ------
     DataError
-        If it is missing, not a checkpoint, or damaged.
+        If the file is missing, not a checkpoint, or damaged.
     """
     try:
         with open_regular(path) as file:
@@ -42,11 +42,11 @@ def verify_checksum(path: Path) -> None:
             if title != f"{HEADER_TITLE} {FORMAT_VERSION}":
                 raise DataError(
                     f"{path}: is a '{title[:40]}', or damaged; this version of neondist reads format {FORMAT_VERSION}:"
-                    " use the version that wrote it, or specify another file"
+                    " use the version that wrote the file, or specify another file"
                 )
             if header != _format_header(*_length_and_crc(file)):
                 raise DataError(
-                    f"{path}: damaged (its checksum is wrong); restore it from a copy, or specify another file"
+                    f"{path}: is damaged (its checksum is wrong); restore it from a copy, or specify another file"
                 )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; specify a checkpoint written by a run") from None

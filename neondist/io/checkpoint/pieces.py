@@ -24,7 +24,7 @@ class ArrayPart:
     ----------
     name : str
     global_shape : tuple of int
-        As in the file.
+        Shape of the whole array, as in the file.
     local_array : ndarray
         This rank's part, with the shape of its box.
     boxes : sequence of Box
@@ -42,7 +42,7 @@ class ArrayPart:
 
     @classmethod
     def of(cls, shard: ParameterShard, array: Any, group: str) -> ArrayPart:
-        """Return the piece of a layer's array, named '<group>/<layer name>/<parameter>'."""
+        """Return this rank's part of a layer's array, named '<group>/<layer name>/<parameter>'."""
         part = array.reshape(shard.box.shape)  # a view
         return cls(
             f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unflattened_shape
@@ -50,7 +50,7 @@ class ArrayPart:
 
     @property
     def dtype(self) -> np.dtype:
-        """The array's dtype, native byte order."""
+        """The array's dtype, in native byte order."""
         return np.dtype(self.local_array.dtype)
 
     def blocks(self) -> Iterator[tuple[Box, Slices]]:

@@ -26,7 +26,7 @@ class CheckpointContents:
     Attributes
     ----------
     path : the file
-    texts : by name
+    texts : texts by name
     shapes : global shapes of the arrays, by name
     """
 
@@ -46,7 +46,7 @@ class CheckpointReader:
         self.contents, self._file, self._world, self._root = contents, file, world, root
 
     def fill_parts(self, pieces: Sequence[ArrayPart]) -> None:
-        """Fill every rank's parts of arrays from the file, whose shapes must match. Collective."""
+        """Fill every rank's parts from the arrays in the file, which must have the same shapes. Collective."""
 
         def read(piece: ArrayPart, place: Slices) -> np.ndarray:
             return self._file[piece.name][place]
@@ -100,7 +100,7 @@ def _open_and_scan(path: Path) -> tuple[Any, CheckpointContents]:
         file = h5py.File(path, "r")
         contents = CheckpointContents(path)
         _collect_contents(file, "", contents)
-    # the checksum matches, so the file was crafted; HDF5 may raise nearly anything
+    # a file with a matching checksum may have been crafted, and HDF5 may raise nearly any exception
     except Exception as error:
         raise DataError(f"{path}: is not a neondist checkpoint ({error}); specify another file") from error
     return file, contents

@@ -12,7 +12,7 @@ from ..regular_file import open_regular
 
 
 def keep_copy_by_step(path: Path, keep: int, step: int) -> None:
-    """Link or copy a file to a name with its step, and keep the last `keep` such files; OutputError if that fails."""
+    """Link or copy a file to a name with its step, and keep only the last `keep` such files; OutputError on failure."""
     name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
     fresh = partial_path(name)
     with convert_file_errors(fresh, "cannot be removed"):

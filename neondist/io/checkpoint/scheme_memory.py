@@ -93,7 +93,7 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
         layers = require_json_type("'layers'", values["layers"], dict)
         if saved_key != state_key:
             return (
-                f"border schemes discard the cells of earlier steps: the checkpoint is of {saved_key}, this run has"
+                f"border schemes discard the cells of earlier steps: the checkpoint is of {saved_key}, but this run has"
                 f" {state_key}"
             )
         pieces = []

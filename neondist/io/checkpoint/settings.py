@@ -35,7 +35,7 @@ def to_plain(name: str, value: Any, remedy: str) -> Any:
 
 
 def from_plain(current_value: Any, plain_value: Any) -> Any:
-    """Invert `to_plain`, with tuples and mappings of the types in the value `current_value`."""
+    """Invert `to_plain`; lists and mappings get the types that they have in `current_value`."""
     if isinstance(plain_value, dict):
         pairs = plain_value.get(PAIRS_KEY)
         items = dict(pairs) if set(plain_value) == {PAIRS_KEY} and isinstance(pairs, list) else plain_value

@@ -1,8 +1,8 @@
-"""Snapshots: checkpoint files in the shared memory of two nodes, newer than the last one on disk.
+"""Snapshots: checkpoint files in the shared memory of two nodes, newer than the last checkpoint on disk.
 
-Rank 0 writes them; its buddy, the first rank of another node, has a copy, so that a run survives the loss of either
-node. Each snapshot replaces the previous one after it is complete. A process on each of these nodes removes them at the
-request of the supervisor, or some time after the supervisor was killed.
+Rank 0 writes snapshots; its buddy, the first rank of another node, receives copies, so that a run survives the loss of
+either node. Each complete snapshot replaces the previous one. A process on each of these nodes removes the snapshots at
+the request of the supervisor, or some time after the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class SnapshotStore:
                 elif rank == target_rank:
                     draft = DraftFile(path)
                     stack.callback(draft.discard)
-                    os.posix_fallocate(draft.file.fileno(), 0, size)  # mapped memory cannot raise OSError later
+                    os.posix_fallocate(draft.file.fileno(), 0, size)  # mapped memory cannot report OSError
                     data = np.frombuffer(mmap(draft.file.fileno(), size), np.uint8)
             whole = (slice(0, size),)
             self.world.create_exchange(

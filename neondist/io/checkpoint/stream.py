@@ -13,9 +13,9 @@ from .pieces import ArrayPart, Slices
 
 
 def gather_to_root(world: Transport, pieces: Iterable[ArrayPart]) -> Iterator[tuple[ArrayPart, Slices, np.ndarray]]:
-    """Yield all blocks on rank 0 as (piece, slices, values). Collective, to be exhausted on every rank.
+    """Yield all blocks on rank 0 as (piece, slices, values). Collective; every rank must exhaust the iterator.
 
-    Other ranks yield nothing. Parts that several ranks have, such as replicas, are sent by the first.
+    Other ranks yield nothing. Parts that several ranks have, such as replicas, are sent by the first of them.
     """
     for piece in pieces:
         for block, place in piece.blocks():
@@ -34,7 +34,7 @@ def scatter_from_root(
 ) -> None:
     """Fill every rank's part from `read(piece, place)`, called once per block on rank `root`. Collective.
 
-    An exception of `read` is raised on that rank after all transfers, with zeros for the missing blocks.
+    If `read` raises, missing blocks are filled with zeros, and `root` re-raises the exception after all transfers.
     """
     failure: Exception | None = None
 

@@ -1,7 +1,7 @@
 """State of gradient synchronisation in a checkpoint: error feedback of each rank, and replicated state.
 
-If the number of ranks has changed, each rank restores the sum over a range of the file's ranks, which preserves the sum
-over all ranks, the term that is added to the next gradients.
+If the number of ranks has changed, each rank restores the sum over a range of the ranks in the file. This preserves the
+sum over all ranks, which is the term added to the next gradients.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_RANKS = 1 << 20  # limit of ranks
 
 
 def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[ArrayPart]:
-    """Return the pieces of each rank; arrays that differ across ranks get a leading rank axis."""
+    """Return this rank's parts of the states; arrays that differ across ranks get a leading rank axis."""
     return [_sync_part(state, state.array if state.same_on_all_ranks else state.array[None], world) for state in states]
 
 
 def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
-    """Restore the states from a checkpoint; missing ones become 0, or stay if they are replicated. Collective.
+    """Restore the states from a checkpoint; missing ones become 0, or are unchanged if replicated. Collective.
 
     Returns
     -------
@@ -50,8 +50,8 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
             continue
         if shape is not None and (shape[1:] != state.array.shape or not 0 < shape[0] <= MAX_RANKS):
             raise DataError(
-                f"{file.contents.path}: '{SYNC_GROUP}/{state.name}' has shape {list(shape)}; expected"
-                f" {['ranks', *state.array.shape]}, so specify another file, or run without resume"
+                f"{file.contents.path}: '{SYNC_GROUP}/{state.name}' has shape {list(shape)}, expected"
+                f" {['ranks', *state.array.shape]}; specify another file, or run without resume"
             )
         writers = 0 if shape is None else shape[0]
         lo, hi = part_range(writers, world.size, world.rank)

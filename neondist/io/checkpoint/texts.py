@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-MAX_EXACT_INTEGER = 1 << 53  # integers up to here are exact in doubles
+MAX_EXACT_INTEGER = 1 << 53  # integers up to this limit are exact in float64
 
 T = TypeVar("T")
 

@@ -17,14 +17,14 @@ MAX_LISTED_NAMES = 3  # maximum number of names of each kind in a message
 
 @dataclass(frozen=True)
 class WeightMatch:
-    """Outcome of matching the arrays of a model with those of a file, by '<layer name>/<parameter>'.
+    """Names '<layer name>/<parameter>' of the arrays of a model and of a file, by the outcome of matching.
 
     Attributes
     ----------
-    loaded : in both, with the same shape
-    missing : in the model alone
-    unused : in the file alone
-    mismatched : in both, with different shapes: (name, shape in file, shape in model)
+    loaded : names in both, with the same shape
+    missing : names only in the model
+    unused : names only in the file
+    mismatched : (name, shape in file, shape in model) of arrays in both, with different shapes
     """
 
     loaded: list[str] = field(default_factory=list)

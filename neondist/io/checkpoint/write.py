@@ -33,7 +33,7 @@ def write_checkpoint(
     path : the file; an existing one is replaced once the new one is on disk
     pieces : all arrays, in the same order on every rank
     texts : texts by name
-    keep : number of recent files to keep; if more than one, each also gets a name with its `step`
+    keep : number of recent files to keep; if more than one, each file also gets a name with its `step`
 
     Raises
     ------
@@ -68,14 +68,14 @@ def write_checkpoint(
 
 
 class _CheckpointDraft:
-    """HDF5 file under its temporary name."""
+    """Checkpoint in an HDF5 file under a temporary name."""
 
     def __init__(self, path: Path, pieces: Sequence[ArrayPart], texts: Mapping[str, str]) -> None:
         needed = sum(prod(piece.global_shape) * piece.dtype.itemsize + HDF5_TABLES_BYTES_PER_ARRAY for piece in pieces)
         needed += HDF5_TABLES_BYTES + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < needed:
             raise OutputError(
-                _write_error_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB")
+                _write_error_message(path, f"it needs {needed / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free")
             )
         self.draft = DraftFile(path)
         try:

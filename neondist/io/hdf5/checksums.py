@@ -1,8 +1,8 @@
 """Checksums of the blocks of an array, stored in the same file and verified whenever a block is read.
 
 HDF5's own checksum, Fletcher-32, is 0 for a chunk of zeros, so it accepts chunks zeroed by a power failure, and HDF5
-reads data beyond the end of a file as zeros. The array `checksums/NAME` has the CRC-32 of each block, a chunk clipped
-to the array. Arrays of other programs have no checksums, and are not verified.
+reads data beyond the end of a file as zeros. The array `checksums/NAME` has the CRC-32 of each block; a block is a
+chunk clipped to the array. Arrays of other programs have no checksums, and are not verified.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChecksumTable:
         self.checksums = np.zeros([ceil(n / b) for n, b in zip(shape, block, strict=True)], np.uint32)
 
     def add(self, cells: np.ndarray, first_sample: int) -> None:
-        """Add the checksums of samples from `first_sample`, which must begin a block, as in the next call."""
+        """Add the checksums of consecutive samples; `first_sample`, the number of the first, must begin a block."""
         for place, cut in _iter_blocks(cells.shape, self.block):
             self.checksums[(place[0] + first_sample // self.block[0], *place[1:])] = checksum(cells[cut])
 
@@ -49,14 +49,14 @@ class ChecksumTable:
 
 
 class CheckedArray:
-    """Array of an open file, whose samples are verified as they are read, if it has checksums.
+    """Array of an open file; if it has checksums, samples are verified as they are read.
 
     Parameters
     ----------
     file : h5py.File
     name : str
     tile : slices, optional
-        Cells of a sample that `read` returns, by axis; missing axes are whole. Default: all.
+        Cells of a sample that `read` returns, by axis; missing axes are whole. Default: all cells.
 
     Raises
     ------
@@ -105,7 +105,7 @@ class CheckedArray:
             return
         if (
             self._block_aligned_tile == self.tile and self.block[0] == 1 and len(out) * out[0].nbytes <= _BATCH_BYTES
-        ):  # no extra cells
+        ):  # blocks have no cells outside the tile
             self._read_unverified(out, (slice(first_sample, first_sample + len(out)), *self.tile))
             for sample, cells in enumerate(out, start=first_sample):
                 for place, cut in self._tile_blocks:
@@ -198,11 +198,11 @@ def _block_shape_of(name: str, shape: tuple[int, ...], table: Any) -> tuple[int,
 
 def _verify_block(name: str, cells: np.ndarray, expected: int, sample: int) -> None:
     if checksum(cells) != expected:
-        raise ValueError(f"{name}: wrong checksum in sample {sample}: it has changed since it was written")
+        raise ValueError(f"{name}: wrong checksum in sample {sample}, which has changed since it was written")
 
 
 def checksum(cells: np.ndarray) -> int:
-    """Return the CRC-32 of cells, the last axis fastest."""
+    """Return the CRC-32 of cells in row-major order."""
     return zlib.crc32(np.ascontiguousarray(cells).data)
 
 

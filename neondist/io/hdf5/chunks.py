@@ -1,8 +1,8 @@
 """Checks of compressed chunks before HDF5 decompresses them, since it neither limits nor verifies their size.
 
-If a chunk decompresses to less than its size, HDF5 reads the memory behind it, and if to more, its beginning. It
-crashes on missing checksums, allocates any size that a filter returns, and leaves memory uninitialised for cells that
-were never written and have no fill value.
+If a chunk decompresses to fewer bytes than its size, HDF5 reads the memory behind them; if to more, only the first.
+HDF5 crashes on missing checksums, allocates any size that a filter returns, and leaves memory uninitialised for cells
+that were never written and have no fill value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEVER_WRITTEN = "was never written, and it has no fill value"
 
 
 class ChunkCheck:
-    """Check of the chunks of an array before they are read, once each.
+    """Check of each chunk of an array before it is first read.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class ChunkCheck:
     name : str
         Name of the array, for messages.
     has_checksums : bool
-        Whether the cells are verified with checksums: then only the memory requirement is checked.
+        Whether the cells are verified with checksums; if so, only the memory requirement is checked here.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class ChunkCheck:
             raise self._damage_error(offset, f"unpacks to {unpacked} instead of {self._chunk_bytes} bytes")
 
     def _decompressed_size(self, compressed: bytes, filter_mask: int) -> int | None:
-        """Return the decompressed size of a chunk, or any larger than allowed; None if only HDF5 can determine it."""
+        """Return the decompressed size of a chunk, or any size above the limit; None if only HDF5 can determine it."""
         filters = [
             one for number, one in enumerate(self._filters) if not filter_mask >> number & 1 and one[0] != _SHUFFLE
         ]
@@ -135,7 +135,7 @@ def _require_filters(array: Any, name: str, filters: Sequence[Any]) -> None:
             text = raw_name.decode(errors="replace") if isinstance(raw_name, bytes) else str(raw_name)
             raise DataError(
                 f"{array.file.filename}: '{name}' is packed with the HDF5 filter {code} ({text[:40]}), which is not"
-                " installed; set HDF5_PLUGIN_PATH to a folder that has it, or rewrite the file: h5repack -f GZIP=1 FILE"
+                " installed; set HDF5_PLUGIN_PATH to the filter's folder, or rewrite the file: h5repack -f GZIP=1 FILE"
                 " NEW"
             )
 

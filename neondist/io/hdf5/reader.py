@@ -1,7 +1,7 @@
 """Safe reading of HDF5 files: access to groups and arrays, and conversion of errors.
 
-libhdf5 follows every reference in a file: one to a pipe blocks forever, one to another user's file reads it, and one
-from a virtual array to itself crashes. So links out of a file and arrays with external data are rejected.
+libhdf5 follows every reference in a file: it blocks forever at a pipe, reads other users' files, and crashes if a
+virtual array refers to itself. Links out of a file and arrays with external data are therefore rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_hdf5(path: Path, wrong_type_message: str | None = None) -> Any:
     Raises
     ------
     DataError
-        If it is missing, not HDF5, or damaged.
+        If the file is missing, not HDF5, or damaged.
     """
     import h5py
 
@@ -51,7 +51,7 @@ def open_hdf5(path: Path, wrong_type_message: str | None = None) -> Any:
 
 
 def size_and_mtime(path: Path) -> tuple[int, int]:
-    """Return the size and modification time (ns) of a file, by which changes are detected; 0 if it is missing."""
+    """Return the size and modification time (ns) of a file, to detect changes; (0, 0) if it is missing."""
     try:
         status = os.stat(path)
     except OSError:
@@ -61,7 +61,7 @@ def size_and_mtime(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def convert_hdf5_errors(path: Path) -> Iterator[None]:
-    """Convert exceptions that h5py raises on a damaged file into DataError; a UserError passes."""
+    """Convert exceptions that h5py raises on a damaged file into DataError; a UserError passes unchanged."""
     try:
         yield
     except UserError:
@@ -104,8 +104,8 @@ def find_object(file: Any, name: str) -> Any:
             raise DataError(f"{file.filename}: '{name}' is a link into another file; copy the array, or use that file")
     if isinstance(at, h5py.Dataset) and (at.is_virtual or at.external):
         raise DataError(
-            f"{file.filename}: '{name}' stores its data in external files; copy it into one file, for instance by"
-            " h5copy"
+            f"{file.filename}: '{name}' stores its data in external files; copy it into one file, for instance"
+            " with h5copy"
         )
     return at
 

@@ -15,31 +15,31 @@ import numpy as np
 from ..files import DraftFile
 
 HDF5_LIBRARY_VERSIONS = ("v110", "v110")
-"""metadata of this version have checksums"""
+"""versions of the file format whose metadata have checksums"""
 
 
 class NewHDF5File:
     """Context that writes a file under a temporary name, and renames it if the block succeeds.
 
-    An existing file is kept until then, and if the block raises or the disk is full. Create arrays with
+    An existing file is kept until then, and remains if the block raises or the disk is full. Create arrays with
     `fletcher32=True`, and text with `put_text_attribute`.
 
     Parameters
     ----------
     path : Path
-        Its folder is created if missing.
+        Path of the file; its folder is created if missing.
     private : bool
         Whether other processes are denied access to the file.
 
     Attributes
     ----------
     file : h5py.File
-        Open for writing inside the block.
+        The file, open for writing inside the block.
 
     Raises
     ------
     OSError
-        When the block ends or in `raise_deferred_error`: if the file cannot be written.
+        If the file cannot be written; raised when the block ends, or in `raise_deferred_error`.
     """
 
     def __init__(self, path: Path, private: bool = False) -> None:
@@ -84,8 +84,8 @@ class DeferredErrorFile:
     Parameters
     ----------
     file : binary file
-        New, open for reading and writing; it stays open.
-    options : of `h5py.File`
+        New file, open for reading and writing; it is not closed.
+    options : keyword arguments of `h5py.File`
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class _ErrorDeferringFile:
         return self._file.read(count) or b""
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill a buffer with the next bytes; after an error, leave it as it is."""
+        """Fill a buffer with the next bytes; after an error, leave the buffer unchanged."""
         self._attempt(lambda: self._file.readinto(buffer), 0)
         return memoryview(buffer).nbytes
 
@@ -161,7 +161,7 @@ class _ErrorDeferringFile:
         return self._attempt(lambda: self._file.truncate(size), size)
 
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Do nothing, since no data are buffered."""
 
     def close(self) -> None:
         """Close the file."""
