@@ -14,7 +14,7 @@ def escape_invisible(text: str, keep: str = "\n") -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Format a count with its noun: '1 rank', '4 ranks'; `plural` is for nouns without a regular one."""
+    """Format a count with its noun: '1 rank', '4 ranks'; `plural`: for nouns with an irregular plural."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
@@ -28,7 +28,7 @@ def format_duration(seconds: float) -> str:
 
 
 def emit(*texts: object) -> None:
-    """Print a command's results to stdout, line by line; unlike `say`, raises OSError on failure."""
+    """Print a command's results to stdout, line by line; unlike `say`, raise OSError on failure."""
     for text in texts:
         print(escape_invisible(str(text)), flush=True)
 
@@ -43,4 +43,4 @@ def say(text: str, file: IO[str] | None = None, end: str = "\n", start: str = ""
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)
-            stream.flush()  # discard its buffer
+            stream.flush()  # discard buffered text

@@ -16,16 +16,16 @@ from ..io.regular_file import read_bytes
 from .console import format_duration, say
 
 FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS = 3.0, 30.0
-"""seconds until the first progress line without a terminal, and between lines"""
+"""Seconds until the first progress line, and, without a terminal, between lines."""
 _TERMINAL_INTERVAL_SECONDS, _CHECK_INTERVAL_SECONDS = 0.2, 1.0
-"""Seconds between updates of a terminal's line after parts, and between checks during a part whether a line is due"""
+"""Seconds between updates of a terminal's line; and, during a part, between checks of whether a line is due."""
 
 
 class ProgressLine:
     """Progress line, printed after 3 seconds and then, without a terminal, every 30 seconds.
 
-    As a context manager it prints lines on time even during a long part. The estimate of the time left is that of the
-    current part, if it is known, and for the other parts the mean of previous ones, weighted by their planned times or
+    As a context manager it prints lines on time even during a long part. The estimated time left is the remaining time
+    of the current part, if known, plus that of later parts, extrapolated from the elapsed time by planned times or
     sizes.
 
     Parameters
@@ -74,14 +74,14 @@ class ProgressLine:
         sizes: Sequence[int] = (),
         concurrent: int = 1,
     ) -> None:
-        """Set the total number of parts and those done by an earlier process; restart the clock.
+        """Set the number of parts, in total and completed by an earlier process; restart the clock.
 
         Parameters
         ----------
         planned_seconds : sequence of float
-            The least that each part can take, if known; ignored if one of them is 0.
+            Minimum seconds of each part, if known; ignored if any is 0.
         sizes : sequence of int
-            Sizes of the parts, to which their durations are proportional from the first part on.
+            Sizes of the parts; the duration of a part is assumed to be proportional to its size.
         concurrent : int
             Number of consecutive parts that run at the same time.
         """
@@ -94,7 +94,7 @@ class ProgressLine:
                 say(f"resuming: {resumed} of {total} {self.unit}s were already done", self.file)
 
     def change_parts(self, total: int, planned_seconds: Sequence[float] = ()) -> None:
-        """Change the total number of parts and their planned seconds, while the clock runs."""
+        """Change the total number of parts and their planned seconds, without restarting the clock."""
         with self._lock:
             self._plan_parts(total, planned_seconds, again=not self._estimate_printed)
 
@@ -149,10 +149,10 @@ class ProgressLine:
         so_far = f"{format_duration(now - self.start_time)} so far"
         if least := round(self._estimate_least_seconds_left(now)):
             return f"{so_far}, at least {format_duration(least)} left"
-        return f"{so_far}; an estimate follows the first {self.unit}"
+        return f"{so_far}; an estimate will be shown after the first {self.unit}"
 
     def _estimate_seconds_left(self, now: float) -> float | None:
-        """Return the estimated seconds left, or None if neither a part has ended nor the rest of the first is known."""
+        """Return the estimated seconds left, or None if no part has ended and the rest of the first is unknown."""
         durations, part_left = self._relative_part_durations, self._part_seconds_left()
         done_work = sum(durations[self.resumed_parts : self.done_parts])
         if part_left is not None and self.total_parts is not None and self.done_parts < self.total_parts:
@@ -162,7 +162,7 @@ class ProgressLine:
         return self._seconds_left_at_pace(elapsed / done_work, now) if done_work > 0 else None
 
     def _estimate_least_seconds_left(self, now: float) -> float:
-        """Return the minimum seconds left before a part has ended, or 0 if unknown."""
+        """Return the minimum seconds left of the job, for use while no part has ended; 0 if unknown."""
         if self._planned_part_seconds:
             return self._seconds_left_at_pace(1.0, now)
         current, later = self._remaining_work()
@@ -180,11 +180,11 @@ class ProgressLine:
 
     @property
     def _relative_part_durations(self) -> Sequence[float]:
-        """Planned seconds of the parts, their sizes, or 1."""
+        """Planned seconds of the parts; if unknown, their sizes; otherwise 1 for each part."""
         return self._planned_part_seconds or self._part_sizes or [1.0] * (self.total_parts or 0)
 
     def close(self) -> None:
-        """Stop and end the terminal's line."""
+        """Stop printing, and end the line on a terminal."""
         self._end_event.set()
         if self._thread is not None:
             self._thread.join()
@@ -224,7 +224,7 @@ class ProgressFile(ProgressLine):
     Parameters
     ----------
     path : path
-        Read by `read_seconds_left`.
+        Output file, read by `read_seconds_left`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -241,16 +241,16 @@ def read_seconds_left(path: Path) -> float | None:
     """Return the seconds left according to the file of a `ProgressFile`; None if there is no estimate yet."""
     try:
         return max(0.0, float(read_bytes(path)) - time.time())
-    except (OSError, ValueError):  # not there, or being written
+    except (OSError, ValueError):  # missing, or being written
         return None
 
 
 def terminal_console(file: IO[str] | None = None) -> Any:
-    """Return a console if `file` (default stdout) ends at a terminal that can show a bar, else None."""
+    """Return a console if `file` (default stdout) is a terminal that can show a bar, else None."""
     if not (sys.stdout if file is None else file).isatty():
         return None
     if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
-        return None  # Open MPI gives every rank a terminal, even if its own output is redirected
+        return None  # Open MPI gives every rank a terminal, even if mpirun's output is redirected
     from .rich_console import Console
 
     console = Console(file=file)
@@ -260,14 +260,14 @@ def terminal_console(file: IO[str] | None = None) -> Any:
 def first_rank_progress(
     rank: int, file: IO[str] | None = None, parts: int | None = None, unit: str = "part", delay: float | None = None
 ) -> AbstractContextManager[ProgressLine | None]:
-    """Return a ProgressLine on rank 0, None on other ranks; `parts` may not be known yet."""
+    """Return a context of a ProgressLine on rank 0, of None on other ranks; `parts`: None if not known yet."""
     return ProgressLine(parts, file, unit, delay) if rank == 0 else nullcontext()
 
 
 def preparation_progress(rank: int = 0, whole_process: bool = True) -> AbstractContextManager[object]:
-    """Return a progress line, on rank 0 and stderr, of a command that is preparing, such as importing PyTorch.
+    """Return a progress line for the preparation of a command, such as importing PyTorch; shown by rank 0 on stderr.
 
-    `whole_process`: the process is the command, and its start counts for the delay of the line.
+    `whole_process`: measure the delay of the line from the start of the process.
     """
     import psutil  # slow import
 

@@ -1,4 +1,4 @@
-"""Tables and progress bars on the terminal; imported where one is drawn, since rich is slow to import."""
+"""Tables and progress bars on the terminal; imported only where needed, since rich is slow to import."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .console import escape_invisible
 
 
 class Console(console.Console):
-    """A console that prints text as it is: no markup of rich, and no control characters but its own."""
+    """Console that prints text without interpreting markup, and escapes control characters in the text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Any:
-        """Return a text of visible characters only, so that its width is known."""
+        """Render a text with invisible characters escaped, so that the width of the text is known."""
         return super().render_str(escape_invisible(text), **options)
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:

@@ -37,7 +37,7 @@ def test_first_line_appears_during_the_first_part(early_first_line):
     file = io.StringIO()
     with ProgressLine(4, file, "measurement") as progress:
         progress.begin_part("2 ranks")
-        line = "measurement 0 of 4, now 2 ranks, 0 s so far; an estimate follows the first measurement"
+        line = "measurement 0 of 4, now 2 ranks, 0 s so far; an estimate will be shown after the first measurement"
         wait_until(lambda: line in file.getvalue(), 10)
         progress.add_done_parts(1)  # the first estimate does not wait for the next half minute
         assert SECONDS_LEFT_PATTERN.search(file.getvalue().splitlines()[1])
@@ -122,7 +122,7 @@ def test_estimate_during_the_first_part(clock):
     progress = ProgressLine(3, file, delay=0)
     progress.begin_part("1 rank", lambda: None if clock.now < 110 else 120 - clock.now)
     clock.now += 5
-    assert "5 s so far; an estimate follows the first part" in progress.format_line(clock.now)
+    assert "5 s so far; an estimate will be shown after the first part" in progress.format_line(clock.now)
     clock.now += 5  # 10 s of 20
     assert "part 0 of 3, now 1 rank, about 50 s left" in progress.format_line(clock.now)
     clock.now += 12
@@ -148,7 +148,7 @@ def test_estimate_weighs_parts_by_their_planned_times(clock):
 def test_estimate_weighs_concurrent_parts_by_their_sizes(clock):
     progress = ProgressLine(None, io.StringIO())
     progress.expect_parts(6, 1, sizes=[0, 100, 100, 100, 10, 10], concurrent=2)
-    assert "0 s so far; an estimate follows the first part" in progress.format_line(clock.now)
+    assert "0 s so far; an estimate will be shown after the first part" in progress.format_line(clock.now)
     clock.now += 20  # at least as long as this takes for every 200 cells of the others
     assert "part 1 of 6, 20 s so far, at least 12 s left" in progress.format_line(clock.now)
     clock.now += 20
@@ -170,8 +170,8 @@ def test_planned_times_change_while_the_clock_runs(clock):
     progress.change_parts(4, [10] * 4)
     progress.add_done_parts(0)
     assert [line.strip() for line in file.getvalue().splitlines()] == [
-        "part 0 of 2, now a run, 0 s so far; an estimate follows the first part",
-        "part 0 of 3, 5 s so far; an estimate follows the first part",
+        "part 0 of 2, now a run, 0 s so far; an estimate will be shown after the first part",
+        "part 0 of 3, 5 s so far; an estimate will be shown after the first part",
         "part 0 of 4, 5 s so far, at least 40 s left",
     ]
     progress.add_done_parts(1)
