@@ -1,9 +1,9 @@
 """Connection of a rank to the supervisor of its job: heartbeats, and coupled lifetimes.
 
-It tells the supervisor that a rank handles signals, how it ended, that it was killed (end of file without a message)
-or is stopped or unreachable (no heartbeats), on any node. If the supervisor dies or closes the connection, the rank is
-killed. A guard process beside the rank does both, since threads of the rank run neither while an extension holds the
-GIL nor while the rank is stopped.
+The supervisor learns, on any node, whether a rank handles signals, how it ended, and whether it was killed (end of file
+without a message), is stopped or cannot be reached (no heartbeats). If the supervisor dies or closes the connection,
+the rank is killed. A guard process beside the rank sends the heartbeats and kills the rank, since the rank's threads do
+not run while an extension holds the GIL or while the rank is stopped.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NoReturn
 from .job import detect_job
 
 SUPERVISOR_VARIABLE = "NEONDIST_SUPERVISOR"
-"""'KEY HOST:PORT ...': key and addresses of the supervisor; set for the ranks."""
+"""'KEY HOST:PORT ...': key and addresses of the supervisor; set in the environment of the ranks."""
 CONNECTION_VARIABLE = "NEONDIST_HEARTBEAT"
-"""'FILE DESCRIPTOR:PROCESS' of this rank's connection; other processes ignore it."""
+"""'FILE DESCRIPTOR:PROCESS' of this rank's connection; ignored by other processes, such as children of the rank."""
 NONCE_BYTES, PROOF_BYTES = 16, 32
-"""Bytes of the supervisor's nonce, and of the proof of the key by each end."""
+"""Lengths of the supervisor's nonce, and of the proof by which each end shows that it has the key."""
 HEARTBEAT_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 10.0
 """Timeout in seconds per address."""
@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def compute_proof(key: str, nonce: bytes, role: str) -> bytes:
-    """Return the answer of the 'rank' or the 'supervisor' to a nonce."""
+    """Return the proof by which the 'rank' or the 'supervisor' shows, for a nonce, that it has the key."""
     return blake2b(nonce + role.encode(), key=key.encode(), digest_size=PROOF_BYTES).digest()
 
 
@@ -64,9 +64,9 @@ def connect_to_supervisor(env: MutableMapping[str, str]) -> None:
 
 
 def send_to_supervisor(env: Mapping[str, str], message: str) -> None:
-    """Send a word to the supervisor, if this process is a supervised rank.
+    """Send a message to the supervisor, if this process is a supervised rank.
 
-    'listens': SIGUSR1 stops it with a checkpoint; 'ignores': no longer so; 'ended CODE' or 'failed'.
+    'listens': SIGUSR1 stops the rank with a checkpoint; 'ignores': SIGUSR1 no longer does; 'ended CODE' or 'failed'.
     """
     number = connection_descriptor(env)
     if number is not None:
@@ -75,7 +75,7 @@ def send_to_supervisor(env: Mapping[str, str], message: str) -> None:
 
 
 def connection_descriptor(env: Mapping[str, str]) -> int | None:
-    """Return the file descriptor of this process's connection."""
+    """Return the file descriptor of this process's connection; None if it has none."""
     number, _, process = env.get(CONNECTION_VARIABLE, "").partition(":")
     return int(number) if process == str(os.getpid()) else None
 
@@ -87,7 +87,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def receive_bytes(connection: socket.socket, size: int) -> bytes:
-    """Return `size` bytes, fewer if the connection ends."""
+    """Receive `size` bytes, or fewer if the connection ends."""
     received = b""
     while len(received) < size and (chunk := connection.recv(size - len(received))):
         received += chunk
@@ -144,7 +144,7 @@ def _run_guard(connection: socket.socket, rank_pid: int) -> NoReturn:
             os.kill(rank_pid, signal.SIGKILL)
             os._exit(0)
         if not _is_stopped(rank_pid):
-            with contextlib.suppress(OSError):  # a stopped supervisor reads later
+            with contextlib.suppress(OSError):  # the buffer of a stopped supervisor may be full
                 connection.send(b"\n", socket.MSG_DONTWAIT)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Properties of the MPI job of this process from its environment, without starting MPI."""
+"""MPI job of this process, as described by its environment variables, without starting MPI."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 LAUNCHED_RANKS_VARIABLE = "NEONDIST_LAUNCHED"
 """Number of ranks; set by `neondist run -n N` for the ranks that it starts."""
 JOB_START_TIME_VARIABLE = "NEONDIST_STARTED"
-"""Start of the job in seconds of time.time(); also set for the ranks."""
+"""Start time of the job, as returned by time.time(); set for the same ranks."""
 GENERATION_VARIABLE = "NEONDIST_GENERATION"
 """Number of the generation, from 1; set for the ranks of a supervised job."""
 
-# size, rank, ranks on this node: Open MPI; MPICH and Intel MPI; srun
+# size, rank, and ranks on this node, as set by Open MPI; MPICH and Intel MPI; srun
 _JOB_VARIABLES = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 _LOCAL_RANK_VARIABLES = "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
-"""Of torchrun, Open MPI, MPICH and Intel MPI, srun."""
+"""Variables set by torchrun, Open MPI, MPICH and Intel MPI, and srun."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def detect_job(env: Mapping[str, str]) -> Job | None:
     launched = _read_number(env, LAUNCHED_RANKS_VARIABLE)
     for names in _JOB_VARIABLES:
         size, rank, local = (_read_number(env, name) for name in names)
-        # a shell in a single-task Slurm step is no job: -n starts one there
+        # a shell in a single-task Slurm step is not a job: `neondist run -n` can start one there
         single_task = size == 1 and "SLURM_STEP_ID" in env and not launched
         if size is not None and not single_task and ("SLURM" not in names[0] or "SLURM_STEP_ID" in env):
             return Job(max(size, launched or 1), rank, local)
@@ -58,16 +58,16 @@ def detect_job(env: Mapping[str, str]) -> Job | None:
 
 
 def count_torchrun_ranks(env: Mapping[str, str]) -> int:
-    """Return the number of ranks started by torchrun, 0 outside it; not an MPI job."""
+    """Return the number of ranks started by torchrun, which is not an MPI job; 0 outside torchrun."""
     return (_read_number(env, "WORLD_SIZE") or 0) if "TORCHELASTIC_RUN_ID" in env else 0
 
 
 def local_rank(env: Mapping[str, str]) -> int:
-    """Return the local rank on this machine, 0 if unknown."""
+    """Return this process's rank on this machine, 0 if unknown."""
     return next((rank for name in _LOCAL_RANK_VARIABLES if (rank := _read_number(env, name)) is not None), 0)
 
 
 def _read_number(env: Mapping[str, str], name: str) -> int | None:
-    """Return a number from the environment of a launcher, None if there is none."""
+    """Return the number in a variable set by a launcher, None if it has none."""
     digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3' are two nodes with 4 ranks, one with 3
     return int(digits) if digits.isdecimal() else None

@@ -13,7 +13,7 @@ import numpy as np
 class LazyTile(ABC):
     """Tile of samples (n, *tile, C), read on access.
 
-    A single slice selects samples without reading; slices of samples and all spatial axes read an array.
+    Indexing by one slice selects samples without reading them; slices of samples and of all spatial axes read an array.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class LazyTile(ABC):
 
     @abstractmethod
     def samples(self, indices: range) -> LazyTile:
-        """Return a subset of the samples."""
+        """Return the tile of a subset of the samples."""
 
     @abstractmethod
     def read(self, cells: Sequence[slice]) -> Any:

@@ -1,4 +1,4 @@
-"""Machine description for planning - cores, latency, bandwidth, speed - and times derived from it; in YAML."""
+"""Machine description for planning (cores, latency, bandwidth, speed), stored as YAML, and times derived from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_FLOPS_PER_SECOND = 2e10
 """Default floating point operations per second of a rank."""
 DEFAULT_SAMPLES_PER_REPLICA = 32
 """Default batch size of a replica."""
-_EXAMPLES_HINT = "docs/predicting.md has two examples"
+_EXAMPLES_HINT = "see the two examples in docs/predicting.md"
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class MachineProfile:
 
     Attributes
     ----------
-    latency, bandwidth : seconds a message, bytes a second
-    flops_per_second : floating point operations a second of one rank
+    latency, bandwidth : seconds per message, bytes per second
+    flops_per_second : floating point operations per second of one rank
     samples_per_replica : batch size of a replica
-    itemsize : bytes of a number
-    cell_seconds : by layer's name
+    itemsize : bytes per number
+    cell_seconds : mapping by layer name
         Measured seconds of a training step per output cell and sample; `flops_per_second` applies to the other layers.
     """
 
@@ -69,35 +69,35 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal cores, and the links inside and between them.
+    """Nodes with equal cores, and the links within and between nodes.
 
     Attributes
     ----------
     cores_per_node : int
-        Cores (or GPUs), one rank each.
+        Cores (or GPUs) per node; each runs one rank.
     node, network : Link
         Links within a node, and between nodes.
     nodes : int or None
-        None: unlimited. Ranks in excess of the cores share them.
+        Number of nodes; None: unlimited. If there are more ranks than cores, ranks share cores.
     compute_factor : float
         Compute time relative to the predicting machine: 0.05 for a GPU twenty times as fast.
     slowdown, memory_slowdown : float
-        Compute time with all cores of a node busy relative to a single busy core: of compute-bound and of memory-bound
-        work.
+        Compute time with all cores of a node busy, relative to a single busy core, for compute-bound and for
+        memory-bound work.
     memory_bandwidth : float
         Bytes per second that a single core reads and writes; classifies work as memory-bound.
     speed : float
-        Floating point operations per second of convolutions in training, one rank.
+        Floating point operations per second of one rank, for convolutions in training.
     shared_slowdown, shared_latency : float
-        For ranks that share cores: compute time relative to the fair share of a core; and seconds of waiting per
-        exchange or reduction, with two ranks on a core.
+        For ranks that share cores: compute time relative to that expected from a fair share of a core; and seconds of
+        waiting per exchange or reduction, with two ranks on a core.
     jitter : float
-        Mean random delay of a node per step, relative to its compute time. All wait for the slowest: with exponential
-        tails, that of n nodes is (1/2 + ... + 1/n) delays later than a single node.
+        Mean random delay of a node per step, relative to its compute time. All nodes wait for the slowest one: if
+        delays are exponentially distributed, it is (1/2 + ... + 1/n) mean delays later than a single node.
     host : str
-        Host of the measurement.
+        Name of the measured host.
     error : float
-        Mean relative error of predicted steps of small networks at calibration; 0: unknown.
+        Mean relative error of the predicted step times of small networks at calibration; 0: unknown.
     """
 
     cores_per_node: Count
@@ -121,7 +121,7 @@ class Machine:
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
     def compute_seconds(self, uncontended_seconds: float, ranks: int, moved_bytes: float = 0.0) -> float:
-        """Return the seconds of work that takes `uncontended_seconds` on one core here and moves `moved_bytes`."""
+        """Return the seconds of work that moves `moved_bytes` and takes `uncontended_seconds` on one core here."""
         by_memory = min(1.0, moved_bytes / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
         most = (1 - by_memory) * self.slowdown + by_memory * self.memory_slowdown
         # linear between one busy core and all cores
@@ -136,7 +136,7 @@ class Machine:
         return max(1.0, ranks / (self.cores_per_node * self.nodes)) if self.nodes else 1.0
 
     def waiting_seconds(self, ranks: int, synchronisation_count: int) -> float:
-        """Return the seconds of waiting at a number of exchanges or reductions of ranks that share cores."""
+        """Return the seconds that ranks sharing cores wait in a number of exchanges and reductions."""
         return synchronisation_count * self.shared_latency * (self.ranks_per_core(ranks) - 1)
 
     def expected_delay_seconds(self, ranks: int, compute_seconds: float) -> float:
@@ -144,11 +144,11 @@ class Machine:
         return self.jitter * compute_seconds * self.relative_delay(ranks)
 
     def relative_delay(self, ranks: int) -> float:
-        """Return the extra delay of the slowest node, in mean delays of a node."""
+        """Return the additional delay of the slowest node, as a multiple of the mean delay of a node."""
         return sum(1 / at for at in range(2, self.count_nodes(ranks) + 1))
 
     def count_nodes(self, ranks: int) -> int:
-        """Return the number of nodes of `ranks` ranks."""
+        """Return the number of nodes that `ranks` ranks occupy."""
         return min(ceil(ranks / self.cores_per_node), self.nodes or ranks)
 
     def slowest_link(self, ranks: int) -> Link:
@@ -158,8 +158,8 @@ class Machine:
     def allreduce_seconds(self, ranks: int, count: float) -> float:
         """Return the seconds of an allreduce of `count` bytes: within each node, then between the nodes.
 
-        Both are a reduce-scatter and an allgather: each member sends and receives nearly all bytes once, in 2 log2
-        messages.
+        Each stage is a reduce-scatter and an allgather: each of n members sends and receives 2 (n - 1) / n times the
+        bytes, in 2 log2(n) messages.
         """
         nodes = self.count_nodes(ranks)
         inside = ceil(ranks / nodes)
@@ -176,7 +176,7 @@ class Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a machine from a YAML file; ConfigError if it is invalid."""
+    """Read a machine from a YAML file; raise ConfigError if it is invalid."""
     machine, link = (get_type_hints(cls, include_extras=True) for cls in (Machine, Link))
     required = "cores_per_node", "node", "network"
     try:

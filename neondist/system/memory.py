@@ -1,6 +1,6 @@
 """Available memory of this process, and the errors raised when it is not enough.
 
-Requirements are checked before allocation: a system that overcommits memory kills the process that uses it.
+Requirements are checked before allocation, since a system that overcommits memory kills processes when none is left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .job import detect_job
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _USAGE_FILE_BY_LIMIT_FILE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-_MIN_CHECKED_BYTES = 1 << 26  # bytes that are not checked
+_MIN_CHECKED_BYTES = 1 << 26  # requests up to this size are not checked
 
 
 def require_memory(
@@ -29,8 +29,8 @@ def require_memory(
     Parameters
     ----------
     needed_bytes : bytes
-    what : object that needs them, for the message
-    remedy : for the message
+    what : object that needs the memory, as named in the message
+    remedy : what the user can do, as the end of the message
     get_free_bytes : returns the available bytes; default `free_bytes`
     """
     available = (get_free_bytes or free_bytes)() if needed_bytes > _MIN_CHECKED_BYTES else None
@@ -43,7 +43,7 @@ def require_memory(
 
 @contextmanager
 def convert_memory_error(field: str, remedy: str) -> Iterator[None]:
-    """Convert a MemoryError of the block to a ConfigError about `field`."""
+    """Convert a MemoryError raised in the block to a ConfigError about `field`."""
     try:
         yield
     except MemoryError as error:
@@ -52,9 +52,9 @@ def convert_memory_error(field: str, remedy: str) -> Iterator[None]:
 
 
 def free_bytes() -> int | None:
-    """Return the bytes available to this process, limited by the machine, its control group, and its rlimit.
+    """Return the bytes available to this process within the limits of machine, control groups and rlimit.
 
-    None if unknown. The page cache counts as free.
+    Returns None if unknown. The page cache counts as free.
     """
     bounds = [*_machine_free_bytes(), *_cgroup_free_bytes(), *_process_free_bytes()]
     return max(0, min(bounds)) if bounds else None
@@ -70,7 +70,7 @@ PROCESS_OVERHEAD_BYTES = 600 << 20
 
 
 def parse_bytes(field: str, memory: int | str) -> int:
-    """Parse a number of bytes such as 8GiB, '500 MB' or an int; ConfigError names the field."""
+    """Parse an amount of memory such as 8GiB, '500 MB' or a number of bytes; a ConfigError names `field`."""
     number, unit = re.fullmatch(r"\s*([0-9.]*)\s*(.*?)\s*", str(memory)).groups()  # type: ignore[union-attr]
     try:
         count = int(float(number) * _BYTES_BY_UNIT[unit.lower()])
@@ -94,15 +94,15 @@ def model_bytes_per_rank(memory: int, local_ranks: int) -> int:
     share = memory // local_ranks - PROCESS_OVERHEAD_BYTES
     if share <= 0:
         raise ConfigError(
-            f"memory: {format_bytes(memory)} for {counted(local_ranks, 'rank')} on a machine; each needs"
-            f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads"
-            f" any image: give more than {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}, or start fewer ranks"
+            f"memory: {format_bytes(memory)} for {counted(local_ranks, 'rank')} on a machine; each rank needs"
+            f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads any image; set memory to more than"
+            f" {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}, or start fewer ranks"
         )
     return share
 
 
 def memory_trim_threshold(share: int) -> int:
-    """Return the bytes above which a process should return freed memory, if its network may use `share`."""
+    """Return the bytes above which a process returns freed memory to the system, if its network may use `share`."""
     return share + PROCESS_OVERHEAD_BYTES * 15 // 16  # the rest is for temporary buffers of kernels
 
 
@@ -146,17 +146,17 @@ def out_of_memory_error(
     amount = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
     requested = parse_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
     size = "an array" if requested is None else format_bytes(requested)
-    left = "" if free is None else f", and {format_bytes(free)} are left"
+    left = "" if free is None else f", with {format_bytes(free)} left"
     shortfall = max(0, (requested or planned_bytes // 4) - (free or 0))
-    share = (planned_bytes - shortfall) * 9 // 10  # the shortfall may exceed this array
+    share = (planned_bytes - shortfall) * 9 // 10  # leave a margin: more may be missing than this array needs
     fits = (
         f"set memory: {format_bytes(count_local_ranks(ranks) * (share + PROCESS_OVERHEAD_BYTES))}, or use"
         if share > 0
         else "use"
     )
     return ConfigError(
-        f"memory: layer '{layer}' needs {size} in the {direction} pass{left}; the planned peak of a step is"
-        f" {format_bytes(planned_bytes)} per rank, without temporary buffers of kernels;"
+        f"memory: layer '{layer}' could not allocate {size} in the {direction} pass{left}; the planned peak of a step"
+        f" is {format_bytes(planned_bytes)} per rank, without temporary buffers of kernels;"
         f" {fits} more ranks or smaller batches"
     )
 

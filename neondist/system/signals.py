@@ -34,10 +34,10 @@ class SignalRecorder:
     received : list of str
         Names of the received signals, in order.
     listeners : list of callable
-        Called with the name of each signal, from within the handler.
+        Functions called with the name of each signal, from within the handler.
     interrupted : bool
-        Whether Ctrl-C was received. It ends the process immediately or, if `needs_cleanup` is set, raises
-        KeyboardInterrupt and ends it a few seconds later.
+        Whether Ctrl-C was received. Ctrl-C ends the process immediately, or, if `needs_cleanup` is set, raises
+        KeyboardInterrupt and ends the process if it still runs a few seconds later.
     needs_cleanup : bool
         Whether there is something to clean up: a terminal, an unfinished file.
     """
@@ -50,10 +50,10 @@ class SignalRecorder:
         self._previous_handlers: dict[int, Any] = {}
 
     def install_handlers(self) -> SignalRecorder:
-        """Install the handlers, except for ignored signals; does nothing outside the main thread."""
+        """Install the handlers, except for ignored signals; do nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             names = [*STOP_SIGNALS, "SIGINT"] if self.whole_process else STOP_SIGNALS
-            for number in filter(None, (getattr(signal, name, None) for name in names)):  # not all on every system
+            for number in filter(None, (getattr(signal, name, None) for name in names)):  # not every system has all
                 if signal.getsignal(number) != signal.SIG_IGN:
                     handler = self._interrupt if number == signal.SIGINT else self.handle
                     self._previous_handlers[number] = signal.signal(number, handler)
@@ -87,7 +87,7 @@ class SignalRecorder:
             os.kill(os.getpid(), getattr(signal, name))
 
     def ignore_further_signals(self) -> None:
-        """Ignore further signals during exit, when the exit code is known."""
+        """Ignore further stop signals during exit, when the exit code is known; Ctrl-C ends the process at once."""
         for number in self._previous_handlers:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)
 
@@ -116,7 +116,7 @@ class SignalRecorder:
 def describe_exit_code(code: int) -> str:
     """Return the name of the signal that ended a process, such as 'SIGKILL', or else the exit code.
 
-    The code is a negative signal, as in subprocess, or 128 plus the signal, as in shells.
+    The code is the negative signal number, as in subprocess, or 128 plus the signal number, as in shells.
     """
     number = -code if code < 0 else code - 128
     try:

@@ -12,19 +12,19 @@ from ..terminal.console import counted
 
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 MAX_EFFICIENT_RANKS_PER_CORE = 2
-"""ranks per core that lose little time; several threads of a rank busy-wait and need a core each"""
+"""Most single-threaded ranks per core that lose little time; several threads of a rank busy-wait: one core each."""
 THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def count_cores(process: int = 0) -> int:
-    """Return the CPU cores that a process (default: this one) may use, after affinity and container limits."""
+    """Return the CPU cores that a process (default: this one) may use, within its affinity and container limits."""
     bound = hasattr(os, "sched_getaffinity")  # Linux
     allowed = len(os.sched_getaffinity(process)) if bound else os.cpu_count() or 1
     return max(1, min(allowed, _read_cpu_quota() or allowed))
 
 
 def default_thread_count() -> int:
-    """Return OMP_NUM_THREADS, else the usable physical cores: hyperthreads do not help here."""
+    """Return OMP_NUM_THREADS if set, else the number of usable physical cores: hyperthreads bring no gain."""
     import psutil
 
     setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -41,13 +41,13 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def limit_threads(ranks: int) -> int | None:
-    """Limit this process to its share of the machine's cores among `ranks` ranks, unless the user has set it.
+    """Limit the threads of this process to its share of the machine's cores, unless the user has set a number.
 
-    Returns the number of threads, None where the user has set it.
+    `ranks`: ranks on this machine. Returns the number of threads, or None if the user has set it.
     """
     if is_thread_count_set(os.environ):
         return None
-    # a launcher may have bound this rank already; its parent still has all cores
+    # a launcher may have bound this rank to some cores; the parent process can still use all of them
     threads = max(1, min(count_cores(), count_cores(os.getppid()) // ranks))
     os.environ.update(dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads)))  # for libraries loaded later
     if "numpy" in sys.modules:
@@ -60,7 +60,7 @@ def limit_threads(ranks: int) -> int | None:
 def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]:
     """Limit the threads as `limit_threads` does, for a script under mpirun; the first rank logs a change.
 
-    Oversubscription slows a job by a factor of 15 to 30, since threads busy-wait. Returns a function that undoes it.
+    Oversubscription makes a job 15 to 30 times slower, since threads busy-wait. Returns a function to end the limit.
     """
     if is_thread_count_set(os.environ):
         return lambda: None
@@ -71,8 +71,8 @@ def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]
     thread_count = limit_threads(ranks)
     if is_first_rank and thread_count is not None and thread_count < previous:
         logging.getLogger("neondist").warning(
-            "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to choose"
-            " another number",
+            "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to use"
+            " another number of threads",
             ranks, "1 thread" if thread_count == 1 else f"{thread_count} threads",
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ def is_thread_count_set(env: Mapping[str, str]) -> bool:
 
 
 def _read_cpu_quota() -> int | None:
-    """Return the cores of a container's CPU quota, None without one."""
+    """Return the number of cores of a container's CPU quota; None without a quota."""
     try:
         quota, period = CPU_QUOTA_FILE.read_text().split()
         return max(1, round(int(quota) / int(period)))

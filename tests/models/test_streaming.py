@@ -244,7 +244,7 @@ def test_insufficient_memory_is_rejected():
     layers = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap"), nd.FCLayer(4)]
     with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs at least .*, .* layer 'conv2'"):
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
-    with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each needs 629 MB before it loads"):
+    with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each rank needs 629 MB before it loads"):
         make_chain_model(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
     for invalid in ("8 parsecs", "", "-3GB", "GiB", 0, "1e99999GB"):
         with pytest.raises(nd.ConfigError, match=r"memory: .* is not an amount of memory; expected one such as 8GiB"):
