@@ -20,7 +20,7 @@ class Adam(Optimizer):
     beta1, beta2 : float
         Decay rates of the running means of the gradient and of its square, in [0, 1).
     eps : float
-        Added to the root of the mean square for numerical stability; above 0.
+        Term added to the root of the mean square for numerical stability; above 0.
     **kwargs
         weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
 
@@ -101,7 +101,7 @@ class LAMB(Adam):
     """LAMB: Adam with steps scaled to the norm of each parameter, for large batches (You et al. 2020).
 
     The step, including weight decay, is scaled by the ratio of the parameter's norm to the norm of the step, both
-    computed over all ranks that own parts; if either is 0, the scale is 1.
+    computed over all ranks that own parts of the parameter; if either norm is 0, the scale is 1.
 
     Parameters
     ----------
@@ -150,5 +150,5 @@ class LAMB(Adam):
                 params[block] -= grads[block]
 
     def num_reduced_norms(self, num_partitioned: int) -> int:
-        """Return the number of norms that other optimisers reduce, plus two per parameter."""
+        """Return the number of reduced norms: those of any optimiser, and two per partitioned parameter."""
         return super().num_reduced_norms(num_partitioned) + 2 * num_partitioned

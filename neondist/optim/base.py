@@ -41,7 +41,7 @@ class ScheduledOptimizer:
         return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
 
     def check_schedule_covers(self, epochs: int) -> None:
-        """Raise ConfigError about the schedule if a run of `epochs` epochs would continue at rate 0."""
+        """Raise ConfigError if a run of `epochs` epochs would continue at rate 0, or has no momentum to schedule."""
         if isinstance(self.schedule, Schedule):
             try:
                 self.schedule.check_schedule_covers(epochs)
@@ -66,16 +66,16 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
     learning_rate : float
         Learning rate, at least 0.
     weight_decay : float
-        Factor of the parameters that is added to their gradients (L2 penalty), as in PyTorch.
+        Coefficient of the L2 penalty: weight_decay x parameter is added to the gradient, as in PyTorch.
     decay_all : bool
-        False: no weight decay for biases and for scales and shifts of normalisation layers.
+        Whether weight decay also applies to biases and to scales and shifts of normalisation layers.
     clip_norm : float, optional
-        Maximum norm of all gradients together, over all ranks, as in `torch.nn.utils.clip_grad_norm_`.
+        Maximum total norm of the gradients, over all ranks, as in `torch.nn.utils.clip_grad_norm_`.
     ema : float, optional
         Decay rate of an exponential moving average of the parameters, which is used for evaluation and, from
         checkpoints, by `predict` and `evaluate`. Running statistics of normalisation layers are not averaged.
     schedule : Schedule, optional
-        A factor on the learning rate over the epochs.
+        Multiplier of the learning rate as a function of the epoch.
     """
 
     slot_names: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
         step : int
             Number of updates before this one: 0 at the first.
         rate_factor : float
-            Factor on the learning rate.
+            Multiplier of the learning rate.
         layout : FlatLayout, optional
             Layout of the parameters. Default: a single parameter, whole on this rank.
         """
@@ -156,7 +156,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
             self._update_parameter_average(params, slots[AVERAGE_SLOT], scratch, step, layout)
 
     def with_momentum(self, momentum: float | None) -> Optimizer:
-        """Return the same optimiser with another momentum, None: its own; slots remain valid."""
+        """Return this optimiser with another momentum (None: unchanged); its slots remain valid."""
         if momentum is None:
             return self
         optimizer = copy(self)
@@ -177,7 +177,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
         rate: float,
         step: int,
     ) -> None:
-        """Update one block of `params` and `slots` in place; weight decay is already in `grads`.
+        """Update one block of `params` and `slots` in place; `grads` already include an L2 penalty.
 
         All arrays are 1-D and equally long; `grads` and `scratch` may be overwritten. `rate` is the scaled learning
         rate, `step` counts from 0.

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..arrays.namespace import namespace
 
-HOST_BLOCK_ELEMENTS = 1 << 15  # per block: its parameters, gradients, slots and scratch stay in the cache
-DEVICE_BLOCK_ELEMENTS = 1 << 24  # on a device, to amortise kernel launches
+HOST_BLOCK_ELEMENTS = 1 << 15  # a block's parameters, gradients, slots and scratch stay in the cache
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # large, to amortise kernel launches on a device
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FlatLayout:
     num_replicated : int
         Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
     sum_over_parts : callable, optional
-        Sums values over the ranks with the other parts. Collective. None: there are no others.
+        Function that sums values over the ranks with the other parts. Collective. None: no other rank has parts.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ class FlatLayout:
         Parameters
         ----------
         decay_all : bool
-            Whether it applies to all parameters.
+            Whether weight decay applies to all parameters, whatever their `decays`.
         """
         runs: list[list[Any]] = []
         for (start, stop), decays in zip(self.spans, self.decays, strict=True):

@@ -10,7 +10,7 @@ from .base import Optimizer, update_running_mean
 
 
 class RMSprop(Optimizer):
-    """Gradients over the root of their running mean square (Hinton 2012), equivalent to `torch.optim.RMSprop`.
+    """Steps along gradients divided by their running root mean square (Hinton 2012), as `torch.optim.RMSprop` does.
 
     Parameters
     ----------
@@ -21,9 +21,9 @@ class RMSprop(Optimizer):
     momentum : float
         Momentum factor, in [0, 1).
     centered : bool
-        Divide by the standard deviation instead.
+        Divide by the running standard deviation instead.
     eps : float
-        Added to the root for numerical stability; above 0.
+        Term added to the divisor for numerical stability; above 0.
     **kwargs
         weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
     """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a factor on the learning rate as a function of the epoch."""
+"""Learning-rate schedules: multipliers of the learning rate as functions of the epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..terminal.console import counted
 
 
 class Schedule(Registered, ABC):
-    """A factor on the learning rate that depends on the time since the start of training."""
+    """A multiplier of the learning rate that depends on the number of epochs since the start of training."""
 
     @abstractmethod
     def factor(self, epoch: float) -> float:
@@ -39,7 +39,7 @@ class StepDecay(Schedule):
     every_epochs : int
         Epochs between two drops.
     factor : float
-        Factor of each drop.
+        Multiplier at each drop.
     """
 
     def __init__(self, every_epochs: Count, factor: Positive = 0.1) -> None:
@@ -75,7 +75,7 @@ class CosineDecay(Schedule):
 
 
 class Warmup(Schedule):
-    """Linear warmup of the learning rate, followed by another schedule from its start.
+    """Linear warmup of the learning rate, after which another schedule starts.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class Warmup(Schedule):
     start : float
         Initial factor, in [0, 1).
     then : Schedule, optional
-        Default: constant learning rate.
+        Schedule that starts after the warmup. Default: constant learning rate.
     """
 
     def __init__(self, epochs: Positive, start: UnitInterval = 0.01, then: Schedule | None = None) -> None:
@@ -113,7 +113,7 @@ class Warmup(Schedule):
 class OneCycle(Schedule):
     """One-cycle schedule: cosine rise to the learning rate and cosine decay (Smith and Topin 2018).
 
-    Equivalent to `torch.optim.lr_scheduler.OneCycleLR`; the learning rate is its max_lr.
+    Equivalent to `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr.
 
     Parameters
     ----------
@@ -167,11 +167,11 @@ class Plateau(Schedule):
     Parameters
     ----------
     factor : float
-        Factor of each drop, in [0, 1).
+        Multiplier at each drop, in [0, 1).
     patience : int
         Number of epochs without improvement before a drop.
     threshold : float
-        Relative improvement over the best loss that counts, in [0, 1).
+        Minimum relative improvement over the best loss, in [0, 1).
     cooldown : int
         Number of epochs ignored after a drop.
     floor : float
@@ -215,5 +215,5 @@ def _check_schedule_length(schedule_epochs: int, run_epochs: int) -> None:
     if run_epochs > schedule_epochs:
         raise ConfigError(
             f"epochs: the learning rate is 0 after {counted(schedule_epochs, 'epoch')}, but the run has {run_epochs};"
-            f" set epochs of the schedule to {run_epochs} as well"
+            f" set the schedule's epochs to {run_epochs} as well"
         )

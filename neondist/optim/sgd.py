@@ -41,7 +41,7 @@ class SGD(Optimizer):
         super().__init__(learning_rate, **kwargs)
         self.momentum, self.nesterov = float(momentum), bool(nesterov)
         if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov: true needs a momentum; give momentum: 0.9 or leave nesterov out")
+            raise ConfigError("nesterov: true requires momentum; set momentum: 0.9, or remove nesterov")
         self.slot_names = ("momentum",) if self.momentum else ()
         self.has_momentum = bool(momentum)
 
