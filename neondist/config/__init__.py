@@ -1,4 +1,4 @@
-"""Experiments from YAML files, and back.
+"""Loading of experiments from YAML files, and serialisation to YAML.
 
 parse → tree of nodes with line numbers → `overrides` from the command line → `build`: each tag's class, its fields
 converted to the constructor's type hints. Only registered classes are instantiated; errors include FILE:LINE.

@@ -21,7 +21,7 @@ TORCH_TAGS = "TorchLoss", "TorchModel", "TorchOptimizer"
 
 
 def find_class(node: Node, path: str, hint: Any = Any) -> type:
-    """Return the class named by a node's tag; without a close match, the error lists those that `hint` allows."""
+    """Return the class named by a node's tag; if no name is similar, the error lists the classes that `hint` allows."""
     name = node.tag or ""
     if name in TORCH_TAGS:
         try:
@@ -37,7 +37,7 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
         user_modules = [cls.__module__ for cls in matches if not cls.__module__.startswith("neondist.")]
         if user_modules and len(user_modules) < len(matches):
             raise node_error(
-                node, path, f"!{name} is a class of both neondist and {user_modules[0]}; rename the latter"
+                node, path, f"!{name} is a class of both neondist and {user_modules[0]}; rename your class"
             )
         return classes[name]
     near = suggest(name, [*classes, *TORCH_TAGS])
@@ -48,7 +48,7 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
 
 
 class ObjectBuilder:
-    """Builds objects, each class replaced by its distributed or its serial counterpart.
+    """Builder of objects, with each class replaced by its distributed or its serial counterpart.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class ObjectBuilder:
         self.distributed, self.modules = distributed, modules
 
     def build(self, node: Node, path: str = "", hint: Any = Any) -> Any:
-        """Return the object of a tagged node, whose fields are built first, or the function named by a text."""
+        """Return the object of a tagged node, or the function that a node without a tag names; build fields first."""
         if node.tag is None:
             return self._find_function(node, path)
         cls = self._choose_counterpart(find_class(node, path, hint), node, path)
@@ -84,7 +84,7 @@ class ObjectBuilder:
         try:
             obj = cls(**arguments)
         except UserError as error:
-            if describe_location(getattr(error, "subject", None)):  # about a part built earlier
+            if describe_location(getattr(error, "subject", None)):  # the error concerns a part built earlier
                 raise add_location(error) from None
             error.args = (source.message(str(error)),)
             raise
@@ -102,7 +102,7 @@ class ObjectBuilder:
         function = getattr(sys.modules[module], name)
         owner = str(getattr(function, "__module__", ""))
         if owner.partition(".")[0] != module.partition(".")[0]:  # such as an imported subprocess.run
-            raise node_error(node, path, f"'{node.value}': is defined in {owner}; give a function defined in {module}")
+            raise node_error(node, path, f"'{node.value}' is defined in {owner}; name a function defined in {module}")
         return NamedFunction(str(node.value), function)
 
     def _choose_counterpart(self, cls: type, node: Node, path: str) -> type:
@@ -120,4 +120,4 @@ class ObjectBuilder:
 
 def describe_unknown_field(cls: type, name: str, names: dict[str, Field]) -> str:
     """Return the message for a field that the class does not have."""
-    return f"{cls.__name__} has no field '{name}'{suggest(name, names) or '; it has none'}"
+    return f"{cls.__name__} has no field '{name}'{suggest(name, names) or '; it has no fields'}"

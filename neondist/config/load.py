@@ -25,11 +25,11 @@ def load_experiment(
     """Return the experiment that a YAML file describes.
 
     A tag names a registered class and its fields are that class's constructor arguments; nothing else can be
-    instantiated or called, except functions of `modules`. Modules that define the classes must be imported before.
+    instantiated or called, except functions of `modules`. Modules that define the classes must already be imported.
 
     Parameters
     ----------
-    path : the file; messages show it as given
+    path : the file; shown in messages as given
     overrides : 'key.path=value' strings, applied to the file before anything is built
     text : the file's content, if already read
     top : name of the class of the top object
@@ -38,14 +38,14 @@ def load_experiment(
     Raises
     ------
     ConfigError
-        As 'FILE:LINE: field: problem and remedy'. Errors raised by the constructors keep their class.
+        With the message 'FILE:LINE: field: problem and remedy'. Errors raised by constructors keep their class.
     """
     name = str(path)
     root = parse_file(Path(path), text)
     if root is None:
-        raise ConfigError(f"{name}:1: the file is empty; it must hold one !{top} {{...}}")
+        raise ConfigError(f"{name}:1: the file is empty; it must contain one !{top} {{...}}")
     if root.tag is None:
-        raise node_error(root, "", f"the file must hold one !{top} with its fields, got {root}; begin it with !{top}")
+        raise node_error(root, "", f"the file must contain one !{top} with its fields, got {root}; begin with !{top}")
     apply_overrides(root, overrides)
     cls = find_class(root, "")
     if top not in [base.__name__ for base in cls.__mro__]:
@@ -54,7 +54,7 @@ def load_experiment(
 
 
 def _read_dist_flag(root: Node, cls: type) -> bool:
-    """Return the experiment's dist_flag, needed before any object is built since it selects the classes."""
+    """Return the experiment's dist_flag, which selects the classes and so is needed before any object is built."""
     assert isinstance(root.value, dict)
     field = constructor_fields(cls).get("dist_flag")
     if field is None or "dist_flag" not in root.value:

@@ -13,12 +13,12 @@ from .build import describe_unknown_field
 
 
 def apply_overrides(root: Node, settings: Iterable[str]) -> None:
-    """Apply 'key.path=value' strings in order; values are YAML, list items are addressed by index.
+    """Apply 'key.path=value' strings in order; values are YAML, and list items are addressed by index.
 
     Raises
     ------
     ConfigError
-        As '--set KEY=VALUE: path: problem', with a suggestion for an unknown name.
+        With the message '--set KEY=VALUE: path: problem', and a suggestion for an unknown name.
     """
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -71,7 +71,7 @@ def _check_field_name(node: Node, name: str, path: str, error_origin: Node) -> N
     if name in node.value:
         return
     if node.tag is None:
-        # a plain mapping takes any name: only a near miss of an existing one is an error
+        # any name is allowed in a plain mapping; only one similar to an existing name is an error
         near = suggest(name, node.value)
         if near.startswith("; did"):
             raise node_error(error_origin, join_path(path, name), f"there is no '{name}'{near}")
@@ -90,7 +90,7 @@ def _check_field_name(node: Node, name: str, path: str, error_origin: Node) -> N
 
 
 def _find_nested_field(node: Node, name: str, path: str) -> str:
-    """Return the path of the nearest field of that name in the objects below a node; '' if there is none."""
+    """Return the path of the nearest field called `name` in the objects below a node; '' if there is none."""
     assert isinstance(node.value, dict)
     objects = [(join_path(path, key), child) for key, child in node.value.items() if isinstance(child.value, dict)]
     for place, child in objects:

@@ -24,13 +24,13 @@ _SCHEMA_BY_SCALAR_TYPE: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
     type(None): {"type": "null"},
 }
-_CHAIN_DEFINITION = "layers"  # each a layer or a nested list of layers
+_CHAIN_DEFINITION = "layers"  # list of layers and of nested lists of layers
 
 
 def experiment_schema(top: str = "FitExperiment") -> dict[str, Any]:
     """Return the JSON Schema of files whose top object is of the class `top`.
 
-    Editors check a tagged value by its fields alone, which must be those of any of the possible classes.
+    Editors ignore the tag of a value, and accept the fields of any class that is possible at its position.
     """
     classes = registered_classes()
     return {

@@ -21,7 +21,7 @@ class SourcePosition:
     ----------
     place : 'FILE:LINE' or '--set key=value'
     path : the dotted path of the object
-    fields : the place of each field of the class; the object's own for fields that are not set
+    fields : the place of each field of the class; the object's own place for fields that are not set
     """
 
     place: str

@@ -85,7 +85,7 @@ def test_class_with_a_name_of_neondist(tmp_path, capsys):
     path = write(tmp_path / "a.yaml", text)
     try:
         assert main(["check", path, "--import", "cli_toy_e.py"]) == 2
-        message = "a.yaml:4: augment.0: !Flip is a class of both neondist and cli_toy_e; rename the latter\n"
+        message = "a.yaml:4: augment.0: !Flip is a class of both neondist and cli_toy_e; rename your class\n"
         assert capsys.readouterr().err.endswith(message)
     finally:
         del sys.modules["cli_toy_e"]

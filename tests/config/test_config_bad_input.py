@@ -32,7 +32,7 @@ CASES = {
     ),
     "field of a class without any": (
         layer("!ToyConv {out_channels: 1, kernel_size: 1, activation: !ToyRelu {slope: 1}}"),
-        "exp.yaml:4: model.layers.0.activation.slope: ToyRelu has no field 'slope'; it has none",
+        "exp.yaml:4: model.layers.0.activation.slope: ToyRelu has no field 'slope'; it has no fields",
     ),
     "missing field": (
         layer("!ToyConv {out_channels: 1}"),
@@ -163,16 +163,16 @@ CASES = {
         "!ToyExperiment\n? [a, b]\n: 1",
         "exp.yaml:2: a field's name must be a word, not a list or a mapping",
     ),
-    "empty file": ("", "exp.yaml:1: the file is empty; it must hold one !ToyExperiment {...}"),
-    "comments only": ("# nothing\n\n", "exp.yaml:1: the file is empty; it must hold one !ToyExperiment {...}"),
+    "empty file": ("", "exp.yaml:1: the file is empty; it must contain one !ToyExperiment {...}"),
+    "comments only": ("# nothing\n\n", "exp.yaml:1: the file is empty; it must contain one !ToyExperiment {...}"),
     "no tag": (
         "\nepochs: 1\n",
-        "exp.yaml:2: the file must hold one !ToyExperiment with its fields, got a mapping; begin it"
+        "exp.yaml:2: the file must contain one !ToyExperiment with its fields, got a mapping; begin"
         " with !ToyExperiment",
     ),
     "a list": (
         "- 1\n",
-        "exp.yaml:1: the file must hold one !ToyExperiment with its fields, got a list; begin it with !ToyExperiment",
+        "exp.yaml:1: the file must contain one !ToyExperiment with its fields, got a list; begin with !ToyExperiment",
     ),
     "another top object": ("!ToySGD {}", "exp.yaml:1: the top object must be !ToyExperiment, got !ToySGD"),
     "two documents": (

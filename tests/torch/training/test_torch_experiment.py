@@ -304,7 +304,7 @@ MISTAKES = {
     "factory": ("model.factory=nets:clasifier", r"factory: .* no function 'clasifier'; did you mean 'classifier'\?"),
     "other module": (
         "model.factory=nets:getenv",
-        r"factory: 'nets:getenv': is defined in os; give a function defined in nets",
+        r"factory: 'nets:getenv' is defined in os; name a function defined in nets",
     ),
     "no colon": ("model.factory=build", r"factory: expected a function \(MODULE:NAME\), got the text 'build'"),
     "no module": ("model=!TorchModel {factory: 'nets:number'}", r"factory: returned a int; .* a torch\.nn\.Module"),
