@@ -14,7 +14,7 @@ from ..registry import Registered
 from .output_layout import OutputLayout
 
 MetricValue: TypeAlias = "float | list[Any]"
-"""A number, a list per class, or a table; NaN if no cell counts."""
+"""A number, a list with one value per class, or a table; NaN if all cells are ignored."""
 
 
 class Metric(Registered, ABC):
@@ -33,7 +33,7 @@ class Metric(Registered, ABC):
 
         `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays with the shape
         of `y`: one-hot vectors or real values. The metric is the sum divided by the count, each summed over all ranks
-        and batches; a sum of NaN means that it does not apply to the targets. Arrays may be empty. A metric that
+        and batches; a sum of NaN means that the metric does not fit the targets. Arrays may be empty. A metric that
         overrides `result` may return any fixed number of sums.
         """
 
@@ -89,11 +89,11 @@ class PerSampleMetric(Metric):
         """Return the metric of each sample (n,), given the sums (n, 2) over all its tiles."""
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
-        """Return the sum over whole samples, and their number."""
+        """Return the metric's sum over whole samples, and the number of samples."""
         return self.sample_value_sum_and_count(y, targets, OutputLayout.whole(y.shape[1:]))
 
     def sample_value_sum_and_count(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> Sequence[float]:
-        """Return the sum over the samples of this rank's tiles, and their number. Collective over the tiles."""
+        """Return the metric's sum over the samples of this rank's tiles, and their number. Collective over tiles."""
         values = self.values_from_sums(outputs.sum_over_tiles(y.shape, self.sums_per_sample(y, targets, outputs)))
         return float(values.sum()), len(y)
 

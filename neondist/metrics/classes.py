@@ -30,7 +30,7 @@ def scores_and_labels(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, n
 class Accuracy(Metric):
     """Share of samples (or cells) whose largest output is that of their label; ties go to the lower class.
 
-    With a single output, which predicts class 1 above 0, labels are 0 and 1. NaN where targets are real numbers.
+    A single output predicts class 1 if it is above 0; labels are then 0 and 1. NaN if targets are real numbers.
     """
 
     name = "accuracy"
@@ -47,7 +47,7 @@ class Accuracy(Metric):
 class ConfusionMatrix(Metric):
     """Confusion matrix: number of samples (or cells) by true class (rows) and predicted class (columns).
 
-    It equals `sklearn.metrics.confusion_matrix`. With a single output labels are 0 and 1. NaN where targets are real
+    Equal to `sklearn.metrics.confusion_matrix`. With a single output, labels are 0 and 1. NaN if targets are real
     numbers.
     """
 
@@ -73,9 +73,9 @@ class ClassScore(ConfusionMatrix):
     Parameters
     ----------
     average : {'macro', 'micro'}
-        'macro': the mean over the classes, with a list NAME_per_class. 'micro', NAME_micro: from the summed counts of
-        all classes. Classes that are neither true nor predicted anywhere have score NaN and are excluded from the mean;
-        otherwise a score with denominator 0 is 0.
+        'macro': the mean over the classes, and a list NAME_per_class. 'micro': the score of the counts summed over all
+        classes, as NAME_micro. Classes that occur neither as labels nor as predictions have score NaN and are excluded
+        from the mean; any other score with denominator 0 is 0.
     """
 
     larger_is_better = True
@@ -105,7 +105,7 @@ class ClassScore(ConfusionMatrix):
 
 
 class IoU(ClassScore):
-    """Intersection over union, TP / (TP + FP + FN), as `sklearn.metrics.jaccard_score`."""
+    """Intersection over union, TP / (TP + FP + FN), as in `sklearn.metrics.jaccard_score`."""
 
     base_name = "iou"
 
@@ -115,7 +115,7 @@ class IoU(ClassScore):
 
 
 class F1(ClassScore):
-    """F1 score, 2 TP / (2 TP + FP + FN): as `sklearn.metrics.f1_score`; also called Dice."""
+    """F1 score, 2 TP / (2 TP + FP + FN), as in `sklearn.metrics.f1_score`; also called Dice."""
 
     base_name = "f1"
 
@@ -125,7 +125,7 @@ class F1(ClassScore):
 
 
 class Precision(ClassScore):
-    """Precision, TP / (TP + FP), as `sklearn.metrics.precision_score`."""
+    """Precision, TP / (TP + FP), as in `sklearn.metrics.precision_score`."""
 
     base_name = "precision"
 
@@ -135,7 +135,7 @@ class Precision(ClassScore):
 
 
 class Recall(ClassScore):
-    """Recall, TP / (TP + FN), as `sklearn.metrics.recall_score`."""
+    """Recall, TP / (TP + FN), as in `sklearn.metrics.recall_score`."""
 
     base_name = "recall"
 

@@ -1,4 +1,4 @@
-"""Errors of forecasts by variable, in its units: RMSE, MAE, bias, R² and the anomaly correlation."""
+"""Errors of forecasts per variable, in the variable's units: RMSE, MAE, bias, R² and the anomaly correlation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .output_layout import OutputLayout
 
 
 class FieldMetric(Metric):
-    """Base class of metrics per output channel: 'rmse_t2m' for fields, else a list under the metric's name.
+    """Base class of metrics per output channel: a value named such as 'rmse_t2m' for fields, otherwise a list.
 
     Parameters
     ----------
     weights : str, optional
-        Weight of each cell: 'cos(lat)', or a file, 'FILE.nc:NAME'. Default: uniform.
+        Weight of each cell: 'cos(lat)', or a variable of a file, 'FILE.nc:NAME'. Default: uniform.
     """
 
     #: number of sums per channel
@@ -108,7 +108,7 @@ class _FieldMeter(Meter):
 
 
 class RMSE(FieldMetric):
-    """Root of the mean squared error of each variable, over all times and cells, in its units."""
+    """Root of the mean squared error of each variable, over all times and cells, in the variable's units."""
 
     name = "rmse"
 
@@ -122,7 +122,7 @@ class RMSE(FieldMetric):
 
 
 class MeanAbsoluteError(FieldMetric):
-    """Mean absolute error of each variable, in its units; `!MAE` in the metrics of a YAML file."""
+    """Mean absolute error of each variable, in the variable's units; `!MAE` in the metrics of a YAML file."""
 
     name = "mae"
     _called_in_fields = ("MAE",)
@@ -133,7 +133,7 @@ class MeanAbsoluteError(FieldMetric):
 
 
 class Bias(FieldMetric):
-    """Mean of output minus target of each variable, in its units."""
+    """Mean of output minus target of each variable, in the variable's units."""
 
     name = "bias"
 
@@ -145,7 +145,7 @@ class Bias(FieldMetric):
 class R2(FieldMetric):
     """Coefficient of determination of each variable: 1 - (squared errors) / (squared differences from the mean target).
 
-    The mean target is that of the evaluated split, over all times and cells, as in `sklearn.metrics.r2_score`.
+    The mean target is taken over all times and cells of the evaluated split, as in `sklearn.metrics.r2_score`.
     """
 
     name = "r2"
@@ -163,7 +163,7 @@ class R2(FieldMetric):
         return np.asarray(1 - errors / (squares - targets**2 / cells))
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
-        """Return the accumulator of one evaluation, on normalised values for accuracy of their squares."""
+        """Return the accumulator of one evaluation, which sums normalised values: their squares are more accurate."""
         return _NormalisedMeter(self, outputs)
 
 
@@ -175,8 +175,8 @@ class _NormalisedMeter(_FieldMeter):
 class ACC(FieldMetric):
     """Anomaly correlation coefficient of each variable against the training climatology, averaged over all times.
 
-    For each time it is sum(f o) / sqrt(sum(f²) sum(o²)) over cells, with f and o the output and the target minus their
-    cell's mean over the training times.
+    For each time it is sum(f o) / sqrt(sum(f²) sum(o²)) over cells, where f and o are the output and the target minus
+    the cell's mean over the training times.
     """
 
     name = "acc"
@@ -195,11 +195,11 @@ class ACC(FieldMetric):
         """Raise UserError unless there is a climatology."""
         super().check_field_metadata(y_shape, fields)
         if fields is None:
-            raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave it out")
+            raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave ACC out")
         if tuple(y_shape[:-1]) != tuple(fields.extent):
             raise ShapeError(
                 f"ACC: outputs have {list(y_shape[:-1])} cells, but the climatology has {list(fields.extent)};"
-                " make the network preserve the extent, or leave it out"
+                " make the network preserve the extent, or leave ACC out"
             )
 
     def create_meter(self, outputs: OutputLayout) -> Meter:

@@ -18,9 +18,9 @@ _SSIM_LINES_PER_BLOCK = 64
 
 
 class PSNR(PerSampleMetric):
-    """Peak signal-to-noise ratio in dB, the mean over the images, as `skimage.metrics.peak_signal_noise_ratio`.
+    """Mean over the images of the peak signal-to-noise ratio in dB, as in `skimage.metrics.peak_signal_noise_ratio`.
 
-    Outputs and targets are (n, *spatial, C). Infinite for an image that is reproduced exactly.
+    Outputs and targets are (n, *spatial, C). The ratio of an image that is reproduced exactly is infinite.
 
     Parameters
     ----------
@@ -46,10 +46,10 @@ class PSNR(PerSampleMetric):
 
 
 class SSIM(PerSampleMetric):
-    """Structural similarity (Wang et al. 2004), the mean over all windows, channels and images.
+    """Mean structural similarity (Wang et al. 2004) over all windows, channels and images.
 
-    It equals `skimage.metrics.structural_similarity` on whole images: windows of 7 cells along each axis, or of 11 with
-    'gaussian' weights (sigma 1.5, population covariances), only inside the image. Windows across tiles are computed
+    Equal to `skimage.metrics.structural_similarity` of whole images: windows of 7 cells along each axis, or of 11 with
+    'gaussian' weights (sigma 1.5, population covariances), all inside the image. Windows across tiles are computed
     with a halo exchange.
 
     Parameters
@@ -57,6 +57,7 @@ class SSIM(PerSampleMetric):
     data_range : float
         Range of the values (largest minus smallest possible value).
     weights : {'uniform', 'gaussian'}
+        Weights of the cells of a window.
     """
 
     name = "ssim"
@@ -72,7 +73,7 @@ class SSIM(PerSampleMetric):
     def _sums_of_images(self, y: np.ndarray, targets: np.ndarray, outputs: OutputLayout) -> np.ndarray:
         """Return the sum of similarities of each sample over windows and channels, and their number."""
         sums = np.zeros((len(y), 2))
-        if min(outputs.shape[:-1]) <= self.overlap_cells:  # such as a last block
+        if min(outputs.shape[:-1]) <= self.overlap_cells:  # too small for a window, such as the last block
             return sums
         window = Window((len(self._window_weights),) * (y.ndim - 2), padding=0)
         both = outputs.gather_view(np.concatenate([y, targets], axis=-1), window)
@@ -111,5 +112,5 @@ class SSIM(PerSampleMetric):
         if min(y_shape[:-1]) < len(self._window_weights):
             raise ShapeError(
                 f"SSIM has windows of {len(self._window_weights)} cells, but outputs are"
-                f" {' x '.join(map(str, y_shape[:-1]))}; use PSNR, or leave it out"
+                f" {' x '.join(map(str, y_shape[:-1]))}; use PSNR, or leave SSIM out"
             )

@@ -12,7 +12,7 @@ from .classes import scores_and_labels
 
 
 class LogLoss(Metric):
-    """Mean of -log p of the label over samples (and cells), p being the softmax of the outputs."""
+    """Mean of -log p of the label over samples (and cells), where p is the softmax of the outputs."""
 
     name = "log_loss"
 

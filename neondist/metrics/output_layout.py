@@ -23,7 +23,7 @@ class OutputLayout:
     shape : tuple of int
         (*spatial, C), global.
     allreduce : callable
-        Sums counts over all ranks. None on a single rank.
+        Function that sums counts over all ranks; None on a single rank.
     counts_own_outputs : bool
         Whether this rank counts its outputs; False if another rank already counts these outputs.
     fields : FieldMetadata, optional
@@ -56,7 +56,7 @@ class OutputLayout:
         return self._reductions.allreduce("world", sums if self.grid.tile == 0 else np.zeros_like(sums))
 
     def sum_over_tiles(self, shape: Sequence[int], sums: np.ndarray) -> np.ndarray:
-        """Return the sum over the tiles that outputs of a local shape belong to. Collective over the tiles."""
+        """Return the sum over the tiles if outputs of a local shape are a tile, else `sums`. Collective over tiles."""
         return self._reductions.allreduce("tiles", sums.copy()) if self._is_tile_shape(shape) else sums
 
     def gather_view(self, tile: np.ndarray, window: Window) -> np.ndarray:

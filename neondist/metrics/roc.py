@@ -18,22 +18,22 @@ MAX_DISTINCT_SCORES_PER_CLASS = 1 << 24
 
 
 class ROCAUC(Metric):
-    """Area under the ROC curve of each class against the rest, as `sklearn.metrics.roc_auc_score`.
+    """Area under the ROC curve of each class against the rest, as in `sklearn.metrics.roc_auc_score`.
 
-    Scores are softmax probabilities. Two classes, or one output with labels 0 and 1, have one area, that of class 1;
-    more classes have the mean over the classes ('ovr', 'macro') and `roc_auc_per_class`. NaN for a class that all or no
-    samples (or cells) belong to, which the mean excludes; NaN if targets are real numbers.
+    Scores are softmax probabilities. The result for two classes, or one output with labels 0 and 1, is the area of
+    class 1; for more classes, the mean over the classes ('ovr', 'macro') and `roc_auc_per_class`. A class to which all
+    or no samples (or cells) belong has area NaN and is excluded from the mean; NaN if targets are real numbers.
 
     Parameters
     ----------
     bins : int, optional
-        Number of values to which probabilities are quantised. Default: no quantisation, with an exact area.
+        Number of values to which probabilities are quantised. Default: no quantisation; the area is exact.
 
     Raises
     ------
     DataError
-        At the end of an evaluation, if there are too many distinct scores. A rank stores 24 bytes per score and class,
-        and finally those of all ranks: at most `bins` scores, or else at most 16.8 million.
+        At the end of an evaluation, if there are too many distinct scores. A rank stores 24 bytes per distinct score
+        and class, in the end for all ranks: for at most `bins` scores, or, without bins, 16.8 million.
     """
 
     name = "roc_auc"
@@ -53,7 +53,7 @@ class ROCAUC(Metric):
         return _ROCMeter(self, outputs)
 
     def log_odds_or_bins(self, y: np.ndarray) -> np.ndarray:
-        """Return log(p / (1 - p)) of every class in float64, or of class 1 of two; with bins, p rounded down."""
+        """Return log(p / (1 - p)) of every class (of two: class 1) in float64; with bins, floor(bins * p) instead."""
         y = y.astype("f8")
         if y.shape[-1] == 2:
             logits = y[..., 1:] - y[..., :1]
@@ -84,7 +84,7 @@ class _ROCMeter(Meter):
             return
         scores, labels = (array.reshape(-1, *array.shape[y.ndim - 1 :]) for array in classified)
         columns = self.metric.log_odds_or_bins(scores).T
-        first = scores.shape[-1] - len(columns)  # of two classes, the scores are those of class 1
+        first = scores.shape[-1] - len(columns)  # for two classes, the only scores are those of class 1
         new = [_count_by_score(column, labels == first + at) for at, column in enumerate(columns)]
         if self.score_tables is not None:
             new = [_merge_score_tables(pair) for pair in zip(self.score_tables, new, strict=True)]

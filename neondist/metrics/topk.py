@@ -17,12 +17,12 @@ from .classes import scores_and_labels
 class TopK(Metric):
     """Share of samples (or cells) whose label is not among the `k` largest outputs; ties go to the lower classes.
 
-    NaN where targets are real numbers, which have no classes.
+    NaN if targets are real numbers, which have no classes.
 
     Parameters
     ----------
     k : int
-        Number of predictions per sample, from 1 (`Misclassification`) to the number of classes.
+        Number of predictions per sample, from 1 (as in `Misclassification`) to the number of classes.
     """
 
     def __init__(self, k: Count = 5) -> None:
@@ -44,5 +44,5 @@ class TopK(Metric):
         """Raise ConfigError if there are fewer than `k` classes."""
         if classes is not None and self.k > classes:
             raise ConfigError(
-                f"k: {self.k} guesses exceed the {counted(classes, 'class', 'classes')}; give at most {classes}"
+                f"k: {self.k} exceeds the {counted(classes, 'class', 'classes')}; set k to at most {classes}"
             )
