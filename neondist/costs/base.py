@@ -14,7 +14,7 @@ from ..registry import Registered
 from ..terminal.console import counted
 
 TileSum: TypeAlias = Callable[[Any], Any]
-"""Sums an array over the tiles that share a sample (collective), and returns it."""
+"""Function that sums an array over the tiles that share a sample, and returns the sum. Collective."""
 
 
 def no_reduction(array: Any) -> Any:
@@ -26,16 +26,16 @@ class Cost(Registered, ABC):
     """Base class of costs of outputs against targets, summed over this rank's cells.
 
     The sums of all ranks are added; the model divides the total by `global batch * denominator_per_sample(output
-    shape)`, so that no rank needs to know the parts of the others, or, if `has_weighted_mean`, by the sum of the
-    `local_denominator` of all ranks. All arrays may be empty. Outputs may be on a device, to which the NumPy targets
-    must then be moved: `namespace(y).asarray(targets)`.
+    shape)`, or, if `has_weighted_mean`, by the sum of the `local_denominator` of all ranks, so no rank needs the cells
+    of the others. All arrays may be empty. Outputs may be on a device, to which the NumPy targets must then be moved:
+    `namespace(y).asarray(targets)`.
 
     Attributes
     ----------
     has_weighted_mean : bool
         Whether the denominator of the mean depends on the targets.
     ignore_index : int or None
-        Cells with this label are ignored, including by metrics.
+        Label of the cells that are ignored, also by metrics.
     parts : sequence of (factor, Cost)
         The costs whose means are added; a simple cost is its only part.
     """
@@ -57,7 +57,7 @@ class Cost(Registered, ABC):
 
     @abstractmethod
     def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
-        """Return the sum of the cost over the local samples and cells of `y`; it may be an array of `y`'s kind, ().
+        """Return the sum of the cost over the local samples and cells of `y`: a number, or an array of shape ().
 
         `sum_over_tiles` is for costs that are not sums over cells: each rank returns its share of the result.
         """
@@ -75,13 +75,13 @@ class Cost(Registered, ABC):
         return math.prod(y_shape[:-1])
 
     def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
-        """Return the number of float64 elements per sample that `local_sum` and its gradient together reduce."""
+        """Return the number of float64 elements per sample that `local_sum` and its gradient reduce in total."""
         return 0
 
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
-        """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with labels of `classes`.
+        """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with labels.
 
-        `classes` is None where the targets are not labels.
+        `classes` is the number of classes, or None if the targets are not labels.
         """
         if classes is not None and y_shape[-1] < classes:
             raise ShapeError(
@@ -95,8 +95,8 @@ class Cost(Registered, ABC):
             return
         wrong = ""
         if len(weights) != outputs:
-            wrong = f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give {outputs}"
+            wrong = f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give one per output"
         if wrong or not any(weights):
-            error = ConfigError(f"{name}: {wrong or 'all are 0; give one that is not'}")
+            error = ConfigError(f"{name}: {wrong or 'all are 0; set at least one above 0'}")
             error.subject = self
             raise error

@@ -16,13 +16,13 @@ class Dice(Cost):
     """One minus the soft Dice overlap of each class, averaged over the classes (Milletari et al. 2016).
 
     With p the softmax of the outputs and t the one-hot targets, the loss of a sample is the mean over the classes of
-    (sum(p + t) - 2 sum(p t)) / (sum(p + t) + smooth); the sums run over the whole image, over all its tiles. Outputs
+    (sum(p + t) - 2 sum(p t)) / (sum(p + t) + smooth); the sums run over all tiles of the image. Outputs
     `y` are scores (n, *spatial, C), targets integer labels (n, *spatial) or arrays with the shape of `y`, all local.
 
     Parameters
     ----------
     smooth : float
-        Positive; avoids division by zero for absent classes.
+        Positive term of the denominator, which avoids division by zero for absent classes.
     ignore_index : int, optional
         Cells with this label are excluded from all sums.
     """
@@ -31,7 +31,7 @@ class Dice(Cost):
         self.smooth, self.ignore_index = smooth, ignore_index
 
     def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
-        """Return this rank's share: its own sums divided by those of the whole image."""
+        """Return this rank's share of the cost: its own sums divided by the sums over the whole image."""
         sums = self.sums_per_sample(y, targets)
         return self.losses_from_sums(sums, sum_over_tiles(sums[:, : y.shape[-1]])).sum()
 
@@ -41,7 +41,7 @@ class Dice(Cost):
         return namespace(y).concatenate([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)], axis=1)
 
     def losses_from_sums(self, sums: Any, whole: Any | None = None) -> Any:
-        """Return each sample's loss (n,); given `whole`, the sums of p + t over the whole image, this part's share."""
+        """Return each sample's loss (n,), or, given the sums `whole` of p + t over the image, this part's share."""
         classes = sums.shape[1] // 2
         both, overlap = sums[:, :classes], sums[:, classes:]
         return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
@@ -78,16 +78,16 @@ class Dice(Cost):
 
 
 class DiceCE(Cost):
-    """Sum of Dice and mean cross entropy (Isensee et al. 2021); takes the same outputs and targets as they do.
+    """Sum of Dice and mean cross entropy (Isensee et al. 2021), for the same outputs and targets as Dice.
 
     Parameters
     ----------
     dice_weight, ce_weight : float
-        Factors.
+        Factors of the two terms.
     smooth : float
         As in Dice.
     class_weights, ignore_index, label_smoothing : optional
-        As in CrossEntropy; `ignore_index` applies to both.
+        As in CrossEntropy; `ignore_index` applies to both terms.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class Regression(Cost):
     Parameters
     ----------
     weights : str, optional
-        Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a file,
-        'FILE.nc:NAME'. Default: uniform.
+        Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a
+        variable of a file, 'FILE.nc:NAME'. Default: uniform.
     """
 
     _cell_weights: Any = None  # weights of the local cells (*tile, 1)
@@ -50,14 +50,14 @@ class Regression(Cost):
             return cells
         if self._cell_weights is None or self._cell_weights.shape[:-1] != cells.shape[1:-1]:
             raise ConfigError(
-                "weights: a cost with cell weights can be used only in an experiment with a data set; leave them out"
+                "weights: a cost with cell weights can be used only in an experiment with a data set; leave weights out"
             )
         return cells * namespace(cells).asarray(self._cell_weights, cells.dtype)
 
     def check_cell_weights_available(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape."""
         if self.weights is not None and len(y_shape) < 2:
-            raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave them out")
+            raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave weights out")
         if self.weights is not None:
             check_cell_weights(self.weights, y_shape[:-1], fields)
 
@@ -93,8 +93,8 @@ class MSE(Regression):
     Parameters
     ----------
     weights : str, optional
-        Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a file,
-        'FILE.nc:NAME'.
+        Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a
+        variable of a file, 'FILE.nc:NAME'.
     """
 
     def elementwise_costs(self, difference: Any) -> Any:
@@ -130,7 +130,7 @@ class Huber(Regression):
     Parameters
     ----------
     delta : float
-        Threshold above which a difference d is large and costs ``delta * (|d| - delta / 2)``.
+        Threshold above which the cost of a difference d is linear, ``delta * (|d| - delta / 2)``.
     weights : str, optional
         Weight of each cell, as in MSE.
     """
@@ -155,7 +155,7 @@ class BCE(Cost):
 
     Outputs `y` are logits (n, C) or (n, *spatial, C), local to this rank, not probabilities: the cost applies the
     logistic function itself. Targets are numbers from 0 to 1 with the shape of `y`; or labels (n,) or (n, *spatial): 0
-    and 1 for one output, otherwise classes, one against the rest. The mean is over batch, cells and outputs.
+    and 1 for one output, otherwise classes, each against the rest. The mean is over batch, cells and outputs.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ class BCE(Cost):
         return (costs * keep).sum(dtype="f8")
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
-        """Return p (1 - t) - (1 - p) t, the latter times its weight, with p the logistic function of `y`."""
+        """Return p (1 - t) - w (1 - p) t, with p the logistic function of `y` and w the weight of positive targets."""
         xp = namespace(y)
         t, positive, keep = self._targets_weights_and_mask(y, targets)
         small = xp.exp(-abs(y))

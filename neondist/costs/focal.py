@@ -17,7 +17,7 @@ class Focal(CrossEntropy):
     """Focal loss: cross entropy with less weight on well-classified cells (Lin et al. 2017).
 
     With p the softmax of the outputs, a cell of class t costs -(1 - p_t)^gamma log p_t, times its weight. Outputs,
-    targets and the denominator of the mean are those of CrossEntropy; gamma 0 is CrossEntropy.
+    targets and the denominator of the mean are those of CrossEntropy; with gamma 0 the cost equals CrossEntropy.
 
     Parameters
     ----------
@@ -47,6 +47,7 @@ class Focal(CrossEntropy):
         xp, log_p = namespace(y), log_softmax(y)
         p, rest = xp.exp(log_p), -xp.expm1(log_p)
         tiny = np.finfo(y.dtype).tiny
-        by_p = self.gamma * p * log_p * rest**self.gamma / xp.maximum(rest, tiny) - rest**self.gamma  # times p
+        # derivative with respect to p, times p
+        by_p = self.gamma * p * log_p * rest**self.gamma / xp.maximum(rest, tiny) - rest**self.gamma
         by_p = (self.log_probability_weights(y, targets) * by_p).astype(y.dtype)
         return by_p - p * by_p.sum(axis=-1, keepdims=True)

@@ -27,7 +27,7 @@ def are_dense_targets(shape: Sequence[int], targets: Any, ignore_index: int | No
     ShapeError
         The shape of `targets` is neither that of the outputs nor that without its last axis.
     DataError
-        `targets` has one value per cell, but they are not integers, or not in [0, classes).
+        `targets` has one value per cell, but the values are not integers, or not in [0, classes).
     """
     shape = tuple(shape)
     if targets.shape == shape:
@@ -48,7 +48,7 @@ def are_dense_targets(shape: Sequence[int], targets: Any, ignore_index: int | No
             wrong = low if low < 0 else high
             raise DataError(
                 f"targets: label {wrong} is outside the {counted(classes, 'class', 'classes')} (0 to {classes - 1})"
-                " of the last layer; give that layer more outputs, correct the labels, or give the cost ignore_index"
+                " of the last layer; give that layer more outputs, correct the labels, or set the cost's ignore_index"
             )
     return False
 

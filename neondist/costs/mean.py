@@ -46,7 +46,7 @@ def factors_and_denominators(
 def mean_cost(
     cost: Any, totals: Iterable[float], weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> float:
-    """Return the mean cost from the sums of its parts and their weights over all ranks; NaN if empty."""
+    """Return the mean cost, given its parts' sums and weighted denominators over all ranks; NaN if one is 0."""
     terms = factors_and_denominators(cost, weighted_denominators, samples, y_shape)
     means = [factor * (total / n) if n else math.nan for total, (factor, n) in zip(totals, terms, strict=True)]
     return float(sum(means))

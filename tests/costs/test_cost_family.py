@@ -281,7 +281,7 @@ def test_plan_includes_the_normaliser():
         (
             lambda: nd.CrossEntropy(class_weights=[1, 2]).check_output_shape((3,), 3),
             ConfigError,
-            "2 weights for 3 outputs; give 3",
+            "2 weights for 3 outputs; give one per output",
         ),
         (lambda: nd.DiceCE(class_weights=[0, 0]).check_output_shape((2,), 2), ConfigError, "class_weights: all are 0"),
         (
