@@ -22,10 +22,10 @@ from .train_step import LayerStep
 class Autoencoder:
     """Encoder z = W x and tied decoder Wᵀ z of a stage of a model's layers; `stage_number` counts from 1.
 
-    It is Trainable, as a model is, but trains only this layer's weights, without targets. A step exchanges three halos
-    of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles are added there; and of the residual. The
-    halo of a following L2 pooling layer is exchanged in both directions. Gradients of unshared weights are not summed
-    over the tiles.
+    An autoencoder is Trainable, as a model is, but trains only the weights of one layer, without targets. A step
+    exchanges three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles are added there; and of
+    the residual. The halo of a following L2 pooling layer is exchanged in both directions. Gradients of unshared
+    weights are not summed over the tiles.
     """
 
     num_initial_epochs, is_streamed = 0, False
@@ -95,7 +95,7 @@ class Autoencoder:
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
-        self.phase = Phase(training, self.step)  # the schemes need it
+        self.phase = Phase(training, self.step)  # for border schemes
         x = self.compute_stage_input(x)
         self.z = self.encode(x)
         residual = self.decode(self.z) - x
@@ -108,8 +108,8 @@ class Autoencoder:
         error, dpooled = self.residual_array.get_fprop_view(y.residual, self.phase), self.cost.pooled_gradient(y.pooled)
         dz = self.pool.window_sums_of_squares_backward(self.last_pooled_view, dpooled, self.phase)
         dz = filters.correlate(error, weights) + dz
-        gradient = filters.weights_gradient(self.last_view, dz, weights)  # W as the encoder
-        gradient += filters.weights_gradient(error, z, weights)  # and as the decoder
+        gradient = filters.weights_gradient(self.last_view, dz, weights)  # of W as the encoder
+        gradient += filters.weights_gradient(error, z, weights)  # of W as the decoder
         gradient *= self.dtype.type(scale)
         self.layer.grads["weights"] = gradient
 
@@ -135,13 +135,13 @@ class Autoencoder:
         return cost
 
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
-        """Run one step and return the mean cost over the global batch; as Model.train_batch, but without targets."""
+        """Run one step and return the mean cost over the global batch; as in Model.train_batch, but without targets."""
         return PretrainingStep(self).run(x, targets, batch_size or len(x) * self.grid.replicas)
 
     # Interface to the training loop and its hooks.
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Reconstruction, None, float]:
-        """Return the reconstruction, None, since the targets are the inputs, and this rank's part of the cost."""
+        """Return the reconstruction, None (the inputs are the targets), and this rank's part of the cost."""
         y = self.fprop(x)
         return y, None, float(self.cost.local_sum(y))
 
@@ -193,7 +193,7 @@ class PretrainingStep(LayerStep):
 
 
 class NoPooling:
-    """Identity in place of the pooling layer of a stage without one."""
+    """Identity that replaces the pooling layer in a stage without pooling."""
 
     arrays = ()
 
@@ -214,9 +214,9 @@ def pretraining_elements_sent_per_sample(plans: Sequence[LayerPlan], layer_index
     plans : sequence of LayerPlan
         Plans of all single layers.
     layer_index : int
-        Index of the stage's filters among them.
+        Index of the stage's filters in `plans`.
     is_pooled : bool
-        Whether the next layer pools the squares of their outputs.
+        Whether the next layer pools the squares of the filters' outputs.
     """
     layer = plans[layer_index]
     both = zip(layer.forward_elements_sent, layer.backward_elements_sent, strict=True)

@@ -9,7 +9,7 @@ from .mlp import MLP
 
 
 class DistModel(DistributedMixin):
-    """Mixin that distributes a model: `class MyModelDist(DistModel, MyModel)`; its default grid is all ranks."""
+    """Mixin that distributes a model: `class MyModelDist(DistModel, MyModel)`; the default grid has all ranks."""
 
     distributed = True
 

@@ -14,7 +14,7 @@ def distribute(model: Model) -> Model:
     Raises
     ------
     ConfigError
-        If a layer or the model has no distributed class; the message names it and explains how to write one.
+        If a layer or the model has no distributed class; the message names the class and explains how to write one.
     """
     layers = [layer.distributed_counterpart() for layer in model.layers]
     distributed: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})

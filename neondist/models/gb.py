@@ -54,12 +54,12 @@ class GB(Convnet):
     orthonormal : bool
         After each pretraining step, make the filters of each cell orthonormal up to a common scale.
     pretrain_optimizer : Optimizer, optional
-        Default Adam.
+        Optimiser of pretraining. Default: Adam.
 
     Attributes
     ----------
     stages : list of Autoencoder
-        Available after `build`.
+        Autoencoders of the stages, available after `build`.
     """
 
     strips_blocker = "trains its stages one by one"

@@ -41,7 +41,7 @@ class LayerModel(TrainableModel):
 
     @property
     def built_parameters(self) -> LayerParameters:
-        """The parameters; ConfigError before `build`."""
+        """The parameters; raises ConfigError before `build`."""
         if self.parameters is None:
             name = type(self).__name__
             raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")

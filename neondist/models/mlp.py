@@ -13,11 +13,11 @@ from .model import Model
 class MLP(Model):
     """A network of fully connected and pointwise layers, without windows.
 
-    Input images (N, *spatial, C) or vectors (N, C).
+    Inputs are images (N, *spatial, C) or vectors (N, C).
     """
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
-        """Return the plan; ConfigError if a layer has a window."""
+        """Return the plan; raise ConfigError if a layer has a window."""
         plan = super().plan(input_shape, grid, batch_size)
         for index, layer in enumerate(plan):
             if layer.window is not None:

@@ -48,11 +48,11 @@ class Model(LayerModel):
     layers : sequence of layers and containers
         Unnamed layers are named by class and number: 'conv1', 'conv2', 'fc1', 'sum1.conv1'.
     cost : Cost
-        Default CrossEntropy.
+        Cost that training minimises. Default: CrossEntropy.
     optimizer : Optimizer
-        Default SGD.
+        Optimiser of the parameters. Default: SGD.
     seed : int
-        Key of all random numbers, together with names and global indices.
+        Seed of all random numbers; each is keyed by the seed, a name and a global index.
     backend : str or Backend
         'auto' selects the fastest backend available; the name of an imported module selects the backend it defines.
     dtype : {'float32', 'float64'}
@@ -64,26 +64,26 @@ class Model(LayerModel):
         Border scheme for all layers without their own scheme.
     accumulate : int
         Number of micro-batches into which a rank's samples are divided in a training step, at most one per sample.
-        Results are those of the whole batch up to rounding, with less memory, unless a layer computes statistics over
-        the batch, for which all activations are stored.
+        Results equal those of the whole batch up to rounding, and need less memory, unless a layer computes statistics
+        over the batch, which requires all activations to be stored.
     sync : {'allreduce', 'bucketed'}
         Whether gradients are reduced over ranks after the backward pass, or in buckets, most of which overlap with the
         computation of other gradients.
     recompute : bool
         Store only the inputs of sections of several layers, and recompute each section in the backward pass. This
-        reduces activation memory to about its square root, and takes about a third longer. Results are identical.
+        reduces activation memory roughly to its square root; a step takes about a third longer. Results are identical.
     strips : int or 'auto', optional
-        Execute consecutive layers without reductions between them together, this many rows of their output at a time
-        ('auto': as many as fit in the cache), without storing the activations between them. Results are those of whole
-        tiles up to rounding.
+        Execute consecutive layers that have no reductions between them as one unit, this many rows of their output at a
+        time ('auto': as many as fit in the cache), without storing the activations between them. Results equal those of
+        whole tiles up to rounding.
     strategy : StrategyBuilder or Strategy or str, optional
         Synchronisation of gradients and ownership of updates: a builder of `nd.strategies`, its name, such as
         'ShardedOptimizer', or the path of a strategy file. Results are the same up to rounding. Default: AllReduce.
     memory : int or str, optional
-        Memory limit for all processes on one machine together, such as '8GiB'. If a step needs more, its first layers
-        are executed strip by strip, `strips` rows of their output at a time, or as many as fit, and recomputed in the
-        backward pass. Results are the same up to rounding. Default: the available memory; for steps of more than 64 MiB
-        on one tile, half of what the step needs where that costs little time.
+        Memory limit for the total of all processes on one machine, such as '8GiB'. If a step needs more, its first
+        layers are executed strip by strip (`strips` rows of their output at a time, or as many as fit) and recomputed
+        in the backward pass. Results are the same up to rounding. Default: the available memory; for steps that need
+        more than 64 MiB on one tile, half of what the step needs, if that costs little time.
 
     Attributes
     ----------
@@ -104,9 +104,9 @@ class Model(LayerModel):
     nonfinite : {'stop', 'skip'}
         Action of a training step when a loss or gradient is not finite.
     nonfinite_monitor : NonFiniteMonitor
-        Records the last skipped step and the reason.
+        Record of the last skipped step and its reason.
     sync : GradientSync
-        Reduces the gradients over ranks, and carries flags from one rank to all.
+        Reduction of the gradients over ranks, which also carries flags from one rank to all.
     stages : sequence
         Stages that `nd.pretrain` trains first; empty except for GB (sparse autoencoder) models.
     """
@@ -116,7 +116,7 @@ class Model(LayerModel):
     has_dist_counterpart = True
     distributed = False
     timing_batch = random_batch
-    #: reason why its layers cannot be executed in strips, if any
+    #: reason why the model's layers cannot be executed in strips, if any
     strips_blocker = ""
     vector_parallel = False
 
@@ -182,7 +182,7 @@ class Model(LayerModel):
         Raises
         ------
         ConfigError
-            The model, or the scheme of a layer, does not allow it.
+            The model, or the scheme of a layer, does not support a setting.
         """
         for field, value in (("strips", strips), ("memory", memory)):
             if value is not None and self.strips_blocker:
@@ -209,12 +209,12 @@ class Model(LayerModel):
 
     @type_checked
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
-        """Return the plan for every rank of a grid, without communication; raises the errors of `build`.
+        """Return the plan for every rank of a grid, without communication; raise the errors of `build`.
 
         Parameters
         ----------
         batch_size : int, optional
-            Global; default one sample for each replica.
+            Samples over all replicas. Default: one sample per replica.
         """
         grid = grid or GridShape()
         if self.vector_parallel:
@@ -244,7 +244,7 @@ class Model(LayerModel):
         ----------
         input_shape : (*spatial, C), global
         batch_size : int
-            Global: over all replicas.
+            Samples over all replicas.
         grid : ProcessGrid, optional
             Default: all ranks (distributed models), or this process alone (serial ones).
         plan : Plan, optional
@@ -255,7 +255,7 @@ class Model(LayerModel):
         self._check_grid_and_batch_size(batch_size)
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
-            raise ConfigError("plan: was made for another input_shape, grid or batch_size; leave it out, or plan again")
+            raise ConfigError("plan: made for another input_shape, grid or batch_size; leave plan out, or plan again")
         self.compiled, self.output_shape, self.loss_scaler = plan, plan.output_shape, self.precision.new_scaler()
         context = self.context = Context(self.grid, self.array_backend(), self.dtype, self.seed, batch_size)
         for planned in plan:
@@ -283,21 +283,21 @@ class Model(LayerModel):
             self.load_state(self.pending_state)
 
     def restrict_cost_to_local_cells(self, fields: FieldMetadata | None) -> None:
-        """Pass the cost the shape of the outputs and the cells that this rank owns."""
+        """Restrict the cost to the output cells that this rank owns."""
         if isinstance(self.cost, Cost):
             self.cost = self.cost.restrict_to_box(self.output.extent, self.output.own, fields)
 
     # Passes.
 
     def forward(self, x: Any, training: bool = True, batch_size: int | None = None) -> ModelPass:
-        """Run a forward pass on this rank's tile; returns `run` with `run.output` and `run.backward(dy)`.
+        """Run a forward pass on this rank's tile; return `run` with `run.output` and `run.backward(dy)`.
 
         Passes may interleave: each stores its own activations.
 
         Parameters
         ----------
         x : array (n, *tile, C)
-            Real numbers of any dtype and memory order; it may be modified afterwards.
+            Real numbers of any dtype and memory order; the array may be modified afterwards.
         training : bool
             False: inference mode, without dropout and with running statistics.
         batch_size : int, optional
@@ -318,7 +318,7 @@ class Model(LayerModel):
         """
         last, self.last_pass = self.last_pass, None
         replaced = bool(not training and last and (last.is_training or last.replaced_training_pass))
-        del last  # its memory is used for this one
+        del last  # so that the new pass reuses its memory
         run = self.forward(x, training, batch_size)
         run.replaced_training_pass = replaced
         self.last_pass = run
@@ -347,8 +347,8 @@ class Model(LayerModel):
         run = self.last_pass if self.built_parameters else None
         if run is None:
             raise PassError(
-                "bprop: no fprop to differentiate: none was run, it failed, or train_batch was called since; run"
-                " fprop of the batch right before bprop"
+                "bprop: no fprop to differentiate: none was run, the last one failed, or train_batch was called since;"
+                " run fprop of the batch right before bprop"
             )
         if run.replaced_training_pass:
             raise PassError(
@@ -372,7 +372,7 @@ class Model(LayerModel):
         Raises
         ------
         NonFiniteError
-            On every rank, if the loss or a gradient is not finite on any. With `nonfinite` set to 'skip', weights,
+            On every rank, if the loss or a gradient is not finite on any rank. With `nonfinite` set to 'skip', weights,
             state, the optimiser's slots and count, and the state of border schemes are unchanged; `step` is
             incremented, and NaN is returned.
         """
@@ -393,11 +393,11 @@ class Model(LayerModel):
     # Whole arrays and this rank's parts.
 
     def scatter(self, images: Any) -> Any:
-        """Return this rank's tile of images (N, *spatial, C), the same on every rank."""
+        """Return this rank's tile of images (N, *spatial, C) that are the same on every rank."""
         return self.input.scatter(images)
 
     def scatter_output(self, dy: Any) -> Any:
-        """Return this rank's part of an array of the output's shape, the same on every rank."""
+        """Return this rank's part of an array of the output's shape that is the same on every rank."""
         return self.output.scatter(dy)
 
     def gather(self, y: Any) -> Any:
@@ -421,7 +421,7 @@ class Model(LayerModel):
         return gather_arrays(arrays)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load arrays returned by `state`; before the first build they are kept for it."""
+        """Load arrays returned by `state`; before the first build, keep them until then."""
         if self.parameters is None:
             self.pending_state = {name: np.copy(array) for name, array in state.items()}
         else:
@@ -464,7 +464,7 @@ class Model(LayerModel):
         names = [layer.name for layer in self.leaves]
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
-            raise ConfigError(f"layers: the name '{min(map(str, repeated))}' is given twice; names must be unique")
+            raise ConfigError(f"layers: the name '{min(map(str, repeated))}' is given twice; use unique names")
 
     def _check_grid_and_batch_size(self, batch_size: int) -> None:
         grid, name = self.grid, type(self).__name__
@@ -493,7 +493,7 @@ class Model(LayerModel):
         self._parts_to_compare_across_ranks.clear()
 
     def _global_batch_size(self, x: Any, batch_size: int | None) -> int:
-        """Return the number of samples over all replicas; ShapeError if x is not this rank's share of them."""
+        """Return the number of samples over all replicas; raise ShapeError if x is not this rank's share."""
         grid = self.built_parameters.context.grid
         whole = batch_size or (len(x) if grid.replicas == 1 else self.batch_size)
         lo, hi = grid.sample_range(whole)
@@ -506,7 +506,7 @@ class Model(LayerModel):
 
 
 def require_layer_model(model: TrainableModel, feature: str, remedy: str) -> Model:
-    """Return a model of neondist's layers; ConfigError for another, naming the `feature` that needs them."""
+    """Return a model of neondist layers; for another model, raise ConfigError about the `feature` that needs layers."""
     if not isinstance(model, Model):
         raise ConfigError(f"{feature}: applies to neondist layers, which {model.display_name} does not have; {remedy}")
     return model

@@ -13,7 +13,7 @@ from ..terminal.console import counted
 
 
 class ModelPass:
-    """Forward pass returned by `model.forward`; its memory is released when it is no longer referenced.
+    """Forward pass returned by `model.forward`; the memory is released when the pass is no longer referenced.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ class ModelPass:
         self._input_and_output, self._parameters_version = input_output, parameters.version
 
     def backward(self, dy: Any) -> Any:
-        """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
+        """Return the gradient of this rank's tile of the input; all `grads` then contain the sum over all ranks.
 
-        It may be called again with another `dy`, and after other passes. Collective.
+        The method may be called again with another `dy`, and after other passes. Collective.
 
         Parameters
         ----------
@@ -56,11 +56,13 @@ class ModelPass:
         Raises
         ------
         PassError
-            The weights have changed since, or the pass was closed.
+            The weights have changed since the pass, or the pass was closed.
         """
         parameters, (images, output) = self._parameters, self._input_and_output
         if not self._executor.compiled.training.backward:
-            raise PassError("backward: the model was planned for inference, without saved activations; build it again")
+            raise PassError(
+                "backward: the model was planned for inference, without saved activations; build it for training"
+            )
         dy = output.backend.as_real_array("dy", dy, output.dtype)
         if self._run.is_closed or self._parameters_version != parameters.version:
             reason = "the pass was closed" if self._run.is_closed else "the weights have changed"
@@ -92,9 +94,9 @@ def to_backend_images(model: Any, x: Any, copy: bool = False) -> Any:
 
 
 def sum_overlapping_input_gradients(images: GlobalArray, dx: Any) -> Any:
-    """Return the gradient of this rank's tile of the input, given its share of it. Collective.
+    """Return the gradient of this rank's tile of the input, given this rank's share of the gradient. Collective.
 
-    They differ only if tiles of the image overlap.
+    The two differ only if tiles of the image overlap.
     """
     if not images.tiles.may_overlap:
         return dx

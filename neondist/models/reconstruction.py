@@ -9,7 +9,7 @@ from ..arrays.namespace import namespace
 
 
 class Reconstruction(NamedTuple):
-    """Reconstruction of an autoencoder's input x; this rank's tiles.
+    """Reconstruction of an autoencoder's input x, on this rank's tiles.
 
     Attributes
     ----------

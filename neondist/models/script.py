@@ -36,7 +36,7 @@ class TrainingScriptAdapter:
     steps_without_optimizer, num_initial_epochs : int
         As in `Trainable`.
     loss_scaler : None
-        A script scales its loss itself, if at all.
+        None: a script that scales its loss does so itself.
     """
 
     num_initial_epochs = 0
@@ -71,7 +71,7 @@ class TrainingScriptAdapter:
         self.step += 1
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return this rank's parts of the contents of a checkpoint, by group, as `Trainable.checkpoint_arrays`."""
+        """Return this rank's parts of the contents of a checkpoint, by group, as in `Trainable.checkpoint_arrays`."""
         return {"model": [], "optimizer": []}
 
     def settings(self) -> dict[str, Any]:
@@ -79,4 +79,4 @@ class TrainingScriptAdapter:
         return {}
 
     def restore_settings(self, settings: Mapping[str, Any]) -> None:
-        """Restore the result of `settings`, possibly from another rank count; ValueError if it does not fit."""
+        """Restore the result of `settings`, possibly from another rank count; raise ValueError if it does not fit."""

@@ -37,14 +37,14 @@ def optimal_stimulus(
     Returns
     -------
     inputs : array (units, *tile, C)
-        This rank's tile of each unit's input (`model.gather_input` makes them whole, once for every replica).
+        This rank's tile of each unit's input (`model.gather_input` assembles whole inputs, once per replica).
     values : array (units,)
         The units' values, the same on all ranks. Collective over the tiles.
     """
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.node_ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # in a segment it includes cells of other ranks
+    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # of a segment: with cells of other ranks
     # boxes of other ranks' units are empty; a vector is whole on every rank
     boxes = [own.intersect(_unit_box(unit)).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]

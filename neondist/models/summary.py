@@ -6,7 +6,7 @@ from html import escape
 
 
 class Summary(str):
-    """Text that is printed as it is, and shown in a monospaced font in notebooks."""
+    """Text that is printed unchanged, and shown in a monospaced font in notebooks."""
 
     def __repr__(self) -> str:
         return str(self)

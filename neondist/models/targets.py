@@ -13,7 +13,7 @@ from ..terminal.console import counted
 
 
 def random_batch(model: Any, dataset: Any) -> tuple[Any, Any]:
-    """Return a rank's part of a batch of random images and their classes, or classes of cells, for a model of layers.
+    """Return this rank's part of a batch of random images with classes, of images or cells, for a model of layers.
 
     The time of a step does not depend on the values, so no data set has to be read.
     """
@@ -31,11 +31,11 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     ----------
     targets : array
         Labels (N,) or (N, *spatial), or arrays of the output's shape (N, *spatial, C); N is `batch_size`, or the
-        samples of this rank's replica.
+        number of samples of this rank's replica.
     output : GlobalArray
         The layout of the output.
     images : GlobalArray
-        The layout of the images. Targets of their extent may also be given as their (possibly overlapping) tiles.
+        The layout of the images. Targets of the images' extent may also be given as tiles like the images'.
     """
     lo, hi = output.grid.sample_range(batch_size)
     if len(targets) == batch_size:
@@ -56,7 +56,7 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
 
 
 def are_global_targets(targets: Any, output: GlobalArray, batch_size: int) -> bool:
-    """Return whether targets are of a whole batch and of whole images, the same on every rank."""
+    """Return whether targets are those of a whole batch of whole images, and thus the same on every rank."""
     spatial, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
     if len(targets) != batch_size or spatial != extent:
         return False
@@ -67,5 +67,5 @@ def are_global_targets(targets: Any, output: GlobalArray, batch_size: int) -> bo
 
 def own_slices_in_tile(images: GlobalArray, own: Box) -> tuple[slice, ...]:
     """Return the slices of this rank's cells in the tile that it reads, which may be larger."""
-    starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: no cells before
+    starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: none before
     return tuple(slice(at, at + n) for at, n in zip(starts, own.shape, strict=True))

@@ -24,7 +24,7 @@ class TrainStep(ABC):
     Attributes
     ----------
     loss_scaler : LossScaler or None
-        Scales the loss, and thus the gradients until they are summed.
+        Scaler of the loss, and thus of the gradients until they are summed.
     """
 
     def __init__(self, trainable: Trainable) -> None:
@@ -36,7 +36,7 @@ class TrainStep(ABC):
 
     @abstractmethod
     def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
-        """Return the mean cost over the global batch, and whether it and all gradients are finite. Collective.
+        """Return the mean cost over the global batch, and whether the cost and all gradients are finite. Collective.
 
         Fills the gradients of the trained parameters.
         """
@@ -112,7 +112,7 @@ class LayerStep(TrainStep):
 
 
 class ModelStep(LayerStep):
-    """A step of the parameters in `model.trained_parameters`."""
+    """Training step that updates the parameters in `model.trained_parameters`."""
 
     def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
         """Run the forward and backward pass, and sum the gradients."""
@@ -185,7 +185,7 @@ class ModelStep(LayerStep):
         model.trained_parameters.update(optimizer, model.slots, count, model.learning_rate_scale)
 
     def _cost_part_factors(self, targets: Any, batch_size: int) -> list[float]:
-        """Return the factor of each part of the summed cost. Collective if it depends on targets."""
+        """Return the factor of each part of the summed cost. Collective if a factor depends on targets."""
         cost, output = self.model.cost, self.model.output
         weights = local_weighted_denominators(cost, (len(targets), *output.local_shape[1:]), targets)
         if weights:

@@ -41,7 +41,7 @@ class Trainable(Protocol):
     num_initial_epochs : int
         Epochs after which the optimiser is reset.
     stages : sequence
-        A model's stages, or the stage alone.
+        A model's stages of pretraining; for a stage, the stage alone.
     """
 
     grid: ProcessGrid
@@ -67,7 +67,7 @@ class Trainable(Protocol):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it reads images strip by strip, and keeps only these in memory."""
+        """Whether images are read strip by strip, and only these strips are kept in memory."""
 
     @property
     def whole_model(self) -> TrainableModel:
@@ -82,7 +82,7 @@ class Trainable(Protocol):
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float | list[float]]:
         """Return this rank's outputs, targets, and part of the cost summed over samples, in inference mode.
 
-        For a cost of several parts, a list with that of each.
+        For a cost of several parts, the last item is a list with one value per part.
         """
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
@@ -91,8 +91,8 @@ class Trainable(Protocol):
         Parameters
         ----------
         slots : collection of str
-            Names in 'optimizer' of a checkpoint about to be read. An optimiser that creates its arrays in the first
-            step creates these now.
+            Names in the group 'optimizer' of a checkpoint about to be read. An optimiser that creates its arrays in the
+            first step creates these now.
         """
 
 
@@ -125,11 +125,11 @@ class TrainableModel(Registered, Trainable, ABC):
         Batch size of the built model, over all replicas.
     compiled : result of `plan`
     memory : int or None
-        Memory limit in bytes for all processes on one machine together, if set.
+        Memory limit in bytes for the total of all processes on one machine, if set.
     vector_parallel : bool or None
         Whether fully connected layers are divided by outputs and inputs alternately; None: unsupported.
     remote_update : RemoteUpdate or None
-        Updates the parameters instead of the optimiser.
+        Update of the parameters that replaces the optimiser's.
     precision : ComputePrecision
         Precision of the operands of products.
     loss_scaler : LossScaler or None
@@ -160,7 +160,7 @@ class TrainableModel(Registered, Trainable, ABC):
     @property
     @abstractmethod
     def built_parameters(self) -> Parameters:
-        """The trained parameters; ConfigError if the model is not built."""
+        """The trained parameters; raises ConfigError if the model is not built."""
 
     @property
     def sync_states(self) -> list[SyncState]:
@@ -174,7 +174,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     def exchanged_arrays(self) -> Mapping[str, Sequence[GlobalArray]]:
-        """The arrays whose border schemes may have a memory, which is checkpointed, by layer."""
+        """The arrays, by layer, whose border schemes may have a memory that is checkpointed."""
         return {}
 
     @property
@@ -187,7 +187,7 @@ class TrainableModel(Registered, Trainable, ABC):
         """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
 
     def array_backend(self) -> Backend:
-        """Return the backend for the model's precision; ConfigError if it is not supported."""
+        """Return the backend for the model's precision; raise ConfigError if the precision is not supported."""
         self.precision.check_parameter_dtype(self.dtype)
         return get_backend(self.backend).in_precision(self.precision)
 
@@ -209,11 +209,11 @@ class TrainableModel(Registered, Trainable, ABC):
         memory: int | str | None = None,
         strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
-        """Set how a step is executed, before the model is built; ConfigError if it is not supported."""
+        """Set how a step is executed, before the model is built; raise ConfigError if a setting is not supported."""
 
     @abstractmethod
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Any:
-        """Return the plan for every rank of a grid, without communication; raises the errors of `build`."""
+        """Return the plan for every rank of a grid, without communication; raise the errors of `build`."""
 
     def fit_plan_to_memory(self, plan: Any) -> Any:
         """Return the plan adapted to `memory`, if `plan` does not do so itself."""
@@ -237,7 +237,7 @@ class TrainableModel(Registered, Trainable, ABC):
         return dataset.train.images(sample_numbers, self.dtype), dataset.train.targets(sample_numbers)
 
     def restrict_cost_to_local_cells(self, fields: FieldMetadata | None) -> None:
-        """Pass the cost the shape of the outputs and the cells that this rank owns; the model is built."""
+        """Restrict the cost to the output cells that this rank owns; call it after `build`."""
 
     def per_cell_cost(self) -> Any:
         """Return a cost whose values for boxes of an image's cells add up."""
@@ -246,7 +246,7 @@ class TrainableModel(Registered, Trainable, ABC):
     def summary(
         self, input_shape: Sequence[int] | None = None, grid: GridShape | None = None, batch_size: int | None = None
     ) -> Summary:
-        """Return a table of all layers with output, parameters, tile, halo and memory, as `neondist check`.
+        """Return a table of all layers with output, parameters, tile, halo and memory, as printed by `neondist check`.
 
         Parameters
         ----------
@@ -303,7 +303,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it reads images strip by strip, and keeps only these in memory."""
+        """Whether images are read strip by strip, and only these strips are kept in memory."""
         return bool(self.compiled.is_streamed)
 
     @property
