@@ -59,7 +59,7 @@ def test_early_stopping_persists_across_resume(tmp_path, capsys):
     evaluation = evaluate_checkpoint(experiment, tmp_path / "checkpoint_best.h5", nd.ProcessGrid.serial())
     assert evaluation["loss"] == pytest.approx(losses[best - 1], rel=1e-12)
     assert len(loopback.run(3, lambda comm: train(comm, True))[0]) == best + 2
-    assert "raise patience" in capsys.readouterr().out
+    assert "raise the patience of best" in capsys.readouterr().out
     assert len(loopback.run(2, lambda comm: train(comm, True, patience=3))[0]) > best + 2
 
 
@@ -70,6 +70,6 @@ def test_invalid_settings_are_rejected():
         nd.Best(patience=0)
     experiment = make_experiment(number="validation_f1")
     experiment.dataset = nd.Synthetic((5, 6, 1), classes=2, train=8, test=4)
-    with pytest.raises(ConfigError, match="no validation split; give the data set"):
+    with pytest.raises(ConfigError, match=r"no validation split; set validation: 0\.1"):
         experiment.run(nd.ProcessGrid.serial(), hooks=[])
     assert np.isfinite(make_experiment(2, number="f1").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]["f1"])

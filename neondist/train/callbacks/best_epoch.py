@@ -1,4 +1,4 @@
-"""checkpoint_best.h5: best epoch by a number of the records, and early stopping."""
+"""checkpoint_best.h5: best epoch by a metric of the records, and early stopping."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Best(Registered):
     patience : int, optional
         Number of epochs without improvement after which the run stops. Default: never.
     min_change : float
-        Minimum change that counts as an improvement, at least 0.
+        Minimum change of the metric to be an improvement, at least 0.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Best(Registered):
         self.number, self.patience, self.min_change = number, patience, float(min_change)
 
     def check_metric_is_recorded(self, metrics: Sequence[Metric]) -> None:
-        """Raise ConfigError if no record has the metric."""
+        """Raise ConfigError if records do not contain the metric."""
         if self.number is not None and self.number not in (names := _larger_is_better_by_metric(metrics)):
             raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, names)}")
 
@@ -53,14 +53,14 @@ class Best(Registered):
         """Raise ConfigError if the metric belongs to a validation split that the data set does not have."""
         if (self.number or "").startswith("validation_") and "validation" not in splits:
             error = ConfigError(
-                f"number: no '{self.number}', because the data set has no validation split; give the data set"
-                " validation: 0.1, or choose a metric of the test split"
+                f"number: no '{self.number}', because the data set has no validation split; set validation: 0.1"
+                " in the data set, or choose a metric of the test split"
             )
             error.subject = self
             raise error.on_all_ranks()
 
     def find_best_epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
-        """Return the number of the best epoch (the first of equal ones), 0 if there is none."""
+        """Return the number of the best epoch (the first one in a tie), or 0 if there is none."""
         name, sign = self.metric_name(history), -1.0 if self.larger_is_better(metrics) else 1.0
         best, epoch = math.inf, 0
         for record in history:
@@ -96,9 +96,9 @@ class BestCheckpointAndEarlyStopping(Hook):
     metrics : sequence of Metric
         Metrics of the records.
     folder : path, optional
-        Default: nothing is written.
+        Folder of the run. Default: nothing is written.
     yaml_text : str, optional
-        Text of the experiment, kept in the file.
+        Text of the experiment, stored in the file.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class BestCheckpointAndEarlyStopping(Hook):
         self.best.check_split_exists(list(run.dataset.splits))
         if reason := self.best.early_stop_reason(run.history, self.metrics):
             run.epochs = run.epoch
-            run.start_messages.append(f"{reason}; raise patience of best to train on")
+            run.start_messages.append(f"{reason}; raise the patience of best to continue training")
 
     def after_epoch(self, run: TrainState) -> None:
         """Write a checkpoint if the epoch is the best; stop early without improvement."""

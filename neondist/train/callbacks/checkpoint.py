@@ -1,4 +1,4 @@
-"""checkpoint.h5: state to resume a run on any number of ranks, and its schedule."""
+"""checkpoint.h5: state to resume a run on any number of ranks, and the schedule of checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..state import EpochTotals, Record, TrainState
 from .hook import Hook
 
 _JSON_KEY_BY_FIELD = {"samples_seen": "seen", "epoch_size": "samples", "steps_without_optimizer": "uncounted"}
-"""Keys in the file of the fields that have other names there."""
+"""Keys in the file of the fields whose names differ there."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RunProgress:
     totals : sums over the current epoch; `sent_before_resume` and `summed_before_resume` count all ranks' bytes
     history : one record per complete epoch
     steps_without_optimizer : updates that the optimiser does not count
-    loss_scale : state of a LossScaler; None where there is none
+    loss_scale : state of the LossScaler; None if there is none
     """
 
     epoch: int = 0
@@ -84,7 +84,7 @@ class RunProgress:
         """
         if run.model.seed not in (None, self.seed):
             raise DataError(
-                f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would continue with"
+                f"was written with seed {self.seed}, but the experiment has {run.model.seed} and would continue with"
                 f" other random numbers; set seed: {self.seed}"
             )
         if self.samples_seen:
@@ -103,7 +103,7 @@ class RunProgress:
 
     @classmethod
     def from_json(cls, text: str) -> RunProgress:
-        """Parse the output of `to_json`; ValueError with the reason if it is invalid."""
+        """Parse the output of `to_json`; raise ValueError with the reason if it is invalid."""
         values = parse_json(text, dict)
         names = {_JSON_KEY_BY_FIELD.get(field_.name, field_.name): field_.name for field_ in fields(cls)}
         if not names.keys() - {"loss_scale"} <= values.keys() <= names.keys():
@@ -165,7 +165,7 @@ class CheckpointSchedule:
     every_minutes : float, optional
         Interval in minutes since the last checkpoint, checked after each step.
     keep : int
-        Number of recent checkpoints to keep; if more than one, each also as checkpoint-STEP.h5.
+        Number of recent checkpoints to keep; if more than one, each is also written as checkpoint-STEP.h5.
     """
 
     every_steps: Count | None = None
@@ -175,7 +175,7 @@ class CheckpointSchedule:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, float | int | None] | None) -> CheckpointSchedule:
-        """Parse the field `checkpoint` of an experiment; ConfigError if it is invalid."""
+        """Parse the field `checkpoint` of an experiment; raise ConfigError if the field is invalid."""
         if not isinstance(fields, Mapping | None):
             raise ConfigError(
                 f"checkpoint: {fields!r} is invalid; expected a mapping such as {{every_steps: 500, keep: 3}}"
@@ -207,9 +207,9 @@ class Checkpoint(Hook):
     path : path
         Path of the newest checkpoint. Rank 0 writes it and receives the parts of other ranks in blocks.
     schedule : CheckpointSchedule, optional
-        Default every epoch.
+        Default: every epoch.
     yaml_text : str, optional
-        Text of the experiment, kept in the file.
+        Text of the experiment, stored in the file.
     """
 
     def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, yaml_text: str | None = None) -> None:
@@ -253,13 +253,13 @@ class Checkpoint(Hook):
         Raises
         ------
         OutputError
-            On every rank, if it cannot be written; the previous one is kept.
+            On every rank, if the checkpoint cannot be written; the previous one is kept.
         """
         write_checkpoint(self.path, *self.collect_contents(run), run.grid.world, self.schedule.keep, run.step)
         self.last_written_position, self.last_write_time = _run_position(run), time.monotonic()
 
     def is_current_step_written(self, run: TrainState) -> bool:
-        """Return whether the current step is that of the last checkpoint."""
+        """Return whether the last checkpoint was written at the current step."""
         return self.last_written_position == _run_position(run)
 
     def collect_contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
@@ -315,7 +315,7 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
 
 
 def read_checkpoint_step(path: Path, world: Transport) -> int:
-    """Return the step of a checkpoint, -1 if it is missing or damaged. Collective."""
+    """Return the step of a checkpoint, or -1 if the file is missing or damaged. Collective."""
     try:
         with open_checkpoint(path, world) as file:
             return read_run_progress(file).step
@@ -324,7 +324,7 @@ def read_checkpoint_step(path: Path, world: Transport) -> int:
 
 
 def read_run_progress(file: CheckpointReader) -> RunProgress:
-    """Return the progress of the run that wrote a checkpoint; DataError if the file has none."""
+    """Return the progress of the run that wrote a checkpoint; raise DataError if the file does not record it."""
     try:
         return RunProgress.from_json(file.contents.texts["position"])
     except (KeyError, ValueError) as problem:
@@ -337,7 +337,7 @@ def _checkpoint_array_parts(run: TrainState) -> list[ArrayPart]:
 
 
 def _scheme_state_key(run: TrainState) -> str:
-    """Return a text that must match for border schemes to resume from their stored arrays."""
+    """Return a text that must be equal in both runs for border schemes to resume from their stored arrays."""
     schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole_model.schemes.items()}
     different = sorted(set(schemes.values()))
     text = different[0] if len(different) == 1 else ", ".join(f"{n}: {scheme}" for n, scheme in schemes.items())
@@ -358,6 +358,6 @@ def _require_same_shapes(
         actual, shape = (list(shapes[name]) if name in shapes else "nothing" for shapes in (stored, expected))
         if actual != shape:
             raise DataError(
-                f"{path}: belongs to another model: it has {actual} for '{name}', but the model has {shape}; resume"
-                f" with the experiment that wrote it, or {remedy}"
+                f"{path}: belongs to another model: the file has {actual} for '{name}', but the model has {shape};"
+                f" resume with the experiment that wrote it, or {remedy}"
             )

@@ -19,7 +19,7 @@ _MAX_METRIC_PANELS = 4
 
 
 class Curves(Hook):
-    """Draw the curves at the end of a run, even after failure, on rank 0; does nothing without matplotlib."""
+    """Draw the curves at the end of a run, even after failure, on rank 0; do nothing without matplotlib."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

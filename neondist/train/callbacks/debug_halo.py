@@ -11,10 +11,10 @@ from .hook import Hook
 class DebugHalo(Hook):
     """Detect errors in custom layers and border schemes, with bitwise identical results.
 
-    Cells of a view to be filled are initialised with a special NaN. Layers receive copies of their views and output
-    gradients, surrounded by such NaN. Messages are sent and received with random delays, and must not change in
-    transit. An error stops the run with a HaloError that names layer, direction and step. For PyTorch modules the
-    results of custom rules are compared with their declarations, and their arguments must not be modified.
+    Cells of a view that are to be filled are initialised with a special NaN. Layers receive copies of their views and
+    output gradients, surrounded by such NaNs. Messages are sent and received with random delays, and must not change in
+    transit. An error stops the run with a HaloError that names layer, direction and step. In PyTorch modules, the
+    results of custom rules are compared with their declarations, and rules must not modify their arguments.
 
     Parameters
     ----------

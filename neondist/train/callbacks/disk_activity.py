@@ -1,4 +1,4 @@
-"""Disk activity of processes: bytes read and written, and changing files."""
+"""Activity of processes: bytes read from and written to disks, changes of files, and stopped processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def count_disk_bytes(process_ids: Iterable[int]) -> int:
 
 
 def list_file_states(folder: Path | None) -> list[tuple[str, int, int]]:
-    """Return names, sizes and times of the files in a folder."""
+    """Return names, sizes and modification times of the files in a folder."""
     files = []
     with suppress(OSError):
         for entry in os.scandir(folder) if folder is not None else ():

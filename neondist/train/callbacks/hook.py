@@ -16,7 +16,7 @@ class Hook:
     Attributes
     ----------
     runs_during_pretraining : bool
-        Whether pretraining runs also call the hook; there `run.model` is the stage's autoencoder.
+        Whether the hook is also called during pretraining; `run.model` is then the stage's autoencoder.
     """
 
     runs_during_pretraining = False
@@ -40,7 +40,7 @@ class Hook:
         """Called instead of `after_run` if the run stops before it is complete; `run.stop` has the reason."""
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
-        """Called when the run has failed, possibly only on this rank: clean up without communicating."""
+        """Called when the run has failed, possibly only on this rank, to clean up without communicating."""
 
     def after_run(self, run: TrainState) -> None:
         """Called when all epochs are complete."""
@@ -48,7 +48,7 @@ class Hook:
 
 @contextmanager
 def open_hooks(hooks: Sequence[Hook]) -> Iterator[None]:
-    """Open hooks, and close them when the block is left."""
+    """Open hooks, and close them at the end of the block."""
     with ExitStack() as stack:
         for hook in hooks:
             hook.open()

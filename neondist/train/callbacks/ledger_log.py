@@ -23,12 +23,12 @@ class LedgerLog(Hook):
 
     Fields: epoch, rank, pass ('training' or 'evaluation'), kind, layer, direction ('forward' or 'backward'), peer,
     messages, bytes. A 'halo' goes to the rank `peer`, as does a 'redistribution', a part of a redistributed vector.
-    A 'sum' is made with a group of ranks, `peer` is 'world' (all), 'tiles' (of one replica) or 'replicas' (the same
-    tile in all replicas), and its bytes count the rank's array once, independent of the algorithm of the MPI library (a
-    ring of P ranks sends 2 (P - 1) / P of them). Sums of the whole model have the layers 'gradients' and 'loss'.
+    A 'sum' is reduced over a group of ranks: `peer` is 'world' (all), 'tiles' (of one replica) or 'replicas' (the same
+    tile in all replicas). Its bytes are those of the rank's array, whatever the algorithm of the MPI library (a ring of
+    P ranks sends 2 (P - 1) / P times as many). Sums of the whole model have the layers 'gradients' and 'loss'.
 
     The training bytes of an epoch add up to `bytes_sent` (halos) and `bytes_summed` (all others) in metrics.jsonl,
-    except for a resumed epoch, where the ledger only has the bytes since the resume.
+    except for a resumed epoch, for which the ledger has only the bytes since the resume.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class LedgerLog(Hook):
         self.training_end_ledger: Ledger = Counter()
 
     def before_run(self, run: TrainState) -> None:
-        """Rewrite the file with the lines of the epochs that the run continues from."""
+        """Rewrite the file with the lines of the epochs that were complete before the run continues."""
         self.epoch_start_ledger = self.training_end_ledger = run.model.whole_model.ledger()
         with all_or_none(run.grid.world):
             if run.first_rank:
@@ -78,7 +78,7 @@ def _ledger_entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of the earlier run; DataError if the file exists and cannot be read."""
+    """Return the lines of the earlier run; raise DataError if the file exists but cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read().decode(errors="replace").splitlines()

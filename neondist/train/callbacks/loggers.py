@@ -18,7 +18,7 @@ from .hook import Hook
 
 
 class MetricLogger(Registered, Hook):
-    """Base class of loggers of every epoch's numbers, on rank 0; per-class values are logged as NAME/0.
+    """Base class of loggers of every epoch's numbers, on rank 0; per-class values are logged as NAME/0, NAME/1, ....
 
     Parameters
     ----------
@@ -29,19 +29,19 @@ class MetricLogger(Registered, Hook):
     package: str
     name: str
     experiment_yaml: str | None = None
-    #: the number of a record that is shown as the step
+    #: the field of a record that is logged as the step
     step_field: str = "epoch"
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = self.output_folder = None if folder is None else Path(folder)
 
     def set_run_folder(self, folder: Path | None, experiment_yaml: str | None = None) -> None:
-        """Set the run's folder and its YAML; ConfigError if there is no folder to write to."""
+        """Set the run's folder and its YAML text; raise ConfigError if there is no folder to write to."""
         self.experiment_yaml = experiment_yaml
         self.output_folder = self.folder or (None if folder is None else folder / self.name)
         if self.output_folder is None:
             raise ConfigError(
-                f"{type(self).__name__}: folder: the run has no output folder; give output, or a folder here"
+                f"{type(self).__name__}: folder: the run has no output folder; set output of the run, or folder"
             )
 
     def check_installed(self) -> None:
@@ -53,7 +53,7 @@ class MetricLogger(Registered, Hook):
             raise MissingPackageError(f"{logger} needs {self.package}: pip install 'neondist[loggers]'") from None
 
     def before_run(self, run: TrainState) -> None:
-        """Start the log, and write the epochs that the run continues from."""
+        """Start the log, and write the epochs that were complete before the run continues."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 self.start_log(run)
@@ -98,7 +98,7 @@ class TensorBoard(MetricLogger):
     Parameters
     ----------
     folder : path, optional
-        Default: 'tensorboard' in the folder of the run.
+        Output folder. Default: 'tensorboard' in the folder of the run.
     """
 
     package, name = "tensorboardX", "tensorboard"
@@ -125,14 +125,14 @@ MLFLOW_DATABASE_FILE = "mlflow.db"
 
 
 class MLflow(MetricLogger):
-    """MetricLogger to a local MLflow store, shown by `mlflow ui --backend-store-uri sqlite:///FILE`.
+    """MetricLogger that writes to a local MLflow store, shown by `mlflow ui --backend-store-uri sqlite:///FILE`.
 
     The parameters of the MLflow run are the experiment's fields.
 
     Parameters
     ----------
     folder : path, optional
-        Folder of the store, mlflow.db. Default: 'mlflow' in the folder of the run.
+        Folder of the store mlflow.db. Default: 'mlflow' in the folder of the run.
     """
 
     package, name = "mlflow", "mlflow"
@@ -161,7 +161,7 @@ class MLflow(MetricLogger):
 
 
 def experiment_fields_by_path(experiment_yaml: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields of an experiment in YAML by their paths, as in `--set`; for objects, their tags."""
+    """Yield the path, as in `--set`, and the value of each field of an experiment in YAML; for objects, the tag."""
     root = yaml.compose(experiment_yaml, Loader=yaml.SafeLoader)
     return iter(()) if root is None else _flatten_fields(root, "")
 

@@ -18,7 +18,8 @@ JOB_STATISTICS_KEY = "job"
 class MasterStatistics(Hook):
     """Query the master after each epoch for workers, tasks, versions of servers and throughput of the job.
 
-    The other numbers of the record are those of the worker that writes it. A restarting master is not waited for.
+    The other numbers of the record are those of the worker that writes it. The hook does not wait for a restarting
+    master.
 
     Parameters
     ----------

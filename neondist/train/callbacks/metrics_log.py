@@ -12,17 +12,17 @@ from .hook import Hook
 
 
 class MetricsLog(Hook):
-    """Write one JSON object per epoch, on rank 0, floats in full precision; NaN and infinity become null.
+    """Write one JSON object per epoch, on rank 0, with floats in full precision; NaN and infinity become null.
 
-    The object has the fields of a Record; seconds, samples_per_second, bytes_sent (halos) and bytes_summed (arrays
-    that were reduced over ranks or redistributed), both over all ranks, are of training only.
+    The object has the fields of a Record. Those of time and communication are for training only: seconds,
+    samples_per_second, and, over all ranks, bytes_sent (halos) and bytes_summed (arrays reduced or redistributed).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def before_run(self, run: TrainState) -> None:
-        """Rewrite the file with the epochs that the run continues from, without an incomplete line."""
+        """Rewrite the file with the epochs that are complete, without an incomplete line."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 write_text(self.path, "".join(map(record_json_line, run.history)))

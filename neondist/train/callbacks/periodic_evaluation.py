@@ -1,4 +1,4 @@
-"""evaluations.jsonl: evaluation of the validation split at an interval of steps."""
+"""evaluations.jsonl: evaluation of the validation and test splits at an interval of steps."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ class ProgressBar(Hook):
         for text in (*run.start_messages, run_headline(run)):
             self._print(run, text)
         if run.epoch >= run.epochs:
-            self._print(run, f"training is complete after {counted(run.epochs, 'epoch')}; raise epochs to train on")
+            self._print(run, f"training is complete after {counted(run.epochs, 'epoch')}; raise epochs to continue")
         elif (console := terminal_console(self.file)) is not None:
             self._open_bar(run, console)
         self.speed_start_time, self.speed_start_sample = time.perf_counter(), run.samples_seen
         self.next_line_time = self.speed_start_time + FIRST_LINE_SECONDS
 
     def after_step(self, run: TrainState) -> None:
-        """Update the bar, or print the line that is due; print a line if the step was skipped."""
+        """Update the bar, or print the progress line if it is due; print a line if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
             where = run.model.whole_model.nonfinite_monitor.nonfinite_value
             self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
@@ -117,7 +117,7 @@ class ProgressBar(Hook):
 
 
 def run_headline(run: TrainState) -> str:
-    """Return one line on the model, the ranks and the data."""
+    """Return one line that describes the model, the ranks and the data."""
     grid = run.grid
     tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
@@ -125,7 +125,7 @@ def run_headline(run: TrainState) -> str:
     done += f", {counted(run.samples_seen, 'sample')} into the next" if run.samples_seen else ""
     *others, last = [f"{len(split)} {_SPLIT_TITLES.get(name, name)}" for name, split in run.dataset.splits.items()]
     samples = f"{', '.join(others)} and {last}" if others else last
-    precision = getattr(run.model, "precision", FLOAT32)  # stages of pretraining need not have one
+    precision = getattr(run.model, "precision", FLOAT32)  # stages of pretraining have none
     products = "" if precision == FLOAT32 else f" in {precision.name}"
     return (
         f"{run.model.display_name}{products} on {ranks}: {samples} samples of"
@@ -134,7 +134,7 @@ def run_headline(run: TrainState) -> str:
 
 
 def is_metric(name: str, value: object) -> bool:
-    """Return whether a value of a record is a number of a requested metric."""
+    """Return whether a value of a record belongs to a requested metric and is a number."""
     return name not in _STANDARD_RECORD_FIELDS and type(value) is float and not math.isnan(value)
 
 

@@ -22,9 +22,9 @@ from .checkpoint import Checkpoint, read_checkpoint_step, restore_checkpoint
 from .hook import Hook
 
 MAX_SNAPSHOT_TIME_FRACTION = 0.02
-"""Largest fraction of a run's time for automatic snapshots."""
+"""Largest fraction of a run's time that automatic snapshots may take."""
 _INITIAL_OVERHEAD_SECONDS, _INITIAL_BYTES_PER_SECOND = 0.01, 5e8
-"""Initial estimates of a snapshot's seconds and bytes per second."""
+"""Initial estimates of the fixed seconds of a snapshot, and of its bytes per second."""
 
 
 def open_snapshot_store(folder: Path, world: Transport) -> SnapshotStore | None:
@@ -48,9 +48,9 @@ class Snapshots(Hook):
     interval : int, 'auto' or None
         Interval in steps; 'auto': using at most 2 % of the time; None: never.
     checkpoint : Checkpoint
-        Called before this hook; steps that it has written need no snapshot.
+        Hook called before this one; steps of which it has written a checkpoint need no snapshot.
     clock : callable
-        time.perf_counter; replaced in tests.
+        Clock in seconds; replaced in tests.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Snapshots(Hook):
 
     @property
     def is_affordable(self) -> bool:
-        """Whether one more snapshot stays within the share of time."""
+        """Whether one more snapshot would stay within `MAX_SNAPSHOT_TIME_FRACTION`."""
         allowed = MAX_SNAPSHOT_TIME_FRACTION * (self.clock() - self.start_time)
         return self.total_snapshot_seconds + self.expected_snapshot_seconds <= allowed
 
@@ -106,21 +106,21 @@ class Snapshots(Hook):
         self.total_snapshot_seconds += self.expected_snapshot_seconds
 
     def after_run(self, run: TrainState) -> None:
-        """Remove the snapshots: the last checkpoint is on disk."""
+        """Remove the snapshots, since the last checkpoint is on disk."""
         self.store.remove_all()
 
     def on_stop(self, run: TrainState) -> None:
-        """Remove the snapshots: the checkpoint of this step is on disk."""
+        """Remove the snapshots, since the checkpoint of this step is on disk."""
         self.store.remove_all()
 
 
 def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
-    """Restore `run` from the newest complete snapshot, or from the checkpoint if that is as new. Collective.
+    """Restore `run` from the newest complete snapshot, or from the checkpoint if it is at least as new. Collective.
 
     Raises
     ------
     DataError
-        On every rank, as `restore_checkpoint`, if neither can be used.
+        On every rank, as in `restore_checkpoint`, if neither can be used.
     """
     snapshots = store.steps_and_nodes() if store is not None else []
     on_disk = read_checkpoint_step(path, run.grid.world) if snapshots else -1
@@ -142,7 +142,7 @@ def _log_resume(folder: Path, run: TrainState, source: str) -> None:
     if run.first_rank and (folder / GENERATIONS).exists():
         _append_run_event(folder, "resume", step=run.step, source=source)
     if source != "checkpoint.h5":
-        run.start_messages.append(f"continues at step {run.step}, from {source}")
+        run.start_messages.append(f"continuing at step {run.step}, from {source}")
 
 
 def _append_run_event(folder: Path, event: str, **fields: object) -> None:

@@ -27,12 +27,12 @@ MAX_IMAGES, MAX_STIMULI, MAX_FILTERS, MAX_PICTURE_EXTENT = 10, 24, 384, 256
 
 
 class StagePictures(Hook):
-    """Draw pictures of a pretrained stage on rank 0; does nothing without matplotlib, or if samples are not images.
+    """Draw pictures of a pretrained stage on rank 0; do nothing without matplotlib, or if samples are not images.
 
     `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
-    filters of cells spread over the tiles; both if the stage's input has one channel or three. `stimuli_N.png` shows
-    the images, with the mean norm of the split's, that maximise units of the stage's output. The split is the
-    validation split or, without one, the test split.
+    filters of cells spread over the tiles; both are drawn only if the stage's input has one or three channels.
+    `stimuli_N.png` shows the images that maximise units of the stage's output, with the root mean square norm of the
+    split's first images. The split is the validation split, or, if there is none, the test split.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class StagePictures(Hook):
             with all_or_none(run.grid.world):
                 if run.first_rank and has_matplotlib():
                     self._draw(stage, pictures, filters, list(optimal.reshape(3, -1, *optimal.shape[1:])))
-                    release_cached_memory()  # of matplotlib, before the next stage
+                    release_cached_memory()  # memory of matplotlib, before the next stage
 
     def _draw(
         self, stage: Autoencoder, reconstructions: PictureRows, filters: FiltersByPosition, stimuli: PictureRows
@@ -81,7 +81,7 @@ def reconstruct_first_images(stage: Autoencoder, split: Split) -> PictureRows:
 def gather_filters(stage: Autoencoder) -> FiltersByPosition:
     """Return filters (*kernel, C, out_channels) at positions spread over the output, by position. Collective.
 
-    With shared filters a position is that of a block.
+    If filters are shared within blocks, a position is that of a block.
     """
     weights, shard, grid = to_host(stage.layer.params["weights"]), stage.weights_shard, stage.grid
     shape = shard.parameter.shape
@@ -129,17 +129,17 @@ def _assemble_images(grid: ProcessGrid, tiles: Any, tile_start: Sequence[int], s
     return whole
 
 
-GAP_VALUE = 1.0  # the white between pictures
+GAP_VALUE = 1.0  # white, between pictures
 
 
 def write_picture_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
-    """Write rows of pictures (n, h, w, C) of equal size; each row has one scale, centred at 0."""
+    """Write rows of pictures (n, h, w, C) of equal size; each row has one scale of values, centred at 0."""
     lines = [_join_in_row([_scale_to_rgb(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
     _write_figure(path, np.concatenate(lines), title)
 
 
 def write_filter_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
-    """Write blocks by (row, column): pictures (h, w, C, n) in one scale, centred at 0."""
+    """Write blocks by (row, column), each with pictures (h, w, C, n) in one scale of values, centred at 0."""
     rows = sorted({place[0] for place in blocks})
     lines = []
     for row in rows:

@@ -17,16 +17,16 @@ CONTROL_FLAG_BY_SIGNAL = {"SIGTERM": ControlFlag.SIGTERM, "SIGUSR1": ControlFlag
 class StopOnSignal(Hook):
     """Stop the run on all ranks after the current step, with a checkpoint, on SIGTERM or SIGUSR1 on any rank.
 
-    The ranks agree within the gradient reduction, and before the first step of a run or of a pretraining stage on
-    signals received since. Signals during the checkpoint are ignored. Signals can be caught only in the main thread of
-    a process.
+    The ranks agree on a stop in the gradient reduction of each step, and, for signals received earlier, before the
+    first step of a run or of a pretraining stage. Signals during the checkpoint are ignored. Signals can be caught only
+    in the main thread of a process.
 
     Parameters
     ----------
     signals : SignalRecorder, optional
         Installed signal handlers; default: installed from `open` to `close`.
     remedy : str
-        How to continue the run, for the message.
+        How to continue the run, as the end of the message.
     """
 
     runs_during_pretraining = True
@@ -89,15 +89,15 @@ class TimeLimit(Hook):
     ----------
     seconds : float
     started : float, optional
-        Start time by `clock`; default now.
+        Start time by `clock`. Default: now.
     clock : callable
-        time.time; replaced in tests.
+        Clock in seconds; replaced in tests.
 
     Notes
     -----
     Rank 0 decides after step n, and all ranks stop after step n + 1, whose gradient reduction carries the flag. The
-    reserve is two of the longest recent steps and a checkpoint and, if an epoch may end in between, its evaluation and
-    checkpoint: measured times, or estimates before the first measurement.
+    time reserved is that of two of the longest recent steps and a checkpoint, and, if an epoch may end in between, that
+    of its evaluation and checkpoint; before the first measurement, the times are estimates.
     """
 
     runs_during_pretraining = True
@@ -114,7 +114,7 @@ class TimeLimit(Hook):
         self.last_call_time, self.epoch_just_ended = self.clock(), False
 
     def after_step(self, run: TrainState) -> None:
-        """Stop if rank 0 announced it in this step; announce it if the limit is close."""
+        """Stop if rank 0 announced a stop in this step; on rank 0, announce a stop if the limit is close."""
         took = self._seconds_since_last_call()
         if self.epoch_just_ended:
             self.max_checkpoint_seconds, self.epoch_just_ended = (max(self.max_checkpoint_seconds, took), False)
@@ -126,7 +126,7 @@ class TimeLimit(Hook):
             run.model.sync.flags.own_flags[ControlFlag.TIME_LIMIT] = 1
 
     def after_epoch(self, run: TrainState) -> None:
-        """Measure the evaluation; the time until the next step is mostly the checkpoint."""
+        """Measure the evaluation; most of the time until the next step is that of the checkpoint."""
         self.max_evaluation_seconds = max(self.max_evaluation_seconds, self._seconds_since_last_call())
         self.epoch_just_ended = True
 

@@ -11,7 +11,7 @@ from ...geometry import Box
 
 
 def subsampling_step(extent: Sequence[int], max_extent: int) -> int:
-    """Return the subsampling step for at most `max_extent` along each axis."""
+    """Return the subsampling step for at most `max_extent` cells along each axis."""
     return -(-max(extent, default=1) // max_extent)
 
 

@@ -16,13 +16,13 @@ _LEASE_SECONDS = 1e9
 class TaskQueueHook(Hook):
     """Take the order of records from a queue in the run's folder, and credit them after each step.
 
-    A resumed run continues from its checkpoint: credits of records that are not in the weights are revoked.
+    A resumed run continues from its checkpoint: credits of records on which the weights were not trained are revoked.
 
     Parameters
     ----------
     folder : path
     records_per_task : int
-        A multiple of the batch size.
+        Number of records of a task, a multiple of the batch size.
     source : str
         Name of the data in messages.
     """
@@ -51,7 +51,7 @@ class TaskQueueHook(Hook):
         self._credit_samples(run.epoch, run.samples_seen)
 
     def after_run(self, run: TrainState) -> None:
-        """Close the queue and complete its file."""
+        """Close the queue, which completes its file."""
         self.close()
 
     def on_stop(self, run: TrainState) -> None:

@@ -19,14 +19,14 @@ from ..state import TrainState
 from .hook import Hook
 from .subsampling import assemble_subsampled_images, sampled_slices, subsampling_step
 
-MAX_PICTURE_EXTENT = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
+MAX_PICTURE_EXTENT = 512  # a larger image is subsampled, so that no rank needs to store the whole image
 
 
 class TilesPicture(Hook):
-    """Draw an image and its tiles before training, on rank 0; does nothing without matplotlib or 2-D images.
+    """Draw an image and its tiles before training, on rank 0; do nothing without matplotlib or 2-D images.
 
-    A resumed run draws it after its first epoch, since importing matplotlib would delay the next step. The views are
-    those of the first layer whose window is larger than one cell.
+    A resumed run draws the picture after its first epoch, since importing matplotlib would delay the next step. The
+    views are those of the first layer whose window is larger than one cell.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,16 +64,16 @@ class TilesPicture(Hook):
                 views = tiles if layer is None else layer.views
                 title = _figure_title(shape, partition.parts, grid.replicas, layer)
                 write_tiles_picture(self.path, image, shape[:2], partition.parts, tiles, views, title)
-                release_cached_memory()  # of matplotlib, before the training
+                release_cached_memory()  # memory of matplotlib, before the training
 
 
-ROWS_PER_READ = 256  # rows per read
+ROWS_PER_READ = 256
 
 
 def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
     """Gather the first image of `dataset.selection_split` on every rank, subsampled if large, (h, w, C). Collective.
 
-    `box`: cells that this rank's data set holds: its tile, or more.
+    `box`: cells that this rank's data set contains: the rank's tile, or more.
     """
     *extent, channels = dataset.sample_shape
     step = subsampling_step(extent, MAX_PICTURE_EXTENT)
@@ -110,14 +110,14 @@ def write_tiles_picture(
     views: Sequence[Box],
     title: str,
 ) -> None:
-    """Write a picture of `image` with its seams and, beside it, of every tile with its halo.
+    """Write a picture of `image` with the seams between its tiles, and, beside it, of every tile with its halo.
 
     Parameters
     ----------
     image : array (h, w, C)
-        May have fewer pixels than `extent` has cells.
+        Pixels of the image; there may be fewer of them than cells in `extent`.
     extent : (H, W)
-        Cells of the image, in which the boxes are given.
+        Numbers of cells of the image; boxes are given in cells.
     parts : (rows, cols)
     tiles, views : owned cells and view of each tile; row-major
     """
@@ -145,7 +145,7 @@ def write_tiles_picture(
 
 
 def hull_of_tile_and_view(tile: Box, view: Box) -> Box:
-    """Return the hull of a tile and its view, without empty ones."""
+    """Return the hull of a tile and its view; an empty one is ignored."""
     if tile.empty or view.empty:
         return view if tile.empty else tile
     return tile.hull(view)

@@ -1,4 +1,4 @@
-"""Watchdog that ends a job with a hung rank, with a report on its state."""
+"""Watchdog that ends a job if a rank hangs, and reports the state of that rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .hook import Hook
 def end_job_of_all_ranks(world: Transport | None, grace_seconds: float) -> None:
     """End the job from a thread, after a grace period for reports of other ranks."""
     time.sleep(min(30.0, max(2.0, grace_seconds)))
-    last = threading.Timer(5, os._exit, [1])  # in case MPI itself hangs
+    last = threading.Timer(5, os._exit, [1])  # in case the abort itself hangs
     last.daemon = True
     last.start()
     if world is not None and world.size > 1:
@@ -30,20 +30,20 @@ def end_job_of_all_ranks(world: Transport | None, grace_seconds: float) -> None:
 class Watchdog(Hook):
     """End the job if a rank makes no progress for too long, instead of hanging.
 
-    Progress is a pass that advances, disk traffic of a rank on this machine, files that change in the run's folder and,
-    outside runs, a new position in the code: a slow checkpoint is not a hang. A thread polls these. The report names
-    the layer's exchange or the reduction in which the rank waits, or else the most recent calls. Time during which the
-    process was stopped does not count.
+    Signs of progress are a pass that advances, disk traffic of a rank on this machine, files that change in the run's
+    folder, and, outside runs, a new position in the code; a slow checkpoint is therefore not a hang. A thread polls
+    these signs. The report names the exchange or reduction in which the rank waits, or else the most recent calls. Time
+    during which the process was stopped does not count.
 
     Parameters
     ----------
     timeout : float
-        Seconds.
+        Seconds without progress after which the job ends.
     end : callable
-        Called after the report with the ranks (None: MPI has not started) and a grace period in seconds; default: end
+        Called after the report with the ranks (None: MPI has not started) and a grace period in seconds. Default: end
         the job with exit code 1.
     report : callable
-        Called with the text; default: write to stderr.
+        Called with the text of the report. Default: write it to stderr.
     whole_process : bool
         Watch from the first `open` to the end of the process, instead of only during runs.
     rank, size : int
@@ -75,7 +75,7 @@ class Watchdog(Hook):
         self.current_run: TrainState | None = None
 
     def open(self) -> None:
-        """Start watching the calling thread, with `whole_process`."""
+        """Start watching the calling thread, if `whole_process`."""
         if self.whole_process:
             self._start_thread()
 
@@ -97,7 +97,7 @@ class Watchdog(Hook):
         self._stop_observing()
 
     def set_ranks(self, world: Transport, hosts_and_pids: Sequence[tuple[str, int]], own_host: str) -> None:
-        """Set the ranks: host and process ID of each, and this host's name."""
+        """Set the ranks, given the host and process ID of each, and this host's name."""
         self.world, self.rank, self.size = world, world.rank, world.size
         self.local_pids = {
             rank: pid for rank, (name, pid) in enumerate(hosts_and_pids) if name == own_host and rank != world.rank
@@ -159,7 +159,7 @@ class Watchdog(Hook):
             calls = innermost_calls(self.watched_thread_id) or "  none: its thread has ended"
             lines = [f"{lines[0]}, most recent call first:", calls]
         lines += [
-            f"rank {rank} of {self.size}: is stopped (process {pid}, by SIGSTOP, a debugger or a terminal)"
+            f"rank {rank} of {self.size}: process {pid} is stopped (by SIGSTOP, a debugger or a terminal)"
             for rank, pid in self.local_pids.items()
             if is_process_stopped(pid)
         ]

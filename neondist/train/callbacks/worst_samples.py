@@ -28,7 +28,8 @@ MAX_WORST_SAMPLES, MAX_PICTURE_EXTENT = 12, 96
 class WorstSamples(Hook):
     """Write the worst samples of `dataset.selection_split`, on rank 0, when all epochs are complete.
 
-    Only for images and volumes (middle slice), and not for a PyTorch loss that is not a mean over cells.
+    Nothing is written unless samples are images or volumes (shown by the middle slice), nor for a PyTorch loss that is
+    not a mean over cells.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,8 +56,8 @@ def find_worst_samples(
     Returns
     -------
     dict
-        'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said', each (n, h, w) or (n, ...),
-        and 'volume' (n,), whether they are of the middle slice of a volume.
+        'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said' (the prediction), each
+        (n, h, w) or (n, ...), and 'volume' (n,), whether a picture is the middle slice of a volume.
         Empty for samples that are not images or volumes, and for a PyTorch loss that is not a mean over cells.
     """
     if len(model.whole_model.input.extent) not in (2, 3) or not len(split):
@@ -74,7 +75,7 @@ def find_worst_samples(
 
 
 def compute_sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
-    """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored. Collective."""
+    """Return the cost of each sample on its own in float64, 0 if all cells are ignored, on every rank. Collective."""
     parts = parts_of(cost)
     sums = np.zeros((len(parts) + len(weighted_mean_parts(cost)), len(split)))
     for sample_numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
@@ -94,7 +95,7 @@ def compute_sample_losses(model: Trainable, cost: Any, split: Split, batch_size:
 def _sample_pictures(
     model: Trainable, split: Split, sample_numbers: np.ndarray, max_extent: int
 ) -> dict[str, np.ndarray]:
-    """Return small images, uint8, with labels and predictions: classes or numbers, per sample or cell."""
+    """Return small uint8 images, with labels and predictions (classes or numbers) per sample or cell."""
     grid, images, extent = model.grid, model.whole_model.input, model.output_shape[:-1]
     own_samples = slice(*grid.sample_range(len(sample_numbers)))
     x = (split.lazy_images if model.is_streamed else split.images)(sample_numbers[own_samples], model.dtype)
@@ -117,7 +118,7 @@ def _sample_pictures(
 
 
 def scale_to_uint8(pixels: np.ndarray) -> np.ndarray:
-    """Return pictures (n, h, w, C) as uint8, scaled to their range; averaged over other than 1 or 3 channels."""
+    """Return pictures (n, h, w, C) as uint8, scaled to their range, and averaged over channels unless C is 1 or 3."""
     pixels = pixels if pixels.shape[-1] in (1, 3) else pixels.mean(axis=-1, keepdims=True)
     low, high = (reduce(pixels, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
     return (255 * (pixels - low) / np.where(high > low, high - low, 1)).astype(np.uint8)
@@ -128,7 +129,7 @@ def _assemble_middle_slices(
 ) -> np.ndarray:
     """Assemble samples (n, *extent, ...) on every rank from each rank's box. Collective.
 
-    Large extents are subsampled to every s-th cell, volumes to the middle slice; a LazyTile is read only there.
+    Large images are subsampled, and volumes reduced to the middle slice; of a LazyTile, only those cells are read.
     """
     if not extent:
         return assemble_subsampled_images(grid, box, extent, 1, cells, first_sample)
