@@ -43,11 +43,11 @@ def evaluate_checkpoint(
     experiment : FitExperiment
         The experiment that wrote the checkpoint; its optimiser and number of epochs are ignored.
     checkpoint : path
-        Written on any number of ranks.
+        Checkpoint, written on any number of ranks.
     grid : ProcessGrid, optional
-        Default `experiment.open_grid()`.
+        Default: `experiment.open_grid()`.
     split : {'test', 'validation', 'train'}, optional
-        Default: test, or validation where the data set has no test split.
+        Default: test, or validation if the data set has no test split.
     pictures : dict, optional
         Filled with small pictures of the samples with the largest losses, as `find_worst_samples` returns them.
 
@@ -60,7 +60,7 @@ def evaluate_checkpoint(
     Raises
     ------
     UserError
-        As `FitExperiment.validate`; DataError if the checkpoint is missing, damaged or of another model.
+        As in `FitExperiment.validate`; DataError if the checkpoint is missing, damaged or of another model.
     """
     check_value("split", split, Literal["train", "validation", "test"] | None)
     settings = {"the checkpoint": checkpoint, "pictures": pictures is not None}

@@ -47,7 +47,7 @@ class CheckpointFieldMetadata:
 
     @classmethod
     def from_checkpoint_texts(cls, texts: Mapping[str, str]) -> CheckpointFieldMetadata:
-        """Parse the texts of a checkpoint; ValueError with the reason if they are invalid."""
+        """Parse the texts of a checkpoint; raise ValueError with the reason if they are invalid."""
         if FIELDS_TEXT_NAME not in texts:
             raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
         values = parse_json(texts[FIELDS_TEXT_NAME], dict)
@@ -87,17 +87,18 @@ class CheckpointFieldMetadata:
     ) -> None:
         """Raise ValueError, with the first difference, if channels or times do not match the network's.
 
-        `step_seconds` may be 0, and `axis_orders` empty, if they are not known.
+        `step_seconds` is 0, and `axis_orders` are empty, if unknown.
         """
         _require_same_channels("inputs", self.input_names, input_names)
         for name, trained, actual in zip(input_names, self.input_units, input_units, strict=True):
             if trained != actual:
                 raise ValueError(
-                    f"was trained with {name} in '{trained}', but the files have it in '{actual}'; convert them"
+                    f"was trained with {name} in '{trained}', but the files have it in '{actual}'; convert the files"
                 )
         if lead_steps != self.lead_steps:
             raise ValueError(
-                f"was trained with lead: {self.lead_steps}, but the experiment has lead: {lead_steps}; give the same"
+                f"was trained with lead: {self.lead_steps}, but the experiment has lead: {lead_steps};"
+                f" set lead: {self.lead_steps}"
             )
         if (
             step_seconds
@@ -115,7 +116,7 @@ class CheckpointFieldMetadata:
 
 
 def field_metadata_texts(fields: FieldMetadata | None) -> dict[str, str]:
-    """Return the metadata as a text by its name in a checkpoint; {} if targets are not fields."""
+    """Return the metadata as {name of the text in a checkpoint: JSON}; {} if targets are not fields."""
     if fields is None:
         return {}
     values = {
@@ -139,7 +140,7 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
     Raises
     ------
     ValueError
-        Its channels differ, with the first name that differs, or are not recorded.
+        The checkpoint's channels differ (the message names the first difference), or are not recorded.
     """
     values = CheckpointFieldMetadata.from_checkpoint_texts(texts)
     values.check_compatible(
@@ -150,7 +151,7 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
 
 
 def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) -> None:
-    """Set the normalisation of an open data set to a checkpoint's; ValueError as `restore_field_normalisation`."""
+    """Set the normalisation of an open data set to a checkpoint's; with errors of `restore_field_normalisation`."""
     for split in dataset.splits.values():
         if split.fields is not None:
             split.fields = restore_field_normalisation(texts, split.fields)
@@ -169,7 +170,7 @@ def _require_same_channels(kind: str, trained: Sequence[str], actual: Sequence[s
         if a != b:
             raise ValueError(
                 f"belongs to another network: channel {at} of its {kind} is '{b}', but the experiment has '{a}';"
-                " give the variables, levels and steps of its training"
+                " set the variables, levels and steps with which the network was trained"
             )
 
 

@@ -21,13 +21,13 @@ def format_class_names(dataset: Dataset) -> str:
 
 
 def class_name_texts(dataset: Dataset) -> dict[str, str]:
-    """Return the names of the classes as a text by its name in a checkpoint; {} if the data set has none."""
+    """Return the names of the classes as {name of the text in a checkpoint: JSON}; {} if the data set has none."""
     text = format_class_names(dataset)
     return {CLASSES_TEXT_NAME: text} if text else {}
 
 
 def read_checkpoint_class_names(path: Path) -> list[str]:
-    """Return the names of the classes in a verified checkpoint; [] if it has none; DataError if they are invalid."""
+    """Return the names of the classes in a verified checkpoint, [] if it has none; raise DataError if invalid."""
     text = read_checkpoint_texts(path).get(CLASSES_TEXT_NAME, "[]")
     try:
         return _parse_class_names(text)
@@ -36,14 +36,14 @@ def read_checkpoint_class_names(path: Path) -> list[str]:
 
 
 def read_run_class_names(folder: Path) -> list[str]:
-    """Return the names of the classes of a run; [] if it has none; DataError if they cannot be read."""
+    """Return the names of the classes of a run; [] if it has none; raise DataError if they cannot be read."""
     path = folder / CLASS_NAMES
     if not path.is_file():
         return []
     try:
         return _parse_class_names(read_bytes(path, root=folder).decode())
     except (OSError, ValueError):
-        raise DataError(f"{path}: is not a JSON list of class names; remove it") from None
+        raise DataError(f"{path}: is not a JSON list of class names; remove the file") from None
 
 
 def _parse_class_names(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Cross-rank consistency check of an experiment, without which differing ranks would deadlock."""
+"""Cross-rank consistency check of an experiment; without it, ranks with different settings would deadlock."""
 
 from __future__ import annotations
 

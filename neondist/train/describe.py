@@ -10,12 +10,12 @@ from .validate import Experiment, validate_experiment
 
 
 def describe_experiment(experiment: Experiment, ranks: int = 1) -> Any:
-    """Return what every layer of an experiment would do on `ranks` ranks, for a rich console to print; needs no MPI.
+    """Return a description, for a rich console, of every layer of an experiment on `ranks` ranks; needs no MPI.
 
     Raises
     ------
     UserError
-        As `FitExperiment.validate`.
+        As in `FitExperiment.validate`.
     """
     from rich.console import Group
     from rich.text import Text

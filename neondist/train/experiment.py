@@ -1,4 +1,4 @@
-"""Experiment: a model, a data set and training settings; runs it and writes the files of the run."""
+"""Experiment: a model, a data set and training settings; execution of its run, and the files of the run."""
 
 from __future__ import annotations
 
@@ -106,21 +106,21 @@ class FitExperiment(Registered):
     backend, dtype, precision, seed : optional
         Override those of the model.
     metrics : sequence of Metric, optional
-        Evaluated in addition to the misclassification.
+        Metrics to evaluate in addition to the misclassification.
     augment : sequence of Transform, optional
         Random augmentations of the training images, redrawn in every epoch: nd.Flip, nd.Shift, nd.Noise and others.
     checkpoint : mapping, optional
-        every_steps, every_epochs, every_minutes: interval between checkpoints, default every epoch; one is always
-        written at the end. keep: number of checkpoints to keep, default 1.
+        every_steps, every_epochs, every_minutes: interval between checkpoints, default every epoch; a checkpoint is
+        always written at the end. keep: number of checkpoints to keep, default 1.
     loggers : sequence of MetricLogger, optional
         TensorBoard or MLflow, which log every epoch in addition to metrics.jsonl.
     best : Best, optional
-        Keep the best epoch as checkpoint_best.h5, and stop early when it does not improve.
+        Keep the best epoch as checkpoint_best.h5, and stop early if there is no improvement.
     nonfinite : {'stop', 'skip'}
         Action when a loss or gradient is not finite: raise an error that names the layer and the step, or skip the
         update.
     accumulate, sync, recompute, strips, memory, strategy : optional
-        Execution of a step, as in Model; override those of the model.
+        Settings for the execution of a step, as in Model; override those of the model.
 
     Raises
     ------
@@ -164,12 +164,12 @@ class FitExperiment(Registered):
         self.dist_mode = dist_mode
         self.grid = apply_dist_mode(dist_mode, parse_grid_factors(grid))
         if dist_mode is not None and not self.dist_flag:
-            raise ConfigError(f"dist_mode: {dist_mode} needs dist_flag: true; leave out one of them")
+            raise ConfigError(f"dist_mode: {dist_mode} requires dist_flag: true; leave out one of the two fields")
         if dist_mode == "vecpar":
             if model.vector_parallel is None:
                 name = type(model).__name__
                 raise ConfigError(
-                    f"dist_mode: vecpar partitions fully connected layers, and {name} has none; use halopar"
+                    f"dist_mode: vecpar partitions fully connected layers, but {name} has none; use halopar"
                 )
             model.vector_parallel = True
         self.metrics, self.augment = add_misclassification(metrics), list(augment or ())
@@ -235,7 +235,7 @@ class FitExperiment(Registered):
         Parameters
         ----------
         grid : ProcessGrid, optional
-            Default `open_grid()`.
+            Default: `open_grid()`.
         output : path, optional
             Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png,
             tiles.png, worst.npz, complete.json and, for a PyTorch module, weights.safetensors. The folder is locked
@@ -249,23 +249,23 @@ class FitExperiment(Registered):
         yaml_text : str, optional
             Text of experiment.yaml.
         hooks : iterable of Hook, optional
-            Called in addition to the hooks that write the files; default: a ProgressBar.
+            Hooks called in addition to those that write the files. Default: a ProgressBar.
         overwrite : bool
             Replace the files of an earlier run in `output`; if False, an earlier run is an error.
         snapshot : int or 'auto', optional
             In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every `snapshot`
-            steps or, with 'auto', as often as costs at most 2 % of the time. A resumed run continues from the newest.
+            steps, or, with 'auto', as often as possible in 2 % of the time. A resumed run uses the newest snapshot.
         worker : WorkerAssignment, optional
             For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
 
         Raises
         ------
         UserError
-            As `validate`; OutputError if nothing can be written to `output`; ConfigError if an earlier run would be
+            As in `validate`; OutputError if nothing can be written to `output`; ConfigError if an earlier run would be
             lost; DataError if there is nothing to resume.
         """
         if resume and output is None:
-            raise ConfigError("resume: needs the folder of the run to resume; give output")
+            raise ConfigError("resume: requires the folder of the run to resume; set output")
         if resume not in (False, True, "auto"):
             raise ConfigError(f"resume: {resume!r} is invalid; expected True, False or 'auto'")
         if resume and overwrite:
@@ -349,7 +349,7 @@ def _run_locked(
         if experiment.best is not None:
             best_keeper = BestCheckpointAndEarlyStopping(experiment.best, experiment.metrics, folder, yaml_text)
             best_keeper.end_if_already_stopped_early(run)
-            writers.insert(0, best_keeper)  # before the checkpoint used to resume
+            writers.insert(0, best_keeper)  # before the checkpoint from which a run resumes
         for logger in experiment.loggers:
             logger.set_run_folder(folder, yaml_text)
         writers.extend(experiment.loggers)
@@ -371,7 +371,7 @@ def _write_initial_files(
 ) -> None:
     """Remove leftovers from the folder and write the files that are known before training.
 
-    Files of an earlier run are removed only after these are on disk, so that the earlier run survives a full disk.
+    Files of an earlier run are removed only after new ones are on disk, so that the earlier run survives a full disk.
     """
     from ..io.environment import describe_environment, to_json  # slow import
 
@@ -396,7 +396,7 @@ def _file_writing_hooks(
     folder: Path, checkpoint: Checkpoint, snapshot_store: SnapshotStore | None,
     snapshot_interval: int | Literal["auto"] | None, with_pictures: bool,
 ) -> list[Hook]:  # fmt: skip
-    """Return the hooks that write files; the log precedes the checkpoint, from which a run resumes."""
+    """Return the hooks that write files; the log is written before the checkpoint from which a run resumes."""
     plots = [Curves(folder / "curves.png"), TilesPicture(folder / "tiles.png"), WorstSamples(folder / "worst.npz")]
     return [
         MetricsLog(folder / "metrics.jsonl"),
@@ -409,7 +409,7 @@ def _file_writing_hooks(
 
 
 def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
-    """Return the misclassification and the given metrics; ConfigError for duplicate names."""
+    """Return the misclassification and the given metrics; raise ConfigError for duplicate names."""
     by_name: dict[str, Metric] = {}
     for metric in metrics or ():
         if metric.name in by_name:

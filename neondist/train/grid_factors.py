@@ -12,7 +12,7 @@ GRID_KEYS = ("replicas", "rows", "cols", "planes")
 
 
 def parse_grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
-    """Return the factors of the grid that are given; ConfigError if a name or a number is wrong."""
+    """Return the given factors of the grid; raise ConfigError if a name is unknown."""
     for key in grid or {}:
         if key not in GRID_KEYS:
             raise ConfigError(f"grid: unknown key '{key}'{suggest(str(key), GRID_KEYS)}")
@@ -20,7 +20,7 @@ def parse_grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
 
 
 def apply_dist_mode(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
-    """Return the factors of the grid under a `dist_mode`; ConfigError if the given factors contradict it."""
+    """Return the factors of the grid under a `dist_mode`; raise ConfigError if the given factors contradict it."""
     modes: dict[str, dict[str, int | None]] = {
         "halopar": {"replicas": 1},
         "vecpar": {"replicas": 1},

@@ -17,9 +17,9 @@ from ..io.regular_file import read_bytes
 from ..terminal.console import escape_invisible
 
 _MAX_PLOTTED_VALUE = sys.float_info.max / 4  # so that differences are finite
-_MAX_TEXT_FILE_BYTES = 1 << 22  # bytes
-_MIN_LOGARITHMIC_AXIS_RATIO = 20  # largest over smallest value above which an axis is logarithmic
-_MIN_ZERO_BASED_AXIS_RATIO = 2  # the same ratio, from which a linear axis begins at 0
+_MAX_TEXT_FILE_BYTES = 1 << 22
+_MIN_LOGARITHMIC_AXIS_RATIO = 20  # ratio of the largest to the smallest value above which an axis is logarithmic
+_MIN_ZERO_BASED_AXIS_RATIO = 2  # ratio at or above which a linear axis begins at 0
 SPLIT_COLOURS = {"train": "#1f77b4", "validation": "#2ca02c", "test": "#ff7f0e"}
 _STYLE_SHEET = """body{font:15px/1.4 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 h1,h2,h3{line-height:1.2;overflow-wrap:anywhere}h2{margin-top:1.6em}
@@ -54,7 +54,7 @@ def is_plottable(value: Any) -> bool:
 
 
 def axis_range_and_is_logarithmic(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Return the ends of an axis, and whether it is logarithmic: for positive values of very different magnitude.
+    """Return the ends of an axis, and whether it is logarithmic, as for positive values of very different magnitude.
 
     Other axes begin at 0 unless values are negative or vary little.
     """
@@ -72,7 +72,7 @@ def value_html(value: Any) -> str:
 
 
 def escape_html(text: str, max_length: int = 200) -> str:
-    """Return untrusted text for HTML: escaped, with invisible characters as numbers, truncated to `max_length`."""
+    """Return untrusted text as HTML: truncated to `max_length`, with special and invisible characters escaped."""
     shown = escape_invisible(text[:max_length], keep="\n\t")
     return escape(shown + " [...]" * (len(text) > max_length))
 
@@ -85,7 +85,7 @@ def table_html(
     Parameters
     ----------
     column_groups : iterable of (str, int)
-        Names of groups of neighbouring columns and their numbers of columns, for a row above `head`.
+        Names of groups of neighbouring columns, and the number of columns of each, for a row above `head`.
     """
     groups = "".join(f"<th class='group' colspan='{count}'>{escape_html(name)}</th>" for name, count in column_groups)
     names = "".join(f"<th>{_add_line_break_hints(name)}</th>" for name in head)
@@ -117,7 +117,7 @@ def image_html(title: str, png: bytes, **attributes: object) -> str:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """Return a PNG file of uint8 (h, w), (h, w, 1) or (h, w, 3)."""
+    """Return uint8 pixels (h, w), (h, w, 1) or (h, w, 3) as a PNG file."""
     height, width, colours = (*pixels.shape, 1)[:3]
     rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with its filter type, 0
 

@@ -42,7 +42,7 @@ _MAX_CLASSES_WITHOUT_PLOT = 20
 """Number of classes above which a table gets a plot."""
 _COLOURED_CLASS_COUNT, _OTHER_CLASS_COLOUR = 255, (128, 128, 128)
 """Number of classes with their own colour, and the colour of others, such as ignored cells."""
-_MAX_PICTURE_BYTES = 1 << 27  # bytes of a picture, or of arrays
+_MAX_PICTURE_BYTES = 1 << 27  # limit for a picture, and for the arrays of worst.npz
 _TIME_AND_BYTES_TITLES = {"seconds": "training time (s)", "samples_per_second": "samples/s",
                 "bytes_sent": "halo bytes sent, all ranks", "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
 
@@ -107,11 +107,11 @@ def evaluation_page_html(
     Parameters
     ----------
     settings : mapping
-        The checkpoint and its inputs, by name.
+        Checkpoint and inputs of the evaluation, by name.
     samples : mapping, optional
         Pictures, as `find_worst_samples` returns them.
     class_names : sequence of str
-        From class 0; classes without a name are numbered.
+        Names of classes 0, 1, ...; classes without a name are numbered.
     """
     rows_by_name = {**settings, **{name: value for name, value in results.items() if not isinstance(value, list)}}
     rows = [[escape_html(name), value_html(value)] for name, value in rows_by_name.items()]
@@ -135,12 +135,12 @@ def _format_score(metric: str, value: float) -> str:
 
 
 def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> list[Record]:
-    """Return the records of a log such as metrics.jsonl; DataError if there are none, or one is invalid.
+    """Return the records of a log such as metrics.jsonl; raise DataError if there are none, or one is invalid.
 
     Parameters
     ----------
     tolerate_incomplete_end : bool
-        Whether the log is to be appended to: it may be missing or empty, and an incomplete last line is ignored.
+        Whether the log will be continued: it may then be missing or empty, and an incomplete last line is ignored.
     """
     if tolerate_incomplete_end and not path.exists():
         return []
@@ -168,13 +168,13 @@ def _is_epoch(value: object) -> bool:
 
 
 def _is_shallow(value: Any, max_depth: int) -> bool:
-    """Return whether lists are nested at most as deeply as in a record."""
+    """Return whether lists and mappings are nested at most `max_depth` deep."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max_depth > 0 and all(_is_shallow(item, max_depth - 1) for item in inside)
 
 
 def _name_without_split(name: str) -> str:
-    """Return 'loss' for 'train_loss': the name of a plot with all splits."""
+    """Return a metric's name for a plot of all splits, such as 'loss' for 'train_loss'."""
     split, _, rest = name.partition("_")
     return rest if split in SPLIT_COLOURS and rest else name
 
@@ -223,7 +223,7 @@ def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], wh
 
 
 def _supervision_events_html(folder: Path) -> list[str]:
-    """Return a table of the events of a supervised run; nothing if these are only its start and end."""
+    """Return a table of the events of a supervised run; nothing if the only events are its start and end."""
     events = [event for event in read_events(folder) if event["event"] != "run"][-_MAX_TABLE_ROWS:]
     if all(event["event"] in ("start", "end") for event in events):
         return []
@@ -267,7 +267,7 @@ def _worst_samples_html(samples: Mapping[str, np.ndarray], class_names: Sequence
 
 
 def _class_legend_html(class_names: Sequence[str], *maps: np.ndarray) -> list[str]:
-    """Return a legend of the classes in `maps`; nothing if these are not classes."""
+    """Return a legend of the classes in `maps`; nothing if the maps do not contain classes."""
     if any(class_map.dtype.kind not in "iu" for class_map in maps):
         return []
     classes = sorted({int(number) for class_map in maps for number in np.unique(class_map)})[:_MAX_TABLE_COLUMNS]
@@ -281,12 +281,12 @@ def _class_legend_html(class_names: Sequence[str], *maps: np.ndarray) -> list[st
 
 
 def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a worst.npz; DataError if they are not what a run writes."""
+    """Return the arrays of a worst.npz; raise DataError if they are not those that a run writes."""
     with convert_read_errors(path), open_regular(path, path.parent) as file:
         with zipfile.ZipFile(file) as archive:
             size = sum(member.file_size for member in archive.infolist())
         if size > _MAX_PICTURE_BYTES:
-            raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove it")
+            raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove the file")
         file.seek(0)
         with np.load(file) as arrays:
             arrays_ = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said", "volume")}
@@ -305,7 +305,7 @@ def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
         or (label.ndim == 3 and (label.shape != said.shape or not label.size))
         or sample.size > _MAX_TABLE_COLUMNS
     ):
-        raise DataError(f"{path}: its arrays are not the worst samples of a run; remove it")
+        raise DataError(f"{path}: its arrays are not the worst samples of a run; remove the file")
     return arrays_
 
 

@@ -50,8 +50,8 @@ def fit(
         Samples per update, over all replicas; an epoch's last batch may be smaller.
     hooks : iterable of Hook
     metrics : sequence of Metric, optional
-        Evaluated on the validation and test splits after every epoch. Default: only the misclassification,
-        recorded as 'validation_error' and 'test_error'; None if the targets are not classes.
+        Metrics to evaluate on the validation and test splits after every epoch. Default: only the misclassification,
+        recorded as 'validation_error' and 'test_error', which are None if the targets are not classes.
     seed : int, optional
         Seed of the order of samples. Default: that of the model.
     epoch, history
@@ -77,7 +77,7 @@ def train_loop(
     metrics = [Misclassification()] if metrics is None else metrics
     model = run.model
     try:
-        if isinstance(model.whole_model, TrainableModel):  # user-defined trainables may lack it
+        if isinstance(model.whole_model, TrainableModel):  # user-defined trainables may have no cost to restrict
             with all_or_none(model.grid.world):
                 model.whole_model.restrict_cost_to_local_cells(run.dataset.train.fields)
         _call_hooks(hooks, lambda hook: hook.before_run(run))
@@ -99,9 +99,9 @@ def train_loop(
 
 
 def _start_at_epoch_of_first_task(run: TrainState) -> None:
-    """Start a worker that joins late at the epoch of its first task. Collective.
+    """If this worker joined late, start it at the epoch of its first task. Collective.
 
-    The first worker writes the records of all epochs.
+    The first worker starts at the first epoch, since it writes the records of all epochs.
     """
     master = run.master_client
     if master is None or master.is_first_worker or run.stop is not None or run.epoch >= run.epochs:
@@ -131,12 +131,12 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 set_scheduled_rate_and_momentum(run, losses)
                 if master is not None:
                     master.begin_minibatch(first, upto, len(batch))
-                # no name refers to the images, whose memory is free while the next batch is read
+                # no variable refers to the images, so their memory is free while the next batch is read
                 run.loss = float(model.train_batch(*next(read), batch_size=len(batch)))
                 credited = master is None or master.finish_minibatch()
                 if credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
-                    totals.skipped += seen - run.samples_seen - len(batch)  # nonzero only if other workers trained some
+                    totals.skipped += seen - run.samples_seen - len(batch)  # nonzero only for samples of other workers
                     run.samples_seen = seen
                     if math.isfinite(run.loss):
                         totals.loss += run.loss * len(batch)
@@ -185,7 +185,7 @@ def set_scheduled_rate_and_momentum(run: TrainState, epoch_losses: Sequence[floa
 
 def _read_batches(model: Trainable, split: Split, batches: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
     """Yield images and targets; a streaming model reads its images strip by strip."""
-    options = {"lazy": True} if getattr(model, "is_streamed", False) else {}  # user-defined trainables may lack it
+    options = {"lazy": True} if getattr(model, "is_streamed", False) else {}  # missing in user-defined trainables
     return split.batches(batches, model.dtype, **options)
 
 
@@ -246,7 +246,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     Returns
     -------
     dict
-        Equal on every rank; NaN if no cell counts.
+        Values by name, equal on every rank; NaN if all cells are ignored.
     """
     costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted_mean_parts(model.cost)))
     meters = [metric.create_meter(_output_layout(model, split)) for metric in metrics]
@@ -267,7 +267,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
 
 
 def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterator[tuple[np.ndarray, Any, Any, Any]]:
-    """Yield sample numbers, this rank's outputs and targets, and its part of the cost, for all batches."""
+    """Yield sample numbers, this rank's outputs and targets, and this rank's part of the cost, for all batches."""
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]

@@ -67,7 +67,7 @@ def pretrain_stages(
 ) -> Stop | None:
     """Pretrain for an experiment, writing to `folder`, from a checkpoint of `resumed_pretraining_stage` unless it is 0.
 
-    Only hooks that run during pretraining are called. Return the reason of an early end, if any. Collective.
+    Only hooks that run during pretraining are called. Return the reason for an early end, if any. Collective.
     """
     hooks = [hook for hook in hooks if hook.runs_during_pretraining]
     history: list[Record] = []
@@ -120,7 +120,7 @@ class StageNameRecorder(Hook):
 
 
 class ReconstructionErrorMetric:
-    """‖x − Wᵀ(Wx)‖² over ‖x − mean of x‖², both summed over samples and cells; the mean is each cell's own.
+    """‖x − Wᵀ(Wx)‖² over ‖x − mean of x‖², both summed over samples and cells; the mean is taken per cell.
 
     A metric for `evaluate` with Reconstruction outputs.
 
@@ -134,7 +134,7 @@ class ReconstructionErrorMetric:
     """
 
     name, needs_numpy = "reconstruction_error", False
-    create_meter, result = Metric.create_meter, Metric.result  # not inherited: a subclass would be a YAML tag
+    create_meter, result = Metric.create_meter, Metric.result  # not inherited: a subclass would get a YAML tag
 
     def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
         grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])

@@ -63,10 +63,10 @@ class EpochTotals:
 
     Attributes
     ----------
-    loss : sum of the losses of all samples but `skipped`
+    loss : sum of the losses of all samples except the skipped ones
     seconds : time spent on the epoch
     sent_before_resume, summed_before_resume : bytes that all ranks sent, and reduced, before a resume
-    sent, summed : bytes that this rank has sent, and reduced, since
+    sent, summed : bytes that this rank has sent, and reduced, since then
     skipped : samples not included in `loss`: those of other workers, and of steps with a non-finite loss
     """
 
@@ -86,7 +86,7 @@ class EpochTotals:
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason and exit code of a run that ends before its last epoch; with code 0 it is complete."""
+    """Reason and exit code of a run that ends before its last epoch; with exit code 0, the run counts as complete."""
 
     reason: str
     exit_code: int = 75
@@ -138,7 +138,7 @@ class TrainState:
 
     @property
     def grid(self) -> ProcessGrid:
-        """The ranks of the run."""
+        """The grid of the ranks of the run."""
         return self.model.grid
 
     @property
@@ -166,7 +166,7 @@ class TrainState:
         return bool(self.model.sync.flags.own_flags[requests].any())
 
     def receive_stop_requests(self) -> None:
-        """Stop if a rank requested it in the completed step."""
+        """Stop if a rank requested a stop in the completed step."""
         if self.stop is None and self.model.sync.flags.count_ranks(ControlFlag.STOP):
             self.stop = Stop("requested by a rank", exit_code=0)
 
@@ -187,7 +187,7 @@ class TrainState:
         return texts | field_metadata_texts(getattr(train, "fields", None))
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
-        """Check that the texts of a checkpoint match the data set; ValueError otherwise."""
-        fields = getattr(self.dataset.train, "fields", None)  # user-defined splits may lack it
+        """Check that the texts of a checkpoint match the data set; raise ValueError otherwise."""
+        fields = getattr(self.dataset.train, "fields", None)  # missing in user-defined splits
         if fields is not None:
             restore_field_normalisation(texts, fields)

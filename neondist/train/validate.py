@@ -135,7 +135,7 @@ def set_model_as_error_subject(experiment: Experiment) -> Iterator[None]:
 
 @contextmanager
 def set_error_subject(subject: object) -> Iterator[None]:
-    """Set the subject of a UserError of the block to `subject`, unless it has one."""
+    """Set the subject of a UserError raised in the block to `subject`, unless the error already has one."""
     try:
         yield
     except UserError as error:
@@ -145,7 +145,7 @@ def set_error_subject(subject: object) -> Iterator[None]:
 
 
 def experiment_grid_shape(experiment: Experiment, ranks: int) -> GridShape:
-    """Return the grid of an experiment on `ranks` ranks; GridError or ConfigError if there is none."""
+    """Return the grid of an experiment on `ranks` ranks; raise GridError or ConfigError if there is none."""
     if not experiment.dist_flag:
         if ranks > 1:
             raise GridError(

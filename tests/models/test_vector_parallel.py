@@ -224,7 +224,7 @@ def test_modes_select_grids_and_layouts(tmp_path, lines, ranks, grid):
     ("dist_mode: halopar\ngrid: {replicas: 2}", 8, "grid has replicas: 2"),
     ("dist_mode: datapar\ngrid: {rows: 2}", 8, "grid has rows: 2"),
     ("dist_mode: halodatapar", 8, "with a number of replicas"),
-    ("dist_flag: false\ndist_mode: datapar", 9, "needs dist_flag: true"),
+    ("dist_flag: false\ndist_mode: datapar", 9, "requires dist_flag: true"),
 ])  # fmt: skip
 def test_invalid_modes_name_the_line(tmp_path, lines, line, message):
     with pytest.raises(nd.ConfigError) as error:

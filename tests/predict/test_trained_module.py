@@ -394,7 +394,7 @@ def test_loss_and_error_match_pytorch(folder, tmp_path, capsys, block):
     ("labels", "message"),
     [
         (np.full((104, 131), 8, "u1"), r"y.tif: label 8 is outside the 2 classes"),
-        (np.full((104, 131), 0.5, "f4"), r"y.tif: holds one float32 value per cell; give classes"),
+        (np.full((104, 131), 0.5, "f4"), r"y.tif: contains one float32 value per cell; give classes"),
         (np.zeros((50, 50), "u1"), r"y.tif: has labels of shape [1, 50, 50], but the outputs have shape [1, 104, 131]"),
     ],
 )

@@ -1,9 +1,9 @@
 """Inference with a trained network on images of any size.
 
-predict: outputs for a file's images, written part by part and resumable. images: input images of a file. network: with
-a checkpoint's weights; trained_module: a PyTorch module with weights of a file. methods: block by block, or whole
-images; windows: tile classifiers. results: conversion of outputs. progress: progress line. file_evaluation: cost and
-metrics over files. forecast: fields at later times.
+predict: outputs for a file's images, written part by part and resumable. images: input images of a file.
+checkpoint_prediction: a network with a checkpoint's weights; trained_module: a PyTorch module with weights of a file.
+prediction_methods: block by block, or whole images; window_prediction: tile classifiers. output_kinds: conversion of
+outputs. record_prediction: outputs for records. file_evaluation: cost and metrics over files. forecast: later fields.
 """
 
 from .file_evaluation import evaluate_files, evaluate_module

@@ -54,7 +54,7 @@ def evaluate_files(
     ----------
     experiment, checkpoint, source, grid, block, axes : as in `predict`
     labels : path
-        Input for `nd.open_source`: integer classes with the outputs' extent, or targets with their shape.
+        Input for `nd.open_source`: integer classes with the outputs' extent, or targets with the outputs' shape.
     samples : dict, optional
         Filled with small pictures, as by `find_worst_samples`; in block-wise evaluation, of the first image only.
 
@@ -67,7 +67,7 @@ def evaluate_files(
     Raises
     ------
     UserError
-        As `predict`; ConfigError if evaluation is block-wise and the cost needs whole images.
+        As in `predict`; ConfigError if evaluation is block-wise and the cost needs whole images.
     """
     grid = experiment.open_grid() if grid is None else grid
     settings = {"the checkpoint": checkpoint, "the source": source, "labels": labels, "block": block, "axes": axes}
@@ -92,7 +92,7 @@ def evaluate_module(
     Parameters
     ----------
     trained : TrainedModule
-        If it classifies windows, labels refer to the cells of its score map.
+        The module; if it classifies windows, labels refer to the cells of its score map.
     source, labels, grid, block, samples : as in `evaluate_files`
 
     Returns
@@ -103,7 +103,7 @@ def evaluate_module(
     Raises
     ------
     UserError
-        As `evaluate_files`.
+        As in `evaluate_files`.
     """
     grid = ProcessGrid() if grid is None else grid
     settings = {"the source": source, "labels": labels, "block": block, "samples": samples is not None}
@@ -157,7 +157,7 @@ def _open_labels(labels: str | Path, method: PredictionMethod, images: Images) -
         image.close()
         if image.shape[:-1] == expected:
             problem = DataError(
-                f"{labels}: holds one {dtype} value per cell; give classes as integers, or"
+                f"{labels}: contains one {dtype} value per cell; give classes as integers, or"
                 f" {counted(channels, 'channel')}"
             )
             continue
@@ -180,7 +180,7 @@ def _name_label_file_in_errors(labels: str | Path) -> Iterator[None]:
 
 
 class _BlockMetricAccumulator:
-    """Accumulator of cost and metrics over blocks; some need sums per sample over all its blocks."""
+    """Accumulator of cost and metrics over blocks; for some of them, of sums over all blocks of each sample."""
 
     def __init__(
         self, model: TrainableModel, metrics: Sequence[Metric], method: BlockwisePrediction, targets: _TargetTiles,
@@ -205,9 +205,9 @@ class _BlockMetricAccumulator:
         self.meters = {
             metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.sums_per_sample
         }
-        self.thumbnail = _Thumbnail(method, targets.images, grid) if pictures else None  # reads images again
+        self.thumbnail = _Thumbnail(method, targets.images, grid) if pictures else None  # reads the images again
         self.local_sums = np.zeros(len(self.cost_parts) + len(weighted_mean_parts(self.cost)))
-        # no samples: initialises all sums on every rank
+        # an empty block initialises all sums on every rank
         self._add_block(
             range(0), np.zeros((0, *shape), method.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:])))
         )

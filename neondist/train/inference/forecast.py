@@ -55,13 +55,13 @@ def forecast(
     experiment : FitExperiment
         The experiment that wrote the checkpoint, with ClimateFiles as data set; its files are not needed.
     checkpoint : path
-        Written by any number of ranks.
+        Checkpoint, written on any number of ranks.
     source : path
         A pattern of files with the variables of the images.
     target : path
         A NetCDF file.
     grid : ProcessGrid, optional
-        Default `experiment.open_grid()`.
+        Default: `experiment.open_grid()`.
     steps : int, optional
         Length of a rollout from the last times of the files: each forecast is an input of the next. Default: one
         forecast from each time of the files with enough preceding times.
@@ -71,7 +71,7 @@ def forecast(
     Raises
     ------
     UserError
-        On every rank: DataError for files that cannot be read, or are not those of the network; ConfigError if
+        On every rank: DataError for files that cannot be read, or do not match the network; ConfigError if
         forecasts cannot be inputs.
     """
     grid = experiment.open_grid() if grid is None else grid
@@ -81,7 +81,7 @@ def forecast(
     with all_or_none(world):
         if not isinstance(dataset, ClimateFiles):
             raise ConfigError(
-                f"steps: applies to forecasts with ClimateFiles, not with {type(dataset).__name__}; leave it out"
+                f"steps: applies to forecasts with ClimateFiles, not with {type(dataset).__name__}; leave steps out"
             )
         if Path(target).suffix.lower() not in _NETCDF_SUFFIXES:
             raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name ending in .nc")
@@ -173,13 +173,13 @@ class FieldImages:
 
 
 def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFieldMetadata, series: FieldSeries) -> None:
-    """Raise ConfigError unless forecasts contain all inputs of the next one."""
+    """Raise ConfigError unless forecasts contain all inputs of the next forecast."""
     for at in dataset.input_channels(series):
         name = series.channels[at].name
         if name not in fields.output_names:
             raise ConfigError(
                 f"steps: '{name}' is an input but not an output of the network, so forecasts cannot be rolled out;"
-                " train it with all variables as targets"
+                " train the network with all inputs as targets"
             )
     if dataset.lead < 1 or (dataset.lead > 1 and dataset.steps > 1):
         raise ConfigError(
@@ -234,7 +234,7 @@ def _roll_out(
         y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
         values = fields.to_physical_units(y)
         yield slice(number, number + 1), values if grid.replica == 0 else None
-        if not aligned:  # tiles that are read overlap
+        if not aligned:  # the tiles that ranks read overlap
             whole = GlobalArray(grid, (grid.replicas, *method.output_shape), dtype=str(y.dtype)).gather(y)
             values = fields.to_physical_units(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
         following = values[..., order] * factor - offset
@@ -249,7 +249,7 @@ class ForecastCoordinates(TileSource):
     source : TileSource
         A variable of the input.
     encoded_times : sequence of float
-        In the units of its coordinate of times.
+        Times of the forecasts, in the units of the variable's time coordinate.
     """
 
     def __init__(self, source: TileSource, encoded_times: np.ndarray) -> None:
@@ -278,7 +278,7 @@ class ForecastCoordinates(TileSource):
         return kept, []
 
     def _read(self, cells: Cells) -> np.ndarray:
-        raise DataError(f"{self.path}: these coordinates hold no forecast values; read the output file")
+        raise DataError(f"{self.path}: these coordinates contain no forecast values; read the output file")
 
 
 _CF_CONVENTIONS_ATTRIBUTE = {"Conventions": np.bytes_(b"CF-1.8")}

@@ -30,7 +30,7 @@ class Images:
     factor, subtrahend : sequence of float
         Normalisation of raw values as in training.
     fill : float, optional
-        Raw value to replace NaN. Default: NaN is an error.
+        Raw value that replaces NaN. Default: NaN is an error.
 
     Attributes
     ----------
@@ -106,16 +106,17 @@ def open_images(
     Parameters
     ----------
     path : path
-    sample_shape, factor, subtrahend, fill : as of Images
+    sample_shape, factor, subtrahend, fill : as in Images
     opener : callable
-        Opens the file.
+        Function that opens the file.
     axes : str, optional
-        As of `open_source`.
+        As in `open_source`.
 
     Raises
     ------
     DataError
-        It is missing, damaged, of an unknown kind, has wrong axes or channels, or its last axis may be channels.
+        The file is missing, damaged or of an unknown kind, has wrong axes or channels, or its last axis may be
+        channels.
     """
     try:
         source = opener(path, axes=axes) if axes else opener(path)

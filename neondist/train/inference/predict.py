@@ -52,7 +52,7 @@ def predict(
 
     Raw values are normalised as recorded in the checkpoint; the data set is not needed.
     If whole images fit in memory, each rank computes its tile of them. Otherwise each rank computes blocks of the
-    output by itself, each from its whole receptive field. Results agree up to rounding. Layers that need the
+    output independently, each block from its whole receptive field. Results agree up to rounding. Layers that need the
     whole image, such as fully connected ones, cannot be computed block by block.
 
     An interrupted call resumes when it is repeated.
@@ -62,13 +62,13 @@ def predict(
     experiment : FitExperiment
         The experiment that wrote the checkpoint; its model's `memory` limits all ranks of a machine.
     checkpoint : path
-        Written on any number of ranks.
+        Checkpoint, written on any number of ranks.
     source : path
         Input for `nd.open_source`; additional axes are samples.
     target : path
         Output for `nd.create_sink`. Several kinds of output go to separate files, such as 'out-classes.npy'.
     grid : ProcessGrid, optional
-        Default `experiment.open_grid()`.
+        Default: `experiment.open_grid()`.
     classes, probabilities, raw : bool
         Write the argmax of each cell, the softmax, or the raw outputs (default).
     block : int, optional
@@ -119,12 +119,12 @@ def predict_module(
     ----------
     trained : TrainedModule
     source, target, grid, classes, probabilities, raw, block, overwrite : as in `predict`
-        If it classifies windows, `block` counts windows along each axis.
+        If the module classifies windows, `block` counts windows along each axis.
 
     Raises
     ------
     UserError
-        As `predict`.
+        As in `predict`.
     """
     grid = ProcessGrid() if grid is None else grid
     kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
@@ -158,7 +158,7 @@ def _write_outputs(
             if journal is not None:
                 done = journal.completed_parts(job, overwrite)
         done = grid.world.bcast(done)
-        with all_or_none(grid.world):  # first: the journal of another job must not describe new outputs
+        with all_or_none(grid.world):  # before new outputs, which another job's journal must not describe
             if journal is not None and not done:
                 journal.start_job(job)
         with _open_sinks(
@@ -278,13 +278,13 @@ def _open_sinks(
 ) -> Iterator[dict[str, TileSink]]:
     """Yield the incomplete output files by kind, resuming those of an earlier process.
 
-    If all ranks fail before any part is done, all of them are removed.
+    If all ranks fail before any part is done, all these files are removed.
     """
     *extent, channels = method.output_shape
     source, like, sinks = images.source, method.source_aligned_with_output(), {}
     axes = source.axes[: len(images.sample_extents)] + source.axes[len(images.sample_extents) : -1][: len(extent)] + "C"
     factories: list[Callable[..., TileSink]] = []
-    complete: list[str] = []  # if interrupted after a rename, before the next or the journal's end
+    complete: list[str] = []  # renamed by a job that was interrupted before it deleted the journal
     if len(done) == method.num_parts:
         with all_or_none(grid.world):
             if grid.rank == 0:

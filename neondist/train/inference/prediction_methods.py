@@ -75,9 +75,9 @@ class BlockwisePrediction:
     images : Images
     block_plan : BlockPlan or similar
     run_block : callable
-        Maps a block's number and its input cells to its output.
+        Function from a block's number and input cells to its output.
     cache_bytes : int
-        Bytes of decoded chunks.
+        Size of the cache of decoded chunks.
     output_shape : (*spatial, C)
         Shape of one image's output.
     dtype : numpy.dtype
@@ -101,7 +101,7 @@ class BlockwisePrediction:
         self.identity_for_resume = ["blocks", list(block_plan.size)]
 
     def source_aligned_with_output(self) -> TileSource | None:
-        """Return the images, if the outputs are as large."""
+        """Return the source of the images if the outputs have the same extent, else None."""
         return _source_if_aligned(self.images, self.output_shape)
 
     @staticmethod
@@ -157,7 +157,7 @@ class WholeImagePrediction:
         self.identity_for_resume = ["whole", batch_size]
 
     def source_aligned_with_output(self) -> TileSource | None:
-        """Return the images, if the outputs are as large."""
+        """Return the source of the images if the outputs have the same extent, else None."""
         return _source_if_aligned(self.images, self.output_shape)
 
     def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
@@ -236,9 +236,9 @@ def choose_method(
         if _peak_bytes_per_rank(plan) > limit and obstacle is not None:
             if memory is None:
                 raise ConfigError(
-                    f"memory: layer '{obstacle[0]}' {obstacle[1]}, so that it cannot be computed block by block; for a"
+                    f"memory: layer '{obstacle[0]}' {obstacle[1]}, so it cannot be computed block by block; for a"
                     f" whole image, a rank needs {format_bytes(_peak_bytes_per_rank(plan))}, but has"
-                    f" {format_bytes(limit)}; use more ranks, or give --memory, which computes it strip by strip"
+                    f" {format_bytes(limit)}; use more ranks, or give --memory for strip-by-strip execution"
                 )
             plan = model.plan(shape, grid.shape, batch)
         if obstacle is not None or _peak_bytes_per_rank(plan) <= limit:
@@ -269,7 +269,7 @@ def _choose_torch_module_method(
         return WholeImagePrediction(model, images, batch, grid, plan)
     needed = f"for a whole image, a rank needs {format_bytes(plan.needed_bytes)}"
     if block is None:
-        remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or give more --memory"
+        remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or increase --memory"
     else:
         remedy = f"leave out block: {needed}"
     traced, cache = model.trace_for_blocks(shape, remedy), chunk_cache_bytes(images, limit)

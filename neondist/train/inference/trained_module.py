@@ -31,20 +31,20 @@ class TrainedModule:
     Parameters
     ----------
     factory : callable
-        Returns the torch.nn.Module, which takes images (n, C, *spatial).
+        Function that returns the torch.nn.Module, which takes images (n, C, *spatial).
     weights : path
         A state_dict, as safetensors or from torch.save; see `neondist.torch.load_weights`.
     name : str
         Name of the factory in messages and journals.
     windows, stride : int, optional
-        For a tile classifier: cells along each axis of a window, and distance between windows (default: its size). The
+        For a tile classifier: cells along each axis of a window, and distance between windows (default: the same). The
         output is then a map of scores, with one cell for each window that lies completely in the image.
     scale, mean, std : float, or one for each channel
         The module's input is (x / scale - mean) / std for values x of a file.
     axes : str, optional
         A letter for each stored axis of the images, such as 'NYX', if their file specifies none.
     memory : int, optional
-        Memory limit in bytes for all processes on a machine.
+        Memory limit in bytes for the total of all processes on a machine.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class TrainedModule:
         from ...torch.training.module_inputs import expected_image
 
         if stride is not None and windows is None:
-            raise ConfigError("--stride requires --windows CELLS; give it, or leave out --stride")
+            raise ConfigError("--stride requires --windows CELLS; give --windows, or leave out --stride")
         if scale == 0 or 0 in std:
             raise ConfigError(f"--{'scale' if scale == 0 else 'std'}: must not be 0, since values are divided by it")
         self.name, self.weights, self.window_extent, self.stride = name, Path(weights), windows, stride or windows
@@ -109,7 +109,7 @@ class TrainedModule:
         ------
         UserError
             DataError for a file that cannot be read, has other axes, or is smaller than a window; ConfigError if the
-            number of means differs from that of channels.
+            number of means or standard deviations is neither 1 nor that of channels.
         """
         channels = self.channels
         try:
@@ -176,7 +176,7 @@ class TrainedModule:
                 raise
             raise DataError(
                 f"{images.source.path}: has {counted(channels, 'channel')}, but the first convolution of {self.name}"
-                f" takes {counted(self.channels, 'channel')}; give such images, or another --factory"
+                f" takes {counted(self.channels, 'channel')}; give images with as many channels, or another --factory"
             ) from error
 
     def _hash_weights_and_network(self) -> dict[str, str]:

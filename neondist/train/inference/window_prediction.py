@@ -24,7 +24,7 @@ class WindowCentres(TileSource):
     source : TileSource
         The image.
     window, stride : int
-        Extent and distance along each spatial axis.
+        Extent of a window, and distance between windows, along each spatial axis.
     """
 
     def __init__(self, source: TileSource, window: int, stride: int) -> None:
@@ -65,7 +65,7 @@ class WindowPrediction(BlockwisePrediction):
         super().__init__(images, plan, plan.run, chunk_cache_bytes(images, memory_limit), plan.output_shape, plan.dtype)
 
     def source_aligned_with_output(self) -> TileSource:
-        """Return the image at the positions of the map."""
+        """Return the image at the positions of the score map."""
         return WindowCentres(self.images.source, self.plan.window, self.plan.stride)
 
 
