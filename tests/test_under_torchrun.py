@@ -138,7 +138,9 @@ def test_world_without_torchrun_or_process_group(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(LaunchError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing .*: start with `torchrun"):
+    with pytest.raises(
+        LaunchError, match=r"lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the script with `torchrun"
+    ):
         world()
     for name, value in {"WORLD_SIZE": "two", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -171,7 +171,7 @@ def probe_mpi(timeout: float = 20) -> MPILibrary:
     try:
         return MPILibrary(**json.loads(text.splitlines()[-1]))
     except (IndexError, ValueError):
-        return MPILibrary(error=f"the start took more than {timeout:g} s, or terminated the process")
+        return MPILibrary(error=f"no answer within {timeout:g} s, or the process was terminated")
 
 
 def _describe_gpu_support(mpi: MPILibrary) -> str:

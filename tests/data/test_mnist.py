@@ -168,7 +168,7 @@ def test_official_counts_require_official_checksums(tmp_path, pair, official_mni
     raw[-1] ^= 1
     path.chmod(0o644)
     path.write_bytes(gzip.compress(raw, 1))
-    check_error(tmp_path, f"{pair.name}.gz: has 10000 samples .* expected {pair.md5}", in_check=False)
+    check_error(tmp_path, f"{pair.name}.gz: has 10000 samples .* instead of {pair.md5}", in_check=False)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_first_layer_sends_no_gradient():
 
 
 MISTAKES = {
-    "even": (lambda: nd.LCNLayer((9, 4)), ConfigError, r"kernel_size \(9, 4\): must be odd"),
+    "even": (lambda: nd.LCNLayer((9, 4)), ConfigError, r"kernel_size \(9, 4\): expected odd integers"),
     "negative": (lambda: nd.LCNLayer(-1), ConfigError, "kernel_size -1"),
     "window": (lambda: nd.LCNLayer(window="gauss"), ConfigError, "window: .*'gauss'; did you mean 'gaussian'"),
     "mode": (lambda: nd.LCNLayer(padding_mode="wrap"), ConfigError, "padding_mode: expected 'zeros' or 'reflect'"),

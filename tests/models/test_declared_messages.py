@@ -76,7 +76,7 @@ def make_conv(scheme):
         ),
         (make_conv(Halves()), r"Halves sends messages of \[.*\] bytes forward, but its message_bytes returns"),
         (lambda: WiderDist(2, 3, padding=1), r"layer 'wider1' \(WiderDist\): its arrays send messages of .* elements"),
-        (SumsDist, r"layer 'sums1' \(SumsDist\): reduces 6 elements forward, but its reductions_for declares 3"),
+        (SumsDist, r"layer 'sums1' \(SumsDist\): reduces 6 elements forward, but reductions_for declares 3"),
     ],
     ids=["exchanges", "bytes", "arrays", "reductions"],
 )

@@ -288,7 +288,7 @@ def test_bad_input(options, message):
             ResidualNet,
             (1, 3, 24, 24),
             "overlap_tile",
-            r"conv2d\S* in module 'b' depends .*: 'overlap_tile\(statistics=global\)'",
+            r"conv2d\S* in module 'b' depends .*; give other modules another scheme",
         ),
         (
             UNet,

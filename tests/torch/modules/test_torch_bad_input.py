@@ -96,7 +96,7 @@ TILES = {
     "whole image": (lambda x: draw_tensor(*IMAGES), "input 0 has shape (2, 3, 11, 9), but this rank's tile of"),
     "no batch": (lambda x: x[0], "cut the image with model.scatter(image)"),
     "dtype": (lambda x: x.float(), "input 0 has dtype torch.float32, but the module takes torch.float64"),
-    "array": (lambda x: x.numpy(), "input 0: expected a torch.Tensor, got ndarray; torch.from_numpy makes one"),
+    "array": (lambda x: x.numpy(), "input 0: expected a torch.Tensor, got ndarray; use torch.from_numpy to convert"),
     "none": (lambda x: None, "input 0: expected a torch.Tensor, got NoneType"),
 }  # fmt: skip
 
