@@ -23,14 +23,14 @@ from .errors import (
     NeondistError,
     NotReadyError,
     OutputError,
-    PassError,
+    PassOrderError,
     RemoteError,
     ShapeError,
     UserError,
 )
 from .formats import TileSink, TileSource, create_sink, open_source
 from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, part_range
-from .halo import GlobalArray, PaddedArray, schemes
+from .halo import GlobalArray, SerialArray, schemes
 from .initializers import Constant, FanInNormal, FanInUniform, Gaussian, GlorotUniform, Initializer, Uniform
 from .layers import (
     Activation,
@@ -258,10 +258,9 @@ __all__ = [
     "OutputError",
     "PadLayer",
     "PadLayerDist",
-    "PaddedArray",
     "Parameter",
     "ParameterSpec",
-    "PassError",
+    "PassOrderError",
     "Photographs",
     "Plateau",
     "Precision",
@@ -278,6 +277,7 @@ __all__ = [
     "Replicate",
     "ResourceSpec",
     "Sequential",
+    "SerialArray",
     "ShapeError",
     "Shard",
     "Shift",

@@ -59,7 +59,7 @@ class DataError(UserError):
     """A data file is missing, damaged or of the wrong type."""
 
 
-class AxesError(DataError):
+class AmbiguousAxesError(DataError):
     """A file does not name the axes of an array, and its shape leaves several choices.
 
     `shape` is the shape of the array in the file.
@@ -80,7 +80,7 @@ class NonFiniteError(UserError):
     """A loss or gradient is NaN or infinite; the message names the step and the first such value; weights are kept."""
 
 
-class PassError(UserError):
+class PassOrderError(UserError):
     """A backward pass matches no forward pass, or a pass cannot end at the requested layer; the message says why."""
 
 
@@ -104,7 +104,7 @@ class HaloError(UserError):
     """A layer, scheme or exchange misuses cells that it does not own; detected by `--debug-halo`."""
 
 
-class PlanError(UserError):
+class PlanMismatchError(UserError):
     """A layer or scheme sends other messages than it declares; the error names the layer or scheme."""
 
 

@@ -267,7 +267,7 @@ API_ARGUMENTS = {
     "GlobalArray: grid": (lambda: nd.GlobalArray("grid", (2, 8, 8, 1)),),
     "GlobalArray: global_shape": (lambda: nd.GlobalArray(SERIAL, 5), lambda: nd.GlobalArray(SERIAL, (2, 8.5, 8, 1))),
     "GlobalArray: window": (lambda: nd.GlobalArray(SERIAL, (2, 8, 8, 1), 3),),
-    "PaddedArray: global_shape": (lambda: nd.PaddedArray("abc"),),
+    "SerialArray: global_shape": (lambda: nd.SerialArray("abc"),),
     "get_backend: name": (lambda: nd.get_backend(3), lambda: nd.get_backend(None)),
     "run: ranks": (lambda: nd.loopback.run("4", print),),
     "run: function": (lambda: nd.loopback.run(2, 3),),

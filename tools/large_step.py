@@ -102,7 +102,7 @@ def main() -> int:
     data.check()
     grid = nd.ProcessGrid(world, rows=world.size, cols=1)
     model.build((extent, extent, 3), batch_size=1, grid=grid)
-    data.open(grid.with_tiles(model.compiled.wide_tiles), checked=True)
+    data.open(grid.with_tiles(model.compiled.overlapping_tiles), checked=True)
     x, targets = next(iter(data.splits["train"].batches([np.array([0])], model.dtype, lazy=model.is_streamed)))
     start = time.perf_counter()
     loss = model.train_batch(x, targets)

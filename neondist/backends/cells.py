@@ -18,19 +18,19 @@ _MIN_THREADED_COPY_ELEMENTS = 1 << 15  # elements; smaller copies are faster on 
 
 
 class Normalisation(NamedTuple):
-    """Normalisation of cells: (x - mean) * scale + shift, at least 0 if `clip_negative`.
+    """Normalisation of cells: (x - mean) * scale + shift, at least 0 if `fused_relu`.
 
     Attributes
     ----------
     mean, scale, shift : array (groups, C)
         One group for all samples, or one group for each sample.
-    clip_negative : bool
+    fused_relu : bool
     """
 
     mean: Any
     scale: Any
     shift: Any
-    clip_negative: bool = False
+    fused_relu: bool = False
 
 
 class CellKernels:
@@ -72,13 +72,13 @@ class CellKernels:
         self.xp.multiply(dy, y > 0, out=dz)
         return dz
 
-    def add(self, parts: Sequence[Any], y: Any, clip_negative: bool = False) -> None:
-        """Write the sum of all parts, at least 0 if `clip_negative`, into y, all of any strides."""
+    def add(self, parts: Sequence[Any], y: Any, fused_relu: bool = False) -> None:
+        """Write the sum of all parts, at least 0 if `fused_relu`, into y, all of any strides."""
         if parts[0] is not y:
             self.copy(parts[0], y)
         for part in parts[1:]:
             y += part
-        if clip_negative:
+        if fused_relu:
             self.relu(y, y)
 
     def channel_sum(self, x: Any) -> Any:
@@ -116,7 +116,7 @@ class CellKernels:
         self.xp.subtract(x, mean, out=y)
         y *= scale
         y += shift
-        if norm.clip_negative:
+        if norm.fused_relu:
             self.relu(y, y)
 
     def normalise_gradient_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
@@ -124,15 +124,15 @@ class CellKernels:
 
         dz is the gradient before clipping.
         """
-        dz, by_sample = self._gradient_before_clip(x, dy, norm), len(norm.mean) != 1
+        dz, by_sample = self._gradient_before_relu(x, dy, norm), len(norm.mean) != 1
         products = dz * (x - self._broadcast_over_cells(norm.mean, x.ndim))
         return self._group_sums(dz, by_sample), self._group_sums(products, by_sample)
 
-    def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
+    def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, coefficients: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, given a, b and c (groups, C)."""
-        dz_factor, x_factor, offset = (self._broadcast_over_cells(values, x.ndim) for values in factors)
+        dz_factor, x_factor, offset = (self._broadcast_over_cells(values, x.ndim) for values in coefficients)
         own = (x - self._broadcast_over_cells(norm.mean, x.ndim)) * x_factor + offset
-        self.xp.add(self._gradient_before_clip(x, dy, norm) * dz_factor, own, out=dx)
+        self.xp.add(self._gradient_before_relu(x, dy, norm) * dz_factor, own, out=dx)
 
     def scale_and_shift(self, mean: Any, var: Any, affine: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
         """Return mean, scale and shift of each channel, and the scale without gamma, all (C,).
@@ -161,16 +161,16 @@ class CellKernels:
         return self.scale_and_shift(mean.copy(), squares / count, affine, eps)
 
     def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
-        """Return the factors of `normalise_backward`, (C,) each, from the gradients of gamma and beta (2 C,)."""
+        """Return the coefficients of `normalise_backward`, (C,) each, from the gradients of gamma and beta (2 C,)."""
         by_gamma, by_beta = (sums / count).reshape(2, -1)
         dz_factor = gamma * root
         return dz_factor, -dz_factor * root * by_gamma, -dz_factor * by_beta
 
-    def _gradient_before_clip(self, x: Any, dy: Any, norm: Normalisation) -> Any:
-        if not norm.clip_negative:
+    def _gradient_before_relu(self, x: Any, dy: Any, norm: Normalisation) -> Any:
+        if not norm.fused_relu:
             return dy
         z = self.xp.empty(x.shape, x.dtype)
-        self.normalise(x, norm._replace(clip_negative=False), z)
+        self.normalise(x, norm._replace(fused_relu=False), z)
         return dy * (z > 0)
 
     def _group_sums(self, x: Any, by_sample: bool) -> Any:
@@ -212,16 +212,16 @@ class CompiledCells(CellKernels):
         dz = np.empty(dy.shape, dy.dtype) if dz is None else dz
         return dz if self._run_compiled("clip_back", y, dy, dz, minimum=0) else super().relu_backward(y, dy, dz)
 
-    def add(self, parts: Sequence[np.ndarray], y: np.ndarray, clip_negative: bool = False) -> None:
+    def add(self, parts: Sequence[np.ndarray], y: np.ndarray, fused_relu: bool = False) -> None:
         """Write the sum of all parts into y."""
         first, *rest = parts
         for at, part in enumerate(rest, start=1):
-            if not self._run_compiled("add", first, part, y, minimum=0 if clip_negative and at == len(rest) else -inf):
-                super().add(parts, y, clip_negative)
+            if not self._run_compiled("add", first, part, y, minimum=0 if fused_relu and at == len(rest) else -inf):
+                super().add(parts, y, fused_relu)
                 return
             first = y
         if not rest:
-            super().add(parts, y, clip_negative)
+            super().add(parts, y, fused_relu)
 
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over all axes but the channels."""
@@ -255,13 +255,13 @@ class CompiledCells(CellKernels):
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
     def normalise_backward(
-        self, x: np.ndarray, dy: np.ndarray, norm: Normalisation, factors: Sequence[np.ndarray], dx: np.ndarray
+        self, x: np.ndarray, dy: np.ndarray, norm: Normalisation, coefficients: Sequence[np.ndarray], dx: np.ndarray
     ) -> None:
         """Write a * dz + b * (x - mean) + c into dx."""
         if not self._run_compiled(
-            "normalise_back", x, dy, dx, group_values=(*norm[:3], *factors), minimum=_minimum(norm)
+            "normalise_back", x, dy, dx, group_values=(*norm[:3], *coefficients), minimum=_minimum(norm)
         ):
-            super().normalise_backward(x, dy, norm, factors, dx)
+            super().normalise_backward(x, dy, norm, coefficients, dx)
 
     def _run_compiled(
         self, kernel: str, *arrays: np.ndarray, group_values: Any = None, sums: Any = None, minimum: float = -inf
@@ -274,7 +274,7 @@ class CompiledCells(CellKernels):
 
 
 def _minimum(norm: Normalisation) -> float:
-    return 0 if norm.clip_negative else -inf
+    return 0 if norm.fused_relu else -inf
 
 
 @cache

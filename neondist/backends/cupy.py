@@ -32,9 +32,9 @@ from .device_kernels import (
     SUMS_KIND,
     specialise_source,
 )
-from .device_tables import boxes_table, cell_table, copy_each_table, depthwise_table, pool_table
+from .device_tables import boxes_table, coalesced_strides_table, copy_each_table, depthwise_table, pool_table
 from .kernels import CapturedGraph, Kernels
-from .narrow import NarrowOperandKernels
+from .narrow import HalfPrecisionKernels
 from .windows import Sides, crop_sides, output_extent
 
 Ints = Sequence[int]
@@ -71,7 +71,7 @@ class CupyKernels(Kernels):
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; without PyTorch's kernels, TF32 is replaced by float32."""
-        return NarrowCupyKernels(self.xp, precision) if precision.has_16_bit_operands else self
+        return HalfPrecisionCupyKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Copy the values of each source into its target, in one launch if all have the same dtype."""
@@ -170,17 +170,17 @@ class CupyKernels(Kernels):
             self._contiguous_by_channel(norm[:3], x),
             self._thread_ranges((x, y), len(norm.mean)),
         )
-        arguments = x, *by_channel, y, *ranges, int(norm.clip_negative)
+        arguments = x, *by_channel, y, *ranges, int(norm.fused_relu)
         self._launch(NORMALISE, C_TYPES[str(x.dtype)], "normalise", threads, *arguments, index_type=index)
 
-    def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
+    def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, coefficients: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, in one launch."""
         if not self._has_cell_kernel(x, dy, dx):
-            super().normalise_backward(x, dy, norm, factors, dx)
+            super().normalise_backward(x, dy, norm, coefficients, dx)
             return
-        by_channel = self._contiguous_by_channel((*norm[:3], *factors), x)
+        by_channel = self._contiguous_by_channel((*norm[:3], *coefficients), x)
         ranges, threads, index = self._thread_ranges((x, dy, dx), len(norm.mean))
-        arguments = x, dy, *by_channel, dx, *ranges, int(norm.clip_negative)
+        arguments = x, dy, *by_channel, dx, *ranges, int(norm.fused_relu)
         self._launch(NORMALISE_BACK, C_TYPES[str(x.dtype)], "normalise_back", threads, *arguments, index_type=index)
 
     def channel_sum(self, x: Any) -> Any:
@@ -203,9 +203,7 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(x, dy):
             return super().normalise_gradient_sums(x, dy, norm)
         by_channel = self._contiguous_by_channel(norm[:3], x)
-        first, second = self._reduce_sums(
-            GRADIENTS_KIND, x, by_channel, dy, len(norm.mean) != 1, clip=norm.clip_negative
-        )
+        first, second = self._reduce_sums(GRADIENTS_KIND, x, by_channel, dy, len(norm.mean) != 1, clip=norm.fused_relu)
         return first, second
 
     def batch_scale_and_shift(
@@ -220,7 +218,7 @@ class CupyKernels(Kernels):
         return result[0], result[1], result[2], result[3]
 
     def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
-        """Return the factors of `normalise_backward`, in one launch."""
+        """Return the coefficients of `normalise_backward`, in one launch."""
         if not self._has_cell_kernel(sums, count, gamma, root):
             return super().batch_gradient_factors(sums, count, gamma, root)
         result = self.xp.empty((3, len(gamma)), sums.dtype)
@@ -298,7 +296,7 @@ class CupyKernels(Kernels):
         Returns (table, numbers of axes, groups and lanes), the number of threads, and the C type of the table.
         """
         like = arrays[0]
-        table_values = cell_table(like.shape, list(map(_strides, arrays)), groups > 1)
+        table_values = coalesced_strides_table(like.shape, list(map(_strides, arrays)), groups > 1)
         table, index = self._device_table(table_values, *arrays)
         width = groups * like.shape[-1]
         lanes = max(1, min(like.size, _MAX_LANES) // width)
@@ -365,5 +363,5 @@ def _strides(array: Any) -> list[int]:
     return [stride // array.itemsize for stride in array.strides]
 
 
-class NarrowCupyKernels(NarrowOperandKernels, CupyKernels):
+class HalfPrecisionCupyKernels(HalfPrecisionKernels, CupyKernels):
     """CuPy kernels with operands rounded to 16 bits and float32 products."""

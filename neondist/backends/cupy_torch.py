@@ -12,7 +12,7 @@ from typing import Any
 from ..arrays.precision import FLOAT32, ComputePrecision
 from .cupy import CupyKernels
 from .kernels import CapturedGraph, Kernels
-from .torch import NarrowTorchKernelMixin, TorchKernelMixin
+from .torch import HalfPrecisionTorchMixin, TorchKernelMixin
 
 Ints = Sequence[int]
 
@@ -30,7 +30,7 @@ class CupyTorchKernels(TorchKernelMixin, CupyKernels):
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; TF32 requires a GPU."""
-        return NarrowCupyTorchKernels(self.xp, precision) if precision.has_16_bit_operands else self
+        return HalfPrecisionCupyTorchKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def matmul(self, a: Any, b: Any) -> Any:
         """Return the product of two matrices, or stacks, by PyTorch: CuPy's call of cuBLAS cannot be captured."""
@@ -89,7 +89,9 @@ class CudaTorchKernels(CupyTorchKernels):
         if precision == FLOAT32:
             return self
         self.close()
-        return (NarrowCudaTorchKernels if precision.has_16_bit_operands else CudaTorchKernels)(self.xp, precision)
+        return (HalfPrecisionCudaTorchKernels if precision.has_16_bit_operands else CudaTorchKernels)(
+            self.xp, precision
+        )
 
     def _capture_launches(self, function: Callable[[], Any], previous_graph: CapturedGraph | None) -> tuple[Any, Any]:
         """Return a function's result and PyTorch's graph, which owns a part of the pool."""
@@ -110,14 +112,14 @@ class CudaTorchKernels(CupyTorchKernels):
             self._cuda.empty_cache()
 
 
-class NarrowCupyTorchKernels(NarrowTorchKernelMixin, CupyTorchKernels):
+class HalfPrecisionCupyTorchKernels(HalfPrecisionTorchMixin, CupyTorchKernels):
     """PyTorch's convolutions with 16-bit operands; matrix products are computed in float32."""
 
     def _has_fast_instructions(self, calls: Any) -> bool:
         return True  # on tensor cores since Volta, bfloat16 since Ampere
 
 
-class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
+class HalfPrecisionCudaTorchKernels(HalfPrecisionCupyTorchKernels, CudaTorchKernels):
     """CuPy's and PyTorch's kernels with 16-bit operands on a GPU."""
 
     def conv_backward_weights(self, *args: Any) -> Any:

@@ -59,7 +59,7 @@ def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: in
     return (*table, strides[0], *zeros, *strides[1:])
 
 
-def cell_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
+def coalesced_strides_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
     """Return the shape and strides of arrays, in elements; adjacent axes are merged: each costs a division.
 
     The last axis is not merged, nor, with `by_sample`, the first.

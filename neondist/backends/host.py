@@ -12,7 +12,7 @@ from ..system.threads import default_thread_count
 from .compiled_conv import FORWARD, INPUT_GRADIENT, CompiledConvolution
 from .gomp import gomp_parallel_address
 from .kernels import Kernels
-from .narrow import NarrowOperandKernels
+from .narrow import HalfPrecisionKernels
 from .windows import factor_box_window, output_extent
 
 Ints = Sequence[int]
@@ -39,15 +39,13 @@ class HostKernels(CompiledConvolution):
         if not precision.has_16_bit_operands:
             return self
         self.close()
-        return NarrowHostKernels(precision)
+        return HalfPrecisionHostKernels(precision)
 
-    def max_pool_into(
-        self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, clip_negative: bool = False
-    ) -> Any:
+    def max_pool_into(self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, fused_relu: bool = False) -> Any:
         """Write the maxima into y; return their positions, one byte each if the kernel is compiled."""
         places = np.empty(y.shape, np.uint8)
-        done = self._try_max_pool(False, x, y, places, kernel, stride, clip_negative)
-        return places if done else super().max_pool_into(y, x, kernel, stride, clip_negative)
+        done = self._try_max_pool(False, x, y, places, kernel, stride, fused_relu)
+        return places if done else super().max_pool_into(y, x, kernel, stride, fused_relu)
 
     def max_pool_backward_into(
         self, dx: np.ndarray, dy: np.ndarray, max_positions: Any, kernel: Ints, stride: Ints
@@ -110,18 +108,18 @@ class HostKernels(CompiledConvolution):
         max_positions: np.ndarray,
         kernel: Ints,
         stride: Ints,
-        clip_negative: bool = False,
+        fused_relu: bool = False,
     ) -> bool:
         if self.compiled is None:
             return False
         sizes = tuple(kernel), tuple(stride)
         done: bool = self.compiled.max_pool(
-            backward, clip_negative, x, y, max_positions, *sizes, self.threads, self.gomp_address
+            backward, fused_relu, x, y, max_positions, *sizes, self.threads, self.gomp_address
         )
         return done
 
 
-class NarrowHostKernels(NarrowOperandKernels, HostKernels):
+class HalfPrecisionHostKernels(HalfPrecisionKernels, HostKernels):
     """Kernels over NumPy's arrays with operands of 16 bits."""
 
     def __init__(self, precision: ComputePrecision) -> None:

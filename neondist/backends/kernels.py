@@ -159,7 +159,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             x, y, kernel, stride, dilation, self._conv_strip_size(x, y, weights, stride, dilation)
         ):
             zeros = strip.zero_rows(rows, x), *columns
-            part = self.conv_forward(x[strip.view_index], weights, *conv_args, bias, zeros)
+            part = self.conv_forward(x[strip.index_in_view], weights, *conv_args, bias, zeros)
             write_output(part, y[strip.output_index])
 
     def conv_backward_into(
@@ -174,7 +174,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         output_gradient: Callable[[tuple], Any],
         zero_sides: Sides | None = None,
         needs_weights: bool = True,
-        clip_negative: bool = False,
+        fused_relu: bool = False,
         needs_bias: bool = True,
     ) -> tuple[Any, Any]:
         """Return the gradients of weights and bias, and write the gradient of x into dx, strip by strip.
@@ -191,7 +191,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             Cells at the ends of x that are zero; their values in dx are unspecified.
         needs_weights : bool
             False: the gradients of weights and bias are not needed; zeros are returned.
-        clip_negative : bool
+        fused_relu : bool
             Whether dx is set to zero where x is not positive.
         needs_bias : bool
             False: the gradient of the bias is not needed; zeros are returned.
@@ -205,12 +205,12 @@ class Kernels(CellKernels, Convolution, Pooling):
         inside = None if dx is None else zero_borders(dx, (rows, *columns))
         accumulator = None
         if inside is not None:
-            write = self._relu_gradient_writer(inside, crop_sides(x, (rows, *columns)) if clip_negative else None)
+            write = self._relu_gradient_writer(inside, crop_sides(x, (rows, *columns)) if fused_relu else None)
             accumulator = StripAccumulator(inside, dy, write, stride[0], rows[0])
         for strip in split_into_strips(
             x, dy, kernel, stride, dilation, self._conv_strip_size(x, dy, weights, stride, dilation)
         ):
-            dz, seen = output_gradient(strip.output_index), x[strip.view_index]
+            dz, seen = output_gradient(strip.output_index), x[strip.index_in_view]
             conv_args = stride, dilation, groups
             zeros = strip.zero_rows(rows, x), *columns
             if needs_weights:
@@ -236,19 +236,19 @@ class Kernels(CellKernels, Convolution, Pooling):
         row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
         return max(self.strip_elements, min(4 * self.strip_elements, max(4 * (span - step) * row, 8 * weights.size)))
 
-    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints, clip_negative: bool = False) -> Any:
+    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints, fused_relu: bool = False) -> Any:
         """Write the maxima into y, of any strides, strip by strip; return their positions per strip.
 
         Parameters
         ----------
-        clip_negative : bool
+        fused_relu : bool
             Whether the backward pass drops the gradients of maxima that are not positive.
         """
         places = []
         for strip in split_into_strips(x, y, kernel, stride, (1,) * len(kernel), self.strip_elements):
-            best, place = self.max_pool(x[strip.view_index], kernel, stride)
+            best, place = self.max_pool(x[strip.index_in_view], kernel, stride)
             self.copy(best, y[strip.output_index])
-            places.append((place, best > 0 if clip_negative else None))
+            places.append((place, best > 0 if fused_relu else None))
         return places
 
     def max_pool_backward_into(self, dx: Any, dy: Any, max_positions: Any, kernel: Ints, stride: Ints) -> None:
@@ -256,6 +256,6 @@ class Kernels(CellKernels, Convolution, Pooling):
         accumulator = StripAccumulator(dx, dy, self._relu_gradient_writer(dx), stride[0])
         cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements)
         for strip, (place, positive) in zip(cut, max_positions, strict=True):
-            extent, part = dx[strip.view_index].shape[1:-1], dy[strip.output_index]
+            extent, part = dx[strip.index_in_view].shape[1:-1], dy[strip.output_index]
             part = part if positive is None else part * positive
             accumulator.add(strip, self.max_pool_backward(part, place, extent, kernel, stride))

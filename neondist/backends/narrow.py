@@ -17,7 +17,7 @@ from .windows import Sides
 Ints = Sequence[int]
 
 
-class NarrowOperandKernels(Kernels):
+class HalfPrecisionKernels(Kernels):
     """Kernels with operands of 16 bits; arrays stay float32."""
 
     precision: ComputePrecision

@@ -109,7 +109,7 @@ class RowKernels(CompiledCells, Kernels):
         size = self._conv_strip_size(x, y, weights, *args)
         for strip in split_into_strips(x, y, weights.shape[:-2], *args, size) if done else ():
             part = y[strip.output_index]
-            done = self._try_convolve(x[strip.view_index], weights, part, bias, (*args, groups))
+            done = self._try_convolve(x[strip.index_in_view], weights, part, bias, (*args, groups))
             if not done:
                 break
             write_output(part, part)
@@ -128,7 +128,7 @@ class RowKernels(CompiledCells, Kernels):
         output_gradient: Callable[[tuple], np.ndarray],
         zero_sides: Sides | None = None,
         needs_weights: bool = True,
-        clip_negative: bool = False,
+        fused_relu: bool = False,
         needs_bias: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, and write the gradient of x into dx.
@@ -139,7 +139,7 @@ class RowKernels(CompiledCells, Kernels):
         pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
         if pointwise or not (self.has_compiled_kernel(x, weights.shape, groups) and dy.size):
             return super().conv_backward_into(
-                dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, clip_negative, needs_bias
+                dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
             )
         sides, step, reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
         by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
@@ -151,20 +151,20 @@ class RowKernels(CompiledCells, Kernels):
             dz = output_gradient((strip.samples, slice(first, rows.stop)))
             if needs_weights:
                 own = dz[:, rows.start - first :]
-                by_weights += self.conv_backward_weights(x[strip.view_index], own, kernel, *args)
+                by_weights += self.conv_backward_weights(x[strip.index_in_view], own, kernel, *args)
                 by_bias += self.channel_sum(own) if needs_bias else 0
             if inside is not None:
                 stop = None if strip.is_last else max(0, rows.stop * step - skipped)
                 rows = slice(max(0, rows.start * step - skipped), stop)
                 place = inside[strip.samples, rows]
-                target = np.empty(place.shape, place.dtype) if clip_negative else place
+                target = np.empty(place.shape, place.dtype) if fused_relu else place
                 before = rows.start + skipped - first * step, *(side for side, _ in columns)
                 done = self._try_grad_input(dz, weights, target, args, before)
-                if done and clip_negative:
+                if done and fused_relu:
                     self.relu_backward(crop_sides(x, sides)[strip.samples, rows], target, place)
             if not done:
                 return super().conv_backward_into(
-                    dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, clip_negative, needs_bias
+                    dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
                 )
         return by_weights, by_bias
 

@@ -19,7 +19,7 @@ from ..system.threads import default_thread_count
 from .allocator import keep_freed_memory, release_cached_memory
 from .host import HostKernels
 from .kernels import Kernels
-from .narrow import NarrowOperandKernels
+from .narrow import HalfPrecisionKernels
 from .windows import Sides, output_extent, split_into_strips
 
 Ints = Sequence[int]
@@ -210,7 +210,7 @@ class TorchCalls(NamedTuple):
     conv: Any
     pool: Any
     matmul: Any
-    narrow: Any
+    half_precision: Any
 
 
 class TorchKernels(HostKernels, TorchKernelMixin):
@@ -230,20 +230,20 @@ class TorchKernels(HostKernels, TorchKernelMixin):
         if not precision.has_16_bit_operands:
             return self
         self.close()
-        return NarrowTorchKernels(precision)
+        return HalfPrecisionTorchKernels(precision)
 
     def release_cached_memory(self, byte_limit: int) -> None:
         """Return memory cached by malloc to the system."""
         release_cached_memory(byte_limit)
 
 
-class NarrowTorchKernelMixin(NarrowOperandKernels, TorchKernelMixin):
+class HalfPrecisionTorchMixin(HalfPrecisionKernels, TorchKernelMixin):
     """Kernels with PyTorch's 16-bit convolutions, where these are fast."""
 
     @cached_property
-    def narrow_calls(self) -> Any:
+    def half_precision_calls(self) -> Any:
         """Functions that call PyTorch's 16-bit kernels; None if these would be slow."""
-        calls = None if self.torch_calls is None else self.torch_calls.narrow
+        calls = None if self.torch_calls is None else self.torch_calls.half_precision
         return calls if calls is not None and self._has_fast_instructions(calls) else None
 
     def conv_forward(
@@ -257,17 +257,17 @@ class NarrowTorchKernelMixin(NarrowOperandKernels, TorchKernelMixin):
         zeros: Sides | None = None,
     ) -> Any:
         """Return the valid convolution plus bias (N, *out, C_out)."""
-        if not self._uses_narrow_conv(x, weights, stride):
+        if not self._uses_half_precision_conv(x, weights, stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
-        return self.narrow_calls.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
+        return self.half_precision_calls.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
 
     def conv_backward_input(
         self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without `crop`."""
-        if not self._uses_narrow_conv(dy, weights, stride):
+        if not self._uses_half_precision_conv(dy, weights, stride):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
-        return self.narrow_calls.backward_input(
+        return self.half_precision_calls.backward_input(
             self.precision.name, dy, weights, extent, stride, dilation, groups, crop
         )
 
@@ -276,12 +276,12 @@ class NarrowTorchKernelMixin(NarrowOperandKernels, TorchKernelMixin):
         fast: bool = calls.has_fast_instructions(self.precision.name)
         return fast
 
-    def _uses_narrow_conv(self, x: Any, weights: Any, stride: Ints) -> bool:
-        narrow = self.precision.has_16_bit_operands and self.narrow_calls is not None
+    def _uses_half_precision_conv(self, x: Any, weights: Any, stride: Ints) -> bool:
+        narrow = self.precision.has_16_bit_operands and self.half_precision_calls is not None
         return narrow and self._prefers_torch_conv(x, weights.shape, weights.shape[:-2], stride)
 
 
-class NarrowTorchKernels(NarrowTorchKernelMixin, TorchKernels):
+class HalfPrecisionTorchKernels(HalfPrecisionTorchMixin, TorchKernels):
     """Kernels over NumPy's arrays with operands of 16 bits."""
 
     def __init__(self, precision: ComputePrecision) -> None:
@@ -292,5 +292,5 @@ class NarrowTorchKernels(NarrowTorchKernelMixin, TorchKernels):
         """Return float32 elements rounded to the nearest value of a precision; PyTorch is 10 times as fast as NumPy."""
         if x.size < self.min_torch_elements or x.dtype != np.float32 or self.torch_calls is None:
             return super().round_operand(x, precision)
-        result: np.ndarray = self.torch_calls.narrow.round_to_dtype(precision.name, x)
+        result: np.ndarray = self.torch_calls.half_precision.round_to_dtype(precision.name, x)
         return result

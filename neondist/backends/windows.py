@@ -95,7 +95,7 @@ class Strip(NamedTuple):
         return self.samples, self.output_rows
 
     @property
-    def view_index(self) -> tuple[slice, slice]:
+    def index_in_view(self) -> tuple[slice, slice]:
         """Index into arrays of the view's shape."""
         return self.samples, self.view_rows
 

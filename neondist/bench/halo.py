@@ -33,17 +33,17 @@ def bench_halo(
     grid = ProcessGrid(world, rows=world.size, cols=1)
     sizes = []
     if progress is not None:
-        progress.expect_parts(len(extents), planned_seconds=[CONTESTANTS * ROUNDS * ROUND_SECONDS] * len(extents))
+        progress.set_total_parts(len(extents), planned_seconds=[CONTESTANTS * ROUNDS * ROUND_SECONDS] * len(extents))
     for n in extents:
         if progress is not None:
             progress.begin_part(f"{n} x {n} cells")
-        sizes.append(_measure_size(grid, n))
+        sizes.append(_measure_exchanges(grid, n))
         if progress is not None:
             progress.add_done_parts(1)
     return {"bench": "halo", **describe_environment(grid), "sizes": sizes}
 
 
-def _measure_size(grid: ProcessGrid, extent: int) -> dict[str, Any]:
+def _measure_exchanges(grid: ProcessGrid, extent: int) -> dict[str, Any]:
     array = GlobalArray(grid, (BATCH_SIZE, extent, extent, CHANNELS), Window(3, padding=1), reuse=True)
     tile = np.ones(array.local_shape, np.float32)
     view = array.get_fprop_view(tile)

@@ -18,7 +18,7 @@ MAX_SAVED_PRODUCTS = 6.25
 
 
 @dataclass(frozen=True)
-class HostSpeed:
+class CoreSpeed:
     """Speed of one core, from a quick measurement.
 
     Attributes
@@ -33,7 +33,7 @@ class HostSpeed:
     bandwidth: float
 
     @classmethod
-    def measure(cls) -> HostSpeed:
+    def measure(cls) -> CoreSpeed:
         """Return the speed of this process with one thread."""
         from threadpoolctl import threadpool_limits
 
@@ -41,7 +41,7 @@ class HostSpeed:
         with threadpool_limits(1):
             return cls(*measure_rank_rates(SingleTransport(), np.matmul, np.dtype(np.float32), *sizes))
 
-    def least_step_seconds(self, experiment: Any, ranks: int, cores: int | None = None) -> float:
+    def step_seconds_lower_bound(self, experiment: Any, ranks: int, cores: int | None = None) -> float:
         """Return the minimum seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown.
 
         The ranks share `cores` cores; default: one core each.
@@ -52,8 +52,8 @@ class HostSpeed:
         shape = experiment_grid_shape(experiment, ranks)
         workload = model.plan(dataset.sample_shape, shape, experiment.batch_size).workload
         share = 1.0 if cores is None else ranks / cores
-        return share * self.least_seconds(workload.flops, workload.memory_traffic)
+        return share * self.seconds_lower_bound(workload.flops, workload.memory_traffic)
 
-    def least_seconds(self, flops: float, moved_bytes: float = 0.0) -> float:
+    def seconds_lower_bound(self, flops: float, moved_bytes: float = 0.0) -> float:
         """Return the minimum seconds that one core takes for the work of a plan."""
         return float(max(flops / MAX_SAVED_PRODUCTS / self.flops, moved_bytes / self.bandwidth))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..plan.report import Column, LayerTable, format_seconds, format_size, join_extents
+from ..plan.report import Column, SplittableTable, format_seconds, format_size, join_extents
 from .suite_report import failure_lines, head_text, means_lines, ratio_text
 from .tables import markdown_table
 
@@ -38,7 +38,7 @@ def module_table(results: Results) -> RenderableType:
     from rich.text import Text
 
     tables = [
-        LayerTable(
+        SplittableTable(
             [Column(head, [row[at] for row in rows], align_right=at > left) for at, head in enumerate(heads)],
             split_at=7,
         )

@@ -62,16 +62,16 @@ class TimedModuleStep:
             module = _create_module(factory)
             self.shape = tuple(shape or default_shape(module))
             image = torch.randn(self.shape)
-        self.run_module: Any = torch.compile(module) if variant == "compile" else module
+        self.executed_module: Any = torch.compile(module) if variant == "compile" else module
         self.optimizer = torch.optim.SGD(module.parameters(), LEARNING_RATE, momentum=0.9)
         self.compute_loss: Any = _mean_square
         self.scatter_target: Any = lambda tensor: tensor
         self.targets: list[torch.Tensor] = []
         begin = time.perf_counter()
         if variant == "ranks":
-            self.run_module = distribute(module, self.shape, self.grid, compile=compiled)
-            image = self.run_module.scatter(image)
-            self.compute_loss, self.scatter_target = self._distributed_loss, self.run_module.scatter_target
+            self.executed_module = distribute(module, self.shape, self.grid, compile=compiled)
+            image = self.executed_module.scatter(image)
+            self.compute_loss, self.scatter_target = self._distributed_loss, self.executed_module.scatter_target
         self.x = image
         with all_or_none(world):
             self._run_first_step()
@@ -80,14 +80,14 @@ class TimedModuleStep:
     def __call__(self) -> None:
         """Train once."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.compute_loss(flatten_output_tensors(self.run_module(self.x)), self.targets).backward()
+        self.compute_loss(flatten_output_tensors(self.executed_module(self.x)), self.targets).backward()
         self.optimizer.step()
 
     def _run_first_step(self) -> None:
         try:
-            outputs = flatten_output_tensors(self.run_module(self.x))
+            outputs = flatten_output_tensors(self.executed_module(self.x))
             source = torch.Generator().manual_seed(1)
-            shapes = getattr(self.run_module, "output_shapes", [y.shape for y in outputs])
+            shapes = getattr(self.executed_module, "output_shapes", [y.shape for y in outputs])
             self.targets = [self.scatter_target(torch.randn(tuple(shape), generator=source)) for shape in shapes]
             self.compute_loss(outputs, self.targets).backward()
         except NeondistError:
@@ -101,7 +101,7 @@ class TimedModuleStep:
         self.optimizer.step()
 
     def _distributed_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
-        return self.run_module.loss(_mean_square, outputs, targets)
+        return self.executed_module.loss(_mean_square, outputs, targets)
 
     def time_steps(self, steps: int, progress: ProgressLine | None = None) -> list[float]:
         """Return the seconds of each step, of the slowest rank. Collective."""
@@ -153,7 +153,7 @@ def measure_module(
     memory.reset_peak()
     step = TimedModuleStep(variant, factory, shape, world, compiled)
     if progress is not None:
-        progress.expect_parts(1 + steps + profile)
+        progress.set_total_parts(1 + steps + profile)
     (last,) = step.time_steps(1, progress)
     count = max(steps, round(ROUND_SECONDS / last))
     if progress is not None:

@@ -69,11 +69,11 @@ def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, f
 def _flops_and_bytes(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
     """Return the flops and bytes of a layer or segment in a step."""
     inputs, outputs, back = prod(plans[0].input_shape), prod(plans[-1].output_shape), plans[0].needs_input_gradient
-    flops = sum(count_products(plan) * (3 if plan.needs_input_gradient else 2) for plan in plans)
+    flops = sum(count_multiplications(plan) * (3 if plan.needs_input_gradient else 2) for plan in plans)
     return 2 * batch * flops, batch * itemsize * (2 * inputs + 2 * outputs + inputs * back)
 
 
-def count_products(plan: LayerPlan) -> int:
+def count_multiplications(plan: LayerPlan) -> int:
     """Return the number of multiplications of a layer in a sample's forward pass."""
     weights = plan.trained_parameters.get("weights")
     if weights is None:

@@ -19,14 +19,14 @@ from ..io.files import append_text, has_matplotlib, make_folder, write_figure, w
 from ..terminal.console import counted, emit
 from ..terminal.progress_line import ProgressLine, first_rank_progress
 from ..train import Hook, Record, TrainState
-from .least_time import HostSpeed
+from .least_time import CoreSpeed
 from .tables import markdown_table
 
 RESULTS_FILE = "results.jsonl"
 Row = dict[str, Any]
 
 
-class RunProgress(Hook):
+class RunProgressReporter(Hook):
     """Progress of training runs; each run is one part of the progress line of rank 0.
 
     Parameters
@@ -35,18 +35,18 @@ class RunProgress(Hook):
         None on other ranks.
     runs : int
         Number of runs.
-    least_step_seconds : float
+    step_seconds_lower_bound : float
         Minimum seconds of a step of any run, for the estimate before the first step ends.
     """
 
-    def __init__(self, progress: ProgressLine | None, runs: int, least_step_seconds: float) -> None:
-        self.progress, self.runs, self.least_step_seconds = progress, runs, least_step_seconds
+    def __init__(self, progress: ProgressLine | None, runs: int, step_seconds_lower_bound: float) -> None:
+        self.progress, self.runs, self.step_seconds_lower_bound = progress, runs, step_seconds_lower_bound
 
     def before_run(self, run: TrainState) -> None:
         """Plan all runs, now that the data set is open and the number of steps is known."""
         if self.progress is not None:
             steps = run.epochs * -(-run.epoch_size // run.batch_size)
-            self.progress.change_parts(self.runs, [steps * self.least_step_seconds] * self.runs)
+            self.progress.change_parts(self.runs, [steps * self.step_seconds_lower_bound] * self.runs)
 
     def after_step(self, run: TrainState) -> None:
         """Set the completed fraction of the run."""
@@ -69,7 +69,7 @@ def bench_schemes(
     """
     rows: list[Record] = []
     with first_rank_progress(world.rank, sys.stderr, len(runs), "run", delay=0) as progress:
-        speed = None if progress is None else HostSpeed.measure()
+        speed = None if progress is None else CoreSpeed.measure()
         for description, load in runs:
             experiment = load()
             key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
@@ -78,8 +78,8 @@ def bench_schemes(
             if row is None:
                 if progress is not None:
                     progress.begin_part(f"{description.scheme}, seed {description.seed}")
-                step = 0.0 if speed is None else speed.least_step_seconds(experiment, world.size, cores)
-                summary = _train_and_summarise(experiment, world, RunProgress(progress, len(runs), step))
+                step = 0.0 if speed is None else speed.step_seconds_lower_bound(experiment, world.size, cores)
+                summary = _train_and_summarise(experiment, world, RunProgressReporter(progress, len(runs), step))
                 row = Record(key=key, scheme=description.scheme, seed=description.seed, **summary)
                 if world.rank == 0:
                     make_folder(folder)
@@ -107,7 +107,7 @@ def write_report(rows: Sequence[Record], folder: Path) -> str:
     return table
 
 
-def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgress) -> dict[str, Any]:
+def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgressReporter) -> dict[str, Any]:
     grid = experiment.open_grid(world)
     history = experiment.run(grid, hooks=[progress]).history
     last = history[-1]

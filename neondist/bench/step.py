@@ -51,7 +51,7 @@ def bench_step(
     trace: Path | None = None,
     reading: bool = False,
     progress: ProgressLine | None = None,
-    least_step_seconds: float = 0.0,
+    step_seconds_lower_bound: float = 0.0,
 ) -> dict[str, Any]:
     """Measure training steps on one batch. Collective: every rank gets the same result.
 
@@ -74,7 +74,7 @@ def bench_step(
         Also time steps whose batches are read from the data set, as in training, in alternating rounds.
     progress : ProgressLine, optional
         On rank 0: counts the steps.
-    least_step_seconds : float
+    step_seconds_lower_bound : float
         Minimum seconds of a step, for the estimate of `progress` before the first step ends; 0 if unknown.
 
     Returns
@@ -96,7 +96,7 @@ def bench_step(
     later_steps = 2 * READ_ROUNDS * turns * reading + TRACED_STEPS * (trace is not None)  # without those timed by layer
     if progress is not None:
         total = WARM_UP_STEPS + 1 + steps + later_steps + 1
-        progress.expect_parts(total, planned_seconds=[least_step_seconds] * total)
+        progress.set_total_parts(total, planned_seconds=[step_seconds_lower_bound] * total)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
@@ -115,7 +115,7 @@ def bench_step(
         count = max(1, round(ROUND_SECONDS / train(1)))
         if progress is not None:  # whole rounds, and one timed by layer
             total = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
-            progress.change_parts(total, [least_step_seconds] * total)
+            progress.change_parts(total, [step_seconds_lower_bound] * total)
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
@@ -155,13 +155,15 @@ def bench_step(
 def load_own_batch(experiment: FitExperiment, grid: ProcessGrid, plan: ModelPlan) -> tuple[Any, np.ndarray]:
     """Open the data set of an experiment and return this rank's tiles and labels of a first batch."""
     dataset, model = experiment.dataset, experiment.model
-    dataset.open(grid.with_tiles(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
+    dataset.open(grid.with_tiles(plan.overlapping_tiles), augment=experiment.augment, seed=model.seed)
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     own_samples = batch[slice(*grid.sample_range(len(batch)))]
-    return dataset.train.images(own_samples, model.dtype), labels_for(plan, dataset.train.targets(own_samples))
+    return dataset.train.images(own_samples, model.dtype), broadcast_labels_to_cells(
+        plan, dataset.train.targets(own_samples)
+    )
 
 
-def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
+def broadcast_labels_to_cells(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
     """Return the labels; if the model has outputs per cell, labels of images are repeated for each cell."""
     cells = plan.label_extent
     if targets.ndim > 1 or not cells:
@@ -176,7 +178,7 @@ def _read_batches(
     parts = (np.arange(first, first + batch) % len(split) for first in itertools.count(0, batch))
     with closing(split.batches((part[slice(*grid.sample_range(batch))] for part in parts), dtype)) as batches:
         for x, targets in batches:
-            yield x, labels_for(plan, targets)
+            yield x, broadcast_labels_to_cells(plan, targets)
 
 
 @contextmanager

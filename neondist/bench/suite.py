@@ -126,7 +126,7 @@ def geometric_means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]
     return means_by_group
 
 
-class TorchVariants:
+class TorchVariantBenchmark:
     """A network in PyTorch, trained in new processes on one batch of an experiment.
 
     Parameters

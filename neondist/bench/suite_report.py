@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..io.files import write_figure
-from ..plan.report import Column, LayerTable, format_seconds, format_size, join_extents
+from ..plan.report import Column, SplittableTable, format_seconds, format_size, join_extents
 from ..terminal.console import counted
 from .suite import NEONDIST_VARIANTS, TORCH_VARIANTS
 from .tables import markdown_table, share_text
@@ -35,7 +35,7 @@ def suite_table(results: Results) -> RenderableType:
     columns = [Column(head, [row[at] for row in rows], align_right=at > 1) for at, head in enumerate(heads)]
     lines = [*means_lines(results), *_note_lines(results)]
     return Group(
-        Text(head_text(results), style="bold"), Text(), LayerTable(columns, split_at=7), Text(),
+        Text(head_text(results), style="bold"), Text(), SplittableTable(columns, split_at=7), Text(),
         *map(Text, lines), Text(), Text(LEGEND, style="dim"),
     )  # fmt: skip
 

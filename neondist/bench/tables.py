@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..plan.report import Column, LayerTable, format_seconds, format_size
+from ..plan.report import Column, SplittableTable, format_seconds, format_size
 from ..runtime.observers.clock import WORK_KINDS
 from ..terminal.console import counted
 from .noise import noise_warnings
@@ -26,7 +26,7 @@ def step_table(results: dict[str, Any]) -> RenderableType:
         Column(kind, [format_seconds(row[kind]) for row in rows], format_seconds(sum(row[kind] for row in rows)))
         for kind in WORK_KINDS
     ]
-    table = LayerTable(
+    table = SplittableTable(
         [
             Column("layer", [row["name"] for row in rows], "total", align_right=False),
             Column("class", [row["class"] for row in rows], align_right=False),
@@ -126,7 +126,7 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
     return Group(
         Text(f"{counted(results['ranks'], 'rank')}", style="bold"),
         Text(),
-        LayerTable(columns, split_at=7),
+        SplittableTable(columns, split_at=7),
         Text(),
         Text(legend),
     )

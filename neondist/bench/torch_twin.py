@@ -59,7 +59,7 @@ class TorchTwin:
     def __init__(self, model: Model, state: Arrays, trained: list[str], x: np.ndarray, targets: np.ndarray) -> None:
         self.empty_process_bytes = memory.resident_bytes()
         memory.reset_peak()
-        _check_supported(model.cost, SUPPORTED_COSTS)
+        _name_of_torch_counterpart(model.cost, SUPPORTED_COSTS)
         self.model, self.shape = model, x.shape[1:]
         self.module = module_with_weights(model, self.shape, state)
         if x.ndim in _MEMORY_FORMAT_BY_NDIM:
@@ -72,11 +72,11 @@ class TorchTwin:
         self.trained = {name: tensors[name] for name in trained}
         self.x, self.targets = torch.from_numpy(x).movedim(-1, 1), torch.from_numpy(targets)
         self.optimizer = _create_optimizer(model, list(self.trained.values()))
-        self.run_module: Any = self.module
+        self.executed_module: Any = self.module
 
     def compile(self) -> str:
         """Use torch.compile from now on; return the error message, or ''."""
-        self.run_module = torch.compile(self.module)
+        self.executed_module = torch.compile(self.module)
         try:
             self.step()
         except Exception as error:  # compilers raise many types
@@ -86,7 +86,7 @@ class TorchTwin:
     def step(self, update: bool = True) -> float:
         """Train on the batch once and return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = functional.cross_entropy(self.run_module(self.x), self.targets)
+        loss = functional.cross_entropy(self.executed_module(self.x), self.targets)
         loss.backward()
         if update:
             self.optimizer.step()
@@ -152,7 +152,7 @@ def _set_inplace(part: nn.Module) -> None:
             after.inplace = True
 
 
-def _check_supported(piece: Any, names: tuple[str, ...]) -> str:
+def _name_of_torch_counterpart(piece: Any, names: tuple[str, ...]) -> str:
     name = serial_class(type(piece)).__name__
     if name not in names:
         raise ConfigError(f"{name} has no counterpart in PyTorch; choose from {', '.join(names)}")
@@ -160,7 +160,7 @@ def _check_supported(piece: Any, names: tuple[str, ...]) -> str:
 
 
 def _create_optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
-    kind, settings = _check_supported(model.optimizer, SUPPORTED_OPTIMIZERS), model.optimizer.arguments()
+    kind, settings = _name_of_torch_counterpart(model.optimizer, SUPPORTED_OPTIMIZERS), model.optimizer.arguments()
     for name, neutral in (("decay_all", True), ("clip_norm", None), ("ema", None)):
         if settings.pop(name) != neutral:
             raise ConfigError(f"{name}: PyTorch's {kind} has no such option; leave {name} out")

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_and_flush(argv, signals)
         finally:
             signals.restore_handlers()
-    signals = find_command_signal_recorder() or SignalRecorder(whole_process=True).install_handlers()
+    signals = find_command_signal_recorder() or SignalRecorder(owns_process=True).install_handlers()
     die_with_launcher(os.environ)
     end_with_supervisor(os.environ)
     send_to_supervisor(os.environ, "listens")
@@ -72,7 +72,7 @@ def _run_and_flush(argv: Sequence[str], signals: SignalRecorder) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _OUTPUT_ERRNOS:
             raise
-        _redirect_to_null()
+        _redirect_broken_streams()
         if isinstance(error, BrokenPipeError):  # such as `neondist doctor | head -1`
             return 141
         report_error(OutputError(f"standard output: cannot be written to ({short_reason(error)}); {WRITE_REMEDY}"))
@@ -96,11 +96,11 @@ def _run_command(argv: Sequence[str], signals: SignalRecorder) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     finally:
-        if arguments.watchdog is not None and not signals.whole_process:  # the caller's process continues
+        if arguments.watchdog is not None and not signals.owns_process:  # the caller's process continues
             arguments.watchdog.stop_watching()
 
 
-def _redirect_to_null() -> None:
+def _redirect_broken_streams() -> None:
     """Redirect stdout and stderr to /dev/null if they cannot be flushed."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):

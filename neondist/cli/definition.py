@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import load_experiment
 from ..data.records import Mode, RecordReader, RecordSamples, open_records, record_dataset
-from ..data.records.arrays import SplitRecords
+from ..data.records.arrays import DatasetSplitRecords
 from ..data.records.base import UserRecords
 from ..errors import ConfigError
 from ..launcher.workers import SERVERS_VARIABLE
@@ -64,7 +64,7 @@ def open_record_source(source: str, mode: Mode) -> RecordReader:
     if source.startswith("!"):
         import neondist.train  # noqa: F401  registers the classes that a text may name
 
-        return SplitRecords(source, load_experiment(source, text=source, top="Dataset"), mode.value)
+        return DatasetSplitRecords(source, load_experiment(source, text=source, top="Dataset"), mode.value)
     return open_records(source, mode.value)
 
 

@@ -48,7 +48,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
 
-    with preparation_progress(whole_process=arguments.signals.whole_process):
+    with preparation_progress(owns_process=arguments.signals.owns_process):
         experiment = load_from_arguments(arguments)
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
     ranks = arguments.ranks or (resources.replicas if resources is not None else 1)

@@ -176,7 +176,7 @@ def check(arguments: argparse.Namespace) -> int:
     from ..train import describe_experiment
 
     is_first_rank = job is None or job.is_first_rank
-    with preparation_progress(int(not is_first_rank), arguments.signals.whole_process):
+    with preparation_progress(int(not is_first_rank), arguments.signals.owns_process):
         experiment = load_from_arguments(arguments)
         if not is_first_rank:
             experiment.validate(ranks)
@@ -209,7 +209,7 @@ def create_hooks(arguments: argparse.Namespace) -> list[Hook]:
     """Return the hooks for progress, watchdog and stopping of a run."""
     from ..train import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
-    watchdog = arguments.watchdog or create_watchdog(arguments, whole_process=False)
+    watchdog = arguments.watchdog or create_watchdog(arguments, owns_process=False)
     hooks: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watchdog]
     if arguments.time_limit is not None:
         hooks.append(TimeLimit(arguments.time_limit, float(os.environ.get(JOB_START_TIME_VARIABLE, time.time()))))

@@ -84,7 +84,7 @@ def serve_master(arguments: argparse.Namespace) -> int:
     token, folder = read_token(os.environ), arguments.checkpoint_dir
     make_folder(folder)
     master = Master(arguments.num_minibatches_per_task, path=folder / TASKS)
-    group = ServerGroup(arguments.servers, token, timeout=60.0, patience=1.0)
+    group = ServerGroup(arguments.servers, token, timeout=60.0, retry_seconds=1.0)
     recovery = ServerRecovery(group, folder, master, arguments.checkpoint_steps)
     with closing(master), group, ServiceHost([master, recovery], arguments.address, token) as host, recovery:
         say(f"Master at {host.address}")

@@ -96,12 +96,12 @@ def sweep(arguments: argparse.Namespace) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     needs_launch(arguments, None)
     spaces = dict(map(parse_space, arguments.spaces))
-    with preparation_progress(whole_process=arguments.signals.whole_process):
+    with preparation_progress(owns_process=arguments.signals.owns_process):
         experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
     best.check_metric_is_recorded(experiment.metrics)
     folder = options.output_folder(arguments, "sweep")
-    with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / DATABASE_FILE):
+    with lock_folder(SingleTransport(), folder, overwrite=True), _convert_storage_errors(folder / DATABASE_FILE):
         study = optuna.create_study(
             study_name="sweep", storage=f"sqlite:///{folder / DATABASE_FILE}", load_if_exists=True,
             direction="maximize" if best.larger_is_better(experiment.metrics) else "minimize",
@@ -162,7 +162,7 @@ def _override_settings(arguments: argparse.Namespace, values: Mapping[str, Any])
 
 
 @contextmanager
-def _storage_errors(path: Path) -> Iterator[None]:
+def _convert_storage_errors(path: Path) -> Iterator[None]:
     """Raise OutputError for errors of the database."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import SQLAlchemyError
@@ -217,7 +217,7 @@ def _run_trials(
     trials, running, stopped = _propose_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
     progress = ProgressLine(unit="trial", file=sys.stderr, delay=0)
     finished = len([t for t in study.trials if t.state.is_finished()])
-    progress.expect_parts(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, finished)
+    progress.set_total_parts(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, finished)
     while True:
         while len(running) < arguments.jobs and not stopped and (trial := next(trials, None)) is not None:
             target = _trial_folder(folder, trial.number)
@@ -236,7 +236,7 @@ def _run_trials(
             code = run.process.poll()
             if arguments.prune:
                 run.report_epochs(best)
-            if arguments.signals.received or stopped:
+            if arguments.signals.received_signals or stopped:
                 run.terminate()
             if code is None:
                 continue
@@ -244,7 +244,7 @@ def _run_trials(
             number = run.trial.number
             if run.pruned:
                 result = study.tell(number, state=TrialState.PRUNED)
-            elif arguments.signals.received or code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
+            elif arguments.signals.received_signals or code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
                 stopped = code if code == INTERRUPTED_EXIT_CODE else STOPPED_EXIT_CODE
                 say(f"stopped in trial {number}; repeat the command to continue")
                 continue

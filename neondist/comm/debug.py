@@ -104,7 +104,7 @@ class _DebugExchange(Exchange):
     def __init__(self, transport: DebugTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
         self.send_copies, self.receive_copies = (
-            [_copy_message(m) for m in messages] for messages in (self.sends, self.receives)
+            [_create_message_like(m) for m in messages] for messages in (self.sends, self.receives)
         )
         self.wrapped = transport.wrapped.create_exchange(self.send_copies, self.receive_copies)
 
@@ -140,7 +140,7 @@ def fill_with_poison(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _copy_message(message: Message) -> Message:
+def _create_message_like(message: Message) -> Message:
     """Return a message of the same shape with a new array."""
     array = np.zeros_like(message.cells, order="C")
     return Message(message.peer, array, tuple(slice(0, n) for n in array.shape))

@@ -180,7 +180,7 @@ class ProcessGrid:
         grid._tile_partition = tiles
         return grid
 
-    def strip_grid(self, shape: GridShape, strip: int) -> ProcessGrid:
+    def single_tile_grid(self, shape: GridShape, strip: int) -> ProcessGrid:
         """Return a grid of one process in the role of tile `strip` of another grid shape."""
         grid = ProcessGrid.serial()
         grid.shape, grid.tile = shape, strip

@@ -63,7 +63,7 @@ class _SharedState:
             with self.turns.lock:
                 self._wake_receiver(box)
             gate.acquire()
-        self.turns.switch_generators(rank)
+        self.turns.switch_random_generators(rank)
         with self.turns.lock:
             if box.values:
                 return box.values.popleft()
@@ -86,7 +86,7 @@ class _SharedState:
     def _wake_receiver(self, box: _Mailbox) -> None:
         if box.gate is not None:
             del self._sender_by_waiting_box[box]
-            self.turns.open_when_free(box.gate)
+            self.turns.open_gate_on_free_turn(box.gate)
             box.gate = None
 
     def _receive_error(self, sender: int, rank: int) -> Exception:
@@ -136,9 +136,9 @@ class LoopbackTransport(Transport):
         self.world.put(self.group.mailbox(self.rank, peer), value)
 
     def _receive(self, peer: int) -> Any:
-        return self.world.receive(self.group.mailbox(peer, self.rank), self.world_ranks_of(peer))
+        return self.world.receive(self.group.mailbox(peer, self.rank), self.world_rank_pair(peer))
 
-    def world_ranks_of(self, peer: int) -> tuple[int, int]:
+    def world_rank_pair(self, peer: int) -> tuple[int, int]:
         """Return the world ranks of `peer` and of this rank."""
         return self.group.world_ranks[peer], self.group.world_ranks[self.rank]
 
@@ -241,7 +241,7 @@ class _LoopbackRequest(Request):
         peers = range(transport.size)
         # mailbox 0: exchanges number their mailboxes from 1
         boxes = (transport.group.mailbox(peer, transport.rank, 0) for peer in peers)
-        self.array[...] = reduce(np.add, map(transport.world.receive, boxes, map(transport.world_ranks_of, peers)))
+        self.array[...] = reduce(np.add, map(transport.world.receive, boxes, map(transport.world_rank_pair, peers)))
 
 
 class _LoopbackExchange(Exchange):
@@ -259,7 +259,7 @@ class _LoopbackExchange(Exchange):
 
     def _finish(self) -> None:
         for message in self.receives:
-            ends = self.transport.world_ranks_of(message.peer)
+            ends = self.transport.world_rank_pair(message.peer)
             message.cells[...] = self.transport.world.receive(self.inboxes[message.peer], ends)
 
 

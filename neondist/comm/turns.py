@@ -20,7 +20,7 @@ class ComputeTurns:
     Attributes
     ----------
     lock : threading.Lock
-        Held by callers of `open_when_free` and `pass_turn_to_next`, also while they decide whether to wait.
+        Held by callers of `open_gate_on_free_turn` and `pass_turn_to_next`, also while they decide whether to wait.
     """
 
     def __init__(self, ranks: int, at_once: int) -> None:
@@ -33,11 +33,11 @@ class ComputeTurns:
         """Wait until a rank has its turn."""
         gate = create_closed_gate()
         with self.lock:
-            self.open_when_free(gate)
+            self.open_gate_on_free_turn(gate)
         gate.acquire()
-        self.switch_generators(rank)
+        self.switch_random_generators(rank)
 
-    def switch_generators(self, rank: int) -> None:
+    def switch_random_generators(self, rank: int) -> None:
         """Switch the random generators to a rank whose turn has begun."""
         if self._states_by_rank and rank != self._last_rank:
             self._states_by_rank[self._last_rank] = current = self._states_by_rank[self._last_rank].read_current()
@@ -49,7 +49,7 @@ class ComputeTurns:
         with self.lock:
             self.pass_turn_to_next()
 
-    def open_when_free(self, gate: threading.Lock) -> None:
+    def open_gate_on_free_turn(self, gate: threading.Lock) -> None:
         """Open a gate as soon as a turn is free for the rank that waits at it."""
         self._waiting_gates.append(gate)
         if self._free_turns:
@@ -76,7 +76,7 @@ class _GeneratorStates:
 
     def __init__(self) -> None:
         self.python_state = random.getstate()
-        self.numpy_bytes, self.numpy_state = _numpy_bytes(), np.random.get_state(legacy=False)
+        self.numpy_raw_state, self.numpy_state = _read_numpy_raw_state(), np.random.get_state(legacy=False)
         torch = sys.modules.get("torch")
         self.torch = None if torch is None else torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
@@ -85,7 +85,9 @@ class _GeneratorStates:
         """Return the current states, or self if they are unchanged."""
         torch = sys.modules.get("torch")
         same = (
-            self._bytes_are_complete() and self.numpy_bytes == _numpy_bytes() and self.python_state == random.getstate()
+            self._is_raw_state_complete()
+            and self.numpy_raw_state == _read_numpy_raw_state()
+            and self.python_state == random.getstate()
         )
         if torch is not None:
             same = same and self.torch is not None and torch.equal(self.torch, torch.get_rng_state())
@@ -98,7 +100,9 @@ class _GeneratorStates:
             return
         random.setstate(self.python_state)
         if not (
-            self._bytes_are_complete() and current._bytes_are_complete() and self.numpy_bytes == current.numpy_bytes
+            self._is_raw_state_complete()
+            and current._is_raw_state_complete()
+            and self.numpy_raw_state == current.numpy_raw_state
         ):
             np.random.set_state(self.numpy_state)
         if self.torch is not None:
@@ -106,12 +110,12 @@ class _GeneratorStates:
         if self.cuda is not None:
             sys.modules["torch"].cuda.set_rng_state_all(self.cuda)
 
-    def _bytes_are_complete(self) -> bool:
+    def _is_raw_state_complete(self) -> bool:
         """Return whether the words of NumPy's generator are its whole state."""
-        return self.numpy_bytes is not None and not self.numpy_state["has_gauss"]
+        return self.numpy_raw_state is not None and not self.numpy_state["has_gauss"]
 
 
-def _numpy_bytes() -> bytes | None:
+def _read_numpy_raw_state() -> bytes | None:
     """Return the raw memory of NumPy's generator, read 100 times faster than its state; None for other generators."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):

@@ -24,7 +24,7 @@ def local_weighted_denominators(cost: Any, shape: Sequence[int], targets: Any) -
     return [part.local_denominator(shape, targets) for part in weighted_mean_parts(cost)]
 
 
-def factors_and_denominators(
+def part_factors_and_denominators(
     cost: Any, weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> list[tuple[float, float]]:
     """Return the factor of each part and the denominator of its mean.
@@ -47,6 +47,6 @@ def mean_cost(
     cost: Any, totals: Iterable[float], weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> float:
     """Return the mean cost, given its parts' sums and weighted denominators over all ranks; NaN if one is 0."""
-    terms = factors_and_denominators(cost, weighted_denominators, samples, y_shape)
+    terms = part_factors_and_denominators(cost, weighted_denominators, samples, y_shape)
     means = [factor * (total / n) if n else math.nan for total, (factor, n) in zip(totals, terms, strict=True)]
     return float(sum(means))

@@ -24,8 +24,8 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
     image_bytes = prod(spatial) * channels * itemsize
     pieces = image_bytes / min(max(image_bytes / _CHUNKS_PER_IMAGE, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     pieces_per_axis = max(1.0, pieces) ** (1 / len(spatial))
-    max_ratios = _MAX_READ_RATIOS if image_bytes > _SMALL_IMAGE_BYTES else {2: _MAX_READ_RATIOS[2]}
-    return (1, *(_chunk_extent(n, n / pieces_per_axis, max_ratios) for n in spatial), channels)
+    max_read_ratios = _MAX_READ_RATIOS if image_bytes > _SMALL_IMAGE_BYTES else {2: _MAX_READ_RATIOS[2]}
+    return (1, *(_chunk_extent(n, n / pieces_per_axis, max_read_ratios) for n in spatial), channels)
 
 
 def count_cells_read(extent: int, chunk: int, parts: int) -> int:
@@ -37,12 +37,12 @@ def count_cells_read(extent: int, chunk: int, parts: int) -> int:
     return total
 
 
-def _chunk_extent(extent: int, target: float, max_ratios: dict[int, float]) -> int:
+def _chunk_extent(extent: int, target: float, max_read_ratios: dict[int, float]) -> int:
     candidates = range(max(1, int(target / 8)), min(extent, int(target * 8)) + 1)
     allowed = [
         c
         for c in {*candidates, ceil(extent / 2), max(1, extent // 16)}
-        if all(count_cells_read(extent, c, p) <= excess * extent for p, excess in max_ratios.items())
+        if all(count_cells_read(extent, c, p) <= excess * extent for p, excess in max_read_ratios.items())
     ]
 
     def cost(chunk: int) -> float:

@@ -167,7 +167,7 @@ class Split:
         for part in parts:
             yield self.lazy_images(part, dtype) if lazy else self.images(part, dtype), self.targets(part)
 
-    def unfilled_cache_bytes(self, epochs: int) -> int:
+    def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes that reading all samples of these epochs adds to caches of this split."""
         return 0
 

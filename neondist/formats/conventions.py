@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import AxesError, DataError
+from ..errors import AmbiguousAxesError, DataError
 
 SAMPLE_AXIS_LETTERS = "NMLKJHGFE"  # letters for axes that count as samples
 _ROW_COLUMN_LETTERS = {"Y", "X"}
@@ -156,7 +156,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
     Raises
     ------
     DataError
-        If rows and columns are ambiguous; AxesError if no axis has a name.
+        If rows and columns are ambiguous; AmbiguousAxesError if no axis has a name.
     """
     names, axes = variable.dimensions, [""] * len(variable.dimensions)
 
@@ -169,7 +169,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
         )
         if any(names):
             return DataError(message)
-        error = AxesError(message)
+        error = AmbiguousAxesError(message)
         error.shape = tuple(shape)
         return error
 
@@ -204,8 +204,8 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
             axes[at] = letter if at == best[0] else "-"
     for at, claim in enumerate(claims):
         axes[at] = "-" if "-" in claim else axes[at]
-    _fill_curvilinear(variable, axes)
-    _fill_by_order(axes)
+    _assign_curvilinear_axes(variable, axes)
+    _assign_axes_by_order(axes)
     if "" in axes and not set(axes) >= _ROW_COLUMN_LETTERS:
         raise ambiguity_error("neither attributes nor names identify them")
     for at, letter in enumerate(axes):
@@ -214,7 +214,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
     return "".join(axes)
 
 
-def _fill_curvilinear(variable: VariableMetadata, axes: list[str]) -> None:
+def _assign_curvilinear_axes(variable: VariableMetadata, axes: list[str]) -> None:
     """Fill in the axes of two-dimensional latitudes and longitudes, rows first."""
     for name in split_words(variable.attributes.get("coordinates")):
         other = variable.coordinates.get(name)
@@ -226,16 +226,16 @@ def _fill_curvilinear(variable: VariableMetadata, axes: list[str]) -> None:
         both = [variable.dimensions.index(dim) for dim in other.dimensions if dim and dim in variable.dimensions]
         both = [at for at in both if axes[at] in ("", "Y", "X")]
         if len(both) == 2:
-            _fill_rows_columns(axes, both)
+            _assign_row_and_column_axes(axes, both)
 
 
-def _fill_by_order(axes: list[str]) -> None:
+def _assign_axes_by_order(axes: list[str]) -> None:
     """Fill in rows and columns by the order T Z Y X, if it is unambiguous."""
     unknown = [at for at, letter in enumerate(axes) if not letter]
     if len(axes) == 1:
         axes[0] = axes[0] or "X"
     elif len(unknown) == 2 and not _ROW_COLUMN_LETTERS & set(axes):
-        _fill_rows_columns(axes, unknown)
+        _assign_row_and_column_axes(axes, unknown)
     elif len(unknown) == 1 and len(_ROW_COLUMN_LETTERS & set(axes)) == 1:
         (at,) = unknown
         adjacent = axes.index("Y") + 1 == at if "Y" in axes else at + 1 == axes.index("X")
@@ -243,7 +243,7 @@ def _fill_by_order(axes: list[str]) -> None:
             axes[at] = "X" if "Y" in axes else "Y"
 
 
-def _fill_rows_columns(axes: list[str], positions: list[int]) -> None:
+def _assign_row_and_column_axes(axes: list[str], positions: list[int]) -> None:
     """Fill in missing rows and columns, rows first."""
     missing = [letter for letter in "YX" if letter not in axes]
     for at in positions:

@@ -12,7 +12,7 @@ from .month_step import MonthStep
 
 
 @dataclass(frozen=True)
-class Channel:
+class FieldChannel:
     """One channel of fields: a variable, or one level of it.
 
     Attributes
@@ -39,7 +39,7 @@ class FieldMetadata:
     ----------
     source : str
         A file with these fields, for messages.
-    channels : sequence of Channel
+    channels : sequence of FieldChannel
     extent : (H, W), global
     latitude : array (H,) or (H, W), or None
         In degrees.
@@ -56,12 +56,12 @@ class FieldMetadata:
         Length of a time step in seconds.
     month_step : MonthStep, optional
         The time step in calendar months, if it is constant.
-    axis_orders : (str, str)
+    coordinate_directions : (str, str)
         Order of the coordinates of rows and of columns: 'ascending' or 'descending'; '' if unknown.
     """
 
     source: str
-    channels: Sequence[Channel]
+    channels: Sequence[FieldChannel]
     extent: tuple[int, ...]
     latitude: np.ndarray | None = None
     mean: np.ndarray = field(default_factory=lambda: np.zeros(1))
@@ -72,7 +72,7 @@ class FieldMetadata:
     lead_steps: int = 0
     step_seconds: float = 0.0
     month_step: MonthStep | None = None
-    axis_orders: tuple[str, str] = ("", "")
+    coordinate_directions: tuple[str, str] = ("", "")
 
     @property
     def names(self) -> list[str]:

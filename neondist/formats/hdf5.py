@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError, DataError
 from ..io.hdf5 import (
     CheckedArray,
-    DeferredErrorFile,
+    DeferredErrorHDF5File,
     convert_hdf5_errors,
     find_object,
     get_text_attribute,
@@ -148,7 +148,7 @@ class HDF5Sink(InPlaceSink):
         chunks, own = self.chunks[: len(shape)], len(shape) - by_channel
         offsets: dict[tuple[int, ...], int] = {}
         with open(draft, "xb+") as file:
-            new = DeferredErrorFile(file, libver="v110")
+            new = DeferredErrorHDF5File(file, libver="v110")
             try:
                 arrays = [self._create_array(new.hdf5, name, shape[:own], chunks[:own]) for name in names]
                 self._write_metadata(arrays, like)

@@ -85,7 +85,7 @@ def metadata_from_xml(text: str | None, image_number: int) -> dict[str, Any]:
     return {"scale": scale, "units": units, **other}
 
 
-def max_plane_count(attributes: Mapping[str, str]) -> float:
+def largest_declared_plane_count(attributes: Mapping[str, str]) -> float:
     """Return the largest number of planes, or of plane indices, that an element of OME-XML specifies."""
     values = {name: _to_float(value) or 0.0 for name, value in attributes.items()}
     counts = [values.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]

@@ -19,7 +19,7 @@ from ..terminal.console import counted
 from .axes import Cells
 from .base import MAX_CHUNK_BYTES, TileSource, convert_read_errors
 from .in_place import CellLayout, InPlaceSink, read_cells_in_place
-from .ome import axes_with_sizes, max_plane_count, sizes_for_xml
+from .ome import axes_with_sizes, largest_declared_plane_count, sizes_for_xml
 from .tiff_segments import SegmentDecoder
 from .tiff_tags import (
     CENTIMETER_UNIT_CODE,
@@ -126,9 +126,9 @@ class TIFFSource(TileSource):
         )
         if series.dtype.kind == "f":
             check_side_file_nodata(path)
-            self._open_mask(path, masks[:1] or number, level, axes, upright=orientation == 1)
+            self._open_mask(path, masks[:1] or number, level, axes, is_upright=orientation == 1)
 
-    def _open_mask(self, path: Path, image: list[int] | int, level: int, axes: str | None, upright: bool) -> None:
+    def _open_mask(self, path: Path, image: list[int] | int, level: int, axes: str | None, is_upright: bool) -> None:
         """Open the mask of an image; `image`: [the mask's number] in the file, or the image's number (0: FILE.msk)."""
         axes, side = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
         if isinstance(image, list):
@@ -138,7 +138,7 @@ class TIFFSource(TileSource):
         if self._mask_source is not None:
             *extent, channels = self._mask_source.shape
             fits = tuple(extent) == self.shape[:-1] and channels in (1, self.shape[-1])
-            if not (fits and upright):
+            if not (fits and is_upright):
                 raise DataError(
                     f"{path}: its mask, of {list(self._mask_source.shape)} cells, does not match its image of"
                     f" {list(self.shape)}; open level 0, or write the image without the mask"
@@ -322,7 +322,7 @@ def check_ome_xml(path: Path, ome: str | None) -> None:
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
         if len({uuid for uuid, _ in parts} | ({root.attrib["UUID"]} if parts and "UUID" in root.attrib else set())) > 1:
             raise DataError(f"{path}: is part of an OME-TIFF of several files; write the image into one file")
-        count = max(max_plane_count(one.attrib) for one in root.iter())
+        count = max(largest_declared_plane_count(one.attrib) for one in root.iter())
         if count > _MAX_PLANES:
             raise DataError(
                 f"{path}: its OME-XML specifies {count:.0f} planes, but at most {_MAX_PLANES:,} are supported;"

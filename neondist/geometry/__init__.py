@@ -13,7 +13,16 @@ from .grid_shape import GridShape, StripGrid, grid_shape
 from .index_map import IndexMap
 from .lattice import AxisCells, Lattice, Range, clip_ranges, group_into_ranges, hull_of, shift_range, to_slice
 from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
-from .plan import HaloPlan, KeyDetail, PartKinds, RepartitionPlan, TransferPlan, fold_index, halo_volume, sources_within
+from .plan import (
+    AxisPartKeys,
+    HaloPlan,
+    KeyDetail,
+    RepartitionPlan,
+    TransferPlan,
+    fold_index,
+    sources_within,
+    total_halo_volume,
+)
 from .regions import OverlappingPartition, hull_of_ranges, hull_partition, source_cells, view_cells
 from .transfer import DimRequest, Piece, Transfer
 from .upsampling import Upsampling
@@ -22,6 +31,7 @@ from .window import Window, same_padding
 __all__ = [
     "Atom",
     "AxisCells",
+    "AxisPartKeys",
     "Box",
     "DimRequest",
     "GradientWindow",
@@ -31,7 +41,6 @@ __all__ = [
     "KeyDetail",
     "Lattice",
     "OverlappingPartition",
-    "PartKinds",
     "Partition",
     "Piece",
     "Place",
@@ -48,7 +57,6 @@ __all__ = [
     "fold_index",
     "grid_shape",
     "group_into_ranges",
-    "halo_volume",
     "hull_of",
     "hull_of_ranges",
     "hull_partition",
@@ -59,5 +67,6 @@ __all__ = [
     "source_cells",
     "sources_within",
     "to_slice",
+    "total_halo_volume",
     "view_cells",
 ]

@@ -53,11 +53,11 @@ class GridShape:
 class StripGrid(GridShape):
     """Grid whose tiles are cut into strips along the first axis; strips are numbered like tiles.
 
-    Only the last `num_last` strips of each tile (default: all) have cells.
+    Only the last `num_last_strips` strips of each tile (default: all) have cells.
     """
 
     strips: int = 1
-    num_last: int | None = None
+    num_last_strips: int | None = None
 
     @property
     def tiles(self) -> int:
@@ -91,7 +91,7 @@ def _partition_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
     if not extent:
         return Partition((), (), grid.tiles)
     ranges = [tuple(tiles.ranges_along(axis)) for axis in range(len(extent))]
-    empty = 0 if grid.num_last is None else grid.strips - grid.num_last
+    empty = 0 if grid.num_last_strips is None else grid.strips - grid.num_last_strips
     cut = [[part_range(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
     cut = [[(strips[empty][0],) * 2] * empty + strips[empty:] for strips in cut]
     ranges[0] = tuple((lo + a, lo + b) for (lo, _), strips in zip(ranges[0], cut, strict=True) for a, b in strips)

@@ -137,7 +137,7 @@ class HaloPlan(TransferPlan):
     @lru_cache(maxsize=512)
     def kinds(
         cls, cells: Partition, window: Window, outputs: Partition | None = None, level: KeyDetail = "all"
-    ) -> PartKinds:
+    ) -> AxisPartKeys:
         """Return the kinds of parts: tiles whose parts have the same kinds have equal plans.
 
         Parameters
@@ -147,16 +147,16 @@ class HaloPlan(TransferPlan):
             everything except position.
         """
         axes = _axis_plans(cells, window, outputs)
-        return PartKinds(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
+        return AxisPartKeys(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
 
 
-def halo_volume(partition: Partition, window: Window) -> int:
+def total_halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
     counts = [axis.request.total_and_own_cell_counts for axis in _axis_plans(partition, window)]
     return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
 
 
-class PartKinds(NamedTuple):
+class AxisPartKeys(NamedTuple):
     """Kinds of the parts of each axis.
 
     Attributes
@@ -239,10 +239,10 @@ class _AxisPlan:
                 for lo, hi in self.sources
             )
         elif self.mode != "zeros":
-            used = [self._fold_source_cells(part) for part in range(len(used))]
+            used = [self._padding_source_cells(part) for part in range(len(used))]
         return DimRequest(self.axis, source, self.axis, ranges, tuple(used), tuple(lo for lo, _ in self.sources))
 
-    def _fold_source_cells(self, part: int) -> AxisCells:
+    def _padding_source_cells(self, part: int) -> AxisCells:
         """Return the cells inside the image that fill the cells on which a part's outputs depend."""
         used, (lo, hi) = self.used[part], self.needs[part]
         if hi - lo == sum(map(len, used)):
@@ -253,23 +253,25 @@ class _AxisPlan:
 
     def kinds(self, level: KeyDetail) -> list[Hashable]:
         """Return, for each part, a key that determines the properties of its plan given by `level`."""
-        key = {"messages": self._message_key, "extents": self._extent_key, "all": self._full_key}[level]
+        key = {"messages": self._message_class_key, "extents": self._extent_class_key, "all": self._full_class_key}[
+            level
+        ]
         return [key(part) for part in range(len(self.own))]
 
     def _overlaps(self, part: int) -> list[list[AxisOverlap]]:
         request = self.request
         return [] if self.partition.may_overlap else [[*request.overlaps(part)], request.overlaps_by_sender[part]]
 
-    def _message_key(self, part: int) -> Hashable:
+    def _message_class_key(self, part: int) -> Hashable:
         return tuple(tuple((o.part == part, len(o.cells)) for o in overlaps) for overlaps in self._overlaps(part))
 
-    def _extent_key(self, part: int) -> Hashable:
+    def _extent_class_key(self, part: int) -> Hashable:
         own, need, seen = self.own[part], self.needs[part], self.sources[part]
         kept = min(own[0], need[0], seen[0]), max(own[1], need[1], seen[1])
         moves = [(bool(overlaps), any(o.part != part for o in overlaps)) for overlaps in self._overlaps(part)]
         return (*(hi - lo for lo, hi in (own, need, kept)), need == own, need == kept, *moves)
 
-    def _full_key(self, part: int) -> Hashable:
+    def _full_class_key(self, part: int) -> Hashable:
         first, last = self.own[part]
         ends = (end - first for pair in (self.needs[part], self.sources[part]) for end in pair)
         moved = (tuple((o.part - part, shift_range(o.cells, -first)) for o in group) for group in self._overlaps(part))

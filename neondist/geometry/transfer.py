@@ -186,7 +186,7 @@ class Transfer:
             own.append([overlap for overlap in overlaps if axis is None or overlap.part == place[axis]])
         return self._pieces(place, own)
 
-    def includes_own_part(self, rank: int) -> bool:
+    def view_includes_own_part(self, rank: int) -> bool:
         """Return whether a rank's view contains all cells of its own part, in their order."""
         place = coords_of(self.parts, rank)
         extents = [hi - lo for lo, hi in (request.source.range(place) for request in self.requests)]

@@ -8,12 +8,12 @@ layers, which recompute cells of other tiles, with an exact exchange. redistribu
 
 from .exchange import HaloExchange, PackedExchange, Phase
 from .fusion import Auto, DeepHalo, Fusion, OverlapTile
-from .global_array import GlobalArray, PaddedArray
+from .global_array import GlobalArray, SerialArray
 from .policies.base import ExchangePolicy
 from .policies.every import Every
 from .policies.halo import Halo
 from .policies.halo_oneway import HaloOneway
-from .policies.names import as_scheme, scheme_names, scheme_text
+from .policies.names import as_scheme, scheme_text, schemes_by_name
 from .policies.narrow_halo import halo_in_precision
 from .policies.quantised import Quantised
 from .policies.stale import Stale
@@ -31,13 +31,13 @@ __all__ = [
     "HaloOneway",
     "OverlapTile",
     "PackedExchange",
-    "PaddedArray",
     "Phase",
     "Quantised",
+    "SerialArray",
     "Stale",
     "Tower",
     "as_scheme",
     "halo_in_precision",
-    "scheme_names",
     "scheme_text",
+    "schemes_by_name",
 ]

@@ -35,7 +35,7 @@ class Phase(NamedTuple):
 DEFAULT_PHASE = Phase()  # for calls without a phase
 
 
-class Buffer(Protocol):
+class ExchangeBuffer(Protocol):
     """Interface that an exchange requires of its buffer."""
 
     plan: HaloPlan
@@ -68,7 +68,7 @@ class HaloExchange:
         State of the policy; initially empty.
     """
 
-    def __init__(self, buffer: Buffer, direction: str, adds: bool, memory: dict[str, Any]) -> None:
+    def __init__(self, buffer: ExchangeBuffer, direction: str, adds: bool, memory: dict[str, Any]) -> None:
         self.buffer, self.direction, self.adds, self.memory = buffer, direction, adds, memory
         owned = [(piece.peer, buffer.index(piece.source)) for piece in buffer.plan.sends]
         ghosts = [(piece.peer, buffer.index(piece.target)) for piece in buffer.plan.receives]

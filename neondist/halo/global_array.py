@@ -147,7 +147,7 @@ class GlobalArray:
         array (n, *need.shape, C)
         """
         tile = self._convert_unless_reuse("tile", tile)
-        self.check_tile("tile", tile)
+        self.check_tile_shape("tile", tile)
         self._check_same_call_on_ranks("get_fprop_view", tile)
         if self.plan.trivial:
             return self._copy_unless_reuse(tile)
@@ -187,7 +187,7 @@ class GlobalArray:
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank. Collective."""
         size, shape = self.grid.size, self.global_shape[1:]
-        self.check_tile("tile", tile)
+        self.check_tile_shape("tile", tile)
         self.grid.check("gather", {"the shape of samples": shape})
         return self._redistribute(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
 
@@ -218,7 +218,7 @@ class GlobalArray:
         if shape != expected:
             raise ShapeError(f"redistribute: samples of shape {shape} and {expected}; use arrays of the same shape")
         replicas = range(other.grid.replicas)
-        self.check_tile("tile", tile)
+        self.check_tile_shape("tile", tile)
         self.grid.check("redistribute", {"the shape of samples": shape, "the number of replicas": len(replicas)})
 
         def boxes(samples: int) -> list[Box]:
@@ -302,7 +302,7 @@ class GlobalArray:
     def _copy_unless_reuse(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
 
-    def check_tile(self, name: str, tile: Any) -> None:
+    def check_tile_shape(self, name: str, tile: Any) -> None:
         """Raise ShapeError if the array `name` is not this rank's tile, for any number of samples."""
         self._require_sample_shape(name, tile, self.local_shape[1:])
 
@@ -318,7 +318,7 @@ class GlobalArray:
             raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({text})")
 
 
-class PaddedArray(GlobalArray):
+class SerialArray(GlobalArray):
     """GlobalArray on a 1 x 1 grid, whole on one rank; its arguments are the same, without the grid."""
 
     @type_checked

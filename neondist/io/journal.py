@@ -76,7 +76,7 @@ class Journal:
         """Whether no part was completed when the journal was read."""
         return not self._completed_parts
 
-    def start_job(self, job: dict[str, Any]) -> None:
+    def write_header(self, job: dict[str, Any]) -> None:
         """Start the journal of a job without completed parts."""
         text = json.dumps({"title": _FILE_TITLE, **job})
         write_text(self.path, text + "\n")

@@ -82,7 +82,7 @@ def lock_folder(world: Transport, folder: Path, resume: bool | str = False, over
             make_folder(folder)
             lock = FolderLock(folder)
             try:
-                if not (resume or overwrite) and has_run(folder):
+                if not (resume or overwrite) and has_results(folder):
                     raise ConfigError(
                         f"output: {folder} has a run already; resume it (--resume), overwrite it (--overwrite), or"
                         " choose another folder (--output)"
@@ -124,15 +124,15 @@ def discard_run_if_untrained(world: Transport, folder: Path | None, is_untrained
         raise
 
 
-def has_run(folder: Path) -> bool:
+def has_results(folder: Path) -> bool:
     """Return whether the folder has results of a run: a checkpoint, or the record of an epoch."""
     with convert_file_errors(folder, "cannot be read"):
         return any(
-            _count_lines(folder / name) > untrained for name, untrained in LOG_LINES_BEFORE_TRAINING.items()
+            _count_lines_up_to_two(folder / name) > untrained for name, untrained in LOG_LINES_BEFORE_TRAINING.items()
         ) or any(path for name in CHECKPOINT_PATTERNS for path in folder.glob(name))
 
 
-def _count_lines(log: Path) -> int:
+def _count_lines_up_to_two(log: Path) -> int:
     """Return the number of lines of a file, at most 2."""
     if not log.is_file():
         return 0
@@ -142,7 +142,7 @@ def _count_lines(log: Path) -> int:
 
 def is_empty_or_untrained(folder: Path) -> bool:
     """Return whether the folder is empty, or has a run without results."""
-    if has_run(folder):
+    if has_results(folder):
         return False
     others = [
         path

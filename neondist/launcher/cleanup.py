@@ -26,7 +26,7 @@ _REMOVE_SCRIPT = (
 
 
 @dataclass
-class JobFolders:
+class TemporaryJobFolders:
     """Settings for the removal of mpirun's files.
 
     Attributes
@@ -42,7 +42,7 @@ class JobFolders:
 
 
 @contextmanager
-def create_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
+def create_temporary_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[TemporaryJobFolders]:
     """Create folders for an Open MPI job; they are removed on exit, or once this process and mpirun are killed.
 
     A shared-memory folder set by the user is kept. Other MPI libraries need no folders.
@@ -53,7 +53,7 @@ def create_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFo
     )
 
     if not mpirun.is_open_mpi:
-        yield JobFolders()
+        yield TemporaryJobFolders()
         return
     folders = [tempfile.mkdtemp(prefix=JOB_FOLDER_PREFIX)]
     variables = {"TMPDIR": folders[0], USER_TMPDIR_VARIABLE: env.get("TMPDIR", "")}
@@ -72,7 +72,7 @@ def create_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFo
         )
     finally:
         os.close(reading_end)
-    job = JobFolders(variables, (writing_end,))
+    job = TemporaryJobFolders(variables, (writing_end,))
     try:
         yield job
     finally:

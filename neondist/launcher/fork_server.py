@@ -194,11 +194,11 @@ def open_fork_server(
     connection, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for stream in filter(None, (sys.stdout, sys.stderr)):  # buffered output would be written twice
         stream.flush()
-    supervisor = os.getpid()
+    supervisor_pid = os.getpid()
     pid = os.fork()
     if not pid:
         connection.close()
-        _run_command(*_serve_fork_requests(peer, supervisor))
+        _run_command(*_serve_fork_requests(peer, supervisor_pid))
     peer.close()
     server, process = ForkServer(connection, timeout), ForkedProcess(pid, None)
     try:
@@ -225,7 +225,7 @@ def _import_and_check_forking(import_modules: Callable[[], object]) -> bool:
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
 
-def _serve_fork_requests(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], int]:
+def _serve_fork_requests(connection: socket.socket, supervisor_pid: int) -> tuple[dict[str, Any], int]:
     """Fork processes until the supervisor exits; in each forked process, return its request and output."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"neondist-fork")
@@ -244,18 +244,18 @@ def _serve_fork_requests(connection: socket.socket, supervisor: int) -> tuple[di
             if os.fork():
                 os._exit(0)
             connection.close()
-            _wait_for_permission(descriptors[1], parent, supervisor)
+            _wait_for_adoption(descriptors[1], parent, supervisor_pid)
             return json.loads(request), descriptors[0]
         os.waitpid(parent, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _wait_for_permission(channel: int, parent: int, supervisor: int) -> None:
+def _wait_for_adoption(channel: int, parent: int, supervisor_pid: int) -> None:
     """Wait to be adopted by the supervisor, bind this process to it and answer; exit if the request was abandoned."""
     while os.getppid() == parent:
         time.sleep(0.001)
-    terminate_with_parent(supervisor)
+    terminate_with_parent(supervisor_pid)
     os.setsid()
     answer = b""
     with socket.socket(fileno=channel) as connection, suppress(OSError):
@@ -274,7 +274,7 @@ def _run_command(request: Mapping[str, Any], output: int) -> NoReturn:
     os.close(output)
     os.environ.clear()
     os.environ.update(request["env"])
-    SignalRecorder(whole_process=True).install_handlers()
+    SignalRecorder(owns_process=True).install_handlers()
     sys.argv = ["neondist", *request["words"]]
     code: Any = 0
     try:

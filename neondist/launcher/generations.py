@@ -20,7 +20,7 @@ from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
 from ..train.validate import experiment_grid_shape
 from . import restarts
-from .launch import launch, monitor_addresses, report_loss
+from .launch import launch, monitor_addresses, report_failure
 from .members import (
     HOST_WAIT_SECONDS,
     HostWatcher,
@@ -77,12 +77,12 @@ class _SupervisedRun:
     ) -> None:
         self.arguments, self.experiment, self.log = arguments, experiment, log
         self.snapshot_keepers, self.start, self.sleep = snapshot_keepers, start, sleep
-        self.received_signals: list[str] = arguments.signals.received
+        self.received_signals: list[str] = arguments.signals.received_signals
         self.roster = RankRoster(arguments, make_rank_count_check(experiment))
         self.words, self.start_time = list(arguments.words), time.time()
         self.wait_limit = arguments.wait or HOST_WAIT_SECONDS
         self.generation = self.restarts = 0
-        self.spares, self.is_loss_counted = self.roster.spares, False
+        self.spares, self.is_failure_counted = self.roster.spares, False
         self.has_own_checkpoint = bool(arguments.resume)
         if experiment is not None:
             if experiment.checkpoint.keep < restarts.MIN_KEPT_CHECKPOINTS:
@@ -103,20 +103,20 @@ class _SupervisedRun:
             except UnusableNodesError as error:
                 if self.generation == 1 or not self.may_restart or not self.roster.exclude_hosts(error.nodes):
                     raise
-                self.restarts += not self.is_loss_counted  # nodes lost together count as one restart
-                self.is_loss_counted = False
+                self.restarts += not self.is_failure_counted  # nodes lost together count as one restart
+                self.is_failure_counted = False
                 self.report_wait(str(error))
                 continue
-            self.is_loss_counted = False
-            if ending.loss_text and not self.received_signals and self.may_restart:
-                self.report_loss(members, ending)
-            elif ending.stopped_for_hosts:
+            self.is_failure_counted = False
+            if ending.failure_message and not self.received_signals and self.may_restart:
+                self.report_failure(members, ending)
+            elif ending.stopped_for_host_change:
                 self.report_host_change(members)
             else:
-                if ending.loss_text:
-                    self.log_event("loss", what=ending.loss_text)
+                if ending.failure_message:
+                    self.log_event("loss", what=ending.failure_message)
                     self.snapshot_keepers.exit_message = ""  # keep the snapshots for --resume
-                return report_loss(ending, self.arguments)
+                return report_failure(ending, self.arguments)
 
     @property
     def may_restart(self) -> bool:
@@ -140,17 +140,17 @@ class _SupervisedRun:
         with HostWatcher(self.roster, members) as watcher:
             return self.start(arguments, self.received_signals, variables, watcher.should_end_generation)
 
-    def report_loss(self, members: Members, ending: JobEnding) -> None:
+    def report_failure(self, members: Members, ending: JobEnding) -> None:
         """Report a loss, and what the next generation resumes from."""
         self.restarts += 1
-        self.is_loss_counted = True
+        self.is_failure_counted = True
         hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
-        self.log_event("loss", what=ending.loss_text, host=", ".join(hosts) or None)
+        self.log_event("loss", what=ending.failure_message, host=", ".join(hosts) or None)
         number, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
             excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cooldown:g} s"
-        say(f"{number}: {ending.loss_text}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
+        say(f"{number}: {ending.failure_message}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def report_host_change(self, members: Members) -> None:
         """Report a change of hosts, and what the next generation resumes from."""

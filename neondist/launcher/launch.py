@@ -19,7 +19,7 @@ from ..system.heartbeat import SUPERVISOR_VARIABLE
 from ..system.job import GENERATION_VARIABLE, JOB_START_TIME_VARIABLE, LAUNCHED_RANKS_VARIABLE
 from ..terminal.console import say
 from . import pinning
-from .cleanup import create_job_folders
+from .cleanup import create_temporary_job_folders
 from .monitor import LEASE_SECONDS, LOOPBACK_ADDRESS, Monitor
 from .mpirun import INSTALL_REMEDY, Mpirun, find_mpirun
 from .placement import list_own_addresses, open_job_placement
@@ -67,7 +67,7 @@ def launch(
             env[JOB_START_TIME_VARIABLE] = str(arguments.begun)
         addresses = monitor_addresses(os.environ) if placement is None else placement.supervisor_addresses()
         lease = arguments.lease or LEASE_SECONDS
-        with create_job_folders(mpirun, env) as job, Monitor(ranks, addresses, lease) as monitor:
+        with create_temporary_job_folders(mpirun, env) as job, Monitor(ranks, addresses, lease) as monitor:
             env |= {**job.environment, **monitor.environment}
             names = [name for name in _FORWARDED_VARIABLES if name in env]
             if placement is None:
@@ -82,15 +82,15 @@ def launch(
     return ending
 
 
-def report_loss(ending: JobEnding, arguments: argparse.Namespace) -> int:
+def report_failure(ending: JobEnding, arguments: argparse.Namespace) -> int:
     """Report the loss that ended the job, if any; return its exit code."""
-    if ending.loss_text:
+    if ending.failure_message:
         remedy = (
             "continue with --resume, or set --restarts K to restart automatically"
             if arguments.stops
             else "start the command again"
         )
-        say(f"error: {ending.loss_text}; {remedy}", sys.stderr)
+        say(f"error: {ending.failure_message}; {remedy}", sys.stderr)
     return ending.exit_code
 
 

@@ -164,7 +164,7 @@ class RankRoster:
             if self._host_source is None
             else HostPool(self._read_slots, arguments.cooldown or HOST_COOLDOWN_SECONDS)
         )
-        self._read_count = 0
+        self._slot_read_count = 0
 
     def choose_members(self) -> Members | None:
         """Return the largest possible set of ranks on the usable hosts; None if these have too few slots."""
@@ -235,8 +235,10 @@ class RankRoster:
         if self._host_source.is_resources:
             self.resources = ResourceSpec(self._host_source.path)
             return slots_by_node(self.resources)
-        self._read_count += 1
-        slots: dict[str, int] = self._host_source.slots_at_start if self._read_count == 1 else self._host_source.read()
+        self._slot_read_count += 1
+        slots: dict[str, int] = (
+            self._host_source.slots_at_start if self._slot_read_count == 1 else self._host_source.read()
+        )
         return slots
 
     def _largest_members_within(self, slots: int) -> Members | None:

@@ -81,7 +81,7 @@ class Monitor:
         Connected ranks, by rank.
     lost_rank : int
         First rank lost before any other failed; -1 if none.
-    loss_text : str
+    failure_message : str
         Description of the loss; '' if none.
     silent_ranks : tuple of int
         Ranks without a heartbeat, including the lost one; they may still be running.
@@ -94,7 +94,7 @@ class Monitor:
     ) -> None:
         self.ranks, self.lease = ranks, lease
         self.rank_states: dict[int, RankState] = {}
-        self.lost_rank, self.loss_text = -1, ""
+        self.lost_rank, self.failure_message = -1, ""
         self.silent_ranks: tuple[int, ...] = ()
         self.end_time: float | None = None
         self._key = secrets.token_hex(16)
@@ -205,9 +205,9 @@ class Monitor:
             connection.socket.close()
             self._connections.remove(connection)
             member = connection.rank_state
-            if member is not None and member.exit_code is None and not failed and not self.loss_text:
+            if member is not None and member.exit_code is None and not failed and not self.failure_message:
                 self.lost_rank = member.rank
-                self.loss_text = f"{self.describe_rank(member.rank)} {UNREPORTED_EXIT_TEXT}"
+                self.failure_message = f"{self.describe_rank(member.rank)} {UNREPORTED_EXIT_TEXT}"
                 if not connection.closed:
                     self._record_silent_ranks([connection, *filter(self._is_quiet, self._connections)])
         if self.end_time is None and (failed or not self.unreported_ranks()):
@@ -220,7 +220,9 @@ class Monitor:
         unnamed = len(self.silent_ranks) - _MAX_RANKS_IN_MESSAGE
         names += [f"{unnamed} more"] if unnamed > 0 else []
         noun = "node" if len(names) == 1 else "nodes"
-        self.loss_text = f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
+        self.failure_message = (
+            f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
+        )
 
     def _is_quiet(self, connection: _Connection) -> bool:
         """Whether a rank has missed several heartbeats, even if its lease has not expired."""

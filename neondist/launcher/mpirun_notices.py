@@ -67,7 +67,7 @@ class NoticeFilter:
             if piece.endswith(b"\n"):
                 out += self._process_line()
             elif not self.held_lines and not self._may_be_notice():
-                out += self._release_line()  # an unfinished line, such as a progress bar, must not wait
+                out += self._flush_partial_line()  # an unfinished line, such as a progress bar, must not wait
         self.has_output |= bool(out.strip())
         return out
 
@@ -88,7 +88,7 @@ class NoticeFilter:
     def _follows_notice(self) -> bool:
         return self.dropped_last_block and not self.partial_line.strip()
 
-    def _release_line(self) -> bytes:
+    def _flush_partial_line(self) -> bytes:
         out, self.partial_line, self.dropped_last_block = self.partial_line, b"", False
         return out
 
@@ -100,7 +100,7 @@ class NoticeFilter:
                 self.fatal_lines += self.partial_line if fatal else b""
                 self.partial_line = b""
                 return b""
-            return self._release_line()
+            return self._flush_partial_line()
         self.held_lines.append(self.partial_line)
         self.partial_line = b""
         if not rule or len(self.held_lines) == 1:

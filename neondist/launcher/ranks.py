@@ -25,7 +25,7 @@ from ..train import Watchdog
 from . import members, pinning
 from .cleanup import restore_tmpdir
 from .generations import run_generations
-from .launch import launch, reject_too_many_ranks, report_loss, require_mpirun, warn_of_too_many_threads
+from .launch import launch, reject_too_many_ranks, report_failure, require_mpirun, warn_of_too_many_threads
 from .parent_watch import end_with_parent
 from .report import print_error
 
@@ -59,14 +59,14 @@ def run_on_ranks(
         Called before mpirun is started; it may run the command in other processes and return the exit code.
     """
 
-    whole_process = arguments.signals.whole_process
+    owns_process = arguments.signals.owns_process
 
     def prepare_with_progress(world: Transport, ranks: int) -> Prepared:
 
-        with preparation_progress(world.rank, whole_process):
+        with preparation_progress(world.rank, owns_process):
             return prepare(world, ranks)
 
-    prepare_rank = freeze_new_objects()(prepare_with_progress) if whole_process else prepare_with_progress
+    prepare_rank = freeze_new_objects()(prepare_with_progress) if owns_process else prepare_with_progress
 
     def run_rank(world: Transport) -> int:
         return _run_and_report_errors(world, prepare_rank, work)
@@ -94,7 +94,7 @@ def run_on_ranks(
             return code
         if arguments.restarts is not None or arguments.source is not None:
             return run_generations(arguments, prepared)
-        return report_loss(launch(arguments, arguments.signals.received), arguments)
+        return report_failure(launch(arguments, arguments.signals.received_signals), arguments)
     if arguments.watched:
         arguments.watchdog = create_watchdog(arguments, job)
         arguments.watchdog.open()
@@ -116,7 +116,7 @@ def run_script_on_ranks(arguments: argparse.Namespace) -> int:
         require_mpirun(os.environ)
     if arguments.restarts is not None or arguments.source is not None:
         return run_generations(arguments, None)
-    return report_loss(launch(arguments), arguments)
+    return report_failure(launch(arguments), arguments)
 
 
 def _run_and_report_errors(
@@ -163,13 +163,13 @@ def get_mpi_job(arguments: argparse.Namespace) -> Job | None:
     return job
 
 
-def create_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_process: bool = True) -> Watchdog:
+def create_watchdog(arguments: argparse.Namespace, job: Job | None = None, owns_process: bool = True) -> Watchdog:
     """Return the watchdog of this process, or of a virtual rank."""
     from ..train import Watchdog
 
     rank, size = (job.rank or 0, job.size or 1) if job is not None else (0, 1)
     timeout = getattr(arguments, "stall_timeout", None) or STALL_TIMEOUT
-    return Watchdog(timeout, whole_process=whole_process, rank=rank, size=size, folder=arguments.folder)
+    return Watchdog(timeout, owns_process=owns_process, rank=rank, size=size, folder=arguments.folder)
 
 
 def _run_on_virtual_ranks(arguments: argparse.Namespace, run_rank: Callable[[Transport], int]) -> int:

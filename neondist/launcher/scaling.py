@@ -104,7 +104,7 @@ class ElasticSlots:
                 return None
             if int(waited / _WAIT_REPORT_SECONDS) > reports:
                 reports = int(waited / _WAIT_REPORT_SECONDS)
-                report(f"waiting for slots: {self.describe_slot_users()}; giving up in {limit - waited:.0f} s")
+                report(f"waiting for slots: {self.describe_unavailable_slots()}; giving up in {limit - waited:.0f} s")
             sleep(SLOT_CHECK_SECONDS)
         return None
 
@@ -146,13 +146,13 @@ class ElasticSlots:
         remedy = "start the job again later, or lower --num-workers"
         if excluded := self._list_excluded_hosts():
             remedy = f"correct the list of hosts, or the error shown by `ssh {next(iter(excluded))}`"
-        say(f"error: gave up after {self.wait_limit:g} s: {self.describe_slot_users()}; {remedy}", sys.stderr)
+        say(f"error: gave up after {self.wait_limit:g} s: {self.describe_unavailable_slots()}; {remedy}", sys.stderr)
 
-    def describe_slot_users(self) -> str:
+    def describe_unavailable_slots(self) -> str:
         """Describe the users of the slots, and the excluded hosts."""
         times = self._list_excluded_hosts()
         texts = [f"{host} is excluded for another {seconds:.0f} s" for host, seconds in times.items()]
-        return "; ".join([self._table.describe_users(self._read_hosts()), *texts])
+        return "; ".join([self._table.describe_slot_usage(self._read_hosts()), *texts])
 
 
 @contextmanager
@@ -171,11 +171,11 @@ def open_elastic_slots(
         excluded = pool.list_excluded_hosts()
         return {host: slots for host, slots in hosts.items() if host in checked and host not in excluded}
 
-    def check(joined: set[str]) -> None:
-        reasons = find_unusable_hosts(joined - {LOCAL_HOST}, os.environ)
+    def check(joined_hosts: set[str]) -> None:
+        reasons = find_unusable_hosts(joined_hosts - {LOCAL_HOST}, os.environ)
         for message in pool.exclude_unusable(reasons):
             say(message, sys.stderr)
-        checked.update(joined - reasons.keys())
+        checked.update(joined_hosts - reasons.keys())
 
     def watch() -> None:
         nonlocal hosts
@@ -188,8 +188,8 @@ def open_elastic_slots(
             shrunk = shrunk + 1 if sum(pool.listed_slots.values()) < sum(hosts.values()) else 0
             if shrunk != 1:  # a partially written list has fewer hosts
                 hosts = dict(pool.listed_slots)
-            if joined := hosts.keys() - checked - pool.list_excluded_hosts().keys():
-                check(joined)
+            if joined_hosts := hosts.keys() - checked - pool.list_excluded_hosts().keys():
+                check(joined_hosts)
 
     with SlotTable(bounds) as table:
         if source is not None:

@@ -197,7 +197,7 @@ class SlotTable:
                 return 0
             return max(0, self.workers - max(self.bounds.min_workers, self._fair_share(hosts, others)))
 
-    def describe_users(self, hosts: Mapping[str, int]) -> str:
+    def describe_slot_usage(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
         with self._update_entries() as others:
             used = sum(entry.workers_by_host.total() * entry.bounds.slots_per_worker for entry in others or [])

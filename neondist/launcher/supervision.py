@@ -37,21 +37,21 @@ class JobEnding:
     ----------
     exit_code : int
         Exit code of `neondist run`; never 0 after a loss.
-    loss_text : str
+    failure_message : str
         Description of the lost rank or node; '' if none.
     lost_nodes : tuple of str
         Nodes whose daemons were lost.
     silent_ranks : tuple of int
         Ranks without a heartbeat.
-    stopped_for_hosts : bool
+    stopped_for_host_change : bool
         Whether the job was stopped, with a checkpoint, because `hosts_changed` returned true.
     """
 
     exit_code: int
-    loss_text: str = ""
+    failure_message: str = ""
     lost_nodes: tuple[str, ...] = ()
     silent_ranks: tuple[int, ...] = ()
-    stopped_for_hosts: bool = False
+    stopped_for_host_change: bool = False
 
 
 def supervise_command(
@@ -100,8 +100,8 @@ def supervise_command(
             if forwarder.ranks_listen and not changing and hosts_changed is not None and hosts_changed():
                 changing = True
                 forwarder.send([signal.SIGUSR1])
-            if code is None and monitor is not None and (monitor.loss_text or _is_mpirun_overdue(monitor)):
-                code = 128 + signal.SIGKILL if monitor.loss_text else monitor.exit_code
+            if code is None and monitor is not None and (monitor.failure_message or _is_mpirun_overdue(monitor)):
+                code = 128 + signal.SIGKILL if monitor.failure_message else monitor.exit_code
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LOST_NODE_REPORT_TIMEOUT)
                 monitor.kill_remaining_ranks()
@@ -116,8 +116,8 @@ def supervise_command(
     signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
     ending = _determine_ending(code, signals, monitor, notice_filter)
     if changing and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
-        ending = replace(ending, stopped_for_hosts=True)
-    if not ending.loss_text:
+        ending = replace(ending, stopped_for_host_change=True)
+    if not ending.failure_message:
         sys.stderr.write(notice_filter.fatal_lines.decode(errors="replace"))
         failed = ending.exit_code not in (0, STOPPED_EXIT_CODE)
         if failed and not notice_filter.has_output:  # no rank reported an error: mpirun names it
@@ -141,7 +141,7 @@ def _determine_ending(
         return JobEnding(128 + signals[0])
     if monitor is None or code == INTERRUPTED_EXIT_CODE:
         return JobEnding(code)
-    loss = monitor.loss_text
+    loss = monitor.failure_message
     if killed:
         loss = f"mpirun was killed ({describe_exit_code(code)})"
     elif len(lost_nodes := notice_filter.lost_nodes) == 1:

@@ -129,9 +129,9 @@ class WorkerProcesses:
                 self._adjust_worker_count(self._elastic_slots)
             time.sleep(0.05)
 
-    def call_with_restarts(self, call: Callable[[], T], patience: float = 120.0) -> T:
+    def call_with_restarts(self, call: Callable[[], T], timeout: float = 120.0) -> T:
         """Call services, restarting them as needed, until the call succeeds; return its result."""
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         while True:
             self._restart_killed_services()
             try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
-from ..io.output import SERVER_FOLDER, has_run, remove_run_files
+from ..io.output import SERVER_FOLDER, has_results, remove_run_files
 from ..io.run_event_log import RunEventLog
 from ..system.collector import freeze_new_objects
 from ..system.job import detect_job
@@ -40,7 +40,7 @@ SERVERS_VARIABLE = "NEONDIST_SERVERS"
 DEFAULT_MAX_SERVERS = 4
 
 
-def _import_modules() -> None:
+def _preload_worker_modules() -> None:
     """Import the modules of workers and servers that train a PyTorch model."""
     import h5py  # noqa: F401  for checkpoints
     import psutil  # noqa: F401
@@ -58,13 +58,13 @@ def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManage
 
     Open it before the model is loaded. Without forking, the modules that the model needs are imported here.
     """
-    if not arguments.signals.whole_process or not Path(arguments.file).is_file():
+    if not arguments.signals.owns_process or not Path(arguments.file).is_file():
         return nullcontext()
     if arguments.update_rule is not None and SERVERS_VARIABLE not in os.environ:
-        return open_fork_server(_import_modules)
+        return open_fork_server(_preload_worker_modules)
     if "torch" not in sys.modules:  # not forked
         with suppress(ImportError), freeze_new_objects():  # the code that needs the modules reports the error
-            _import_modules()
+            _preload_worker_modules()
     return nullcontext()
 
 
@@ -94,7 +94,7 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
             raise LaunchError(
                 f"{option}: applies to a single MPI job, but the strategy needs servers; leave it out, {remedy}"
             )
-    _check_resumable(arguments)
+    _check_existing_checkpoints(arguments)
     if detect_job(os.environ) is not None or ranks == 1:
         raise LaunchError(
             "strategy: needs servers, which neondist run FILE.yaml -n P starts if P ranks form several replicas;"
@@ -164,7 +164,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
 
 def _wait_for_slots(arguments: argparse.Namespace, elastic_slots: ElasticSlots, log: RunEventLog) -> list[str] | int:
     """Wait for the hosts of the first workers; return them, or the exit code if no slots became free."""
-    received = arguments.signals.received
+    received = arguments.signals.received_signals
 
     def report(text: str) -> None:
         log.add("wait", what=text)
@@ -292,7 +292,7 @@ def _call_service(
 ) -> Message:
     from ..services.wire import ServiceClient
 
-    with ServiceClient(address, service, token, timeout=10.0, patience=1.0) as client:
+    with ServiceClient(address, service, token, timeout=10.0, retry_seconds=1.0) as client:
         return client.call(method, fields)
 
 
@@ -307,7 +307,7 @@ def _count_checkpointed_servers(folder: Path) -> int | None:
     return count_servers(checkpoints[-1]) if checkpoints else None
 
 
-def _check_resumable(arguments: argparse.Namespace) -> None:
+def _check_existing_checkpoints(arguments: argparse.Namespace) -> None:
     """Raise an error if no checkpoint can be resumed, its number of servers differs, or a run would be lost."""
     folder = Path(arguments.folder, SERVER_FOLDER)
     count = _count_checkpointed_servers(folder)
@@ -318,7 +318,7 @@ def _check_resumable(arguments: argparse.Namespace) -> None:
                 " choose another folder (--output)"
             )
         return
-    if count is None and (arguments.resume is True or has_run(arguments.folder)):
+    if count is None and (arguments.resume is True or has_results(arguments.folder)):
         raise DataError(
             f"{folder}: has no parameter-server checkpoint to resume from; start with --init-from checkpoint.h5"
         )

@@ -6,7 +6,7 @@ from .base import Dist, Layer, Node
 from .batchnorm import BatchNormLayer, BatchNormLayerDist
 from .branches import Branches, Concat, Sum
 from .containers import Sequential
-from .context import Context, StepContext
+from .context import ModelContext, StepContext
 from .conv import ConvLayer, ConvLayerDist
 from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
 from .deconv import DeconvLayer, DeconvLayerDist
@@ -35,7 +35,6 @@ __all__ = [
     "BatchNormLayerDist",
     "Branches",
     "Concat",
-    "Context",
     "ConvLayer",
     "ConvLayerDist",
     "CropLayer",
@@ -68,6 +67,7 @@ __all__ = [
     "Logistic",
     "MaxPoolingLayer",
     "MaxPoolingLayerDist",
+    "ModelContext",
     "Node",
     "PadLayer",
     "PadLayerDist",

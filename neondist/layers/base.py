@@ -1,7 +1,7 @@
 """Base classes of the parts of a model: layers and containers.
 
 A layer defines a window, and `forward` and `backward` on a view; it never pads and never communicates. `layer.input`
-makes the view: it is a PaddedArray, or a GlobalArray if the mixin `Dist` is the first base class.
+makes the view: it is a SerialArray, or a GlobalArray if the mixin `Dist` is the first base class.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from ..backends import Kernels
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, Window
-from ..halo import ExchangePolicy, GlobalArray, PaddedArray, as_scheme
+from ..halo import ExchangePolicy, GlobalArray, SerialArray, as_scheme
 from ..registry import DistributedMixin, Registered, dist_class, serial_class
-from .context import Context, StepContext
+from .context import ModelContext, StepContext
 from .functions import Activation
 from .layout import Parameter, Replicate, Shape, Shard, declared_with
 from .reduction import Reduction
@@ -182,7 +182,7 @@ class Layer(LayerDescription):
     params, grads, state : dict of name to array
         Trainable arrays, their gradients (summed over all ranks after model.bprop), and arrays that are saved but not
         trained.
-    input : PaddedArray or GlobalArray
+    input : SerialArray or GlobalArray
         Array of the input, which makes views and provides `sum_over_ranks`, `own`, `need` and `extent`.
     regions : pair of Partition or None
         For each tile, the regions of the input and of the output, in a segment of layers with redundant computation.
@@ -286,7 +286,7 @@ class Layer(LayerDescription):
 
     # Methods that the model calls.
 
-    def build(self, input_shape: Shape, context: Context) -> None:
+    def build(self, input_shape: Shape, context: ModelContext) -> None:
         """Set the shapes and create `input`, for a global input shape without the batch."""
         self.context, self.input_shape = context, tuple(input_shape)
         self.window = self.view_window_for(self.input_shape, context.grid.shape)
@@ -314,8 +314,8 @@ class Layer(LayerDescription):
         return array
 
     def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
-        """Return a PaddedArray, or, with the mixin `Dist`, a GlobalArray."""
-        return PaddedArray(shape, window, str(self.context.dtype), backend=self.context.backend, reuse=True)
+        """Return a SerialArray, or, with the mixin `Dist`, a GlobalArray."""
+        return SerialArray(shape, window, str(self.context.dtype), backend=self.context.backend, reuse=True)
 
     def wait_for_messages(self) -> None:
         """Wait for pending messages of a border scheme. Collective."""
@@ -379,7 +379,7 @@ class Dist(DistributedMixin):
     """Mixin that distributes a layer: `class MyLayerDist(Dist, MyLayer)`; the layer's input is split into tiles."""
 
     distributed = True
-    context: Context
+    context: ModelContext
 
     def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return a GlobalArray over the model's grid."""

@@ -79,7 +79,7 @@ class BatchNormLayer(NormLayer):
         """Fill the gradients of gamma and beta; return this rank's contributions to both in one array."""
         (by_beta,), (from_mean,) = self.channel_gradient_sums(ctx, dy)
         by_gamma = from_mean * ctx.scale
-        ctx.grads["gamma"], ctx.grads["beta"] = ctx.local_contribution(by_gamma), ctx.local_contribution(by_beta)
+        ctx.grads["gamma"], ctx.grads["beta"] = ctx.contribution_to_sum(by_gamma), ctx.contribution_to_sum(by_beta)
         return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

@@ -20,7 +20,7 @@ from .layout import Shape
 
 
 @dataclass(frozen=True)
-class Context:
+class ModelContext:
     """State shared by all layers of a built model."""
 
     grid: ProcessGrid
@@ -34,7 +34,7 @@ class BuiltLayer(Protocol):
     """Attributes of a built layer that its contexts use."""
 
     name: str | None
-    context: Context
+    context: ModelContext
     input: GlobalArray
     input_shape: Shape
     output_shape: Shape
@@ -204,7 +204,7 @@ class StepContext:
         own = layer.context.grid.tile_box(layer.input_shape[:-1]).relative_to(cells or layer.input.need)
         return array[(slice(None), *own.slices)]
 
-    def local_contribution(self, array: Any) -> Any:
+    def contribution_to_sum(self, array: Any) -> Any:
         """Return this rank's contribution to a sum over all ranks of values computed from the output.
 
         Outputs without spatial axes are replicated over tiles, and must be counted once.

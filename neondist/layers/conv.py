@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ..errors import ConfigError
-from ..geometry import GradientWindow, GridShape, Window, halo_volume, same_padding
+from ..geometry import GradientWindow, GridShape, Window, same_padding, total_halo_volume
 from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
@@ -106,8 +106,8 @@ class ConvLayer(Layer):
         if window.mode != "zeros":
             return None if method == "auto" else super().gathered_gradient_shape_and_window(input_shape, grid)
         shape, gradient_window = self._gradient_shape_and_window(input_shape)
-        gathered = halo_volume(grid.partition(shape[:-1]), gradient_window) * shape[-1]
-        scattered = halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
+        gathered = total_halo_volume(grid.partition(shape[:-1]), gradient_window) * shape[-1]
+        scattered = total_halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
         return (shape, gradient_window) if method == "gather" or gathered < scattered else None
 
     def gradient_shape_and_window_if_gathered(self, input_shape: Shape) -> tuple[Shape, Window] | None:

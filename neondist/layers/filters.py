@@ -53,7 +53,7 @@ class PerCellFilters(FilterOperator):
         return self.kernels.locally_connected_backward_weights(view, dz, weights, self.window.stride)
 
 
-class BlockFilters(FilterOperator):
+class PerBlockFilters(FilterOperator):
     """A filter for every block of output cells: weights (*blocks, *kernel, C, out_channels), whole on every rank.
 
     Parameters

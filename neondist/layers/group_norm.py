@@ -82,8 +82,8 @@ class SampleNormLayer(NormLayer):
         by_beta, from_mean = self.channel_gradient_sums(ctx, dy)
         by_gamma = from_mean * ctx.scale
         if self.affine:
-            ctx.grads["gamma"] = ctx.local_contribution(by_gamma.sum(axis=0))
-            ctx.grads["beta"] = ctx.local_contribution(by_beta.sum(axis=0))
+            ctx.grads["gamma"] = ctx.contribution_to_sum(by_gamma.sum(axis=0))
+            ctx.grads["beta"] = ctx.contribution_to_sum(by_beta.sum(axis=0))
             by_gamma, by_beta = by_gamma * ctx.params["gamma"], by_beta * ctx.params["gamma"]
         if not ctx.needs_input_gradient:
             return None

@@ -15,7 +15,7 @@ from ..registry.ranges import Positive
 from ..terminal.console import counted
 from .base import Dist, Layer, Shape
 from .context import StepContext
-from .lcn_window import HaloShapesAndWindows, LocalArray, LocalWindow, centred_slices
+from .lcn_window import HaloShapesAndWindows, LCNWindow, LocalArray, centred_slices
 from .reduction import Reduction
 
 _MAX_NOISE_ULPS = 8
@@ -71,7 +71,7 @@ class LCNLayer(Layer):
             raise ConfigError(f"kernel_size {kernel_size}: expected odd integers, so that a window has a centre")
         if sigma is not None and window != "gaussian":
             raise ConfigError(f"sigma {sigma} needs window 'gaussian'; leave sigma out, or change the window")
-        self.local_window = LocalWindow(kernel_size, window, sigma, padding_mode)
+        self.local_window = LCNWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
         self.reduces_over_image = min_deviation == "mean"
 
@@ -115,10 +115,12 @@ class LCNLayer(Layer):
         self.axis_weights = self.local_window.axis_weights(self.input_shape)
         wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
         # these arrays make views of the channel means: first of x, then of v²
-        arrays: list[Any] = [self._create_local_array(n) if wide else self._register_mean_array() for n in (2, 1)]
-        self.mean_array, self.mean_square_array = arrays
+        arrays: list[Any] = [
+            self._create_local_array(n) if wide else self._register_channel_mean_array() for n in (2, 1)
+        ]
+        self.channel_mean_array, self.channel_mean_square_array = arrays
 
-    def _register_mean_array(self) -> GlobalArray:
+    def _register_channel_mean_array(self) -> GlobalArray:
         return self.register_array((*self.input_shape[:-1], 1), self.local_window.window_of_stages(self.input_shape))
 
     def _create_local_array(self, stages: int) -> LocalArray:
@@ -148,10 +150,10 @@ class LCNLayer(Layer):
 
     def _save_deviations(self, ctx: StepContext, view: Any) -> None:
         """Save v for all cells that the view allows, and the deviations of this rank's cells."""
-        seen = ctx.gather(self.mean_array, self._channel_mean(view))
+        seen = ctx.gather(self.channel_mean_array, self._channel_mean(view))
         mean = self.kernels.separable_filter(seen, self.axis_weights)
         v = view[centred_slices(view, mean)] - mean
-        squares = ctx.gather(self.mean_square_array, self._channel_mean(v * v))
+        squares = ctx.gather(self.channel_mean_square_array, self._channel_mean(v * v))
         sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.axis_weights))
         # deviations of constant cells are rounding errors, which would differ between grids
         sigma *= sigma > _MAX_NOISE_ULPS * np.finfo(view.dtype).eps * abs(mean[centred_slices(mean, sigma)])
@@ -175,14 +177,15 @@ class LCNLayer(Layer):
             counted += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
         by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(
-            self.mean_square_array, kernels.separable_filter_adjoint(by_square, ctx.extents[1], self.axis_weights)
+            self.channel_mean_square_array,
+            kernels.separable_filter_adjoint(by_square, ctx.extents[1], self.axis_weights),
         )
         by_v = dsquares * (2 / dy.shape[-1])
         mean = by_v * self._channel_mean(ctx.v)  # channel mean of the gradient of v, which is never stored
         mean[centred_slices(mean, dy)] += ctx.scale * self._channel_mean(dy)
         dview = ctx.out
         dview[...] = ctx.scatter_add(
-            self.mean_array, kernels.separable_filter_adjoint(-mean, ctx.extents[0], self.axis_weights)
+            self.channel_mean_array, kernels.separable_filter_adjoint(-mean, ctx.extents[0], self.axis_weights)
         )
         dview[centred_slices(dview, mean)] += ctx.v * by_v
         dview[centred_slices(dview, dy)] += dy * ctx.scale

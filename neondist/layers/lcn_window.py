@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any
 
-from ..geometry import Box, GridShape, Window, halo_volume
+from ..geometry import Box, GridShape, Window, total_halo_volume
 from ..halo import Phase
 from .layout import Shape
 
@@ -15,7 +15,7 @@ HaloShapesAndWindows = list[tuple[Shape, Window]]
 
 
 @dataclass(frozen=True)
-class LocalWindow:
+class LCNWindow:
     """A weighted window, applied in two consecutive stages."""
 
     kernel_size: int | Sequence[int]
@@ -55,7 +55,7 @@ class LocalWindow:
         more; with one channel it does if tiles are so narrow that the image's border cuts off the wide halo.
         """
         elements = {
-            method: sum(shape[-1] * halo_volume(grid.partition(shape[:-1]), window) for shape, window in halos)
+            method: sum(shape[-1] * total_halo_volume(grid.partition(shape[:-1]), window) for shape, window in halos)
             for method, halos in self.halos_by_method(input_shape).items()
         }
         return min(elements, key=elements.__getitem__)

@@ -89,7 +89,7 @@ class FCLayer(Layer):
         ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 is ambiguous without samples
         products = self.kernels.product(ctx.view, ctx.params["weights"])
         if self.bias:
-            products += ctx.local_contribution(ctx.params["bias"])
+            products += ctx.contribution_to_sum(ctx.params["bias"])
         return products
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
@@ -111,7 +111,7 @@ class FCLayer(Layer):
         ctx.grads["weights"] = self.kernels.product(ctx.view.T, dy)
         if self.bias:
             by_bias = dy.sum(axis=0)
-            ctx.grads["bias"] = by_bias if self.splits_outputs else ctx.local_contribution(by_bias)
+            ctx.grads["bias"] = by_bias if self.splits_outputs else ctx.contribution_to_sum(by_bias)
         if not ctx.needs_input_gradient:
             return None
         if self.splits_outputs:

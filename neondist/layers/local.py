@@ -13,7 +13,7 @@ from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
-from .filters import BlockFilters, FilterOperator, PerCellFilters, orthonormalise
+from .filters import FilterOperator, PerBlockFilters, PerCellFilters, orthonormalise
 from .functions import Activation
 from .layout import Replicate, Tiled
 
@@ -112,7 +112,7 @@ class LocalFilteringLayer(Layer):
         block, kernels = self.block_extent_for(self.output_shape[:-1]), self.kernels
         self.filters: FilterOperator = PerCellFilters(kernels, self.window)
         if block is not None:
-            self.filters = BlockFilters(kernels.exact, self.window, self.output_tile, block)
+            self.filters = PerBlockFilters(kernels.exact, self.window, self.output_tile, block)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Apply every cell's filter to its window."""

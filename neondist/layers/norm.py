@@ -18,7 +18,7 @@ class NormLayer(Layer):
 
     def normalise_view(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:
         """Return (view - mean) * scale + shift, given arrays (groups, C); save arrays for the backward pass."""
-        norm, y = Normalisation(mean, scale, shift, clip_negative=ctx.activation is not None), ctx.out
+        norm, y = Normalisation(mean, scale, shift, fused_relu=ctx.activation is not None), ctx.out
         ctx.activated = True
         self.kernels.normalise(view, norm, y)
         ctx.save(view=view, norm=norm)

@@ -44,7 +44,7 @@ class Metric(Registered, ABC):
     def check_class_count(self, classes: int | None) -> None:
         """Raise ConfigError if the metric cannot be used with that number of classes (None: no classes)."""
 
-    def check_outputs(self, y_shape: tuple[int, ...]) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError if the metric cannot be used with outputs of that global shape, without the batch."""
 
     def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
@@ -105,7 +105,7 @@ class PerSampleMetric(Metric):
             return np.full((len(y), 2), np.nan)
         return self._sums_of_images(y.astype("f8"), targets.astype("f8"), outputs or OutputLayout.whole(y.shape[1:]))
 
-    def check_outputs(self, y_shape: tuple[int, ...]) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError unless outputs are images."""
         if len(y_shape) < 2:
             raise ShapeError(

@@ -64,7 +64,7 @@ class FieldMetric(Metric):
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation."""
-        return _FieldMeter(self, outputs)
+        return _FieldMetricMeter(self, outputs)
 
     def _sums_or_nan(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
@@ -74,7 +74,7 @@ class FieldMetric(Metric):
         return self.channel_sums(y.astype("f8"), targets.astype("f8"), weights)
 
 
-class _FieldMeter(Meter):
+class _FieldMetricMeter(Meter):
     """Accumulator of a metric over this rank's cells, in physical units."""
 
     metric: FieldMetric
@@ -164,10 +164,10 @@ class R2(FieldMetric):
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation, which sums normalised values: their squares are more accurate."""
-        return _NormalisedMeter(self, outputs)
+        return _NormalisedUnitsMeter(self, outputs)
 
 
-class _NormalisedMeter(_FieldMeter):
+class _NormalisedUnitsMeter(_FieldMetricMeter):
     def to_physical_units(self, y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return y, targets
 
@@ -207,7 +207,7 @@ class ACC(FieldMetric):
         return _CorrelationMeter(self, outputs)
 
 
-class _CorrelationMeter(_FieldMeter):
+class _CorrelationMeter(_FieldMetricMeter):
     """Accumulator of the correlations of samples over all their tiles."""
 
     def add(self, y: Any, targets: Any) -> None:

@@ -106,9 +106,9 @@ class SSIM(PerSampleMetric):
         """Return the means."""
         return sums[:, 0] / sums[:, 1]
 
-    def check_outputs(self, y_shape: tuple[int, ...]) -> None:
+    def check_output_shape(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError unless outputs are images, and larger than a window."""
-        super().check_outputs(y_shape)
+        super().check_output_shape(y_shape)
         if min(y_shape[:-1]) < len(self._window_weights):
             raise ShapeError(
                 f"SSIM has windows of {len(self._window_weights)} cells, but outputs are"

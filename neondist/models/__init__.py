@@ -13,7 +13,7 @@ from .distribute import distribute
 from .gb import GB
 from .mlp import MLP
 from .model import Model, require_layer_model
-from .reconstruction import Reconstruction
+from .reconstruction import AutoencoderReconstruction
 from .script import TrainingScriptAdapter
 from .stimulus import optimal_stimulus
 from .train_step import ModelStep, TrainStep
@@ -23,6 +23,7 @@ __all__ = [
     "GB",
     "MLP",
     "Autoencoder",
+    "AutoencoderReconstruction",
     "Convnet",
     "ConvnetDist",
     "DistModel",
@@ -30,7 +31,6 @@ __all__ = [
     "MLPDist",
     "Model",
     "ModelStep",
-    "Reconstruction",
     "RemoteUpdate",
     "TrainStep",
     "Trainable",

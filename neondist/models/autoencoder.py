@@ -15,7 +15,7 @@ from ..optim import FlatLayout, Optimizer
 from ..parallel import ControlFlag, ParameterShard, are_all_finite
 from ..plan import LayerPlan, micro_batch_ranges
 from .model import Model
-from .reconstruction import Reconstruction, ReconstructionCost
+from .reconstruction import AutoencoderReconstruction, ReconstructionCost
 from .train_step import LayerStep
 
 
@@ -93,16 +93,16 @@ class Autoencoder:
         dview = self.layer.filters.correlate_adjoint(z, self._weights, self.layer.input.view_shape[1:-1])
         return self.layer.input.get_bprop_view(dview, self.phase)
 
-    def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
+    def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> AutoencoderReconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
         self.phase = Phase(training, self.step)  # for border schemes
         x = self.compute_stage_input(x)
         self.z = self.encode(x)
         residual = self.decode(self.z) - x
         pooled, self.last_pooled_view = self.pool.window_sums_of_squares_with_view(self.z, self.phase)
-        return Reconstruction(x, residual, pooled)
+        return AutoencoderReconstruction(x, residual, pooled)
 
-    def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
+    def bprop(self, y: AutoencoderReconstruction, scale: float = 1.0) -> None:
         """Add the gradient of `scale` times the cost of `y`, the result of the last fprop, to the layer's gradient."""
         filters, weights, z = self.layer.filters, self._weights, self.z
         error, dpooled = self.residual_array.get_fprop_view(y.residual, self.phase), self.cost.pooled_gradient(y.pooled)
@@ -140,7 +140,7 @@ class Autoencoder:
 
     # Interface to the training loop and its hooks.
 
-    def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Reconstruction, None, float]:
+    def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[AutoencoderReconstruction, None, float]:
         """Return the reconstruction, None (the inputs are the targets), and this rank's part of the cost."""
         y = self.fprop(x)
         return y, None, float(self.cost.local_sum(y))

@@ -135,7 +135,7 @@ class GB(Convnet):
             name = str(self.layers[index].name)
             pooled = any(layer.pools_squares for layer in self.layers[index + 1 : index + 2])
             planned_index = [layer.name for layer in plan].index(name)
-            plan.pretraining[name] = pretraining_elements_sent_per_sample(plan, planned_index, pooled)
+            plan.pretraining_elements_sent[name] = pretraining_elements_sent_per_sample(plan, planned_index, pooled)
         return plan
 
     def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:

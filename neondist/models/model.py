@@ -13,11 +13,11 @@ from ..arrays.precision import FLOAT32, ComputePrecision, PrecisionName
 from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
-from ..errors import ConfigError, GridError, PassError, ShapeError
+from ..errors import ConfigError, GridError, PassOrderError, ShapeError
 from ..formats.fields import FieldMetadata
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in_precision, scheme_text
-from ..layers import Context, Node, Sequential, declared_with
+from ..layers import ModelContext, Node, Sequential, declared_with
 from ..optim import SGD, Optimizer
 from ..parallel import SYNC_CLASSES_BY_NAME, GradientSync, LayerParameters, ParameterShard, TrainedSubset
 from ..parallel.parameters import gather_arrays, load_arrays
@@ -201,7 +201,7 @@ class Model(LayerModel):
                 raise self.strategy.create_error(str(error), "schemes") from None
         for enabled, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
             for layer in self.leaves if enabled else ():
-                if layer.scheme is not None and layer.scheme.has_memory:
+                if layer.scheme is not None and layer.scheme.is_stateful:
                     raise ConfigError(
                         f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
                         f" earlier steps, which {field} would mix up; leave out {field}, or use an exact scheme (halo)"
@@ -225,7 +225,7 @@ class Model(LayerModel):
             layer.scheme = halo_in_precision(layer.scheme, self.precision if rounds else FLOAT32)
         memory = None if self.memory is None else model_bytes_per_rank(self.memory, count_local_ranks(grid.size))
         execution = self.accumulate, self.recompute, self.strips, memory
-        options: Any = {"may_halve_memory": not self.strips_blocker, "strategy": self.strategy}
+        options: Any = {"halve_memory_by_streaming": not self.strips_blocker, "strategy": self.strategy}
         training = TrainingSettings(self.cost, self.optimizer, self.dtype, *execution, **options)
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
         available, fixed = self.available_bytes_per_rank, bool(memory is not None or self.strips_blocker)
@@ -257,7 +257,7 @@ class Model(LayerModel):
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
             raise ConfigError("plan: made for another input_shape, grid or batch_size; leave plan out, or plan again")
         self.compiled, self.output_shape, self.loss_scaler = plan, plan.output_shape, self.precision.new_scaler()
-        context = self.context = Context(self.grid, self.array_backend(), self.dtype, self.seed, batch_size)
+        context = self.context = ModelContext(self.grid, self.array_backend(), self.dtype, self.seed, batch_size)
         for planned in plan:
             planned.layer.regions = planned.regions
             planned.layer.build(planned.input_shape, context)
@@ -266,8 +266,8 @@ class Model(LayerModel):
         self.input = GlobalArray(
             self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype), backend=context.backend
         )
-        if plan.wide_tiles is not None:
-            self.input.repartition(plan.wide_tiles, plan.wide_tiles)
+        if plan.overlapping_tiles is not None:
+            self.input.repartition(plan.overlapping_tiles, plan.overlapping_tiles)
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
@@ -306,7 +306,7 @@ class Model(LayerModel):
         parameters = self.built_parameters
         x = to_backend_images(self, x, copy=True)
         batch = self._global_batch_size(x, batch_size)
-        self.input.check_tile("x", x)
+        self.input.check_tile_shape("x", x)
         self._compare_call_across_ranks("forward", {"training": training, "batch_size": batch})
         run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
         return ModelPass(self.executor, run, parameters, (self.input, self.output))
@@ -340,18 +340,18 @@ class Model(LayerModel):
 
         Raises
         ------
-        PassError
+        PassOrderError
             If there was no `fprop`, an `fprop` with `training=False` followed one with `training=True`, or the weights
             have changed since.
         """
         run = self.last_pass if self.built_parameters else None
         if run is None:
-            raise PassError(
+            raise PassOrderError(
                 "bprop: no fprop to differentiate: none was run, the last one failed, or train_batch was called since;"
                 " run fprop of the batch right before bprop"
             )
         if run.replaced_training_pass:
-            raise PassError(
+            raise PassOrderError(
                 "bprop: an fprop with training=False followed the one with training=True; run fprop of the batch"
                 " right before bprop, or keep passes apart: run = model.forward(x), then run.backward(dy)"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import PassError, ShapeError
+from ..errors import PassOrderError, ShapeError
 from ..halo import GlobalArray
 from ..parallel import LayerParameters
 from ..runtime import Executor, Pass
@@ -55,24 +55,26 @@ class ModelPass:
 
         Raises
         ------
-        PassError
+        PassOrderError
             The weights have changed since the pass, or the pass was closed.
         """
         parameters, (images, output) = self._parameters, self._input_and_output
         if not self._executor.compiled.training.backward:
-            raise PassError(
+            raise PassOrderError(
                 "backward: the model was planned for inference, without saved activations; build it for training"
             )
         dy = output.backend.as_real_array("dy", dy, output.dtype)
         if self._run.is_closed or self._parameters_version != parameters.version:
             reason = "the pass was closed" if self._run.is_closed else "the weights have changed"
-            raise PassError(f"backward: {reason} since the forward pass; run fprop of the batch right before bprop")
+            raise PassOrderError(
+                f"backward: {reason} since the forward pass; run fprop of the batch right before bprop"
+            )
         if len(dy) != self._run.samples:
             raise ShapeError(
                 f"dy has {counted(len(dy), 'sample')}, but the forward pass had {self._run.samples}; run fprop of"
                 " the batch right before bprop"
             )
-        output.check_tile("dy", dy)
+        output.check_tile_shape("dy", dy)
         images.grid.check("backward")
         parameters.reset_gradients()
         dx = sum_overlapping_input_gradients(images, self._executor.backward(self._run, dy))

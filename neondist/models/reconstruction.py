@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..arrays.namespace import namespace
 
 
-class Reconstruction(NamedTuple):
+class AutoencoderReconstruction(NamedTuple):
     """Reconstruction of an autoencoder's input x, on this rank's tiles.
 
     Attributes
@@ -40,7 +40,7 @@ class ReconstructionCost:
     sparsity_weight: float
     epsilon: float
 
-    def local_sum(self, y: Reconstruction, targets: Any = None, sum_over_tiles: Any = None) -> Any:
+    def local_sum(self, y: AutoencoderReconstruction, targets: Any = None, sum_over_tiles: Any = None) -> Any:
         """Return the sum over all local cells, in float64, to be summed over ranks."""
         error = 0.5 * (y.residual * y.residual).sum(dtype="f8")
         return error + self.sparsity_weight * namespace(y.pooled).sqrt(self.epsilon + y.pooled).sum(dtype="f8")

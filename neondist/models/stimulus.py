@@ -46,7 +46,7 @@ def optimal_stimulus(
     node, own = model.layers[layer], grid.tile_box(extent)
     tile = node.leaves[0].output_tile if node.leaves == [node] else own  # of a segment: with cells of other ranks
     # boxes of other ranks' units are empty; a vector is whole on every rank
-    boxes = [own.intersect(_unit_box(unit)).relative_to(tile) for unit in units]
+    boxes = [own.intersect(_single_cell_box(unit)).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
     index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
 
@@ -66,7 +66,7 @@ def optimal_stimulus(
             gradient = executor.backward(run, model.context.backend.as_real_array("dy", dy, model.dtype))
             return values, to_host(sum_overlapping_input_gradients(model.input, gradient))
 
-    x = _scale_to_norm(model, _draw_initial_noise(model, len(units)), norm)
+    x = _scale_to_norm(model, _draw_initial_stimulus(model, len(units)), norm)
     length = np.full(len(units), 1.0)
     for _ in range(steps):
         values, gradient = evaluate_units(x, with_gradient=True)
@@ -79,11 +79,11 @@ def optimal_stimulus(
     return x, evaluate_units(x)[0]
 
 
-def _unit_box(unit: Sequence[int]) -> Box:
+def _single_cell_box(unit: Sequence[int]) -> Box:
     return Box(tuple(unit[:-1]), tuple(c + 1 for c in unit[:-1]))
 
 
-def _draw_initial_noise(model: Model, count: int) -> Any:
+def _draw_initial_stimulus(model: Model, count: int) -> Any:
     """Return this rank's tile of weak noise, keyed by global index."""
     shape = (count, *model.input_shape)
     cells = rng.row_major_indices(shape, (slice(0, count), *model.input.own.slices, slice(0, shape[-1])))

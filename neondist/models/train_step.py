@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..costs.mean import factors_and_denominators, local_weighted_denominators, parts_of
+from ..costs.mean import local_weighted_denominators, part_factors_and_denominators, parts_of
 from ..halo import Phase
 from ..parallel import are_all_finite
 from ..plan import micro_batch_ranges
 from ..runtime import Pass, PassGraphs
-from ..runtime.observers.nonfinite import SavedSchemeState, find_first_nonfinite
+from ..runtime.observers.nonfinite import BorderSchemeBackup, find_first_nonfinite
 from .passes import to_backend_images
 from .trainable import Trainable
 
@@ -98,7 +98,7 @@ class LayerStep(TrainStep):
         """Save running statistics, and the memory of border schemes."""
         untrained_values = self.parameters.untrained_values
         skips = self.model.nonfinite == "skip" or self.loss_scaler is not None
-        kept, memory = untrained_values.copy(), SavedSchemeState(self.model.leaves, skips)
+        kept, memory = untrained_values.copy(), BorderSchemeBackup(self.model.leaves, skips)
 
         def restore() -> None:
             memory.restore()
@@ -118,7 +118,7 @@ class ModelStep(LayerStep):
         """Run the forward and backward pass, and sum the gradients."""
         model, context = self.model, self.model.context
         x = to_backend_images(model, x)
-        model.input.check_tile("x", x)
+        model.input.check_tile_shape("x", x)
         local = model.local_targets(targets, batch_size)
         scales, graphs = self._cost_part_factors(local, batch_size), self._get_or_capture_graphs(x)
         self.parameters.reset_gradients()
@@ -132,7 +132,7 @@ class ModelStep(LayerStep):
             value = context.backend.xp.asarray(value, np.float64).reshape(1)
             loss = model.output.sum_over_ranks(value, replicas=True)
         self.parameters.sync.record_finiteness(are_all_finite(loss))
-        model.trained_parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
+        model.trained_parameters.sum_gradients(to_owners=True, loss_scale=self.loss_scale)
         return self.parameters.fetch_loss_and_flags(loss)
 
     def _run_micro_batches(self, x: Any, targets: Any, batch_size: int, scales: list[float]) -> Any:
@@ -190,7 +190,7 @@ class ModelStep(LayerStep):
         weights = local_weighted_denominators(cost, (len(targets), *output.local_shape[1:]), targets)
         if weights:
             weights = output.sum_over_ranks(np.array(weights), replicas=True).tolist()
-        terms = factors_and_denominators(cost, weights, batch_size, self.model.output_shape)
+        terms = part_factors_and_denominators(cost, weights, batch_size, self.model.output_shape)
         return [factor / count if count else 0.0 for factor, count in terms]
 
     def _cost_and_gradient(self, y: Any, targets: Any, scales: list[float]) -> tuple[Any, Any]:

@@ -85,7 +85,7 @@ class Compressor(ABC):
         ]
 
 
-class HalfPrecision(Compressor):
+class HalfPrecisionCompressor(Compressor):
     """Base of compressors to 16-bit numbers; each rank sums a slice in full precision."""
 
     @staticmethod
@@ -110,7 +110,7 @@ class HalfPrecision(Compressor):
         """Return 16-bit codes as numbers of the gradients' dtype."""
 
 
-class Float16(HalfPrecision):
+class Float16Compressor(HalfPrecisionCompressor):
     """IEEE half precision."""
 
     def encode(self, array: np.ndarray) -> np.ndarray:
@@ -122,7 +122,7 @@ class Float16(HalfPrecision):
         return FLOAT16.decode(codes).astype(self.dtype)
 
 
-class BFloat16(HalfPrecision):
+class BFloat16Compressor(HalfPrecisionCompressor):
     """The first 16 bits of a float32."""
 
     def encode(self, array: np.ndarray) -> np.ndarray:
@@ -228,7 +228,7 @@ class PowerSGD(Compressor):
 
 
 COMPRESSORS_BY_NAME: dict[str, type[Compressor]] = {
-    "fp16": Float16, "bf16": BFloat16, "topk": TopK, "powersgd": PowerSGD,
+    "fp16": Float16Compressor, "bf16": BFloat16Compressor, "topk": TopK, "powersgd": PowerSGD,
 }  # fmt: skip
 
 

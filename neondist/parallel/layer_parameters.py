@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import rng
 from ..arrays.namespace import namespace
 from ..errors import ShapeError
-from ..layers import Context, Layer, Parameter
+from ..layers import Layer, ModelContext, Parameter
 from ..strategies.shares import OwnerBoxes
 from .parameters import Parameters
 from .shard import ParameterShard
@@ -83,7 +83,7 @@ class LayerParameters(Parameters):
     def __init__(
         self,
         layers: Iterable[Layer],
-        context: Context,
+        context: ModelContext,
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, OwnerBoxes] | None = None,
         compressors: Mapping[str, str] | None = None,
@@ -138,10 +138,10 @@ class LayerParameters(Parameters):
         for layer in self.layers.values():
             layer.grads.names_to_zero.clear()
 
-    def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
+    def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
         """Sum the gradients over all ranks; of parameters partitioned over tiles, over replicas only."""
         self.zero_unassigned()
-        super().sum_gradients(for_update, loss_scale)
+        super().sum_gradients(to_owners, loss_scale)
 
     def arrays(self) -> list[tuple[ParameterShard, Any]]:
         """Return all trained arrays and all layer state: views of this rank's parts."""

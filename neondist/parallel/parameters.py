@@ -84,16 +84,16 @@ class Parameters:
         self.owned_start, summed = ends[self.first_owned_index], self.trained_shards[: self.first_owned_index]
         self.num_world_gradients = sum(prod(shard.local_shape) for shard in summed if not shard.is_tiled)
         packed = [(s.full_name, s.local_shape, compressors[s.full_name]) for s in summed if place(s)[2]]
-        num_uncompressed = self.num_world_gradients - sum(prod(shape) for _, shape, _ in packed)
+        num_uncompressed_gradients = self.num_world_gradients - sum(prod(shape) for _, shape, _ in packed)
         self.values, buffer = allocate_zeros(ends[-1]), allocate_zeros(FLAG_HEADER_LENGTH + ends[-1])
         self.grads = buffer[FLAG_HEADER_LENGTH:]
         self.sync = sync(
             grid, buffer[: FLAG_HEADER_LENGTH + self.owned_start], self.spans[: self.first_owned_index],
-            self.num_world_gradients, num_uncompressed,
+            self.num_world_gradients, num_uncompressed_gradients,
         )  # fmt: skip
         self.reductions = self.sync.reductions
         self.compressed = CompressedGradients(
-            self.reductions, self.grads[num_uncompressed : self.num_world_gradients], packed
+            self.reductions, self.grads[num_uncompressed_gradients : self.num_world_gradients], packed
         )
         owned = [(shard, share) for shard, share in zip(self.trained_shards, self._shares, strict=True) if share]
         widths = [prod(shard.parameter.shape[1:]) * bool(shard.parameter.max_rows_per_sample) for shard, _ in owned]
@@ -109,12 +109,12 @@ class Parameters:
             start = stop
         return parts
 
-    def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
+    def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
         """Sum the gradients over all ranks; of parameters partitioned over tiles, over replicas only.
 
         Parameters
         ----------
-        for_update : bool
+        to_owners : bool
             Whether only `update` needs the sums: parameters with owners are then summed only on their owners.
         loss_scale : float
             Factor that the gradients contain and the sums must not.
@@ -123,7 +123,7 @@ class Parameters:
             owned, packed = self.grads[self.owned_start :], self.compressed.gradients
             if loss_scale != 1:
                 packed /= loss_scale  # residuals are kept unscaled
-            if for_update and owned.size:
+            if to_owners and owned.size:
                 self.owners.reduce_to_owners(owned)
                 self.sync.record_finiteness(are_all_finite(self.owners.copy_own_part(owned)))
             elif owned.size:
@@ -132,9 +132,9 @@ class Parameters:
             self.sync.record_finiteness(self.compressed.are_all_finite())
             self.sync.finish_sums()
             if loss_scale != 1:
-                self.grads[: self.sync.num_uncompressed] /= loss_scale
+                self.grads[: self.sync.num_uncompressed_gradients] /= loss_scale
                 self.grads[self.num_world_gradients :] /= loss_scale
-            if not for_update:
+            if not to_owners:
                 self.reductions.allreduce("world", packed)
             elif self._needs_compressed_sums():
                 self.compressed.sum_over_ranks()

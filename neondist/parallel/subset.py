@@ -30,7 +30,7 @@ class TrainedSubset:
         pairs = zip(self.parameters.split_flat(flat), self.update_mask, strict=True)
         return [array.reshape(-1) for array, selected in pairs if selected]
 
-    def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
+    def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
         """Sum gradients, divided by `loss_scale`, over all ranks; of partitioned parameters, over replicas only."""
         sync = self.parameters.sync
         pairs = zip(self.parameters.trained_shards, self.update_mask, strict=True)

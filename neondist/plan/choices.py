@@ -53,18 +53,24 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
 
 
 def machine_profile_for(
-    machine: Machine, grid: GridShape, batch_size: int, itemsize: int, cell_seconds: Mapping[str, float] | None = None
+    machine: Machine,
+    grid: GridShape,
+    batch_size: int,
+    itemsize: int,
+    seconds_per_cell: Mapping[str, float] | None = None,
 ) -> MachineProfile:
     """Return the profile of a machine for the tiles of a grid and the samples of its largest replica.
 
     Parameters
     ----------
-    cell_seconds : mapping of str to float, optional
+    seconds_per_cell : mapping of str to float, optional
         Measured times, as in `MachineProfile`.
     """
     samples = max(1, part_range(batch_size, grid.replicas, 0)[1])
     profile = machine.planner_profile(grid.tiles)
-    return replace(profile, samples_per_replica=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {}))
+    return replace(
+        profile, samples_per_replica=samples, itemsize=itemsize, seconds_per_cell=dict(seconds_per_cell or {})
+    )
 
 
 def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
@@ -131,19 +137,21 @@ class _SegmentSearch:
                 options.append(("halo(backward=gather)", [gradient_gather_seconds(self.profile, alone[0], self.grid)]))
         elif all(self.can_join[begin:end]):
             costs = overhead_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
-            options.append((f"deep_halo(layers={last - first + 1})", self._merge_costs(costs, begin, first, last)))
+            options.append(
+                (f"deep_halo(layers={last - first + 1})", self._costs_per_halo_layer(costs, begin, first, last))
+            )
         if self.reads_image and first == 0 and all(self.can_join[:end]):
             wide = self.links[:end]
             text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
             costs = overhead_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
-            options.append((text, self._merge_costs(costs, 0, first, last)))
+            options.append((text, self._costs_per_halo_layer(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
     def _needs_input_gradient(self, at: int) -> bool:
         """Return whether the input of a layer needs a gradient: every input except the images does."""
         return not self.first or at > 0
 
-    def _merge_costs(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
+    def _costs_per_halo_layer(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""
         bounds = [begin, *self.halo_indices[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]

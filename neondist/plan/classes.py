@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..geometry import Partition, PartKinds
+from ..geometry import AxisPartKeys, Partition
 
 T = TypeVar("T")
 
@@ -36,12 +36,12 @@ class TileClasses(NamedTuple):
         return [values[number] for number in self.class_by_tile.tolist()]
 
 
-def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
+def tile_classes(tiles: int, kinds: Iterable[AxisPartKeys], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
     """Group tiles, numbered row-major, into the fewest classes whose members have the same kinds.
 
     Parameters
     ----------
-    kinds : iterable of PartKinds
+    kinds : iterable of AxisPartKeys
         Kinds of the parts of any images that are partitioned into this number of tiles.
     extra_keys : sequence of arrays (tiles,)
         Further numbers that distinguish tiles.
@@ -57,7 +57,7 @@ def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np
     for parts, keys_of in axes.items():
         whole = np.zeros((), np.int64)
         for count, keys in zip(parts, keys_of, strict=True):
-            whole = whole[..., None] * count + _encode_keys(tuple(key) for key in keys)
+            whole = whole[..., None] * count + _codes_of_keys(tuple(key) for key in keys)
         codes = _combine_codes(codes, whole.reshape(-1))
     for tile_codes in extra_keys:
         codes = _combine_codes(codes, tile_codes)
@@ -66,17 +66,17 @@ def tile_classes(tiles: int, kinds: Iterable[PartKinds], extra_keys: Sequence[np
 
 
 @lru_cache(maxsize=256)
-def axis_part_keys(cells: Partition) -> PartKinds:
+def axis_part_keys(cells: Partition) -> AxisPartKeys:
     """Return the extent of each part along each axis, and the ends of the image that it touches."""
     axes = [[(hi - lo, lo == 0, hi == n) for lo, hi in cells.ranges_along(a)] for a, n in enumerate(cells.extent)]
-    return PartKinds(cells.parts[: len(axes)], axes)
+    return AxisPartKeys(cells.parts[: len(axes)], axes)
 
 
-def tile_kinds(kinds: PartKinds, strips: int) -> PartKinds:
+def tile_keys_from_strips(kinds: AxisPartKeys, strips: int) -> AxisPartKeys:
     """Return the kinds of tiles from the kinds of their strips; each tile has `strips` strips along the first axis."""
     first, *others = kinds.by_axis
     tiles = [tuple(first[at : at + strips]) for at in range(0, len(first), strips)]
-    return PartKinds((len(tiles), *kinds.parts[1:]), [tiles, *others])
+    return AxisPartKeys((len(tiles), *kinds.parts[1:]), [tiles, *others])
 
 
 def _combine_codes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -86,7 +86,7 @@ def _combine_codes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return combined
 
 
-def _encode_keys(keys: Iterable[Hashable]) -> np.ndarray:
+def _codes_of_keys(keys: Iterable[Hashable]) -> np.ndarray:
     """Return an integer code for each key; equal keys get equal codes."""
     code_of_key: dict[Hashable, int] = {}
     return np.array([code_of_key.setdefault(key, len(code_of_key)) for key in keys], np.int64)

@@ -70,7 +70,7 @@ def compile_plan(
     plan = compile_stream()
     if training.memory is not None:
         return fit_plan_in_memory(plan, compile_stream, regions)
-    return halve_memory_if_cheap(plan, compile_stream, regions) if training.may_halve_memory else plan
+    return halve_memory_if_cheap(plan, compile_stream, regions) if training.halve_memory_by_streaming else plan
 
 
 def _count_leading_parameterless_nodes(chain: Sequential, graph: Graph) -> int:

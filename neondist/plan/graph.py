@@ -90,7 +90,7 @@ class Graph:
         self.deferred_relu_gradients = dict(filter(None, pairs))
         self.recomputing_steps: dict[int, int] = {}
         for at in range(len(self.steps)):
-            host = self._find_recomputing_step(at)
+            host = self._find_input_recomputation_step(at)
             if host is not None and host not in self.recomputing_steps:  # the host recomputes from its own input
                 self.recomputing_steps[at] = host
         self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
@@ -124,7 +124,7 @@ class Graph:
         exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
         return (host, index) if keeps and is_relu and declared and exact else None
 
-    def _find_recomputing_step(self, index: int) -> int | None:
+    def _find_input_recomputation_step(self, index: int) -> int | None:
         layer, (value, *_) = self.steps[index].layer, self.steps[index].inputs
         host = self.producers.get(value)
         maker = None if host is None else self.steps[host].layer

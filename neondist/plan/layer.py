@@ -10,8 +10,8 @@ from math import prod
 from typing import NamedTuple
 
 from ..comm.argument_text import format_arguments
-from ..errors import PlanError, ShapeError
-from ..geometry import Box, GridShape, HaloPlan, KeyDetail, Partition, PartKinds, Piece, Window
+from ..errors import PlanMismatchError, ShapeError
+from ..geometry import AxisPartKeys, Box, GridShape, HaloPlan, KeyDetail, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
 from ..layers import Layer
 from .classes import TileClasses, axis_part_keys, tile_classes
@@ -68,7 +68,7 @@ class PlannedExchange(NamedTuple):
         """Return the plan of a tile."""
         return HaloPlan.of(self.cells, self.window, tile, self.outputs)
 
-    def tile_class_keys(self, level: KeyDetail = "all") -> PartKinds:
+    def tile_class_keys(self, level: KeyDetail = "all") -> AxisPartKeys:
         """Return the keys that distinguish the plans of tiles."""
         return HaloPlan.kinds(self.cells, self.window, self.outputs, level)
 
@@ -161,7 +161,7 @@ class LayerPlan:
         return f"'{self.name}': {self.class_name} {shapes}, {format_arguments(self.layer.arguments())}"
 
     def check_arrays(self, arrays: Sequence[GlobalArray], tile: int) -> None:
-        """Raise PlanError if the messages of the built layer's arrays differ from the plan."""
+        """Raise PlanMismatchError if the messages of the built layer's arrays differ from the plan."""
         declared = [
             (
                 shape,
@@ -174,7 +174,7 @@ class LayerPlan:
         planned = sorted(piece.source.size * shape[-1] for shape, plan in declared for piece in plan.sends)
         actual = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
         if actual != planned:
-            raise PlanError(
+            raise PlanMismatchError(
                 f"layer '{self.name}' ({self.class_name}): its arrays send messages of {actual} elements per sample,"
                 f" but halos_for and gathered_gradient_shape_and_window declare {planned}; declare every array that"
                 " register_array returns"
@@ -197,7 +197,7 @@ class LayerPlan:
         """Return the number of parameter elements on a tile's rank: all, or only the elements of the tile."""
         return sum(p.elements_on(self.grid, tile) for p in self.trained_parameters.values())
 
-    def tile_class_keys(self, level: KeyDetail) -> list[PartKinds]:
+    def tile_class_keys(self, level: KeyDetail) -> list[AxisPartKeys]:
         """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
         arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         arrays += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
@@ -248,18 +248,18 @@ class LayerPlan:
 
     def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
-        gathered, returned = self._gather_message_sizes_of(tile), self._return_message_sizes_of(tile)
+        gathered, returned = self._tile_message_sizes_of_gather(tile), self._tile_message_sizes_of_adjoint(tile)
         return (returned, gathered) if self.adds_output_halo else (gathered, returned)
 
     @property
     def forward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact forward pass."""
-        return self._return_message_sizes if self.adds_output_halo else self._gather_message_sizes
+        return self._message_sizes_of_adjoint if self.adds_output_halo else self._message_sizes_of_gather
 
     @property
     def backward_message_sizes(self) -> list[list[int]]:
         """Elements per sample of each message that each tile sends in an exact backward pass."""
-        return self._gather_message_sizes if self.adds_output_halo else self._return_message_sizes
+        return self._message_sizes_of_gather if self.adds_output_halo else self._message_sizes_of_adjoint
 
     @property
     def forward_elements_sent(self) -> list[int]:
@@ -309,18 +309,18 @@ class LayerPlan:
         )
 
     @cached_property
-    def _gather_message_sizes(self) -> list[list[int]]:
-        return self.classes.per_tile(self._gather_message_sizes_of)
+    def _message_sizes_of_gather(self) -> list[list[int]]:
+        return self.classes.per_tile(self._tile_message_sizes_of_gather)
 
     @cached_property
-    def _return_message_sizes(self) -> list[list[int]]:
-        return self.classes.per_tile(self._return_message_sizes_of)
+    def _message_sizes_of_adjoint(self) -> list[list[int]]:
+        return self.classes.per_tile(self._tile_message_sizes_of_adjoint)
 
-    def _gather_message_sizes_of(self, tile: int) -> list[int]:
+    def _tile_message_sizes_of_gather(self, tile: int) -> list[int]:
         """Return the sizes of the messages that send a tile's cells to the tiles that see them."""
         return _message_sizes((exchange.plan(tile).sends, exchange.channels) for exchange in self._exchanges)
 
-    def _return_message_sizes_of(self, tile: int) -> list[int]:
+    def _tile_message_sizes_of_adjoint(self, tile: int) -> list[int]:
         """Return the sizes of the adjoint's messages: gradients of the cells that a tile sees, or of its outputs."""
         if self._gather is not None:
             return _message_sizes([(self._gather.plan(tile).sends, self._gather.channels)])

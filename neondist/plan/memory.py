@@ -73,9 +73,9 @@ class MemoryPlan:
     view_ranges, gradient_ranges : dict of step to int
         Ranges of a step's view of its input (if larger than the value itself) and of the view's gradient; both
         are one range if the gradient overwrites the view.
-    value_ranges, sum_ranges : dict of value to int
+    value_ranges, gradient_sum_ranges : dict of value to int
         Ranges of values outside all views, and of sums of the gradients from several readers.
-    summed_in_place : set of value
+    gradients_summed_in_place : set of value
         Values whose gradients from several readers are added to the first of these gradients.
     view_of_value : dict of value to step
         Step whose view contains the value in its interior.
@@ -90,11 +90,11 @@ class MemoryPlan:
     view_ranges: dict[int, int] = field(default_factory=dict)
     gradient_ranges: dict[int, int] = field(default_factory=dict)
     value_ranges: dict[int, int] = field(default_factory=dict)
-    sum_ranges: dict[int, int] = field(default_factory=dict)
+    gradient_sum_ranges: dict[int, int] = field(default_factory=dict)
     view_of_value: dict[int, int] = field(default_factory=dict)
     rebuilt_view_ranges: dict[int, int] = field(default_factory=dict)
     border_ranges: dict[int, int] = field(default_factory=dict)
-    summed_in_place: set[int] = field(default_factory=set)
+    gradients_summed_in_place: set[int] = field(default_factory=set)
 
     @cached_property
     def packed(self) -> tuple[list[LiveRange], list[int], int]:
@@ -167,7 +167,7 @@ def plan_memory(
         unread = (len(graph.readers[v]) == 1 and gradient_end(v) < end - previous for v in others)
         return step.layer is not None or (disjoint and all(unread))
 
-    def remains_in_place(value: int, step: int) -> bool:
+    def gradient_stays_in_place(value: int, step: int) -> bool:
         """Return whether a value's gradient stays where a later step has written it."""
         readers = graph.readers[value]
         return len(readers) == 1 or (max(readers) == step and can_accumulate_in_first(value))
@@ -182,10 +182,10 @@ def plan_memory(
         if steps[at].join is not None and (
             value == steps[at].output_value or at in graph.deferred_relu_gradients or owns_gradient(value)
         ):
-            last = max([last, *(gradient_end(v) for v in steps[at].inputs if remains_in_place(v, at))])
+            last = max([last, *(gradient_end(v) for v in steps[at].inputs if gradient_stays_in_place(v, at))])
         return last
 
-    def reread_times(value: int) -> list[int]:
+    def producer_reread_times(value: int) -> list[int]:
         """Return the times at which the producer of a value reads it again."""
         return [end - producers[value]] if graph.producer_reads_output(value) else []
 
@@ -196,13 +196,15 @@ def plan_memory(
         elif value and value not in absorbed:
             first = producers[value]
             saved = [end - at for at in readers if not has_window[at] and saves[at]]
-            kept = [*saved, *reread_times(value)] if backward else []
+            kept = [*saved, *producer_reread_times(value)] if backward else []
             plan.value_ranges[value] = plan.add(value_elements[value], first, max([first, *readers, *kept]))
         if backward and (value or needs_input_gradient) and len(readers) > 1:
             if can_accumulate_in_first(value):
-                plan.summed_in_place.add(value)
+                plan.gradients_summed_in_place.add(value)
             else:
-                plan.sum_ranges[value] = plan.add(value_elements[value], end - max(readers), gradient_end(value))
+                plan.gradient_sum_ranges[value] = plan.add(
+                    value_elements[value], end - max(readers), gradient_end(value)
+                )
     for at, step in enumerate(steps):
         host = graph.fused_activations.get(at)
         in_join = host is not None and steps[host].join is not None and host not in graph.deferred_relu_gradients
@@ -214,14 +216,14 @@ def plan_memory(
             first = producers.get(value, at) if holds_value else at
             readers = graph.readers[value] if holds_value else [at]
             kept = [end - reader for reader in readers if saves[reader] and (reader == at or not has_window[reader])]
-            kept += reread_times(value) if holds_value else []
+            kept += producer_reread_times(value) if holds_value else []
             plan.view_ranges[at] = plan.add(view_elements[at], first, max([*readers, *(kept if backward else [])]))
         if at in restored:
             plan.rebuilt_view_ranges[at] = plan.add(view_elements[at], back, back)
             if has_window[at]:
                 plan.border_ranges[at] = plan.add(view_elements[at] - value_elements[value], at, back)
         if backward and (value or needs_input_gradient):
-            last = gradient_end(value) if remains_in_place(value, at) else back
+            last = gradient_end(value) if gradient_stays_in_place(value, at) else back
             view = plan.rebuilt_view_ranges.get(at, plan.view_ranges.get(at, plan.value_ranges.get(value)))
             if view is not None and can_overwrite[at] and plan.ranges[view].last_time == back:
                 plan.gradient_ranges[at], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last)

@@ -73,7 +73,7 @@ class ModelPlan(Protocol):
         """The trained parameters."""
 
     @property
-    def wide_tiles(self) -> Partition | None:
+    def overlapping_tiles(self) -> Partition | None:
         """The tiles of the image that the model reads, if they overlap."""
 
     @property

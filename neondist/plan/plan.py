@@ -49,7 +49,7 @@ class TrainingSettings:
     """bytes that a rank may use; None: no limit"""
     backward: bool = True
     """False: forward pass only"""
-    may_halve_memory: bool = False
+    halve_memory_by_streaming: bool = False
     """whether to halve the memory at the cost of some more work, if there is no limit"""
     strategy: StrategyBuilder | Strategy | None = None
     """None: all ranks sum all gradients and update all parameters"""
@@ -69,7 +69,7 @@ class Plan(Sequence[LayerPlan]):
     batch_size : int
         Global.
     training : TrainingSettings
-    pretraining : dict of name to list
+    pretraining_elements_sent : dict of name to list
         For each pretraining stage, the elements per sample that each tile sends in a step.
     stream : Stream or None
         Leading nodes, which read the image and are executed in strips so that the step fits in memory.
@@ -82,7 +82,7 @@ class Plan(Sequence[LayerPlan]):
     grid: GridShape
     batch_size: int
     training: TrainingSettings
-    pretraining: dict[str, list[int]] = field(default_factory=dict)
+    pretraining_elements_sent: dict[str, list[int]] = field(default_factory=dict)
     stream: Stream | None = None
     skipped_nodes: int = 0
     _bytes_per_sample_by_tile: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -113,7 +113,7 @@ class Plan(Sequence[LayerPlan]):
         return self.graph.shapes[self.graph.output_value]
 
     @property
-    def wide_tiles(self) -> Partition | None:
+    def overlapping_tiles(self) -> Partition | None:
         """The tiles of the image that the model reads, if they overlap."""
         if self.stream is not None:
             return self.stream.tile_cells[0]
@@ -256,7 +256,7 @@ class Plan(Sequence[LayerPlan]):
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
         """Return each pretraining stage with the bytes per step sent by the busiest rank and by all ranks."""
         samples, size = self.samples(0), self.itemsize
-        stages = self.pretraining.items()
+        stages = self.pretraining_elements_sent.items()
         return [(name, max(words) * samples * size, sum(words) * self.batch_size * size) for name, words in stages]
 
     # Memory.

@@ -108,10 +108,10 @@ def _redundant_computation_seconds(profile: MachineProfile, placed: PlacedLayer,
     if outputs is None:
         return 0.0
     extra = outputs.max_tile_size - grid.partition(layer.output_shape_for(shape)[:-1]).max_tile_size
-    cell_seconds = profile.cell_seconds.get(
+    seconds_per_cell = profile.seconds_per_cell.get(
         str(layer.name), TRAINING_COST_FACTOR * forward_operations_per_cell(layer, shape) / profile.flops_per_second
     )
-    return extra * cell_seconds * profile.samples_per_replica
+    return extra * seconds_per_cell * profile.samples_per_replica
 
 
 def forward_operations_per_cell(layer: Layer, input_shape: Shape) -> float:

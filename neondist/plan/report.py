@@ -22,7 +22,7 @@ halo: cells of the view owned by other ranks, per sample; maximum over ranks
 sent: halo bytes per training step, forward and backward; maximum and sum over ranks
 memory: view, its gradient, parameters and optimiser state on the rank using the most memory;
 a layer writes its outputs into the view of the next one"""
-_BYTE_COLUMNS = {"sent (max)": "max_sent_bytes", "sent (total)": "total_sent_bytes", "summed": "summed"}
+_BYTE_COLUMNS = {"sent (max)": "max_sent_bytes", "sent (total)": "total_sent_bytes", "summed": "max_summed_bytes"}
 _UNITS_PER_SECOND = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 PER_RANK_HEAD = "parameters/rank (max)"
 PER_RANK_LEGEND = "\nparameters/rank: maximum over ranks; each rank keeps the parameters of its own tile"
@@ -38,7 +38,7 @@ class Column:
     align_right: bool = True
 
 
-class LayerTable:
+class SplittableTable:
     """A table that is never truncated; on a terminal too narrow for all columns it is split into two."""
 
     def __init__(self, columns: Sequence[Column], split_at: int) -> None:
@@ -90,7 +90,7 @@ def layer_table(
     from rich.console import Group
     from rich.text import Text
 
-    shown = LayerTable([*_shape_columns(plans), *_cost_columns(plans, costs)], split_at=5)
+    shown = SplittableTable([*_shape_columns(plans), *_cost_columns(plans, costs)], split_at=5)
     notes = [
         f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using the most"
         " memory",
@@ -121,7 +121,7 @@ def module_costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: 
     costs = [cost for _, cost, _ in rows]
     columns = [
         Column("module", [name for name, _, _ in rows], "total", align_right=False),
-        Column("crosses", [", ".join(cost.crosses) or "-" for cost in costs], align_right=False),
+        Column("crosses", [", ".join(cost.message_kinds) or "-" for cost in costs], align_right=False),
         Column("output", [shape for _, _, shape in rows], align_right=False),
         *(
             Column(head, [format_size(getattr(c, name)) for c in costs], format_size(getattr(total, name)))
@@ -131,7 +131,7 @@ def module_costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: 
         Column("parameters", [f"{cost.parameters:,}" for cost in costs], f"{total.parameters:,}"),
         Column("memory", [format_size(cost.memory) for cost in costs], format_size(total.memory)),
     ]
-    return Group(LayerTable(columns, split_at=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
+    return Group(SplittableTable(columns, split_at=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
 def render_plain_text(head: str, content: Any) -> str:

@@ -60,24 +60,26 @@ class GridChoice:
         return self.step_seconds, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
 
 
-def candidate_grids(ranks: int, factors: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
+def candidate_grids(
+    ranks: int, fixed_factors: dict[str, int], batch_size: int, extent: Sequence[int]
+) -> list[GridShape]:
     """Return the grids to compare: those with the fixed factors and without empty tiles, the most square first.
 
     At most MAX_COMPARED_GRIDS are returned; if all have empty tiles, the most square one.
     """
-    planes = factors.get("planes", 1)
+    planes = fixed_factors.get("planes", 1)
     shapes = []
     for replicas in range(1, min(ranks, batch_size) + 1):
-        if ranks % (replicas * planes) or replicas != factors.get("replicas", replicas):
+        if ranks % (replicas * planes) or replicas != fixed_factors.get("replicas", replicas):
             continue
         for rows, cols in factorisations(ranks // (replicas * planes), 2):
-            if (rows, cols) == (factors.get("rows", rows), factors.get("cols", cols)):
+            if (rows, cols) == (fixed_factors.get("rows", rows), fixed_factors.get("cols", cols)):
                 shapes.append(GridShape(replicas, rows, cols, planes))
 
     def fits(grid: GridShape) -> bool:
         return all(parts <= n for parts, n in zip(grid.parts(len(extent)), extent, strict=True))
 
-    shapes = [grid for grid in shapes if fits(grid)] or [grid_shape(ranks, **factors)]
+    shapes = [grid for grid in shapes if fits(grid)] or [grid_shape(ranks, **fixed_factors)]
     return sorted(shapes, key=lambda grid: (max(grid.rows, grid.cols) / min(grid.rows, grid.cols), -grid.rows))[
         :MAX_COMPARED_GRIDS
     ]
@@ -103,7 +105,7 @@ def sort_choices(
                 strategies[key] = builder if is_built else builder.build(specs, resources or ranks)  # type: ignore[union-attr, assignment]
                 strategies[key].check_parameters_match(specs)
             sync = estimate_sync_costs(strategies[key].parameters, shared, ranks, slots, machine)
-            seconds = dict(zip(STEP_PARTS, (*_part_seconds(load, plan.grid, machine), sync.seconds), strict=True))
+            seconds = dict(zip(STEP_PARTS, (*_step_part_seconds(load, plan.grid, machine), sync.seconds), strict=True))
             strategy = replace(strategies[key], grid=_grid_factors(plan.grid), schemes=schemes)
             candidates.append(GridChoice(plan, strategy, seconds, sync))
     return sorted(candidates, key=lambda choice: choice.sort_key)
@@ -205,7 +207,7 @@ def choice_table(choice: GridChoice, runner_up: GridChoice | None, excluded: Seq
         notes.append(f"excluded: {len(excluded) - 3} more that need too much memory")
     streamed = getattr(choice.plan, "stream", None)
     notes += [str(streamed)] if streamed is not None else []
-    tables = report.LayerTable(columns, split_at=3), Text(), report.LayerTable(compared, split_at=4), Text()
+    tables = report.SplittableTable(columns, split_at=3), Text(), report.SplittableTable(compared, split_at=4), Text()
     return Group(*tables, *map(Text, notes), Text(error_note, style="dim"))
 
 
@@ -226,7 +228,7 @@ def _grid_factors(grid: GridShape) -> dict[str, int]:
     return {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols}
 
 
-def _part_seconds(load: Workload, grid: GridShape, machine: Machine) -> tuple[float, float, float]:
+def _step_part_seconds(load: Workload, grid: GridShape, machine: Machine) -> tuple[float, float, float]:
     """Return the seconds of computation, exchanges and reductions, without gradient synchronisation."""
     ranks = grid.size
     alone = load.flops / machine.speed + load.memory_traffic / machine.memory_bandwidth

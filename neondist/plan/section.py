@@ -11,13 +11,13 @@ from math import prod
 from typing import Literal
 
 from ..geometry import (
+    AxisPartKeys,
     Box,
     GridShape,
     HaloPlan,
     KeyDetail,
     OverlappingPartition,
     Partition,
-    PartKinds,
     Window,
     source_cells,
     view_cells,
@@ -183,7 +183,7 @@ class Segment:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
 
-    def tile_class_keys(self, level: KeyDetail) -> list[PartKinds]:
+    def tile_class_keys(self, level: KeyDetail) -> list[AxisPartKeys]:
         """Return the keys that distinguish tiles."""
         return [kind for plan in self.plans for kind in plan.tile_class_keys(level)]
 

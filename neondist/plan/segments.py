@@ -72,7 +72,7 @@ def _chain_segments(links: Chain, grid: GridShape, samples: int | None, first: b
         at = end + 1
 
 
-def _segment_end(links: Chain, at: int, first: Layer, longest: int, grid: GridShape) -> int:
+def _segment_end(links: Chain, at: int, first: Layer, max_layers: int, grid: GridShape) -> int:
     """Return the index of the last layer of a segment that begins at `at`."""
     end, count = at, 1
     for place in range(at + 1, len(links)):
@@ -80,7 +80,7 @@ def _segment_end(links: Chain, at: int, first: Layer, longest: int, grid: GridSh
         if is_pointwise(node, shape, grid):
             continue
         layer = windowed_layer(node, shape, grid)
-        if layer is None or count == longest or not _has_same_scheme(first, layer):
+        if layer is None or count == max_layers or not _has_same_scheme(first, layer):
             break
         end, count = place, count + 1
     return end

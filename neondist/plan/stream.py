@@ -9,10 +9,10 @@ from itertools import pairwise
 from math import prod
 from operator import ge, lt
 
-from ..geometry import Box, GridShape, OverlappingPartition, Partition, PartKinds, StripGrid, hull_partition
+from ..geometry import AxisPartKeys, Box, GridShape, OverlappingPartition, Partition, StripGrid, hull_partition
 from ..layers import Layer, declared_with
 from ..terminal.console import counted
-from .classes import axis_part_keys, tile_kinds
+from .classes import axis_part_keys, tile_keys_from_strips
 from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .planner import TRAINING_COST_FACTOR, forward_operations_per_cell
 from .section import PlannedSection
@@ -43,7 +43,7 @@ class Stream:
         Number of strips, at the end of a tile, whose saved state avoids part of their second forward pass.
     cuts : tuple of int
         Numbers of nodes after which gradients are kept; ascending.
-    cut_strip_count : int, optional
+    num_strips_kept_at_cut : int, optional
         Number of strips, at the end of a tile, whose gradients are kept; default: all.
     extended_output : Partition or None
         Cells of the last value on each tile, if more than its own: below a cut, all cells that the steps above read.
@@ -57,7 +57,7 @@ class Stream:
     checkpointed_strips: int = 0
     cuts: tuple[int, ...] = ()
     extended_output: Partition | None = None
-    cut_strip_count: int | None = None
+    num_strips_kept_at_cut: int | None = None
     precomputed_cells: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -67,14 +67,14 @@ class Stream:
         return cls(graph.subgraph(0, num_nodes), num_nodes, cut, min(strips, checkpointed_strips))
 
     def with_checkpoints(
-        self, checkpointed_strips: int, cuts: tuple[int, ...] = (), cut_strip_count: int | None = None
+        self, checkpointed_strips: int, cuts: tuple[int, ...] = (), num_strips_kept_at_cut: int | None = None
     ) -> Stream:
         """Return the same strips with other checkpoints and cuts."""
         return replace(
             self,
             checkpointed_strips=checkpointed_strips,
             cuts=cuts,
-            cut_strip_count=cut_strip_count,
+            num_strips_kept_at_cut=num_strips_kept_at_cut,
             precomputed_cells=self.strip_cells,
         )
 
@@ -106,7 +106,11 @@ class Stream:
         forward = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
         total = self._work_for_counts([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
         for part in self.parts:
-            cut = 0.0 if part.stream_below_cut is None else part._cut_count / (part.grid.num_last or part.grid.strips)
+            cut = (
+                0.0
+                if part.stream_below_cut is None
+                else part._num_strips_kept / (part.grid.num_last_strips or part.grid.strips)
+            )
             total += cut * part._backward_work(part.sweep_stops) + (1 - cut) * part._backward_work(
                 part._backward_sweep_ends_without_cuts
             )
@@ -126,7 +130,7 @@ class Stream:
 
     def _work_for_counts(self, counts: Sequence[float]) -> float:
         """Return the multiplications per sample if the strips of step i are computed counts[i] times."""
-        graph, total, share = self.graph, 0.0, (self.grid.num_last or self.grid.strips) / self.grid.strips
+        graph, total, share = self.graph, 0.0, (self.grid.num_last_strips or self.grid.strips) / self.grid.strips
         for at, (count, step) in enumerate(zip(counts, graph.steps, strict=True)):
             if len(graph.shapes[step.output_value]) < 2:
                 continue
@@ -152,18 +156,18 @@ class Stream:
         *cuts, nodes = self.cuts
         value = self.graph.node_ends[nodes][1]
         cells = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
-        extended_output = hull_partition(*(self._union_over_strips(part, self._cut_count) for part in cells))
-        grid = replace(self.grid, num_last=self._cut_count)
+        extended_output = hull_partition(*(self._union_over_strips(part, self._num_strips_kept) for part in cells))
+        grid = replace(self.grid, num_last_strips=self._num_strips_kept)
         return Stream(self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output)
 
     @property
-    def _cut_count(self) -> int:
+    def _num_strips_kept(self) -> int:
         """Number of strips of a tile whose gradients are kept at cuts."""
-        return self.cut_strip_count or self.grid.num_last or self.grid.strips
+        return self.num_strips_kept_at_cut or self.grid.num_last_strips or self.grid.strips
 
-    def cut_strips(self, tile: int) -> list[int]:
+    def strips_kept_at_cut(self, tile: int) -> list[int]:
         """Return the strips of a tile whose gradients are kept."""
-        return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._cut_count :]
+        return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._num_strips_kept :]
 
     @property
     def parts(self) -> list[Stream]:
@@ -204,7 +208,7 @@ class Stream:
             return own
         ranges = [self.extended_output.ranges_along(axis) for axis in range(len(self.extended_output.parts))]
         count, rows = self.grid.strips, list[tuple[int, int]]()
-        first = count - (self.grid.num_last or count)
+        first = count - (self.grid.num_last_strips or count)
         for tile, (lo, hi) in enumerate(ranges[0]):
             inner = [min(max(own.range(0, tile * count + at)[0], lo), hi) for at in range(first + 1, count)]
             rows += [(lo, lo)] * first + list(pairwise((lo, *inner, hi)))
@@ -304,11 +308,13 @@ class Stream:
         below = self.stream_below_cut
         return [image if below is None else hull_partition(image, below.tile_cells[0]), *others]
 
-    def _union_over_strips(self, cells: Partition, num_last: int | None = None) -> OverlappingPartition:
-        """Return the union of the cells of each tile's strips, or of the last `num_last` of them."""
+    def _union_over_strips(self, cells: Partition, num_last_strips: int | None = None) -> OverlappingPartition:
+        """Return the union of the cells of each tile's strips, or of the last `num_last_strips` of them."""
         ranges = [cells.ranges_along(axis) for axis in range(len(cells.parts))]
         count = self.grid.strips
-        parts = [ranges[0][at + count - (num_last or count) : at + count] for at in range(0, len(ranges[0]), count)]
+        parts = [
+            ranges[0][at + count - (num_last_strips or count) : at + count] for at in range(0, len(ranges[0]), count)
+        ]
         filled = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in parts]
         ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in filled]
         grid = self.grid.without_strips
@@ -373,14 +379,14 @@ class Stream:
         return most + self.saved_bytes(tile, itemsize) + self.kept_gradient_elements(tile) * itemsize
 
     @property
-    def tile_class_keys(self) -> list[PartKinds]:
+    def tile_class_keys(self) -> list[AxisPartKeys]:
         """Keys that distinguish tiles: their strips, and their parts of partitioned values."""
         parts = self.parts
         plans = [plan for part in parts for plan in part.section.placed.values()]
         strips = [kind for plan in plans for kind in plan.tile_class_keys("all")]
         strips += [axis_part_keys(cells) for part in parts for cells in part.strip_cells]
         extended_output = [axis_part_keys(part.extended_output) for part in parts if part.extended_output is not None]
-        return [*(tile_kinds(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
+        return [*(tile_keys_from_strips(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
 
     def kept_gradient_elements(self, tile: int) -> int:
         """Return the elements per sample of kept gradients, kept at two consecutive cuts at a time."""

@@ -105,7 +105,7 @@ class Arena:
         return self.blocks.block(self.block_number, samples, self.num_elements)
 
     @contextmanager
-    def preserve(self, samples: int) -> Iterator[None]:
+    def retain_for_backward(self, samples: int) -> Iterator[None]:
         """Restore the saved arrays of the forward pass after a backward pass inside the block.
 
         Arrays share memory with later arrays, so a backward pass overwrites the arrays that it has used.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..halo import Phase
-from ..layers import Context
+from ..layers import ModelContext
 from ..plan.blocks import MAX_CACHED_BLOCK_KINDS, BlockPlan
 from .arena import BlockPool
 from .layer_task import LayerTask
@@ -26,7 +26,7 @@ class BlockwiseExecutor:
         Context of the built layers.
     """
 
-    def __init__(self, planned: BlockPlan, context: Context) -> None:
+    def __init__(self, planned: BlockPlan, context: ModelContext) -> None:
         self.planned, self.context = planned, context
         self._pool = BlockPool(1, context.dtype, context.backend)
         self._sections: dict[tuple[int, ...], Section] = {}

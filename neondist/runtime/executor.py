@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..halo import Phase
-from ..layers import Context, Layer
+from ..layers import Layer, ModelContext
 from ..plan import Graph, Plan
 from ..registry import Registered
 from ..system.memory import memory_trim_threshold
@@ -71,7 +71,7 @@ class Executor:
     def __init__(
         self,
         compiled: Plan,
-        context: Context,
+        context: ModelContext,
         samples: int,
         layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
     ) -> None:
@@ -137,7 +137,7 @@ class Executor:
         first : int
             Node at which the backward pass stops; the result is the gradient of its input.
         """
-        with run.last_section_pass.preserve():
+        with run.last_section_pass.retain_for_backward():
             (dx,) = self.backward_together([run], [dy], first, need_dx=True, close=False)
             return dx.copy()
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..comm import Redistribution
-from ..errors import PlanError
+from ..errors import PlanMismatchError
 from ..geometry import Box
 from ..halo import GlobalArray
 from ..layers import Layer, Reduction, Shard, StepContext, declared_with
@@ -37,7 +37,7 @@ class LayerTask(Task):
         )
         self.has_window = not self.input_array.plan.trivial
         #: step that can recompute the input
-        self.recomputing_step = graph.recomputing_steps.get(index)
+        self.input_recomputation_step = graph.recomputing_steps.get(index)
         self.reductions = {reduction.direction: reduction for reduction in layer.reductions_for(layer.input_shape)}
         self.spans_batch = any(reduction.spans_batch for reduction in self.reductions.values())
         #: whether partial results are recomputed although the result is known, because computing them saves arrays
@@ -151,8 +151,8 @@ class LayerTask(Task):
         """Return a call's ctx and the gradient of its output before the activation."""
         layer, ctx, space = self.layer, run.contexts[self.index], run.workspace
         assert ctx is not None
-        if self.index in space.plan.rebuilt_view_ranges and self.recomputing_step is not None:
-            producer = run.contexts[self.recomputing_step]
+        if self.index in space.plan.rebuilt_view_ranges and self.input_recomputation_step is not None:
+            producer = run.contexts[self.input_recomputation_step]
             assert producer is not None
             ctx.replace_saved_view(space.rebuild_view(self.index, self.inputs[0], run.samples, producer.restore_output))
         if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_left_to_next_layer):
@@ -262,11 +262,11 @@ class LayerTask(Task):
         return partials
 
     def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
-        """Raise PlanError if the sizes of partial results differ from the layer's declaration."""
+        """Raise PlanMismatchError if the sizes of partial results differ from the layer's declaration."""
         for partial_result, samples in zip(partials, counts, strict=True):
             declared = reduction.result_elements(samples)
             if partial_result is not None and partial_result.size != declared:
-                raise PlanError(
+                raise PlanMismatchError(
                     f"layer '{self.name}' ({type(self.layer).__name__}): reduces"
                     f" {counted(partial_result.size, 'element')} {reduction.direction}, but reductions_for declares"
                     f" {declared}; correct reductions_for"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from ..errors import PassError
+from ..errors import PassOrderError
 from ..halo import Phase
-from ..layers import Context, Layer, StepContext
+from ..layers import Layer, ModelContext, StepContext
 from ..plan import Graph, PlannedSection
 from ..plan.section import INSIDE_SEGMENT
 from ..system.memory import count_local_ranks, out_of_memory_error
@@ -29,7 +29,7 @@ class Section:
         Number of this rank's tile, or of the strip.
     blocks : BlockPool
         Memory shared with other sections.
-    replacements : dict of id to layer
+    layer_replacements : dict of id to layer
         Objects executed in place of some layers.
     layer_task : type
         Task that runs a layer's step.
@@ -38,10 +38,10 @@ class Section:
     def __init__(
         self,
         planned: PlannedSection,
-        context: Context,
+        context: ModelContext,
         tile: int,
         blocks: BlockPool,
-        replacements: Mapping[int, Any],
+        layer_replacements: Mapping[int, Any],
         layer_task: Callable[[int, Graph, Layer], Task] = LayerTask,
     ) -> None:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
@@ -49,7 +49,7 @@ class Section:
         self.tasks: list[Task] = []
         boxes = planned.value_boxes(tile)
         for at, step in enumerate(self.graph.steps):
-            layer: Any = replacements.get(id(step.layer), step.layer)
+            layer: Any = layer_replacements.get(id(step.layer), step.layer)
             if step.join is not None:
                 self.tasks.append(JoinTask(at, self.graph, step.join, context.backend.kernels, boxes))
             elif at in self.graph.fused_activations:
@@ -93,7 +93,7 @@ class Section:
         known = [None] * len(xs) if reduced is None else reduced
         end = self.graph.node_ends[nodes]
         if end == INSIDE_SEGMENT:
-            raise PassError("a pass cannot end between layers that are executed in strips; leave out strips")
+            raise PassOrderError("a pass cannot end between layers that are executed in strips; leave out strips")
         passes = [
             SectionPass(self.acquire_workspace(), phase, len(x), end, r)
             for x, phase, r in zip(xs, phases, known, strict=True)
@@ -161,17 +161,17 @@ class Section:
         """
         stop, value = self.graph.node_ends[first]
         if need_dx and (stop in self.graph.fused_activations or stop in self.graph.deferred_relu_gradients.values()):
-            raise PassError("a backward pass cannot end between a layer and its activation; continue to the layer")
+            raise PassOrderError("a backward pass cannot end between a layer and its activation; continue to the layer")
         gradients = [self._initial_gradients(run, dy) for run, dy in zip(passes, dys, strict=True)]
         steps = slice(stop, passes[0].num_steps)
-        self._backward_steps(passes, gradients, steps, None if need_dx else value, on_layer_done)
+        self._run_backward_steps(passes, gradients, steps, None if need_dx else value, on_layer_done)
         return [held.get(value) if need_dx else None for held in gradients]
 
     def _initial_gradients(self, run: SectionPass, dy: Any) -> dict[int, Any]:
         """Return the initial gradients of a backward pass, by value."""
         return {run.output_value: self.tasks[run.num_steps - 1].shard(dy) if run.num_steps else dy}
 
-    def _backward_steps(
+    def _run_backward_steps(
         self,
         passes: Passes,
         gradients: Sequence[dict[int, Any]],
@@ -229,9 +229,9 @@ class Section:
         gradients, end, skipped = self._initial_gradients(run, dy), run.num_steps, None if need_dx else 0
         if keep is not None:
             end, value = self.graph.node_ends[keep[0]]
-            self._backward_steps([run], [gradients], slice(end, run.num_steps), skipped)
+            self._run_backward_steps([run], [gradients], slice(end, run.num_steps), skipped)
             keep[1](gradients[value])
-        self._backward_steps([run], [gradients], slice(step + 1, end), skipped)
+        self._run_backward_steps([run], [gradients], slice(step + 1, end), skipped)
         return task.compute_partial_result(
             "backward", *task.begin_backward(run, gradients[task.output_value], need_dx or task.inputs != (0,))
         )
@@ -241,7 +241,7 @@ class Section:
         if value in gradients:
             self.context.backend.kernels.add([gradients[value], dx], gradients[value])
         elif len(self.graph.readers[value]) == 1 or (
-            value in space.plan.summed_in_place and space.arena.blocks.owns(dx)
+            value in space.plan.gradients_summed_in_place and space.arena.blocks.owns(dx)
         ):
             gradients[value] = dx
         else:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import PassError
+from ..errors import PassOrderError
 from ..geometry import Box
 from ..halo import Phase
-from ..layers import Context, Layer
+from ..layers import Layer, ModelContext
 from ..plan import Graph, Stream
 from .arena import BlockPool
 from .layer_task import LayerTask
@@ -44,7 +44,7 @@ class StreamPass:
         self.is_closed = False
 
     @contextmanager
-    def preserve(self) -> Iterator[None]:
+    def retain_for_backward(self) -> Iterator[None]:
         """Do nothing: a backward pass inside the block overwrites no part of this pass."""
         yield
 
@@ -82,7 +82,7 @@ class StreamSection:
     def __init__(
         self,
         planned: Stream,
-        context: Context,
+        context: ModelContext,
         blocks: BlockPool,
         layer_task: Callable[[int, Graph, Layer], LayerTask],
         image: Box | None = None,
@@ -94,7 +94,7 @@ class StreamSection:
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
         self.strip_numbers, self.num_steps = planned.strips(tile), len(graph.steps)
-        self._cut_strips = planned.cut_strips(tile)
+        self._strips_kept_at_cut = planned.strips_kept_at_cut(tile)
         self._checkpointed_strips = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
         blocks.reserve(planned.max_strip_elements(tile))
         self._sections: dict[int, Section] = {}
@@ -126,7 +126,7 @@ class StreamSection:
     def forward(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[StreamPass]:
         """Return passes that execute each step at the same time."""
         if num_nodes not in (None, self.stop_node):
-            raise PassError(
+            raise PassOrderError(
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
                 " memory for whole images"
             )
@@ -137,7 +137,7 @@ class StreamSection:
                 self._run_to_reduction(passes, step, first_new_step)
                 first_new_step = step
             if self._output_box is not None:
-                self._write_output(passes, first_new_step)
+                self._compute_output_strips(passes, first_new_step)
         return passes
 
     def backward(
@@ -160,7 +160,7 @@ class StreamSection:
                 split = [g.part._run_back_to_reduction(passes, g, at, before, need_dx, parts) for g in groups]
                 self._combine_reductions("backward", at, passes, parts)
                 groups, before = [group for part in split for group in part], at
-            dxs = [self._image_zeros(run.samples) if need_dx else None for run in passes]
+            dxs = [self._zero_image_gradient(run.samples) if need_dx else None for run in passes]
             for group in groups:
                 group.part._run_back_to_image(passes, group, before, dxs)
         if on_layer_done is not None:
@@ -216,8 +216,8 @@ class StreamSection:
         if below is None:
             kept, rest, after = [None] * len(passes), group.strip_numbers, []
         else:
-            kept = [below.output_zeros(run.samples) for run in passes]
-            rest = [number for number in group.strip_numbers if number not in self._cut_strips]
+            kept = [below.zero_output_gradient(run.samples) for run in passes]
+            rest = [number for number in group.strip_numbers if number not in self._strips_kept_at_cut]
             after = [_BackwardGroup(below, below.strip_numbers, kept)]
         calls = self._backward_order(group.strip_numbers, passes, parts, group.dys, kept)
         for number, run, partials, dy, total in calls:
@@ -230,11 +230,11 @@ class StreamSection:
         self._release_scatter_buffers()
         return [*([group._replace(strip_numbers=rest)] if rest else []), *after]
 
-    def output_zeros(self, samples: int) -> Any:
+    def zero_output_gradient(self, samples: int) -> Any:
         """Return a zero array for the gradient of this rank's output."""
         return self.context.backend.xp.zeros((samples, *self._output_shape), self.context.dtype)
 
-    def _image_zeros(self, samples: int) -> Any:
+    def _zero_image_gradient(self, samples: int) -> Any:
         return self.context.backend.xp.zeros((samples, *self._image_shape), self.context.dtype)
 
     def _add_gradient_at_cut(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
@@ -271,7 +271,7 @@ class StreamSection:
         for run, reduced in zip(passes, results, strict=True):
             run.reduced[direction][at] = reduced
 
-    def _write_output(self, passes: Sequence[StreamPass], first_new_step: int) -> None:
+    def _compute_output_strips(self, passes: Sequence[StreamPass], first_new_step: int) -> None:
         """Write the output, strip by strip; steps before `first_new_step` have already run."""
         for run in passes:
             shape = run.samples, *self._output_shape

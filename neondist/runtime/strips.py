@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ..halo import GlobalArray
-from ..layers import Context, Layer, StepContext
+from ..layers import Layer, ModelContext, StepContext
 from ..plan import Graph, PlannedSection
 from ..plan.section import Segment
 from .arena import BlockPool
@@ -33,7 +33,7 @@ class StripExecutor:
     gathered_gradient_array, scattered_output_array = None, None
     regions = (None, None)
 
-    def __init__(self, segment: Segment, context: Context, blocks: BlockPool) -> None:
+    def __init__(self, segment: Segment, context: ModelContext, blocks: BlockPool) -> None:
         first, last = segment.plans[0].layer, segment.plans[-1].layer
         self.leaves, self.context, self.name = [plan.layer for plan in segment.plans], context, segment.name
         self.input, self.input_shape, self.kernels = first.input, first.input_shape, context.backend.kernels
@@ -78,19 +78,19 @@ class StripExecutor:
 
 def section_on_part(
     planned: PlannedSection,
-    context: Context,
+    context: ModelContext,
     part: int,
     blocks: BlockPool,
     layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
 ) -> Section:
     """Return the section of a strip or block, whose layers share the arrays of the built layers."""
-    context = replace(context, grid=context.grid.strip_grid(planned.grid, part))
+    context = replace(context, grid=context.grid.single_tile_grid(planned.grid, part))
     layers = [step.layer for step in planned.graph.steps if step.layer is not None]
     copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], part, context) for layer in layers}
     return Section(planned, context, part, blocks, copies, layer_task)
 
 
-def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
+def layer_on_strip(layer: Layer, placed: Any, strip: int, context: ModelContext) -> Layer:
     """Return a copy of a layer for a strip, which shares the layer's arrays (of position-dependent weights, a part).
 
     Parameters

@@ -68,7 +68,7 @@ class Workspace:
 
     def gradient_sum_array(self, value: int, samples: int) -> Any:
         """Return the array for the sum of a value's gradients."""
-        return self._array(self.plan.sum_ranges.get(value), value, samples)
+        return self._array(self.plan.gradient_sum_ranges.get(value), value, samples)
 
     def _array(self, slot: int | None, value: int, samples: int) -> Any:
         """Return the array of a slot with a value's shape; a new array if none is planned."""
@@ -141,9 +141,9 @@ class SectionPass:
         return [None if ctx is None else ctx.reduced for ctx in self.contexts]
 
     @contextmanager
-    def preserve(self) -> Iterator[None]:
+    def retain_for_backward(self) -> Iterator[None]:
         """Restore the pass after a backward pass inside the block."""
-        with self.workspace.arena.preserve(self.samples):
+        with self.workspace.arena.retain_for_backward(self.samples):
             contexts = self.contexts[:]
             yield
             self.contexts = contexts

@@ -21,7 +21,7 @@ from ..io.checkpoint.texts import parse_json
 from ..io.files import atomic_replacement, make_folder
 from ..terminal.console import counted
 from .message import Message, MessageError
-from .placement import ServerLayout, ServerPiece, TableSpec
+from .placement import EmbeddingTableSpec, ServerLayout, ServerPiece
 from .progress import AppliedMinibatches
 from .state import ServerState, UpdateRule
 from .table import initial_rows
@@ -269,7 +269,7 @@ def _read_parameter_and_slots(files: Sequence[_ServerFile], piece: ServerPiece, 
 
 
 def _read_table_rows(
-    files: Sequence[_ServerFile], spec: TableSpec, folder: Path
+    files: Sequence[_ServerFile], spec: EmbeddingTableSpec, folder: Path
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Slots]]:
     """Yield the ids, rows and slots of a table, server by server."""
     for file in files:
@@ -290,7 +290,7 @@ def _read_table_rows(
         yield ids, values, slots
 
 
-def _read_whole_table(files: Sequence[_ServerFile], spec: TableSpec, folder: Path) -> np.ndarray:
+def _read_whole_table(files: Sequence[_ServerFile], spec: EmbeddingTableSpec, folder: Path) -> np.ndarray:
     if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > MAX_EXPORTED_TABLE_BYTES:
         raise ConfigError(
             f"{folder}: table '{spec.name}' has {size / 1e9:.1f} GB, too large to export; load it on servers"

@@ -15,7 +15,7 @@ from ..terminal.console import counted
 from .dense import DENSE_PREFIX
 from .group import ServerGroup
 from .message import Message, MessageArray
-from .placement import ServerLayout, TableSpec
+from .placement import EmbeddingTableSpec, ServerLayout
 from .progress import AppliedMinibatches, MinibatchId
 from .state import IDS_PREFIX, ROWS_PREFIX, UpdateRule
 from .table import sum_duplicates
@@ -88,7 +88,7 @@ class ParameterClient:
     token : str
     worker : str
         Name of the worker, unique within the job. Gradients of a round are summed in the order of worker names.
-    timeout, patience : float
+    timeout, retry_seconds : float
         As for `ServiceClient`.
 
     Raises
@@ -104,7 +104,7 @@ class ParameterClient:
         token: str,
         worker: str,
         timeout: float = 300.0,
-        patience: float = 30.0,
+        retry_seconds: float = 30.0,
     ) -> None:
         if len(addresses) != len(layouts):
             raise ServiceError(
@@ -112,7 +112,7 @@ class ParameterClient:
                 " one address per server"
             )
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
-        self._server_group = ServerGroup(addresses, token, timeout, patience)
+        self._server_group = ServerGroup(addresses, token, timeout, retry_seconds)
         self._clients, self._call_all = self._server_group.clients, self._server_group.call_all
         # one thread per direction: preserves the order of a worker's pushes
         self._push_thread, self._pull_thread = (ThreadPoolExecutor(1, name) for name in ("push", "pull"))
@@ -235,11 +235,15 @@ class ParameterClient:
 
         return self._push_thread.submit(lambda: self._combine_push_replies(self._call_all(push_to_server)))
 
-    def wait_turn(self) -> None:
+    def wait_for_staleness_bound(self) -> None:
         """Wait until the staleness bound permits this worker to continue."""
         if self._update_rule.sync or self._update_rule.staleness is None:
             return
-        while not self._clients[0].call("wait_turn", {"worker": self.worker, "seconds": 30.0}).flag("ready"):
+        while (
+            not self._clients[0]
+            .call("wait_for_staleness_bound", {"worker": self.worker, "seconds": 30.0})
+            .flag("ready")
+        ):
             pass
 
     def leave(self) -> None:
@@ -266,7 +270,7 @@ class ParameterClient:
         """Return the minibatches applied by all servers."""
         return AppliedMinibatches.intersection(self._server_group.applied_minibatches_by_server())
 
-    def save(self, name: str, patience: float = 60.0) -> AppliedMinibatches:
+    def save(self, name: str, timeout: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint of all servers; return the minibatches in it.
 
         Servers hold back gradients until the checkpoint is written, except those that only some servers have applied.
@@ -274,10 +278,10 @@ class ParameterClient:
         Raises
         ------
         ServiceError
-            Servers have not applied the same gradients within `patience` seconds, such as after a worker was lost
+            Servers have not applied the same gradients within `timeout` seconds, such as after a worker was lost
             between pushes; try again once the minibatch of that worker has been recomputed.
         """
-        return self._server_group.save_checkpoint(name, patience)
+        return self._server_group.save_checkpoint(name, timeout)
 
     def load(self, name: str, optimizer: Any, rule: UpdateRule | None = None) -> None:
         """Load a checkpoint of any number of servers on all servers, replacing their contents."""
@@ -354,6 +358,6 @@ class ParameterClient:
         )
 
 
-def _sum_duplicate_rows(table: TableSpec, gradient: Any) -> SparseGradient:
+def _sum_duplicate_rows(table: EmbeddingTableSpec, gradient: Any) -> SparseGradient:
     ids, rows = gradient
     return sum_duplicates(np.asarray(ids, np.int64), np.asarray(rows, table.dtype))

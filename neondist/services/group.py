@@ -27,7 +27,7 @@ class ServerGroup:
     addresses : sequence of str
         'HOST:PORT' of each server.
     token : str
-    timeout, patience : float
+    timeout, retry_seconds : float
         As for `ServiceClient`.
 
     Attributes
@@ -35,8 +35,10 @@ class ServerGroup:
     clients : list of ServiceClient
     """
 
-    def __init__(self, addresses: Sequence[str], token: str, timeout: float = 300.0, patience: float = 30.0) -> None:
-        self.clients = [ServiceClient(address, "PServer", token, timeout, patience) for address in addresses]
+    def __init__(
+        self, addresses: Sequence[str], token: str, timeout: float = 300.0, retry_seconds: float = 30.0
+    ) -> None:
+        self.clients = [ServiceClient(address, "PServer", token, timeout, retry_seconds) for address in addresses]
         self._threads = ThreadPoolExecutor(2 * len(addresses), "server-call")
 
     def __len__(self) -> int:
@@ -59,10 +61,10 @@ class ServerGroup:
         replies = self.call_all(lambda index: self.clients[index].call("credits"))
         return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]
 
-    def save_checkpoint(self, name: str, patience: float = 60.0) -> AppliedMinibatches:
+    def save_checkpoint(self, name: str, timeout: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint as `ParameterClient.save` does; UnequalServersError if the servers do not agree."""
         try:
-            applied, end = self._hold_gradients(AppliedMinibatches()), time.monotonic() + patience
+            applied, end = self._hold_gradients(AppliedMinibatches()), time.monotonic() + timeout
             while any(minibatches.to_json() != applied[0].to_json() for minibatches in applied):
                 if time.monotonic() > end:
                     raise UnequalServersError(

@@ -41,7 +41,7 @@ class JobService(Service):
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
         start = {"alive": self.record_heartbeat, "begin": self.allow_start, "begun": self.wait_for_start}
-        return {**start, "stop": self.request_stop, "end": self.end_job_of_all_ranks}
+        return {**start, "stop": self.request_stop, "end": self.end_job}
 
     def record_heartbeat(self, request: Message) -> Message:
         """Record a heartbeat of a worker; return whether the master has requested all workers to stop."""
@@ -71,7 +71,7 @@ class JobService(Service):
             self._stopping = True
             return Message()
 
-    def end_job_of_all_ranks(self, request: Message) -> Message:
+    def end_job(self, request: Message) -> Message:
         """End the server."""
         self.stop_waiting_for_end()
         return Message()

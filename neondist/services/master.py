@@ -37,11 +37,11 @@ class Master(Service):
         Name of the data set in messages.
     path : Path, optional
         Path of a persistent queue, from which a restarted master continues. Workers then get tasks only while
-        `servers_agree` is true, and are dismissed once `results_saved` is true. Default: a queue in memory.
+        `servers_match_queue` is true, and are dismissed once `results_saved` is true. Default: a queue in memory.
 
     Attributes
     ----------
-    servers_agree : bool
+    servers_match_queue : bool
         Whether the servers agree with the queue.
     servers_need_model : bool
         Whether servers wait for a worker to push the model.
@@ -64,7 +64,7 @@ class Master(Service):
         self._parameters: dict[str, int] = {}
         self._minibatches_without_update: set[MinibatchId] = set()
         self._workers: set[str] = set()
-        self.servers_agree = self.results_saved = path is None
+        self.servers_match_queue = self.results_saved = path is None
         self.servers_need_model = False
         if path is not None and (parameters := read_note(path, _PARAMETERS_NOTE)) is not None:
             self._open_queue(json.loads(parameters))
@@ -106,7 +106,7 @@ class Master(Service):
         queue, worker = self._require_queue(), request.text("worker")
         queue.lost(worker)
         self._workers.add(worker)
-        task = queue.get(worker) if self.servers_agree else WAIT
+        task = queue.get(worker) if self.servers_match_queue else WAIT
         if task is WAIT or (task is None and not self.results_saved):
             return Message({"type": "WAIT", "blank": self.servers_need_model})
         if task is None:
@@ -170,10 +170,10 @@ class Master(Service):
         note = None if self._queue is None else self._queue.load_note(_INCARNATIONS_NOTE)
         return None if note is None else list(json.loads(note))
 
-    def record_agreement_of_servers(self, incarnations: Sequence[str]) -> None:
+    def record_matching_servers(self, incarnations: Sequence[str]) -> None:
         """Record that servers agree with the queue, such as at the start of a job."""
         self._require_queue().store_note(_INCARNATIONS_NOTE, json.dumps(list(incarnations)))
-        self.servers_agree = True
+        self.servers_match_queue = True
 
     def reset_tasks(self, minibatches: AppliedMinibatches, incarnations: Sequence[str]) -> None:
         """Reset the tasks to the records that restored servers have not applied; all leases end."""
@@ -184,7 +184,7 @@ class Master(Service):
             first = minibatch.task * per_task + minibatch.index_in_task * size
             ranges.append((minibatch.epoch, first, min(first + size, (minibatch.task + 1) * per_task, records)))
         queue.restore(ranges, {_INCARNATIONS_NOTE: json.dumps(list(incarnations))})
-        self.servers_agree = True
+        self.servers_match_queue = True
 
     def task_counts_by_state(self) -> dict[str, int]:
         """Return the number of tasks by state."""

@@ -78,7 +78,7 @@ class MasterClient:
         self._uninitialised_callback: Callable[[], object] = lambda: None
         with all_or_none(world, root_only=True):
             if world.rank == 0:
-                self._master = ServiceClient(address, Master.name, token, patience=RETRY_SECONDS)
+                self._master = ServiceClient(address, Master.name, token, retry_seconds=RETRY_SECONDS)
                 self._master.check_version()
                 reply = self._master.call("report_training_params", parameters)
                 self._records_per_task = reply.integer("records_per_task", 1)

@@ -34,7 +34,7 @@ class MessageError(ValueError):
     """A message is malformed, or one of its fields is missing or invalid."""
 
 
-class ProtocolError(MessageError):
+class ProtocolVersionError(MessageError):
     """A message has another protocol version."""
 
 
@@ -153,7 +153,7 @@ def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
     Raises
     ------
     MessageError
-        The message is malformed, truncated or too large; ProtocolError for another protocol version.
+        The message is malformed, truncated or too large; ProtocolVersionError for another protocol version.
     """
     stream = iter(chunks)
     first = next(stream, b"")
@@ -163,7 +163,7 @@ def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
     if magic != MAGIC:
         raise MessageError("not a neondist message")
     if protocol != PROTOCOL_VERSION:
-        raise ProtocolError(f"the message has protocol {protocol}, but this process has {PROTOCOL_VERSION}")
+        raise ProtocolVersionError(f"the message has protocol {protocol}, but this process has {PROTOCOL_VERSION}")
     if reserved or length > MAX_DESCRIPTION_BYTES:
         raise MessageError("the header is invalid")
     if size > max_bytes:

@@ -76,7 +76,7 @@ class ServerPiece:
 
 
 @dataclass(frozen=True)
-class TableSpec:
+class EmbeddingTableSpec:
     """Embedding table distributed by row: row i is on server i modulo the number of servers.
 
     Parameters
@@ -109,7 +109,7 @@ class TableSpec:
         return [self.name, self.rows, self.dim, self.dtype, rule, self.stream, self.lazy]
 
     @classmethod
-    def parse(cls, value: object) -> TableSpec:
+    def parse(cls, value: object) -> EmbeddingTableSpec:
         """Return the table described by a JSON value; MessageError if it is invalid."""
         name, rows, dim, dtype, rule, stream, lazy = _check_list(value, 7)
         kind, arguments = _check_list(rule, 2)
@@ -138,13 +138,13 @@ class ServerLayout:
     index, servers : int
         Index of the server, and number of servers.
     pieces : tuple of ServerPiece
-    tables : tuple of TableSpec
+    tables : tuple of EmbeddingTableSpec
     """
 
     index: int
     servers: int
     pieces: tuple[ServerPiece, ...]
-    tables: tuple[TableSpec, ...]
+    tables: tuple[EmbeddingTableSpec, ...]
 
     @property
     def dtypes(self) -> list[str]:
@@ -181,7 +181,9 @@ class ServerLayout:
         pieces, tables = value.get("pieces"), value.get("tables")
         if not isinstance(pieces, list) or not isinstance(tables, list):
             raise MessageError("invalid layout of a server")
-        layout = cls(index, servers, tuple(map(ServerPiece.parse, pieces)), tuple(map(TableSpec.parse, tables)))
+        layout = cls(
+            index, servers, tuple(map(ServerPiece.parse, pieces)), tuple(map(EmbeddingTableSpec.parse, tables))
+        )
         names = [piece.name for piece in layout.pieces] + [table.name for table in layout.tables]
         if len(set(names)) < len(names):
             raise MessageError("two parameters with the same name")
@@ -189,7 +191,10 @@ class ServerLayout:
 
 
 def place_parameters(
-    strategy: Strategy, servers: int, tables: Sequence[TableSpec] = (), decayed_names: Iterable[str] | None = None
+    strategy: Strategy,
+    servers: int,
+    tables: Sequence[EmbeddingTableSpec] = (),
+    decayed_names: Iterable[str] | None = None,
 ) -> list[ServerLayout]:
     """Return the contents of each server under a strategy.
 
@@ -198,7 +203,7 @@ def place_parameters(
     strategy : Strategy
         Strategy of all dense parameters, each with owners.
     servers : int
-    tables : sequence of TableSpec
+    tables : sequence of EmbeddingTableSpec
     decayed_names : iterable of str, optional
         Names of the parameters to which weight decay applies if biases are exempt. Default: those with several axes.
 

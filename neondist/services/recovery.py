@@ -84,7 +84,7 @@ class ServerRecovery(Service):
         `saved` is false if workers ended while only some servers had applied a gradient; the last checkpoint is kept.
         """
         with self._lock:
-            versions = self._read_agreeing_versions()
+            versions = self._read_matching_versions()
             if versions is None:
                 raise ServiceUnavailableError("servers are being restored; try again")
             try:
@@ -106,11 +106,11 @@ class ServerRecovery(Service):
             if not self._gradients_are_released:
                 self._group.accept_gradients_again()  # a killed master may have left gradients held back
                 self._gradients_are_released = True
-            versions = self._read_agreeing_versions()
+            versions = self._read_matching_versions()
             if versions is None:
                 self._restore_servers()
                 return
-            self._master.servers_agree = True  # before the checkpoint, which may wait for a gradient
+            self._master.servers_match_queue = True  # before the checkpoint, which may wait for a gradient
             is_done = self._master.is_done()
             if versions != self._saved_versions and (is_done or self._is_checkpoint_due(versions)):
                 self._save_checkpoint(versions)
@@ -145,7 +145,7 @@ class ServerRecovery(Service):
                 traceback.print_exc()
                 os._exit(1)
 
-    def _read_agreeing_versions(self) -> list[int] | None:
+    def _read_matching_versions(self) -> list[int] | None:
         """Return the versions of the servers; None if they do not agree with the queue."""
         status = self._server_status = self._group.status()
         if [server["incarnation"] for server in status] != self._master.read_incarnations():
@@ -172,7 +172,7 @@ class ServerRecovery(Service):
 
     def _restore_servers(self) -> None:
         """Restore the servers from the newest checkpoint; without one, start once the servers have the model."""
-        self._master.servers_agree = self._master.results_saved = False
+        self._master.servers_match_queue = self._master.results_saved = False
         if not self._master.is_configured:
             return
         checkpoints = list_complete_checkpoints(self._folder)
@@ -182,7 +182,7 @@ class ServerRecovery(Service):
             self._master.servers_need_model = not all(incarnations)
             if all(incarnations):
                 self._save_checkpoint([int(server["version"]) for server in status])
-                self._master.record_agreement_of_servers(incarnations)
+                self._master.record_matching_servers(incarnations)
             return
         for checkpoint in reversed(checkpoints):
             try:

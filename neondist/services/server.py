@@ -60,7 +60,7 @@ class ParameterServer(Service):
             "push_gradient": self.push_gradient,
             "join": self.add_worker,
             "leave": self.remove_worker,
-            "wait_turn": self.wait_turn,
+            "wait_for_staleness_bound": self.wait_for_staleness_bound,
             "finish_round": self.finish_round,
             "finish_epoch": self.finish_epoch,
             "credits": self.report_applied_minibatches,
@@ -170,7 +170,7 @@ class ParameterServer(Service):
             self._condition.notify_all()
             return Message()
 
-    def wait_turn(self, request: Message) -> Message:
+    def wait_for_staleness_bound(self, request: Message) -> Message:
         """Wait until the staleness bound permits a worker to continue."""
         worker = request.text("worker")
         with self._condition:

@@ -11,9 +11,9 @@ import numpy as np
 from ..terminal.console import counted
 from .dense import DenseParameters
 from .message import Message, MessageError
-from .placement import ServerLayout, TableSpec
+from .placement import EmbeddingTableSpec, ServerLayout
 from .progress import AppliedMinibatches, MinibatchId, weights_by_sample_count
-from .table import RowTable
+from .table import EmbeddingTable
 from .updates import make_updater
 
 IDS_PREFIX, ROWS_PREFIX = "ids/", "rows/"
@@ -117,7 +117,7 @@ class ServerState:
         self.optimizer = dict(optimizer)
         self.dense_parameters = DenseParameters(self.layout, updater)
         index, servers = self.layout.index, self.layout.servers
-        self.tables = {table.name: RowTable(table, updater, index, servers) for table in self.layout.tables}
+        self.tables = {table.name: EmbeddingTable(table, updater, index, servers) for table in self.layout.tables}
         self.version, self.samples, self.applied_minibatches = 0, 0.0, AppliedMinibatches()
 
     def set_values(self, message: Message) -> None:
@@ -137,7 +137,7 @@ class ServerState:
             self._check_ids(spec, rows_by_table[name][0])
         return rows_by_table
 
-    def find_table(self, name: str) -> RowTable:
+    def find_table(self, name: str) -> EmbeddingTable:
         """Return a table by name; MessageError if there is none."""
         if name not in self.tables:
             raise MessageError(f"the server has no table '{name}'; its tables: {', '.join(self.tables) or 'none'}")
@@ -186,7 +186,7 @@ class ServerState:
             if gradient.minibatch is not None:
                 self.applied_minibatches.add(gradient.minibatch)
 
-    def _check_ids(self, spec: TableSpec, ids: np.ndarray) -> None:
+    def _check_ids(self, spec: EmbeddingTableSpec, ids: np.ndarray) -> None:
         invalid = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
         if invalid.any():
             raise MessageError(

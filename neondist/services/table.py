@@ -7,21 +7,21 @@ import numpy as np
 from ..errors import DataError
 from ..optim import AVERAGE_SLOT
 from .message import MessageError
-from .placement import TableSpec
+from .placement import EmbeddingTableSpec
 from .updates import Slots, Updater
 
 _INITIAL_CAPACITY = 64
 """Initial capacity in rows, which is doubled as needed."""
 
 
-class RowTable:
+class EmbeddingTable:
     """Rows by id, created at their first use.
 
     Memory grows with the rows in use, not with the size of the table.
 
     Parameters
     ----------
-    spec : TableSpec
+    spec : EmbeddingTableSpec
     updater : Updater
     index, servers : int
         The server holds the rows whose id equals `index` modulo `servers`.
@@ -32,7 +32,7 @@ class RowTable:
         Rows in use.
     """
 
-    def __init__(self, spec: TableSpec, updater: Updater, index: int, servers: int) -> None:
+    def __init__(self, spec: EmbeddingTableSpec, updater: Updater, index: int, servers: int) -> None:
         self.spec, self._updater, self._server_index, self._server_count = spec, updater, index, servers
         self._positions: dict[int, int] = {}
         self._ids = np.empty(_INITIAL_CAPACITY, np.int64)
@@ -91,7 +91,7 @@ class RowTable:
                 self._slots[name] = array.copy()
                 continue
             if name not in self._slots:
-                self._slots[name] = self._new_slot(name, len(self._values))
+                self._slots[name] = self._new_optimizer_slot(name, len(self._values))
             self._slots[name][positions] = array.reshape(values.shape)
 
     def _get_or_create_positions(self, ids: np.ndarray) -> np.ndarray:
@@ -125,14 +125,14 @@ class RowTable:
         self._ids, self._values = ids, values
         for name, array in self._slots.items():
             if array.ndim:
-                self._slots[name] = self._new_slot(name, capacity)
+                self._slots[name] = self._new_optimizer_slot(name, capacity)
                 self._slots[name][:count] = array[:count]
 
-    def _new_slot(self, name: str, capacity: int) -> np.ndarray:
+    def _new_optimizer_slot(self, name: str, capacity: int) -> np.ndarray:
         return np.full((capacity, self.spec.dim), self._initial_slot_values[name], self.spec.dtype)
 
 
-def initial_rows(spec: TableSpec, ids: np.ndarray) -> np.ndarray:
+def initial_rows(spec: EmbeddingTableSpec, ids: np.ndarray) -> np.ndarray:
     """Return the initial values of rows (n, dim), which depend only on the table's stream and the ids."""
     index = ids.astype(np.uint64)[:, None] * np.uint64(spec.dim) + np.arange(spec.dim, dtype=np.uint64)
     return spec.initializer.values(spec.stream, index, spec.rows, spec.dim).astype(spec.dtype)

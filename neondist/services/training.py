@@ -141,7 +141,7 @@ class ServerUpdate(RemoteUpdate):
         with all_or_none(world, root_only=True):
             if world.rank == 0:
                 client_args = worker.servers, layouts, worker.token, worker.name
-                self._client = ParameterClient(*client_args, patience=RETRY_SECONDS)
+                self._client = ParameterClient(*client_args, retry_seconds=RETRY_SECONDS)
                 client, rule = self._client, worker.rule or _rule_of_strategy(self.strategy)
                 client.initialize(self._values, optimizer, rule)
                 if master_client is not None:
@@ -160,14 +160,14 @@ class ServerUpdate(RemoteUpdate):
                     raise ServiceError("a parameter server has lost its values; start the command again")
                 if master is not None:
                     master.was_rejected = rejected
-                self._client.wait_turn()
+                self._client.wait_for_staleness_bound()
         if master is not None:
             master.was_pushed = True
         self._pull_values()
 
-    def leave_and_wait_for_others(self, workers: int, patience: float) -> None:
-        """Leave the job; on the first worker, wait up to `patience` seconds until all `workers` have left."""
-        end = time.monotonic() + patience
+    def leave_and_wait_for_others(self, workers: int, timeout: float) -> None:
+        """Leave the job; on the first worker, wait up to `timeout` seconds until all `workers` have left."""
+        end = time.monotonic() + timeout
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 self._client.leave()

@@ -69,7 +69,7 @@ class Updater(ABC):
         return bool(values[0] == before[0])
 
 
-class NeondistUpdater(Updater):
+class NeondistOptimizerUpdater(Updater):
     """Updater by an optimiser of neondist."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -208,7 +208,7 @@ def make_updater(description: Mapping[str, Any]) -> Updater:
         optimizers = registered_classes(Optimizer)
         if name not in optimizers or arguments.get("schedule") is not None:
             raise ConfigError(f"optimizer: servers have no optimiser named '{name}'{suggest(name, optimizers)}")
-        return NeondistUpdater(construct_from_message("optimizer", optimizers[name], arguments))
+        return NeondistOptimizerUpdater(construct_from_message("optimizer", optimizers[name], arguments))
     from ..torch.training.losses_and_optimizers import TorchOptimizer
 
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}

@@ -40,7 +40,7 @@ from typing import Any
 
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserError
 from ..version import __version__
-from .message import CHUNK_BYTES, Message, MessageArray, MessageError, ProtocolError, decode, encode
+from .message import CHUNK_BYTES, Message, MessageArray, MessageError, ProtocolVersionError, decode, encode
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's messages are also raised as errors
 import grpc
@@ -164,7 +164,7 @@ class ServiceHost:
                 partial(_answer_call, method, max_bytes)
             )
             for service in services
-            for name, method in {"hello": _confirm_version, **service.methods()}.items()
+            for name, method in {"hello": _report_version, **service.methods()}.items()
         }
         self._server.add_generic_rpc_handlers((_AuthenticatedMethods(methods, token),))
         try:
@@ -203,7 +203,7 @@ class ServiceClient:
     token : str
     timeout : float
         Seconds per call.
-    patience : float
+    retry_seconds : float
         Seconds for which failed calls are retried, such as while a server restarts. Methods must tolerate repeated
         requests.
     max_bytes : int
@@ -216,10 +216,10 @@ class ServiceClient:
         service: str,
         token: str,
         timeout: float = 300,
-        patience: float = 30,
+        retry_seconds: float = 30,
         max_bytes: int = MAX_ARRAY_BYTES,
     ) -> None:
-        self.address, self.service, self.timeout, self.patience = address, service, timeout, patience
+        self.address, self.service, self.timeout, self.retry_seconds = address, service, timeout, retry_seconds
         self._max_bytes, self._metadata = max_bytes, ((_TOKEN_METADATA_KEY, token),)
         self._channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
         self._threads = ThreadPoolExecutor(4, f"{service}-client")
@@ -239,10 +239,10 @@ class ServiceClient:
         ServiceError
             The service rejects the call, or has another version of neondist.
         ServiceUnavailableError
-            The service does not respond within `patience` or `timeout`.
+            The service does not respond within `retry_seconds` or `timeout`.
         """
         message, timeout = Message(fields or {}, arrays or {}), self.timeout if timeout is None else timeout
-        deadline, pause = time.monotonic() + self.patience, 0.02
+        deadline, pause = time.monotonic() + self.retry_seconds, 0.02
         while True:
             try:
                 return self._call_once(method, message, timeout)
@@ -333,7 +333,7 @@ def _require_free_address(address: str) -> str:
     return host
 
 
-def _confirm_version(request: Message) -> Message:
+def _report_version(request: Message) -> Message:
     return Message({"version": __version__, "process": os.getpid()})
 
 
@@ -369,7 +369,7 @@ def _answer_call(
     try:
         reply = method(decode(requests, max_request_bytes))
         chunks = encode(reply) if isinstance(reply, Message) else reply
-    except ProtocolError as error:
+    except ProtocolVersionError as error:
         code = grpc.StatusCode.FAILED_PRECONDITION
         text = f"{error}; install the same version of neondist everywhere"
     except MessageError as error:

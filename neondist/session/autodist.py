@@ -88,12 +88,12 @@ class AutoDist:
         if standalone and self.resources is not None and self.resources.replicas > 1:
             if factors is not None:
                 grid_shape(self.resources.replicas, **factors)
-            _relaunch_script(self.resources)
+            _relaunch_with_launcher(self.resources)
         if isinstance(grid, ProcessGrid):
             self.grid = grid
         else:
             self.grid = ProcessGrid(SingleTransport() if job is None else None, **(factors or {}))
-        self._layer_models: list[Model] = []
+        self._scoped_models: list[Model] = []
         self._module_scope: Any = None
         self._owner_steps: Any = None
         self._scope_entered = self._steps_divided = self._inside_function = False
@@ -109,8 +109,8 @@ class AutoDist:
                 from ..torch.module.module_scope import ModuleScope
 
                 self._module_scope = self._module_scope or ModuleScope(self.grid)
-                stack.enter_context(self._module_scope.collect())
-            stack.enter_context(model_scope(self.grid, self._given_strategy, self._layer_models))
+                stack.enter_context(self._module_scope.collect_modules())
+            stack.enter_context(model_scope(self.grid, self._given_strategy, self._scoped_models))
             self._share_random_states()
             yield
 
@@ -163,7 +163,7 @@ class AutoDist:
         ConfigError
             If the scope has no model, or several models or optimisers of modules.
         """
-        parts: list[Any] = list(self._layer_models)
+        parts: list[Any] = list(self._scoped_models)
         if self._module_scope is not None and self._module_scope.models:
             from ..torch.training.scope_script import ScopeScriptAdapter
 
@@ -285,7 +285,7 @@ def _mute_stdout() -> Callable[[], None]:
         return stack.pop_all().close
 
 
-def _relaunch_script(resources: ResourceSpec) -> None:
+def _relaunch_with_launcher(resources: ResourceSpec) -> None:
     """Replace this process by `neondist launch RESOURCES.yaml` with this script and its arguments."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not file or not os.path.isfile(file):

@@ -113,7 +113,7 @@ class DistributedSession:
         if isinstance(state.model, TrainingScriptAdapter):
             state.model.check_checkpointable()
         writes_checkpoints = bool(state.grid.world.bcast(self.task_spec.is_master()))
-        chief = writes_checkpoints and state.first_rank
+        chief = writes_checkpoints and state.is_first_rank
         minutes = None if save_checkpoint_secs is None else save_checkpoint_secs / 60
         schedule = CheckpointSchedule(save_checkpoint_steps, None, minutes, KEPT_CHECKPOINTS)
         self._warn_single_worker()

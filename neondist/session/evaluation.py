@@ -83,7 +83,7 @@ class EvaluatorRole:
         results = {name: float(value) for name, value in results.items()}
         record = self.evaluation.add_result(self.loaded_position, results, time.perf_counter() - begun)
         self.loaded_position = None
-        if self.state.first_rank:
+        if self.state.is_first_rank:
             emit(record_json_line(record).rstrip())
         for hook in self.hooks:
             hook.after_step(self.state)

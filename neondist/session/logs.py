@@ -30,7 +30,7 @@ class StepLog(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Print the line if it is due."""
-        if run.first_rank and run.step - self.last_step >= self.every_steps:
+        if run.is_first_rank and run.step - self.last_step >= self.every_steps:
             now = time.perf_counter()
             speed = (run.step - self.last_step) / max(now - self.last_time, 1e-9)
             loss = f"loss {run.loss:.6f}, " if math.isfinite(run.loss) else ""
@@ -68,7 +68,7 @@ class SummaryLog(Hook):
     def before_run(self, run: TrainState) -> None:
         """Keep the summaries up to the step from which the session resumes."""
         with all_or_none(run.grid.world):
-            if run.first_rank and self.path is not None:
+            if run.is_first_rank and self.path is not None:
                 kept = [
                     old
                     for old in read_epoch_records(self.path, tolerate_incomplete_end=True)
@@ -79,7 +79,7 @@ class SummaryLog(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Write a summary if one is due."""
-        if not run.first_rank:
+        if not run.is_first_rank:
             return
         if math.isfinite(run.loss):
             self.losses.append(run.loss)

@@ -130,11 +130,12 @@ class JobServersClient:
     def _connect(self) -> None:
         worker = self._assignment
         self._clients = [
-            ServiceClient(address, "Job", worker.token, patience=START_TIMEOUT_SECONDS) for address in worker.servers
+            ServiceClient(address, "Job", worker.token, retry_seconds=START_TIMEOUT_SECONDS)
+            for address in worker.servers
         ]
         for client in self._clients:
             client.check_version()
-            client.patience = CALL_TIMEOUT_SECONDS
+            client.retry_seconds = CALL_TIMEOUT_SECONDS
         self._thread.start()
 
     def _wait_for_master(self) -> int:

@@ -58,7 +58,7 @@ class SessionState(TrainState):
     def __init__(self, model: Any, stateful: Iterable[Any] = ()) -> None:
         super().__init__(model, _MissingDataset(), sys.maxsize, getattr(model, "batch_size", model.grid.replicas))
         self.stateful, self.stop_reason = list(stateful), ""
-        self._samples = 0
+        self._epoch_size = 0
 
     @property
     def has_data(self) -> bool:
@@ -68,20 +68,20 @@ class SessionState(TrainState):
     @property
     def epoch_size(self) -> int:
         """Number of samples of an epoch; without a data set, the number in the restored checkpoint, or 0."""
-        return self._samples
+        return self._epoch_size
 
     def set_dataset(self, dataset: Dataset, samples: int) -> None:
         """Set the data set and its number of samples; DataError if the epoch cannot be resumed with this number."""
-        if self.samples_seen and self._samples != samples:
-            previous, self._samples = self._samples, samples
+        if self.samples_seen and self._epoch_size != samples:
+            previous, self._epoch_size = self._epoch_size, samples
             super().require_epoch_size(previous)
-        self.dataset, self._samples = dataset, samples
+        self.dataset, self._epoch_size = dataset, samples
 
     def require_epoch_size(self, samples: int) -> None:
         """Record the number of samples of an epoch; DataError if the data set, if any, has a different number."""
         if self.has_data:
             super().require_epoch_size(samples)
-        self._samples = samples
+        self._epoch_size = samples
 
     def request_stop(self, reason: str) -> None:
         """Request, on one or several ranks, that all ranks stop after the current step."""

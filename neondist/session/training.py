@@ -48,7 +48,7 @@ class TrainingRole:
         Whether the ranks of this grid write checkpoints; others only read them.
     hooks : sequence of Hook
     schedule : CheckpointSchedule
-    log_every, summaries : as in DistributedSession
+    log_every, summary_intervals : as in DistributedSession
     grace_seconds : float
         Seconds to wait at the end for ranks still in their loop.
     servers : JobServersClient, optional
@@ -63,7 +63,7 @@ class TrainingRole:
         hooks: Iterable[Hook],
         schedule: CheckpointSchedule,
         log_every: int | None,
-        summaries: tuple[int | None, float | None],
+        summary_intervals: tuple[int | None, float | None],
         grace_seconds: float,
         servers: JobServersClient | None = None,
     ) -> None:
@@ -79,8 +79,8 @@ class TrainingRole:
             logger.step_field = "step"
         if log_every is not None and writes_checkpoints:
             self.hooks.append(StepLog(log_every))
-        if any(due is not None for due in summaries) and writes_checkpoints:
-            self.hooks.append(SummaryLog(folder, *summaries, loggers))
+        if any(due is not None for due in summary_intervals) and writes_checkpoints:
+            self.hooks.append(SummaryLog(folder, *summary_intervals, loggers))
 
     def enter(self) -> None:
         """Restore the newest checkpoint, if there is one, and call the hooks. Collective."""
@@ -102,7 +102,7 @@ class TrainingRole:
             if self.servers is not None:  # after the hooks have initialised the weights
                 stack.callback(self.servers.close)
                 self.servers.join_job_and_load_values()
-            for note in state.start_messages if state.first_rank and self.writes_checkpoints else ():
+            for note in state.start_messages if state.is_first_rank and self.writes_checkpoints else ():
                 say(note)
             self.state.share_stop_requests()
             self._stack = stack.pop_all()
@@ -179,7 +179,7 @@ class TrainingRole:
                 self._call_error_hooks(error)
                 return
             try:
-                self._wait_for_ranks()
+                self._wait_for_ranks_or_abort()
                 if self.servers is not None:
                     self.servers.leave_or_end_job()
                 self._call_hooks(
@@ -192,7 +192,7 @@ class TrainingRole:
                 raise
         stop = self.state.stop
         if self.is_supervised and stop is not None and stop.exit_code == STOPPED_EXIT_CODE:
-            if self.state.first_rank:
+            if self.state.is_first_rank:
                 say(f"stopped at step {self.state.step}: {stop.reason}")
             raise SystemExit(STOPPED_EXIT_CODE)
 
@@ -201,7 +201,7 @@ class TrainingRole:
             with suppress(Exception):  # the first error is the one to read
                 hook.on_error(self.state, error)
 
-    def _wait_for_ranks(self) -> None:
+    def _wait_for_ranks_or_abort(self) -> None:
         """Wait for the other ranks to leave their loops; abort the job after the grace period."""
         grid = self.state.grid
         if grid.size == 1:

@@ -59,7 +59,7 @@ def connect_to_supervisor(env: MutableMapping[str, str]) -> None:
         os._exit(2)
     connection.sendall(f"{job.rank} {os.getpid()} {node}\n".encode())
     if hasattr(os, "fork"):
-        _fork_guard(connection)
+        _fork_heartbeat_process(connection)
     env[CONNECTION_VARIABLE] = f"{connection.detach()}:{os.getpid()}"
 
 
@@ -115,16 +115,16 @@ def _try_connect(address: str, key: str) -> socket.socket | None:
     return None
 
 
-def _fork_guard(connection: socket.socket) -> None:
+def _fork_heartbeat_process(connection: socket.socket) -> None:
     rank_pid = os.getpid()
     if os.fork() == 0:
         try:
-            _run_guard(connection, rank_pid)
+            _run_heartbeat_process(connection, rank_pid)
         finally:
             os._exit(0)
 
 
-def _run_guard(connection: socket.socket, rank_pid: int) -> NoReturn:
+def _run_heartbeat_process(connection: socket.socket, rank_pid: int) -> NoReturn:
     """Send heartbeats while the rank lives and is not stopped; kill it when the supervisor closes the connection."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -33,7 +33,7 @@ class MachineProfile:
     flops_per_second : floating point operations per second of one rank
     samples_per_replica : batch size of a replica
     itemsize : bytes per number
-    cell_seconds : mapping by layer name
+    seconds_per_cell : mapping by layer name
         Measured seconds of a training step per output cell and sample; `flops_per_second` applies to the other layers.
     """
 
@@ -42,7 +42,7 @@ class MachineProfile:
     flops_per_second: float = DEFAULT_FLOPS_PER_SECOND
     samples_per_replica: int = DEFAULT_SAMPLES_PER_REPLICA
     itemsize: int = 4
-    cell_seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds_per_cell: Mapping[str, float] = field(default_factory=dict)
 
     def message_seconds(self, messages: float, elements: float) -> float:
         """Return the seconds of messages with `elements` numbers per sample in total."""

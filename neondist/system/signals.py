@@ -26,12 +26,12 @@ class SignalRecorder:
 
     Parameters
     ----------
-    whole_process : bool
+    owns_process : bool
         Whether this is the `neondist` command; it also handles Ctrl-C (SIGINT).
 
     Attributes
     ----------
-    received : list of str
+    received_signals : list of str
         Names of the received signals, in order.
     listeners : list of callable
         Functions called with the name of each signal, from within the handler.
@@ -42,9 +42,9 @@ class SignalRecorder:
         Whether there is something to clean up: a terminal, an unfinished file.
     """
 
-    def __init__(self, whole_process: bool = False) -> None:
-        self.whole_process = whole_process
-        self.received: list[str] = []
+    def __init__(self, owns_process: bool = False) -> None:
+        self.owns_process = owns_process
+        self.received_signals: list[str] = []
         self.listeners: list[Callable[[str], None]] = []
         self.interrupted = self.needs_cleanup = self._exception_lost = False
         self._previous_handlers: dict[int, Any] = {}
@@ -52,7 +52,7 @@ class SignalRecorder:
     def install_handlers(self) -> SignalRecorder:
         """Install the handlers, except for ignored signals; do nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
-            names = [*STOP_SIGNALS, "SIGINT"] if self.whole_process else STOP_SIGNALS
+            names = [*STOP_SIGNALS, "SIGINT"] if self.owns_process else STOP_SIGNALS
             for number in filter(None, (getattr(signal, name, None) for name in names)):  # not every system has all
                 if signal.getsignal(number) != signal.SIG_IGN:
                     handler = self._interrupt if number == signal.SIGINT else self.handle
@@ -62,14 +62,14 @@ class SignalRecorder:
     def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Record a signal and call the listeners."""
         name = signal.Signals(number).name
-        self.received.append(name)
+        self.received_signals.append(name)
         for listener in list(self.listeners):
             listener(name)
 
     def add_listener(self, listener: Callable[[str], None]) -> None:
         """Call a listener for signals received so far and for future ones."""
         self.listeners.append(listener)  # first, so that no signal is missed
-        for name in list(self.received):
+        for name in list(self.received_signals):
             listener(name)
 
     def restore_handlers(self) -> None:
@@ -83,7 +83,7 @@ class SignalRecorder:
         for number in signal_numbers:
             signal.signal(number, signal.SIG_DFL)
             del self._previous_handlers[number]
-        for name in self.received:
+        for name in self.received_signals:
             os.kill(os.getpid(), getattr(signal, name))
 
     def ignore_further_signals(self) -> None:
@@ -131,13 +131,13 @@ def install_command_handlers() -> None:
     if name == "-m":  # `python -m neondist`, while its package is being imported
         name = words[words.index("-m") + 1]
     if name == "neondist" and find_command_signal_recorder() is None:
-        SignalRecorder(whole_process=True).install_handlers()
+        SignalRecorder(owns_process=True).install_handlers()
 
 
 def find_command_signal_recorder() -> SignalRecorder | None:
     """Return the SignalRecorder installed at the start of this process, if any."""
     recorders = map(find_active_signal_recorder, (*STOP_SIGNALS, "SIGINT"))
-    return next((recorder for recorder in recorders if recorder and recorder.whole_process), None)
+    return next((recorder for recorder in recorders if recorder and recorder.owns_process), None)
 
 
 def find_active_signal_recorder(name: str) -> SignalRecorder | None:

@@ -31,7 +31,7 @@ class ProgressLine:
     Parameters
     ----------
     parts : int, optional
-        Total number of parts; if it is not known yet, call `expect_parts` later.
+        Total number of parts; if it is not known yet, call `set_total_parts` later.
     file : text file, optional
         Output stream; default stdout.
     unit : str
@@ -66,7 +66,7 @@ class ProgressLine:
     ) -> None:
         self.close()
 
-    def expect_parts(
+    def set_total_parts(
         self,
         total: int,
         resumed: int = 0,
@@ -201,7 +201,7 @@ class ProgressLine:
                 now, wait = time.monotonic(), min(_CHECK_INTERVAL_SECONDS, LINE_INTERVAL_SECONDS)
                 if self.last_print_time is None or self.total_parts is None or self.done_parts < self.total_parts:
                     self._print_if_due(now)
-                if self.last_print_time is None:  # `expect_parts` has restarted the clock
+                if self.last_print_time is None:  # `set_total_parts` has restarted the clock
                     wait = max(0.01, self.start_time + self.first_line_delay - now)
 
     def _print_if_due(self, now: float) -> None:
@@ -264,14 +264,14 @@ def first_rank_progress(
     return ProgressLine(parts, file, unit, delay) if rank == 0 else nullcontext()
 
 
-def preparation_progress(rank: int = 0, whole_process: bool = True) -> AbstractContextManager[object]:
+def preparation_progress(rank: int = 0, owns_process: bool = True) -> AbstractContextManager[object]:
     """Return a progress line for the preparation of a command, such as importing PyTorch; shown by rank 0 on stderr.
 
-    `whole_process`: measure the delay of the line from the start of the process.
+    `owns_process`: measure the delay of the line from the start of the process.
     """
     import psutil  # slow import
 
-    age = time.time() - psutil.Process().create_time() if whole_process else 0.0
+    age = time.time() - psutil.Process().create_time() if owns_process else 0.0
     return first_rank_progress(rank, sys.stderr, delay=max(0.01, FIRST_LINE_SECONDS - age))
 
 

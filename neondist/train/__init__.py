@@ -11,7 +11,7 @@ from .callbacks.debug_halo import DebugHalo
 from .callbacks.hook import Hook
 from .callbacks.loggers import MLflow, TensorBoard
 from .callbacks.progress_bar import ProgressBar
-from .callbacks.stage_pictures import StagePictures
+from .callbacks.stage_pictures import PretrainingPictures
 from .callbacks.stopping import StopOnSignal, TimeLimit
 from .callbacks.watchdog import Watchdog
 from .checkpoint_evaluation import evaluate_checkpoint
@@ -28,10 +28,10 @@ __all__ = [
     "FitExperiment",
     "Hook",
     "MLflow",
+    "PretrainingPictures",
     "ProgressBar",
     "Record",
     "RunResult",
-    "StagePictures",
     "Stop",
     "StopOnSignal",
     "TensorBoard",

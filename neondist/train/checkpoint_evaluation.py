@@ -102,7 +102,7 @@ def open_model_and_dataset(
         plan = validate_experiment(experiment, grid.size, grid.shape)
         lines = format_settings_to_compare(experiment, plan)
     check_same_lines_on_ranks(grid.world, lines)
-    dataset.open(grid.with_tiles(plan.wide_tiles), checked=True)
+    dataset.open(grid.with_tiles(plan.overlapping_tiles), checked=True)
     with closing(dataset):
         check_same_data_on_ranks(grid, dataset)
         with all_or_none(grid.world):

@@ -31,7 +31,7 @@ class CheckpointFieldMetadata:
     lead_steps : time steps from the last time of an image to its target
     time_step_seconds : seconds between successive times
     month_step : the time step in calendar months; None if it is not constant
-    axis_orders : orders of the coordinates of rows and columns, as in `FieldMetadata`
+    coordinate_directions : orders of the coordinates of rows and columns, as in `FieldMetadata`
     """
 
     input_names: list[str]
@@ -42,7 +42,7 @@ class CheckpointFieldMetadata:
     output_std: np.ndarray
     lead_steps: int
     time_step_seconds: float
-    axis_orders: tuple[str, str] = ("", "")
+    coordinate_directions: tuple[str, str] = ("", "")
     month_step: MonthStep | None = None
 
     @classmethod
@@ -77,17 +77,17 @@ class CheckpointFieldMetadata:
         """Return outputs (..., C) of the network in the units of the files."""
         return np.asarray(y * self.output_std + self.output_mean)
 
-    def check_compatible(
+    def check_channels_and_times(
         self,
         input_names: Sequence[str],
         input_units: Sequence[str],
         lead_steps: int,
         step_seconds: float,
-        axis_orders: tuple[str, str] = ("", ""),
+        coordinate_directions: tuple[str, str] = ("", ""),
     ) -> None:
         """Raise ValueError, with the first difference, if channels or times do not match the network's.
 
-        `step_seconds` is 0, and `axis_orders` are empty, if unknown.
+        `step_seconds` is 0, and `coordinate_directions` are empty, if unknown.
         """
         _require_same_channels("inputs", self.input_names, input_names)
         for name, trained, actual in zip(input_names, self.input_units, input_units, strict=True):
@@ -108,7 +108,9 @@ class CheckpointFieldMetadata:
                 f"was trained with time steps of {self.time_step_seconds / 3600:g} hours, but the files have"
                 f" {step_seconds / 3600:g}; select times with the same spacing"
             )
-        for axis, trained, actual in zip(("latitudes", "longitudes"), self.axis_orders, axis_orders, strict=True):
+        for axis, trained, actual in zip(
+            ("latitudes", "longitudes"), self.coordinate_directions, coordinate_directions, strict=True
+        ):
             if trained and actual and trained != actual:
                 raise ValueError(
                     f"was trained with {trained} {axis}, but the files have {actual} ones; reverse that axis"
@@ -129,7 +131,7 @@ def field_metadata_texts(fields: FieldMetadata | None) -> dict[str, str]:
         "lead": fields.lead_steps,
         "step": fields.step_seconds,
         "month_step": None if fields.month_step is None else asdict(fields.month_step),
-        "order": list(fields.axis_orders),
+        "order": list(fields.coordinate_directions),
     }
     return {FIELDS_TEXT_NAME: json.dumps(values)}
 
@@ -143,8 +145,8 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
         The checkpoint's channels differ (the message names the first difference), or are not recorded.
     """
     values = CheckpointFieldMetadata.from_checkpoint_texts(texts)
-    values.check_compatible(
-        fields.input_names, fields.input_units, fields.lead_steps, fields.step_seconds, fields.axis_orders
+    values.check_channels_and_times(
+        fields.input_names, fields.input_units, fields.lead_steps, fields.step_seconds, fields.coordinate_directions
     )
     _require_same_channels("outputs", values.output_names, fields.names)
     return replace(fields, mean=values.output_mean, std=values.output_std)

@@ -43,7 +43,7 @@ from ..system.memory import convert_memory_error, min_free_bytes_per_rank
 from .callbacks.best_epoch import Best, BestCheckpointAndEarlyStopping
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.completion_marker import CompletionMarker
-from .callbacks.curves_picture import Curves
+from .callbacks.curves_picture import CurvesPicture
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.ledger_log import LedgerLog
 from .callbacks.loggers import MetricLogger
@@ -309,7 +309,7 @@ def _run_locked(
 ) -> RunResult:
     """Run a validated experiment in a locked folder."""
     model, dataset = experiment.model, experiment.dataset
-    dataset.open(grid.with_tiles(plan.wide_tiles), checked=True, augment=experiment.augment, seed=model.seed)
+    dataset.open(grid.with_tiles(plan.overlapping_tiles), checked=True, augment=experiment.augment, seed=model.seed)
     check_same_data_on_ranks(grid, dataset)
     with all_or_none(grid.world), convert_memory_error("model", "fewer or smaller layers"):
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
@@ -319,8 +319,8 @@ def _run_locked(
         run.start_messages.append(f"a step does not fit into the available memory; {plan.stream}")
     if note := precision_note(model.backend, model.precision):
         run.start_messages.append(note)
-    supervised = GENERATION_VARIABLE in os.environ
-    store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or supervised) else None
+    under_supervisor = GENERATION_VARIABLE in os.environ
+    store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or under_supervisor) else None
     start = initialise_or_resume_run(run, folder, resume, init_from, store)
     remote = None
     if worker is not None and experiment.server_strategy is not None:
@@ -336,7 +336,7 @@ def _run_locked(
     model.remote_update = remote
     writers: list[Hook] = []
     if folder is not None:
-        _write_initial_files(experiment, grid, folder, start.resumed, yaml_text, supervised or worker is not None)
+        _write_initial_files(experiment, grid, folder, start.resumed, yaml_text, under_supervisor or worker is not None)
         last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
         statistics = [MasterStatistics(worker)] if worker is not None and worker.index == 0 else []
         pictures = worker is None or worker.index == 0
@@ -357,7 +357,7 @@ def _run_locked(
             args = start.resumed_pretraining_stage, experiment.checkpoint, yaml_text
             run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, *args)
         if run.stop is None:
-            fresh = not (start.resumed or supervised or worker)
+            fresh = not (start.resumed or under_supervisor or worker)
             with discard_run_if_untrained(grid.world, folder, lambda: fresh and run.step == 0):
                 train_loop(run, [*hooks, *writers], experiment.metrics)
             if folder is not None:
@@ -367,7 +367,12 @@ def _run_locked(
 
 
 def _write_initial_files(
-    experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, yaml_text: str | None, supervised: bool
+    experiment: FitExperiment,
+    grid: ProcessGrid,
+    folder: Path,
+    resume: bool,
+    yaml_text: str | None,
+    under_supervisor: bool,
 ) -> None:
     """Remove leftovers from the folder and write the files that are known before training.
 
@@ -389,7 +394,7 @@ def _write_initial_files(
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:
-                remove_run_files(folder, keep=[*texts, *([GENERATIONS] if supervised else [])])
+                remove_run_files(folder, keep=[*texts, *([GENERATIONS] if under_supervisor else [])])
 
 
 def _file_writing_hooks(
@@ -397,7 +402,11 @@ def _file_writing_hooks(
     snapshot_interval: int | Literal["auto"] | None, with_pictures: bool,
 ) -> list[Hook]:  # fmt: skip
     """Return the hooks that write files; the log is written before the checkpoint from which a run resumes."""
-    plots = [Curves(folder / "curves.png"), TilesPicture(folder / "tiles.png"), WorstSamples(folder / "worst.npz")]
+    plots = [
+        CurvesPicture(folder / "curves.png"),
+        TilesPicture(folder / "tiles.png"),
+        WorstSamples(folder / "worst.npz"),
+    ]
     return [
         MetricsLog(folder / "metrics.jsonl"),
         LedgerLog(folder / "ledger.jsonl"),

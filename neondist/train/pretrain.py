@@ -12,12 +12,12 @@ from ..arrays.namespace import to_host
 from ..comm import Transport
 from ..data import Dataset, Split
 from ..metrics import Metric
-from ..models import Autoencoder, Model, Reconstruction, TrainableModel
+from ..models import Autoencoder, AutoencoderReconstruction, Model, TrainableModel
 from ..registry.arguments import type_checked
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.metrics_log import MetricsLog
-from .callbacks.stage_pictures import StagePictures
+from .callbacks.stage_pictures import PretrainingPictures
 from .loop import evaluate_validation_and_test, train_loop
 from .state import Record, Stop, TrainState
 
@@ -77,7 +77,7 @@ def pretrain_stages(
             writers: list[Hook] = []
             if folder is not None:
                 checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", checkpoint_schedule, yaml_text)
-                writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, StagePictures(folder)]
+                writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, PretrainingPictures(folder)]
             interrupted = folder / f"pretrain_{number}.h5" if folder and number == resumed_pretraining_stage else None
             _pretrain_stage(run, stage, [*hooks, *writers], interrupted)
             if run.stop is not None:
@@ -146,7 +146,7 @@ class ReconstructionErrorMetric:
         grid.replica_comm.allreduce(total)
         self.cell_means = (total / max(1, len(split))).astype(stage.dtype)
 
-    def local_sums(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
+    def local_sums(self, y: AutoencoderReconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
         """Return the two sums over the local cells."""
         return _sum_of_squares(to_host(y.residual)), _sum_of_squares(to_host(y.x) - self.cell_means)
 

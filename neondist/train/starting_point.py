@@ -8,7 +8,7 @@ from pathlib import Path
 from ..comm import Transport, all_or_none
 from ..io import checkpoint
 from ..io.checkpoint import SnapshotStore
-from ..io.output import CHECKPOINT, has_run, is_empty_or_untrained
+from ..io.output import CHECKPOINT, has_results, is_empty_or_untrained
 from .callbacks.snapshots import restore_newest_snapshot_or_checkpoint
 from .pretrain import find_interrupted_stage
 from .state import TrainState
@@ -64,5 +64,5 @@ def _starts_from_scratch(world: Transport, folder: Path, resume: bool | str) -> 
     new = False
     with all_or_none(world):
         if world.rank == 0:
-            new = not has_run(folder) if resume == "auto" else is_empty_or_untrained(folder)
+            new = not has_results(folder) if resume == "auto" else is_empty_or_untrained(folder)
     return bool(world.bcast(new))

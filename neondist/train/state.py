@@ -147,7 +147,7 @@ class TrainState:
         return self.model.step
 
     @property
-    def first_rank(self) -> bool:
+    def is_first_rank(self) -> bool:
         """Whether this is rank 0, the one that prints and writes files."""
         return self.grid.rank == 0
 

@@ -93,7 +93,7 @@ def validate_experiment(
     for metric in experiment.metrics:
         with set_error_subject(metric):
             metric.check_class_count(dataset.classes)
-            metric.check_outputs(plan.output_shape)
+            metric.check_output_shape(plan.output_shape)
             metric.check_field_metadata(plan.output_shape, dataset.fields)
     for logger in experiment.loggers:
         with set_error_subject(logger):

@@ -72,13 +72,13 @@ class _TreeCopier:
 
     def __init__(self, locate: Locator, max_nodes: int) -> None:
         self._locate, self._max_nodes = locate, max_nodes
-        self._node_count = 0
+        self._num_expanded_nodes = 0
         self._ancestor_ids: list[int] = []
 
     def copy_node(self, source: yaml.Node, path: str, location: str) -> Node:
         node = Node(None, location)
-        self._node_count += 1
-        if self._node_count > self._max_nodes:
+        self._num_expanded_nodes += 1
+        if self._num_expanded_nodes > self._max_nodes:
             raise node_error(node, path, f"aliases expand to more than {self._max_nodes} values; use fewer aliases")
         if id(source) in self._ancestor_ids:
             raise node_error(node, path, "an alias refers to a value that contains it; remove the alias")

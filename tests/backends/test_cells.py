@@ -57,7 +57,7 @@ def test_kernels_match_the_reference(kernels, shape, dtype, layout):
     kernels.relu(x, y)
     check(y, np.maximum(x64, 0))
     check(kernels.relu_backward(x, dy), dy64 * (x64 > 0))
-    kernels.add([x, dy], y, clip_negative=True)
+    kernels.add([x, dy], y, fused_relu=True)
     check(y, np.maximum(x64 + dy64, 0))
     kernels.add([x, dy, x], y)
     check(y, x64 + dy64 + x64)
@@ -109,7 +109,7 @@ def test_supported_arrays(kernels):
 @pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("case", ["large mean", "drift", "outlier"])
 def test_moments_do_not_cancel(kernels, case, by_sample):
-    """Moments of float32 values with a mean of 1e5 deviations, and with an exceptional first cell."""
+    """MomentsSpec of float32 values with a mean of 1e5 deviations, and with an exceptional first cell."""
     rng = np.random.default_rng(0)
     x = rng.normal(0, 1, (2, 300, 70, 3))
     x += {"large mean": 1e5, "outlier": 10}.get(case, np.linspace(-1e5, 1e5, 300)[:, None, None])

@@ -126,7 +126,7 @@ def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
         return model, model.train_batch(x, np.arange(4))
 
     with pytest.raises(
-        nd.ConfigError, match=r"^memory: layer 'conv1' needs .*B in the (for|back)ward pass, and"
+        nd.ConfigError, match=r"^memory: layer 'conv1' could not allocate .*B in the (for|back)ward pass, with"
     ) as caught:
         train(install_gpu())
     message = str(caught.value)
@@ -150,7 +150,9 @@ def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
 )
 def test_memory_errors_of_libraries(message, size):
     error = out_of_memory_error(MemoryError(message), "conv1", "forward", 30 << 30, None, 1)
-    assert str(error).startswith(f"memory: layer 'conv1' needs {size} in the forward pass; the planned peak")
+    assert str(error).startswith(
+        f"memory: layer 'conv1' could not allocate {size} in the forward pass; the planned peak"
+    )
 
 
 def test_pytorch_allocator():

@@ -12,7 +12,7 @@ from neondist.backends.cupy import CupyKernels
 from neondist.backends.cupy_torch import CupyTorchKernels
 from neondist.comm import loopback
 from neondist.costs import Cost
-from neondist.halo import scheme_names
+from neondist.halo import schemes_by_name
 from neondist.layers import Activation, Layer
 from neondist.optim import Optimizer
 from neondist.registry import registered_classes
@@ -126,7 +126,7 @@ def test_layers(name):
     check_device(lambda: make_layers(name, "Dist"), limit)
 
 
-BUILTIN_SCHEMES = sorted(name for name, cls in scheme_names().items() if cls.__module__.startswith("neondist."))
+BUILTIN_SCHEMES = sorted(name for name, cls in schemes_by_name().items() if cls.__module__.startswith("neondist."))
 SCHEMES = [("halo", "bucketed"), *((name, "allreduce") for name in BUILTIN_SCHEMES)]
 
 

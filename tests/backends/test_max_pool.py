@@ -65,7 +65,7 @@ def check_pooling(kernels, x, kernel, stride, layouts=("whole",) * 4):
     if dx.base is not None:
         assert np.isnan(dx.base).sum() == dx.base.size - dx.size
     for kernels_ in (kernels, REFERENCE):  # outputs that are not positive have no gradient
-        clipped_positions = kernels_.max_pool_into(y, x, kernel, stride, clip_negative=True)
+        clipped_positions = kernels_.max_pool_into(y, x, kernel, stride, fused_relu=True)
         cleared = np.full(x.shape, 7, x.dtype)
         kernels_.max_pool_backward_into(cleared, dy, clipped_positions, kernel, stride)
         clipped_dy = dy * (expected > 0)

@@ -85,13 +85,13 @@ def test_rows_recomputed_by_strips():
         layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(2, 3, padding=1), nd.GlobalAvgPoolingLayerDist()]
         model = nd.ConvnetDist([*layers, nd.FCLayerDist(3)], backend="numpy", dtype="float64", strips=strips)
         experiment = nd.FitExperiment(nd.Synthetic([12, 10, 2], classes=3, train=8, test=2), model, batch_size=4)
-        return rank_profile.profile_rank(experiment, GridShape(), 1e-3)
+        return rank_profile.profile_busiest_rank(experiment, GridShape(), 1e-3)
 
     full, stripped = profile(None), profile(4)
     assert full.recomputed_fraction == 0
     # of 12 rows of the first layer, strips of 4 compute 5, 6 and 5; products of a cell: 54, and 54 of the second
     assert stripped.recomputed_fraction == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
-    assert set(stripped.cell_seconds) == set(full.cell_seconds)
+    assert set(stripped.seconds_per_cell) == set(full.seconds_per_cell)
     assert stripped.moved_bytes < full.moved_bytes
     rows = [predict.predict_step(GridShape(), machine.Machine(4, NODE_LINK, NETWORK_LINK), stripped) | {"schemes": []}]
     assert f"| {stripped.recomputed_fraction:.1%} |" in prediction_table(rows)
@@ -135,7 +135,10 @@ def test_example_machines(name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "m.yaml:1: expected a mapping with cores_per_node, node, .*, got a list; docs/predicting.md has"),
+        (
+            "[1]",
+            "m.yaml:1: expected a mapping with cores_per_node, node, .*, got a list; see the two examples",
+        ),
         ("nothing: 1", "m.yaml:1: nothing: unknown field; choose from compute_factor, cores_per_node, error"),
         ("cores_per_node: 2\nnode: 3\nnetwork: 3", "m.yaml:2: node: expected a mapping with latency, bandwidth, got 3"),
         ("cores_per_node: 2\nnode: {latency: -1}\nnetwork: 3", "m.yaml:2: node.bandwidth: missing"),
@@ -183,15 +186,15 @@ def test_dry_run_records_the_messages_of_a_rank(shape):
         return experiment.model.bytes_sent
 
     sent_bytes = loopback.run(shape.size, train_on_ranks)
-    profile = rank_profile.profile_rank(make_experiment(), shape, 1e-3)
+    profile = rank_profile.profile_busiest_rank(make_experiment(), shape, 1e-3)
     tile = rank_profile.fullest_tile(shape, (13, 11))
     assert sum(count for _, count in profile.message_log.exchange_sizes) == sent_bytes[tile]
     replicated = 8 * sum(p.size for p in replicated_parameters(make_experiment()))
-    sums = [nbytes - replicated for group, nbytes in profile.message_log.sum_sizes if group == shape.size > 1]
+    sums = [nbytes - replicated for group, nbytes in profile.message_log.allreduce_sizes if group == shape.size > 1]
     assert any(0 <= excess < 256 for excess in sums) == (shape.size > 1)  # aligned
     assert profile.seconds > 0
     assert profile.held_bytes > 0
-    assert set(profile.cell_seconds) == {"conv1", "conv2", "fc1"}
+    assert set(profile.seconds_per_cell) == {"conv1", "conv2", "fc1"}
     views = 2 * 13 * 11 // shape.tiles + 3 * 13 * 11 // shape.tiles  # of both convolutions, borders not counted
     assert profile.moved_bytes > 2 * 4 // shape.replicas * 8 * views
 
@@ -238,7 +241,7 @@ def test_best_schemes_are_applied_and_profiled():
     def profile(experiment, shape, least):
         schemes.append([type(layer.scheme).__name__ for layer in experiment.model.leaves])
         return RankProfile(
-            1.0, MessageLog([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9}
+            1.0, MessageLog([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []), seconds_per_cell={"conv1": 1e-9}
         )
 
     cluster = machine.Machine(1, NODE_LINK, machine.Link(0.1, 1e9))
@@ -331,7 +334,7 @@ def test_prediction_error(monkeypatch):
     monkeypatch.setattr(
         calibrate, "bench_step", lambda make_experiment, grid, steps: {"seconds_per_step": 2.0 * grid.size}
     )
-    monkeypatch.setattr(calibrate, "profile_rank", lambda *_: None)
+    monkeypatch.setattr(calibrate, "profile_busiest_rank", lambda *_: None)
     monkeypatch.setattr(calibrate, "predict_step", lambda shape, *_: {"seconds_per_step": 1.0 + 2 * (shape.size == 2)})
     errors = loopback.run(2, lambda world: calibrate.measure_prediction_error(world, 2, machine.Machine.default()))
     assert errors == [pytest.approx((0.5 + 0.25) / 2)] * 2

@@ -2,10 +2,10 @@
 
 import pytest
 
-from neondist.bench.least_time import MAX_SAVED_PRODUCTS, HostSpeed
-from neondist.bench.model.predict import count_profiles
-from neondist.bench.model.progress import ProfileCounter
-from neondist.bench.schemes import RunProgress
+from neondist.bench.least_time import MAX_SAVED_PRODUCTS, CoreSpeed
+from neondist.bench.model.predict import count_rank_profiles
+from neondist.bench.model.progress import ProfileProgress
+from neondist.bench.schemes import RunProgressReporter
 from neondist.config import load_experiment
 from neondist.geometry import GridShape
 
@@ -32,14 +32,16 @@ def experiment(tmp_path):
 
 def test_least_time_is_that_of_products_or_of_memory(experiment):
     flops = 2 * 4 * (2 * 64 * 64 * 9 * 8 + 3 * 8 * 2)  # the image needs no gradient
-    assert HostSpeed(1e6, 1e30).least_step_seconds(experiment, 1) == pytest.approx(flops / 1e6 / MAX_SAVED_PRODUCTS)
-    by_memory = [HostSpeed(1e30, 1e6).least_step_seconds(experiment, ranks) for ranks in (1, 2)]
+    assert CoreSpeed(1e6, 1e30).step_seconds_lower_bound(experiment, 1) == pytest.approx(
+        flops / 1e6 / MAX_SAVED_PRODUCTS
+    )
+    by_memory = [CoreSpeed(1e30, 1e6).step_seconds_lower_bound(experiment, ranks) for ranks in (1, 2)]
     assert by_memory[0] > by_memory[1] > 0
-    assert HostSpeed(1e30, 1e6).least_step_seconds(experiment, 2, cores=8) == by_memory[1] / 4
+    assert CoreSpeed(1e30, 1e6).step_seconds_lower_bound(experiment, 2, cores=8) == by_memory[1] / 4
 
 
 def test_speed_of_this_process():
-    speed = HostSpeed.measure()
+    speed = CoreSpeed.measure()
     assert speed.flops > 1e8
     assert speed.bandwidth > 1e7
 
@@ -56,7 +58,7 @@ def test_plan_and_fraction_of_a_training_run(experiment):
             events.append(fraction)
 
     experiment.batch_size, experiment.epochs = 2, 2
-    experiment.run(hooks=[RunProgress(Progress(), 3, 0.5)])
+    experiment.run(hooks=[RunProgressReporter(Progress(), 3, 0.5)])
     assert events == [(3, [2.0] * 3), 0.25, 0.5, 0.75, 1.0]
 
 
@@ -67,9 +69,9 @@ def test_fraction_of_a_prediction(experiment):
         def set_part_fraction(self, fraction):
             fractions.append(fraction)
 
-    assert count_profiles(1, experiment) == 1
-    assert count_profiles(2, experiment) == 4  # 1 x 2, 2 x 1, two replicas, and the fastest of them again
-    profile = ProfileCounter(Progress(), 2)
+    assert count_rank_profiles(1, experiment) == 1
+    assert count_rank_profiles(2, experiment) == 4  # 1 x 2, 2 x 1, two replicas, and the fastest of them again
+    profile = ProfileProgress(Progress(), 2)
     for _ in range(2):
         profile(experiment, GridShape(), 1e-4)
     assert fractions == sorted(fractions)

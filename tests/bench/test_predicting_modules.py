@@ -65,7 +65,7 @@ def test_dry_run_records_the_messages_of_a_module(shape):
     tile = rank_profile.fullest_tile(shape, SHAPE[:-1])
     ledger, planned = loopback.run(shape.size, train_on_ranks)[tile]
     experiment = make_experiment()
-    profile = rank_profile.profile_rank(experiment, shape, 1e-3)
+    profile = rank_profile.profile_busiest_rank(experiment, shape, 1e-3)
     sent_bytes = sum(n * key.nbytes for key, n in ledger.items() if key.kind != "sum")
     assert sum(count for _, count in profile.message_log.exchange_sizes) == sent_bytes == planned
     assert (sent_bytes > 0) == (shape.size > 1)
@@ -73,15 +73,15 @@ def test_dry_run_records_the_messages_of_a_module(shape):
     for key, n in ledger.items():
         if key.kind == "sum":
             summed[key.nbytes] += n
-    recorded = Counter(nbytes for group, nbytes in profile.message_log.sum_sizes if group > 1)
+    recorded = Counter(nbytes for group, nbytes in profile.message_log.allreduce_sizes if group > 1)
     assert summed <= recorded
     assert all(nbytes <= 16 for nbytes in recorded - summed)  # control messages before a pass
     if shape == GridShape(2, 2, 2):
-        assert {group for group, _ in profile.message_log.sum_sizes} == {8, 4, 2}
+        assert {group for group, _ in profile.message_log.allreduce_sizes} == {8, 4, 2}
     assert profile.seconds > 0
     assert profile.held_bytes == experiment.model.compiled.memory(tile)
     assert profile.moved_bytes > profile.held_bytes / 2
-    assert (profile.cell_seconds, profile.recomputed_fraction) == ({}, 0)
+    assert (profile.seconds_per_cell, profile.recomputed_fraction) == ({}, 0)
 
 
 def test_profiling_changes_no_weight():
@@ -89,7 +89,7 @@ def test_profiling_changes_no_weight():
         make_experiment(),
         torch.nn.utils.parameters_to_vector(make_experiment().model.module.parameters()),
     )
-    rank_profile.profile_rank(experiment, GridShape(1, 2, 2), 1e-3)
+    rank_profile.profile_busiest_rank(experiment, GridShape(1, 2, 2), 1e-3)
     assert torch.equal(torch.nn.utils.parameters_to_vector(experiment.model.module.parameters()), initial)
 
 

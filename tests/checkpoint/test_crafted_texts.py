@@ -121,18 +121,16 @@ def _replace_text(file, name, text):
 
 
 def test_crafted_scheme_memory(texts):
-    """`restore_scheme_memory` parses the text before it uses any other data."""
-    from neondist.io.checkpoint import SCHEME_MEMORY_TEXT_NAME, CheckpointContents, restore_scheme_memory
+    """`restore_scheme_state` parses the text before it uses any other data."""
+    from neondist.io.checkpoint import SCHEME_STATE_TEXT_NAME, CheckpointContents, restore_scheme_state
     from neondist.io.checkpoint.read import CheckpointReader
 
     original = json.dumps({"of": "owner", "layers": {"conv1": [[[0, 5, "forward", 1, 4]]]}})
 
     exchanged = {"conv1": [nd.GlobalArray(nd.ProcessGrid.serial(), (5, 2, 2, 1), nd.Window(1), dtype="float64")]}
     for text in craft_texts(original):
-        reader = CheckpointReader(
-            CheckpointContents(texts[0], {SCHEME_MEMORY_TEXT_NAME: text}), None, SingleTransport()
-        )
+        reader = CheckpointReader(CheckpointContents(texts[0], {SCHEME_STATE_TEXT_NAME: text}), None, SingleTransport())
         error_type = _catch_error_type(
-            lambda _, reader=reader: restore_scheme_memory(reader, exchanged, "owner", SingleTransport()), text
+            lambda _, reader=reader: restore_scheme_state(reader, exchanged, "owner", SingleTransport()), text
         )
         assert error_type in (None, DataError), text

@@ -91,7 +91,7 @@ def test_ranks_read_only_their_tiles(tmp_path):
     write_series(tmp_path, extent=(8, 8))
     data = nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m"], validation=3, normalise="none")
     data.check()
-    tiles = data.open_splits(nd.ProcessGrid.serial().strip_grid(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
+    tiles = data.open_splits(nd.ProcessGrid.serial().single_tile_grid(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
     bytes_before = data._series.source_containing(0).bytes_read
     assert tiles[np.arange(5)].shape == (5, 4, 4, 1)
     assert data._series.source_containing(0).bytes_read - bytes_before == 5 * 4 * 4 * 4

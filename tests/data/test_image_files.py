@@ -399,11 +399,11 @@ def test_predicted_bytes_in_caches_of_chunks(tmp_path, cache):
     split = open_dataset(nd.ProcessGrid.serial(), fields, crops_per_image=2, cache=cache).train
     caches = [split.tiles._cache, split.labels._cache]
     split.images([0])
-    missing, before = split.unfilled_cache_bytes(3), sum(part.nbytes for part in caches)
+    missing, before = split.bytes_to_be_cached(3), sum(part.nbytes for part in caches)
     assert split.epoch == 0
     for split.epoch in range(3):
         split.images(np.arange(4)), split.targets(np.arange(4))
     added = sum(part.nbytes for part in caches) - before
     assert added > 1000
     assert 0 <= missing - added < (8 * 10 * 3 + 8 * 10 if cache == 3000 else 1)  # no room for another chunk
-    assert split.unfilled_cache_bytes(3) == missing - added
+    assert split.bytes_to_be_cached(3) == missing - added

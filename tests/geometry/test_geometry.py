@@ -26,9 +26,9 @@ from neondist.geometry import (
     fold_index,
     grid_shape,
     group_into_ranges,
-    halo_volume,
     part_range,
     same_padding,
+    total_halo_volume,
 )
 
 partitions_3d = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
@@ -117,7 +117,7 @@ def test_plans_deliver_every_needed_cell_once(case, parts):
             read_index = np.ix_(*([i - lo for i in axis] for axis, lo in zip(reads, plan.need.lo, strict=True)))
             np.testing.assert_array_equal(buffer[need][read_index], expected[read_index])
     assert sum(p.sent_cells for p in plans) == sum(p.halo_volume for p in plans)
-    assert halo_volume(partition, window) == sum(p.halo_volume for p in plans)
+    assert total_halo_volume(partition, window) == sum(p.halo_volume for p in plans)
 
 
 def source_cell(i, n, mode):

@@ -88,6 +88,6 @@ def test_mismatched_shapes_and_ranks_are_rejected():
         with pytest.raises(nd.errors.ShapeError, match=r"\(4, 4, 1\) and \(4, 4, 2\)"):
             source.redistribute(tile, target)
         with pytest.raises(nd.errors.GridError, match="2 and 1 ranks"):
-            source.redistribute(tile, nd.PaddedArray((2, 4, 4, 1)))
+            source.redistribute(tile, nd.SerialArray((2, 4, 4, 1)))
 
     loopback.run(2, body)

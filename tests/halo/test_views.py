@@ -138,12 +138,12 @@ def test_non_additive_adjoint_is_detected(monkeypatch, mistake):
 
 def test_views_are_new_arrays_unless_reused():
     x = np.ones((1, 4, 4, 1), np.float32)
-    fresh = nd.PaddedArray(x.shape, nd.Window())
+    fresh = nd.SerialArray(x.shape, nd.Window())
     first = fresh.get_fprop_view(x)
     fresh.get_fprop_view(x + 1)
     assert first.max() == 1
-    assert nd.PaddedArray(x.shape).get_fprop_view(x) is not x
-    reused = nd.PaddedArray(x.shape, nd.Window(), reuse=True)
+    assert nd.SerialArray(x.shape).get_fprop_view(x) is not x
+    reused = nd.SerialArray(x.shape, nd.Window(), reuse=True)
     assert np.shares_memory(reused.get_fprop_view(x), reused.get_fprop_view(x))
 
 
@@ -152,12 +152,12 @@ def test_padded_array_equals_numpy():
 
 
 def test_error_messages():
-    ga = nd.PaddedArray((2, 5, 5, 1), nd.Window())
+    ga = nd.SerialArray((2, 5, 5, 1), nd.Window())
     with pytest.raises(ShapeError, match=r"tile of shape \(2, 5, 4, 1\).*expects \(n, 5, 5, 1\)"):
         ga.get_fprop_view(np.zeros((2, 5, 4, 1)))
     with pytest.raises(ShapeError, match="expected"):
         ga.scatter(np.zeros((2, 6, 5, 1)))
     with pytest.raises(ShapeError, match="spans 9 cells"):
-        nd.PaddedArray((2, 5, 5, 1), nd.Window(9))
+        nd.SerialArray((2, 5, 5, 1), nd.Window(9))
     with pytest.raises(ConfigError, match="did you mean 'numpy'"):
-        nd.PaddedArray((2, 5, 5, 1), backend="nunpy")
+        nd.SerialArray((2, 5, 5, 1), backend="nunpy")

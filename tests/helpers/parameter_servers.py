@@ -38,7 +38,7 @@ class Servers:
 
     def client(self, worker="0", layouts=None, **arguments):
         addresses = [host.address for host in self.hosts]
-        client = ParameterClient(addresses, layouts or self.layouts(), self.token, worker, patience=1, **arguments)
+        client = ParameterClient(addresses, layouts or self.layouts(), self.token, worker, retry_seconds=1, **arguments)
         return self.stack.enter_context(client)
 
     def __enter__(self):

@@ -10,7 +10,7 @@ from parameter_servers import Servers, draw_arrays
 import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.message import HEADER, MAGIC, PROTOCOL_VERSION, Message, encode
-from neondist.services.placement import TableSpec
+from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.state import UpdateRule
 from neondist.services.wire import ServiceClient
 
@@ -44,8 +44,9 @@ def send_messages(address, path, token, count, seed):
 
 
 SERVER_METHODS = (
-    "push_model", "pull_variable", "pull_embedding_vector", "push_gradient", "join", "leave", "wait_turn",
-    "finish_round", "finish_epoch", "credits", "hold", "release", "save_checkpoint", "load_checkpoint", "status",
+    "push_model", "pull_variable", "pull_embedding_vector", "push_gradient", "join", "leave",
+    "wait_for_staleness_bound", "finish_round", "finish_epoch", "credits", "hold", "release",
+    "save_checkpoint", "load_checkpoint", "status",
 )  # fmt: skip
 """methods of a parameter server"""
 FIELD_NAMES = (
@@ -90,7 +91,7 @@ def change_value(rng, value):
 
 def check_hostile_requests(count, seed):
     """Send well-formed requests with random content, check that accepted ones are harmless, and count refused ones."""
-    rng, table = random.Random(seed), TableSpec("table", 10, 2, "float64")
+    rng, table = random.Random(seed), EmbeddingTableSpec("table", 10, 2, "float64")
     refused = 0
     with Servers(1) as job:
         layouts = job.layouts(tables=[table])
@@ -98,7 +99,7 @@ def check_hostile_requests(count, seed):
         client.initialize(draw_arrays(0), nd.SGD(0.1), UpdateRule(sync=False))
         values = draw_arrays(9)
         client.pull(values)
-        stranger = job.stack.enter_context(ServiceClient(job.hosts[0].address, "PServer", job.token, patience=0))
+        stranger = job.stack.enter_context(ServiceClient(job.hosts[0].address, "PServer", job.token, retry_seconds=0))
         for _ in range(count):
             method, fields, payload = draw_request(rng)
             with contextlib.suppress(ServiceError):

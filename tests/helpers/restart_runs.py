@@ -41,7 +41,7 @@ class GenerationScript:
         while not has_changed():
             assert time.monotonic() < end, "the change of hosts is not noticed"
             threading.Event().wait(0.005)
-        return JobEnding(75, stopped_for_hosts=True)
+        return JobEnding(75, stopped_for_host_change=True)
 
     def run(self, *words, sleep=time.sleep):
         arguments = create_parser().parse_args(

@@ -14,19 +14,19 @@ from processes import communicate, is_alive
 from waiting import wait_until
 
 from neondist.comm.shared_memory import BACKING_DIR_VARIABLE
-from neondist.launcher.cleanup import USER_TMPDIR_VARIABLE, create_job_folders, restore_tmpdir
+from neondist.launcher.cleanup import USER_TMPDIR_VARIABLE, create_temporary_job_folders, restore_tmpdir
 from neondist.launcher.mpirun import Mpirun
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 TIME_LIMIT_SECONDS = 60.0
 LAUNCHER_SCRIPT = """
 import os, sys
-from neondist.launcher.cleanup import create_job_folders
+from neondist.launcher.cleanup import create_temporary_job_folders
 from neondist.launcher.mpirun import find_mpirun
 from neondist.launcher.supervision import supervise_command
 mpirun = find_mpirun(os.environ)
 env = {**mpirun.environment(), **os.environ}
-with create_job_folders(mpirun, env) as job:
+with create_temporary_job_folders(mpirun, env) as job:
     command = [*mpirun.command(2), sys.executable, "-c", sys.argv[1]]
     sys.exit(supervise_command(command, {**env, **job.environment}, job.inherited_descriptors).exit_code)
 """
@@ -101,14 +101,14 @@ def test_single_process_leaves_no_file(tmp_path):
 
 
 def test_other_mpis_get_no_folder():
-    with create_job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
+    with create_temporary_job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
         assert (job.environment, job.inherited_descriptors) == ({}, ())
 
 
 def test_ranks_keep_settings_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     user = {"TMPDIR": "/users", BACKING_DIR_VARIABLE: "/chosen"}
-    with create_job_folders(Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11"), user) as job:
+    with create_temporary_job_folders(Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11"), user) as job:
         assert BACKING_DIR_VARIABLE not in job.environment
         env = {**user, **job.environment}
         assert Path(env["TMPDIR"]).parent == tmp_path

@@ -10,7 +10,7 @@ from storage_faults import GB_YAML
 from neondist.cli.arguments import create_parser
 from neondist.config import load_experiment
 from neondist.errors import ConfigError
-from neondist.io.output import has_run, is_empty_or_untrained
+from neondist.io.output import has_results, is_empty_or_untrained
 from neondist.launcher.generations import run_generations
 from neondist.launcher.supervision import JobEnding
 from neondist.system.signals import SignalRecorder
@@ -41,13 +41,13 @@ def write_files(folder, files):
 def test_folders_without_training_are_new(name, tmp_path):
     write_files(tmp_path, NEW_RUNS[name])
     assert is_empty_or_untrained(tmp_path)
-    assert not has_run(tmp_path)
+    assert not has_results(tmp_path)
 
 
 @pytest.mark.parametrize("name", TRAINED_RUNS)
 def test_folders_with_training_are_kept(name, tmp_path):
     write_files(tmp_path, TRAINED_RUNS[name])
-    assert has_run(tmp_path)
+    assert has_results(tmp_path)
     assert not is_empty_or_untrained(tmp_path)
 
 

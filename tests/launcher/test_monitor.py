@@ -76,15 +76,15 @@ def test_words_and_regular_end(monitor, ranks):
     for process in processes * 2:
         send_next_word(process)
     monitor.drain_connections()
-    assert (monitor.unreported_ranks(), monitor.loss_text, monitor.exit_code) == ([], "", 0)
+    assert (monitor.unreported_ranks(), monitor.failure_message, monitor.exit_code) == ([], "", 0)
     assert monitor.end_time is not None
 
 
 def test_killed_rank_is_lost_and_others_can_be_ended(monitor, ranks):
     first, second = (ranks.start(rank) for rank in (0, 1))
     second.send_signal(signal.SIGKILL)
-    wait_until(lambda: monitor.loss_text)
-    assert monitor.loss_text.startswith(f"rank 1 of 2 on {os.uname().nodename} exited without reporting an error")
+    wait_until(lambda: monitor.failure_message)
+    assert monitor.failure_message.startswith(f"rank 1 of 2 on {os.uname().nodename} exited without reporting an error")
     assert monitor.lost_rank == 1
     monitor.kill_remaining_ranks()
     communicate(first, 60)
@@ -99,14 +99,14 @@ def test_failed_rank_is_not_lost(monitor, ranks):
     second.kill()
     first.kill()
     monitor.drain_connections()
-    assert (monitor.loss_text, monitor.exit_code) == ("", 2)
+    assert (monitor.failure_message, monitor.exit_code) == ("", 2)
 
 
 def test_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
     first, second = (ranks.start(rank) for rank in (0, 1))
     first.send_signal(signal.SIGSTOP)
-    wait_until(lambda: monitor.loss_text)
-    assert monitor.loss_text.startswith(f"no heartbeat from rank 0 of 2 on {os.uname().nodename} for 2.5 s")
+    wait_until(lambda: monitor.failure_message)
+    assert monitor.failure_message.startswith(f"no heartbeat from rank 0 of 2 on {os.uname().nodename} for 2.5 s")
     monitor.kill_remaining_ranks()
     for process in (first, second):
         communicate(process, 60)
@@ -119,13 +119,15 @@ def test_ranks_silent_at_about_the_same_time_are_lost_together(monkeypatch):
     with Monitor(3, lease=1.0) as monitor, contextlib.ExitStack() as stack:
         connections = [stack.enter_context(greet(monitor, f"{rank} 1 node{rank}\n".encode())) for rank in (0, 1, 2)]
         end = time.monotonic() + 0.3
-        while not monitor.loss_text:
+        while not monitor.failure_message:
             for connection in connections[1 if time.monotonic() < end else 2 :]:
                 with contextlib.suppress(OSError):
                     connection.sendall(b"\n")
             time.sleep(0.01)
         assert monitor.silent_ranks == (0, 1)
-        assert monitor.loss_text.startswith("no heartbeat from rank 0 of 3 on node0, rank 1 of 3 on node1 for 1 s")
+        assert monitor.failure_message.startswith(
+            "no heartbeat from rank 0 of 3 on node0, rank 1 of 3 on node1 for 1 s"
+        )
 
 
 def connect(monitor):
@@ -161,7 +163,7 @@ def test_invalid_greetings(monitor, greeting):
     with greet(monitor, greeting) as connection:
         assert receive_bytes(connection, 1) == b""
     assert list(monitor.rank_states) == [1]
-    assert not monitor.loss_text
+    assert not monitor.failure_message
     first.close()
 
 

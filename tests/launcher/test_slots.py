@@ -77,7 +77,7 @@ def test_jobs_share_and_return_slots(tmp_path):
                 assert (first.surplus_workers(hosts), second.surplus_workers(hosts)) == (2, 2)
                 first.free_worker_slots("localhost")
                 assert third.take_slots(hosts) == [], "the full minimum, or nothing"
-                users = third.describe_users(hosts)
+                users = third.describe_slot_usage(hosts)
                 assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in users
             first.free_worker_slots("localhost", permanently=True)
             assert (first.bounds, first.take_slots(hosts)) == (WorkerBounds(1, 1), [])

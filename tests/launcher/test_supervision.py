@@ -167,4 +167,4 @@ def test_launcher_that_exits_before_its_ranks():
     with Monitor(2) as monitor:
         ending = supervision.supervise_command(["true"], os.environ, monitor=monitor)
     assert ending.exit_code == 137
-    assert ending.loss_text.startswith("rank 0 of 2 exited without reporting an error")
+    assert ending.failure_message.startswith("rank 0 of 2 exited without reporting an error")

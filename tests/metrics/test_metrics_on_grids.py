@@ -199,9 +199,9 @@ def test_gaussian_windows_across_tiles():
 def test_unsuitable_outputs_and_arguments():
     assert np.isnan(nd.PSNR().local_sums(np.zeros((2, 8, 8, 3)), np.zeros((2, 8, 8), int))[0])
     with pytest.raises(ShapeError, match="SSIM compares images"):
-        nd.SSIM().check_outputs((10,))
+        nd.SSIM().check_output_shape((10,))
     with pytest.raises(ShapeError, match="windows of 7 cells, but outputs are 9 x 6"):
-        nd.SSIM().check_outputs((9, 6, 1))
+        nd.SSIM().check_output_shape((9, 6, 1))
     with pytest.raises(ConfigError, match="bins: expected an integer of at least 1"):
         nd.ROCAUC(bins=0)
     with pytest.raises(ConfigError, match="average"):

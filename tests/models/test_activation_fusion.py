@@ -5,7 +5,7 @@ import pytest
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.errors import PassError
+from neondist.errors import PassOrderError
 from neondist.halo import Phase
 from neondist.observer import Observer
 from neondist.runtime.debug.guard import GuardedLayerTask
@@ -170,7 +170,7 @@ def test_passes_ending_between_layer_and_activation():
             ]
             np.testing.assert_allclose(*gradients, rtol=0, atol=1e-10)
     run = fused.executor.forward(x, Phase(training=True))
-    with pytest.raises(PassError, match="between a layer and its activation"):
+    with pytest.raises(PassOrderError, match="between a layer and its activation"):
         fused.executor.backward(run, np.ones((4, 3)), first=1)
 
 

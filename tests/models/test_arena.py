@@ -265,8 +265,8 @@ def test_residual_blocks_accumulate_gradients_in_place():
     model.build((8, 8, 2), 1)
     section = model.executor.sections[0]
     joins = [index for index, step in enumerate(section.graph.steps) if step.join is not None]
-    assert section.plan.summed_in_place == {1, 5}
-    assert not section.plan.sum_ranges
+    assert section.plan.gradients_summed_in_place == {1, 5}
+    assert not section.plan.gradient_sum_ranges
     # ReLUs reuse the gradients of the next step
     assert not {index + 1 for index in joins} & section.plan.gradient_ranges.keys()
     assert 5 not in section.plan.value_ranges

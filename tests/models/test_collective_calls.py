@@ -43,7 +43,7 @@ NESTED_METHODS = {
 LOCAL_METHODS = {
     "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "checkpoint_arrays", "plan",
     "build", "configure_execution", "repartition", "set_halo_plan", "owned_part", "buffer", "wait_for_messages",
-    "scheme_state", "check_tile", "batch_stats", "ledger", "restrict_cost_to_local_cells",
+    "scheme_state", "check_tile_shape", "batch_stats", "ledger", "restrict_cost_to_local_cells",
 }  # fmt: skip
 CALLS_BY_REPORTED_NAME = dict(COLLECTIVE_CALLS.values())
 

@@ -5,7 +5,7 @@ import pytest
 from scheme_runs import run_on_ranks
 
 import neondist as nd
-from neondist.errors import PlanError
+from neondist.errors import PlanMismatchError
 from neondist.layers import Reduction
 
 
@@ -86,5 +86,5 @@ def test_undeclared_messages_are_rejected(layer, message):
         model.build((8, 6, 2), 3, nd.ProcessGrid(comm, rows=2))
         model.fprop(model.scatter(np.ones((3, 8, 6, 2))))
 
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanMismatchError, match=message):
         run_on_ranks(2, job)

@@ -110,7 +110,7 @@ def test_pretraining_traffic_matches_the_plan(kind):
 
     for ranks in (1, 4, 6):
         plans = model.plan(SHAPE, nd.GridShape(1, *ROWS_AND_COLS_BY_RANK_COUNT[ranks]))
-        planned = plans.pretraining
+        planned = plans.pretraining_elements_sent
         assert all(sum(counts) > 0 for counts in planned.values()) or ranks == 1
         for tile, (sent, sums, size) in enumerate(loopback.run(ranks, job)):
             assert sent == {name: 8 * batch * counts[tile] for name, counts in planned.items()}
@@ -206,7 +206,7 @@ def test_segments_around_a_stage(name):
     def job(comm, scheme):
         data, grid = nd.Synthetic((11, 10, 1), classes=4, train=16, test=8), nd.ProcessGrid(comm)
         model = nd.GBDist(make_layers(scheme), dtype="float64", backend="numpy", seed=2)
-        data.open(grid.with_tiles(model.plan(data.sample_shape, grid.shape).wide_tiles))
+        data.open(grid.with_tiles(model.plan(data.sample_shape, grid.shape).overlapping_tiles))
         model.build(data.sample_shape, 8, grid)
         losses = [record["test_loss"] for record in nd.pretrain(model, data, 8)]
         losses += [record["test_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]

@@ -9,7 +9,7 @@ from every_layer import build_every_layer, draw_arrays
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.errors import PassError
+from neondist.errors import PassOrderError
 
 
 def run_separately(model, seeds):
@@ -85,9 +85,9 @@ def test_backward_after_weight_changes_is_rejected():
     x, dy = draw_arrays(model, 0)
     run = model.forward(x)
     model.train_batch(x, np.zeros(4, int))
-    with pytest.raises(PassError, match="the weights have changed"):
+    with pytest.raises(PassOrderError, match="the weights have changed"):
         run.backward(dy)
     run = model.forward(x)
     run.close()
-    with pytest.raises(PassError, match="the pass was closed"):
+    with pytest.raises(PassOrderError, match="the pass was closed"):
         run.backward(dy)

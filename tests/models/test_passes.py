@@ -6,7 +6,7 @@ from availability import BACKENDS
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.errors import PassError, ShapeError
+from neondist.errors import PassOrderError, ShapeError
 from neondist.models import ModelStep, optimal_stimulus
 
 SHAPE = (6, 5, 2)
@@ -170,14 +170,14 @@ def run_invalid_fprop(model, x, dy):
 
 INTERVENING_CALLS = {
     run_other_size: (ShapeError, "dy has 3 samples, but the forward pass had 1"),
-    run_evaluation: (PassError, "training=False followed the one with training=True"),
-    run_evaluations: (PassError, "training=False followed the one with training=True"),
-    run_no_fprop: (PassError, "no fprop to differentiate"),
-    run_step: (PassError, "no fprop to differentiate: .*train_batch was called since"),
-    update_weights: (PassError, "the weights have changed"),
-    load_state: (PassError, "the weights have changed"),
-    rebuild: (PassError, "no fprop to differentiate"),
-    run_invalid_fprop: (PassError, "no fprop to differentiate: .* the last one failed"),
+    run_evaluation: (PassOrderError, "training=False followed the one with training=True"),
+    run_evaluations: (PassOrderError, "training=False followed the one with training=True"),
+    run_no_fprop: (PassOrderError, "no fprop to differentiate"),
+    run_step: (PassOrderError, "no fprop to differentiate: .*train_batch was called since"),
+    update_weights: (PassOrderError, "the weights have changed"),
+    load_state: (PassOrderError, "the weights have changed"),
+    rebuild: (PassOrderError, "no fprop to differentiate"),
+    run_invalid_fprop: (PassOrderError, "no fprop to differentiate: .* the last one failed"),
 }
 
 
@@ -189,7 +189,7 @@ def test_bprop_of_another_pass_is_rejected(run_between):
     error, message = INTERVENING_CALLS[run_between]
     with pytest.raises(error, match=message):
         model.bprop(dy)
-    with pytest.raises((PassError, ShapeError), match="run fprop of the batch right before bprop"):
+    with pytest.raises((PassOrderError, ShapeError), match="run fprop of the batch right before bprop"):
         model.bprop(dy)  # the second call does not use the other pass either
     model.fprop(x)
     model.bprop(dy)
@@ -238,7 +238,7 @@ def test_all_ranks_raise_and_continue():
         model.fprop(x)
         expected = model.bprop(dy)
         model.fprop(x, training=False)
-        with pytest.raises(PassError):
+        with pytest.raises(PassOrderError):
             model.bprop(dy)
         model.fprop(x)
         model.bprop(-dy)

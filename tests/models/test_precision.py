@@ -158,7 +158,7 @@ def test_native_16_bit_kernels_agree(name):
 
     rng = np.random.default_rng(0)
     slow, fast = (get_backend("torch").in_precision(ComputePrecision(name)).kernels for _ in range(2))
-    slow.narrow_calls, fast.narrow_calls = None, torch_narrow
+    slow.half_precision_calls, fast.half_precision_calls = None, torch_narrow
     x, weights, bias = (rng.normal(size=shape).astype("f4") for shape in [(2, 9, 8, 4), (3, 3, 2, 6), (6,)])
     conv_args = (2, 1), (1, 2), 2
     actual, expected = ({"y": kernels.conv_forward(x, weights, *conv_args, bias)} for kernels in (fast, slow))

@@ -7,7 +7,7 @@ from every_layer import build_every_layer, run_steps
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.errors import PassError
+from neondist.errors import PassOrderError
 from neondist.models import optimal_stimulus
 
 
@@ -112,7 +112,7 @@ def test_segments_keep_no_intermediate_arrays():
 def test_passes_cannot_end_in_a_segment():
     model = nd.Convnet([nd.ConvLayer(2, 3), nd.ConvLayer(2, 3)], strips=2)
     model.build((9, 9, 1), 1)
-    with pytest.raises(PassError, match="leave out strips"):
+    with pytest.raises(PassOrderError, match="leave out strips"):
         optimal_stimulus(model, 0, [(0, 0, 0)])
     for invalid in (0, "all", 1.5):
         with pytest.raises(nd.ConfigError, match="strips"):

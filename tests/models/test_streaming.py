@@ -9,7 +9,7 @@ from small_hdf5 import write_hdf5
 import neondist as nd
 from neondist.comm import loopback
 from neondist.data import HDF5Dataset
-from neondist.errors import PassError
+from neondist.errors import PassOrderError
 from neondist.system.lazy import LazyTile
 from neondist.system.memory import PROCESS_OVERHEAD_BYTES, parse_bytes
 from neondist.train import Hook
@@ -174,7 +174,7 @@ def test_kept_arrays_reduce_recomputation(ranks):
         for actual in loopback.run(ranks, job):
             assert max_relative_difference(actual, expected) < 1e-10
         strips = plan.stream.grid.strips
-        plans[memory] = plan.stream.checkpointed_strips / strips, len(plan.stream.cut_strips(0)) / strips
+        plans[memory] = plan.stream.checkpointed_strips / strips, len(plan.stream.strips_kept_at_cut(0)) / strips
     assert [*plans.values()][::3] == [(1, 1), (0, 0)] or ranks > 3
     assert sorted(plans.values(), reverse=True) == [*plans.values()]
     assert any(0 < cut_fraction < 1 for _, cut_fraction in plans.values()) or ranks > 3
@@ -272,7 +272,7 @@ def test_freed_memory_is_returned_after_each_strip(monkeypatch):
 def test_passes_cannot_end_in_a_stream():
     model = nd.Convnet([nd.ConvLayer(2, 3), nd.ConvLayer(2, 3)], memory=AMPLE_MEMORY, strips=2)
     model.build((9, 8, 1), 1)
-    with pytest.raises(PassError, match="leave out strips, and give enough memory for whole images"):
+    with pytest.raises(PassOrderError, match="leave out strips, and give enough memory for whole images"):
         nd.models.optimal_stimulus(model, 0, [(3, 3, 0)])
 
 

@@ -142,7 +142,7 @@ def test_checkpoints_are_independent_of_the_grid(tmp_path):
 
 @pytest.mark.parametrize(("layers", "shape", "message"), [
     ([nd.FCLayer(4, split="outputs"), nd.FCLayer(3)], (4, 4, 1), "'fc1'.*split: outputs needs a vector"),
-    ([nd.FCLayer(4), nd.FCLayer(3, split="outputs")], (4,), "'fc2'.*'split: outputs' requires .* fully connected layers"),
+    ([nd.FCLayer(4), nd.FCLayer(3, split="outputs")], (4,), "'fc2'.*'split: outputs' requires .* fully connected"),
     ([nd.FCLayer(4, split="outputs", activation=nd.Softmax()), nd.FCLayer(3)], (4,), "'fc1'.*elementwise"),
     ([nd.FCLayer(4, split="outputs"), nd.DropoutLayer(0.5), nd.FCLayer(3)], (4,), "'fc1'.*'split: outputs' requires"),
 ])  # fmt: skip

@@ -8,7 +8,7 @@ from root_rank import compute_on_root
 
 import neondist as nd
 from neondist.comm import loopback, mpi
-from neondist.halo import as_scheme, scheme_names
+from neondist.halo import as_scheme, schemes_by_name
 from neondist.halo.fusion import fusion_scheme_or_none
 
 world = MPI.COMM_WORLD
@@ -33,7 +33,7 @@ def train(comm, scheme, steps=5):
     return {"y": y, "loss": np.array(losses), "sent": np.array(float(model.bytes_sent)), **model.state()}
 
 
-@pytest.mark.parametrize("scheme", sorted(scheme_names()))
+@pytest.mark.parametrize("scheme", sorted(schemes_by_name()))
 def test_scheme_matches_virtual_ranks(scheme):
     expected = compute_on_root(lambda: loopback.run(world.size, lambda comm: train(comm, scheme)))
     assert max_relative_difference(train(mpi.MPITransport(world), scheme), expected[world.rank]) < 1e-10

@@ -73,7 +73,7 @@ def test_no_large_temporaries(optimizer):
     ],
 )
 def test_values_out_of_range(make, field):
-    with pytest.raises(ConfigError, match=rf"^(\w+: )?{field}: .*(give|needs|expected)"):
+    with pytest.raises(ConfigError, match=rf"^(\w+: )?{field}: .*(give|requires|expected)"):
         make()
 
 

@@ -8,7 +8,7 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.formats.fields import Channel, FieldMetadata
+from neondist.formats.fields import FieldChannel, FieldMetadata
 from neondist.formats.month_step import MonthStep
 from neondist.train.checkpoint_field_metadata import CheckpointFieldMetadata, field_metadata_texts
 from neondist.train.inference.forecast import forecast, require_outputs_cover_inputs
@@ -275,7 +275,7 @@ def test_checkpoint_of_other_variables_is_rejected(trained, capsys):
 
 def test_irregular_stamps_in_checkpoints():
     step = MonthStep(3, "near middle", ((12, 90, 3888000.0), (12, 91, 3931200.0)), period=3)
-    channel = Channel("t2m", "t2m", units="K")
+    channel = FieldChannel("t2m", "t2m", units="K")
     fields = FieldMetadata("a.nc:t2m", [channel], (4, 4), input_names=["t2m"], input_units=["K"], month_step=step)
     texts = field_metadata_texts(fields)
     assert CheckpointFieldMetadata.from_checkpoint_texts(texts).month_step == step

@@ -50,7 +50,7 @@ def test_first_line_appears_if_the_parts_become_known_late(monkeypatch):
     monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.2)
     file = io.StringIO()
     with ProgressLine(None, file) as progress:
-        progress.expect_parts(1)
+        progress.set_total_parts(1)
         wait_until(lambda: "part 0 of 1" in file.getvalue(), 10)
 
 
@@ -66,7 +66,7 @@ def test_preparation_is_reported(early_first_line):
     file = io.StringIO()
     with first_rank_progress(0, file) as progress:
         wait_until(lambda: "preparing, 0 s so far" in file.getvalue(), 10)
-        progress.expect_parts(10, 4)
+        progress.set_total_parts(10, 4)
         assert "resuming: 4 of 10 parts were already done" in file.getvalue()
         progress.add_done_parts(3, 3_000_000)
         assert re.search(r"part 7 of 10, [\d.e+]+ Mpixel/s, 0 s left", file.getvalue())
@@ -107,7 +107,7 @@ def clock(monkeypatch):
 def test_estimate_from_completed_parts(clock):
     file = io.StringIO()
     progress = ProgressLine(9, file)
-    progress.expect_parts(9, 1)
+    progress.set_total_parts(9, 1)
     clock.now += 10
     progress.add_done_parts(2)
     assert "part 3 of 9, 30 s left" in file.getvalue()
@@ -136,7 +136,7 @@ def test_estimate_during_the_first_part(clock):
 def test_estimate_weighs_parts_by_their_planned_times(clock):
     file = io.StringIO()
     progress = ProgressLine(None, file, delay=0)
-    progress.expect_parts(3, 0, [10, 20, 30])
+    progress.set_total_parts(3, 0, [10, 20, 30])
     progress.begin_part("1 rank")
     assert "0 s so far, at least 1 min 0 s left" in file.getvalue()
     clock.now += 40  # longer than planned
@@ -147,7 +147,7 @@ def test_estimate_weighs_parts_by_their_planned_times(clock):
 
 def test_estimate_weighs_concurrent_parts_by_their_sizes(clock):
     progress = ProgressLine(None, io.StringIO())
-    progress.expect_parts(6, 1, sizes=[0, 100, 100, 100, 10, 10], concurrent=2)
+    progress.set_total_parts(6, 1, sizes=[0, 100, 100, 100, 10, 10], concurrent=2)
     assert "0 s so far; an estimate will be shown after the first part" in progress.format_line(clock.now)
     clock.now += 20  # at least as long as this takes for every 200 cells of the others
     assert "part 1 of 6, 20 s so far, at least 12 s left" in progress.format_line(clock.now)
@@ -187,7 +187,7 @@ def test_progress_of_another_process(tmp_path):
     path.write_text("")  # another process is about to write
     assert read_seconds_left(path) is None
     progress = ProgressFile(path)
-    progress.expect_parts(4)
+    progress.set_total_parts(4)
     assert read_seconds_left(path) is None
     progress.start_time -= 100
     progress.add_done_parts(1)
@@ -198,7 +198,7 @@ def test_progress_of_another_process(tmp_path):
 
 def test_start_of_the_process_counts_for_the_delay(monkeypatch, capsys):
     monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 1e6)
-    with preparation_progress(whole_process=False):
+    with preparation_progress(owns_process=False):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 1e-3)  # this process is older

@@ -78,7 +78,9 @@ def test_planned_costs_match_the_choices(name, profile):
 
 
 def test_measured_times_override_the_speed():
-    profile = MachineProfile(latency=1e-3, flops_per_second=1e15, cell_seconds={f"conv{n}": 1.0 for n in range(1, 6)})
+    profile = MachineProfile(
+        latency=1e-3, flops_per_second=1e15, seconds_per_cell={f"conv{n}": 1.0 for n in range(1, 6)}
+    )
     assert {choice.scheme for choice in choose_for_network("chain", profile)[1][1:]} == {"halo"}
 
 

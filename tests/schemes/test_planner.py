@@ -62,7 +62,7 @@ def test_redundant_time_of_the_largest_tile():
     layers = [nd.ConvLayerDist(2, 3, padding=1), nd.MaxPoolingLayerDist(2)]
     model = nd.ConvnetDist(layers, scheme=nd.schemes.DeepHalo())
     links, grid = list(model.chain.members_with_input_shapes((14, 14, 2))), nd.GridShape(1, 2, 1)
-    profile = MachineProfile(bandwidth=1e30, latency=1e-30, samples_per_replica=3, cell_seconds={"conv1": 1.0})
+    profile = MachineProfile(bandwidth=1e30, latency=1e-30, samples_per_replica=3, seconds_per_cell={"conv1": 1.0})
     assert overhead_seconds(profile, place_layers(links, grid), grid) == pytest.approx([14 * 3, 0])
 
 

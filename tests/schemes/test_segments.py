@@ -155,7 +155,7 @@ def test_overlapping_maps_are_cropped_to_own_cells():
         grid, layers = nd.ProcessGrid(comm, rows=3), [conv(3, 3, padding=1), conv(2, 3, padding=1)]
         model = nd.ConvnetDist(layers, scheme="overlap_tile", backend="numpy")
         model.build(shape, 2, grid)
-        wide, own = grid.with_tiles(model.compiled.wide_tiles).tile_box(shape[:-1]), model.output.own
+        wide, own = grid.with_tiles(model.compiled.overlapping_tiles).tile_box(shape[:-1]), model.output.own
         assert own.size < wide.size < labels[0].size
         for box in own, wide, Box.of(shape[:-1]):
             targets = model.local_targets(labels[(slice(None), *box.slices)], 2)

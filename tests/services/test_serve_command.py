@@ -38,7 +38,7 @@ def test_killed_server_resumes_from_its_checkpoint(tmp_path):
     layouts = place_parameters(PS().build([ParameterSpec("w", (3,))], 1), 1)
     process, address = start_server(token, "--checkpoint-dir", str(tmp_path))
     try:
-        with ParameterClient([address], layouts, token, "0", patience=0.5) as client:
+        with ParameterClient([address], layouts, token, "0", retry_seconds=0.5) as client:
             client.initialize(values, nd.SGD(1.0))
             client.pull(values)
             client.push({"w": np.full(3, -1.0, "float32")}, minibatch=MinibatchId(0, 0, 0))
@@ -49,7 +49,7 @@ def test_killed_server_resumes_from_its_checkpoint(tmp_path):
             with pytest.raises(ServiceUnavailableError, match="no answer; check its address"):
                 client.push({"w": values["w"]})
         process, address = start_server(token, "--checkpoint-dir", str(tmp_path), "--address", address)
-        with ParameterClient([address], layouts, token, "0", patience=20) as client:
+        with ParameterClient([address], layouts, token, "0", retry_seconds=20) as client:
             client.load("one", nd.SGD(1.0))
             client.pull(values)
             np.testing.assert_array_equal(values["w"], 1)

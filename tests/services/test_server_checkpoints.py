@@ -15,12 +15,12 @@ from neondist.services.checkpoint import export_checkpoint
 from neondist.services.job_status import JobStatus
 from neondist.services.master import Master
 from neondist.services.message import Message
-from neondist.services.placement import TableSpec
+from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.progress import MinibatchId
 from neondist.services.recovery import ServerRecovery, list_complete_checkpoints
 from neondist.services.state import UpdateRule
 
-TABLE = TableSpec("embedding", 50, 3, "float64")
+TABLE = EmbeddingTableSpec("embedding", 50, 3, "float64")
 OPTIMIZER = nd.Adam(0.05)
 QUEUE_PARAMETERS = {"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}
 STRATEGIES = {1: "PS", 2: "PSLoadBalancing", 3: "PartitionedPS"}
@@ -61,7 +61,7 @@ def start_job(job, master, folder):
     master.report_training_params(Message(QUEUE_PARAMETERS))
     recovery = ServerRecovery(client._server_group, folder, master)
     recovery.restore_or_save_servers()
-    assert master.servers_agree
+    assert master.servers_match_queue
     return client, recovery
 
 
@@ -172,7 +172,7 @@ def test_checkpoint_waits_for_a_partially_applied_gradient(tmp_path):
             worker.pull(draw_arrays(9))
         push_to_first_server(job, client)
         with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
-            other.save("too-early", patience=0.1)
+            other.save("too-early", timeout=0.1)
         saved = []
         saving = threading.Thread(target=lambda: saved.append(other.save("complete")))
         saving.start()

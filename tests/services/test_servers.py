@@ -15,7 +15,7 @@ from random_messages import change_value, check_hostile_requests
 import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.message import Message, MessageError
-from neondist.services.placement import TableSpec
+from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.progress import MinibatchId
 from neondist.services.server import ParameterServer
 from neondist.services.state import PushedGradient, ServerState, UpdateRule
@@ -228,9 +228,9 @@ def test_staleness_bound_holds_across_calls():
             client.initialize(draw_arrays(0), nd.SGD(0.1), UpdateRule(sync=False, staleness=1))
             client.pull(draw_arrays(9))
         fast.push(draw_arrays(1))
-        fast.wait_turn()
+        fast.wait_for_staleness_bound()
         fast.push(draw_arrays(1))
-        waiting = threading.Thread(target=fast.wait_turn)
+        waiting = threading.Thread(target=fast.wait_for_staleness_bound)
         waiting.start()
         waiting.join(0.1)
         assert waiting.is_alive()
@@ -288,7 +288,7 @@ def test_hostile_requests_change_nothing(capfd):
 def test_hostile_models_are_rejected(tmp_path):
     """Change one value in requests to servers without a model: accept them, or reject them with a message."""
     rng, outcomes = random.Random(int(os.environ["NEONDIST_SEED"])), Counter()
-    table, shapes = TableSpec("table", 10, 2, "float64"), {"w": (4, 3), "b": ()}
+    table, shapes = EmbeddingTableSpec("table", 10, 2, "float64"), {"w": (4, 3), "b": ()}
     with Servers(1) as job:
         layout = job.layouts("PS", shapes, [table])[0].to_json()
     fields = {

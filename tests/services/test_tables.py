@@ -10,13 +10,13 @@ import neondist as nd
 from neondist.arrays import rng
 from neondist.errors import ServiceError
 from neondist.services.message import Message, encode
-from neondist.services.placement import TableSpec
+from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.state import UpdateRule
-from neondist.services.table import RowTable, initial_rows, sum_duplicates
+from neondist.services.table import EmbeddingTable, initial_rows, sum_duplicates
 from neondist.services.updates import describe_optimizer, make_updater
 
 ROWS, DIM = 40, 3
-TABLE = TableSpec(
+TABLE = EmbeddingTableSpec(
     "embedding/weights", ROWS, DIM, "float64", nd.Gaussian(1.0), rng.key(5, "weights", "embedding", "weights")
 )
 
@@ -95,8 +95,8 @@ def test_initial_rows_can_be_set():
 
 
 def test_lazy_updates_change_rows_with_gradients_alone():
-    table = RowTable(
-        TableSpec("t", ROWS, DIM, "float64", lazy=True), make_updater(describe_optimizer(nd.Adam(0.1))), 0, 1
+    table = EmbeddingTable(
+        EmbeddingTableSpec("t", ROWS, DIM, "float64", lazy=True), make_updater(describe_optimizer(nd.Adam(0.1))), 0, 1
     )
     table.update(np.array([1, 2]), np.ones((2, DIM)), 0, 1.0)
     before = table.get_or_create_rows(np.array([1]))
@@ -112,7 +112,7 @@ def test_gradients_of_repeated_ids_are_summed():
 
 def test_memory_grows_with_the_rows_in_use():
     """Use 3,000 of 20 million rows of 64 numbers, 5 GB in total, on two servers."""
-    spec = TableSpec("huge", 20_000_000, 64)
+    spec = EmbeddingTableSpec("huge", 20_000_000, 64)
     draw = np.random.default_rng(0)
     with Servers(2) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[spec]))
@@ -134,7 +134,7 @@ def test_memory_grows_with_the_rows_in_use():
 def test_messages_grow_with_the_rows_alone():
     def count_bytes(rows, count):
         ids = np.arange(count)
-        values = initial_rows(TableSpec("t", rows, 16), ids)
+        values = initial_rows(EmbeddingTableSpec("t", rows, 16), ids)
         return len(b"".join(encode(Message({}, {"ids/t": ids, "rows/t": values}))))
 
     small, large = count_bytes(1000, 100), count_bytes(20_000_000, 100)

@@ -58,7 +58,7 @@ def host(echo):
 
 @pytest.fixture
 def client(host):
-    with ServiceClient(host.address, "Echo", TOKEN, patience=0.2) as client:
+    with ServiceClient(host.address, "Echo", TOKEN, retry_seconds=0.2) as client:
         yield client
 
 
@@ -87,7 +87,7 @@ def test_errors_arrive_as_one_message(client, capfd):
     "token", ["", "x", TOKEN[:-1], TOKEN + "x", create_token()], ids=["none", "short", "cut", "longer", "other"]
 )
 def test_calls_without_the_token_are_rejected(host, echo, token):
-    with ServiceClient(host.address, "Echo", token, patience=0) as client:
+    with ServiceClient(host.address, "Echo", token, retry_seconds=0) as client:
         for method in ("echo", "hello", "other"):
             with pytest.raises(ServiceError, match="the token was rejected"):
                 client.call(method, {}, {"x": np.zeros(2 * CHUNK_BYTES)})
@@ -151,7 +151,7 @@ def test_unusable_addresses_are_reported(host):
 
 
 def test_missing_server_is_reported_in_time(host, echo):
-    with ServiceClient(host.address, "Echo", TOKEN, timeout=0.2, patience=0) as client:
+    with ServiceClient(host.address, "Echo", TOKEN, timeout=0.2, retry_seconds=0) as client:
         with pytest.raises(ServiceUnavailableError, match="no answer in time"):
             client.call("block")
         echo.release.set()
@@ -162,7 +162,7 @@ def test_missing_server_is_reported_in_time(host, echo):
 
 def test_calls_survive_a_restart_of_the_server(echo):
     host = ServiceHost([echo], "127.0.0.1:0", TOKEN)
-    with ServiceClient(host.address, "Echo", TOKEN, patience=20) as client:
+    with ServiceClient(host.address, "Echo", TOKEN, retry_seconds=20) as client:
         assert client.call("echo", {"n": 1}).integer("n") == 1
         host.stop(0)
         waiting = client.submit("echo", {"n": 2})
@@ -180,7 +180,7 @@ def test_slow_server_is_awaited(host):
     """Delay the server after the system has accepted its connection, as when it is suspended or has no core."""
     with (
         socket.create_server(("127.0.0.1", 0)) as slow,
-        ServiceClient(f"127.0.0.1:{slow.getsockname()[1]}", "Echo", TOKEN, patience=0) as client,
+        ServiceClient(f"127.0.0.1:{slow.getsockname()[1]}", "Echo", TOKEN, retry_seconds=0) as client,
         contextlib.ExitStack() as stack,
     ):
         reply = client.submit("echo", {"n": 1})

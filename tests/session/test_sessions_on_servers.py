@@ -163,7 +163,7 @@ def test_server_ends_with_its_workers():
         job.remove_lost_workers_and_check_end()
     assert lost == ["0", "1"]
     assert job.allow_start(Message({"first_step": 7})).fields == job.allow_start(Message({"first_step": 9})).fields
-    job.end_job_of_all_ranks(Message())
+    job.end_job(Message())
     assert job.remove_lost_workers_and_check_end()
 
 

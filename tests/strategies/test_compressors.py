@@ -157,7 +157,7 @@ def test_skipped_steps_keep_the_error_feedback(compressor):
         parameters.reset_gradients()
         parameters.sync.record_finiteness(world.rank != 1)
         parameters.grads[...] = 1.0
-        parameters.sum_gradients(for_update=True)
+        parameters.sum_gradients(to_owners=True)
         assert all(map(np.array_equal, before, after))
 
     nd.loopback.run(2, body)

@@ -28,7 +28,7 @@ class MakeSampleNonfinite(Hook):
     """Make a training image infinite in the tile of rank 0."""
 
     def before_run(self, run):
-        if run.first_rank:
+        if run.is_first_rank:
             images = run.dataset.train.images
             run.dataset.train.images = lambda index, dtype: np.where(
                 (index == 7)[:, None, None, None], np.inf, images(index, dtype)

@@ -136,7 +136,7 @@ def test_all_ranks_raise_if_there_is_nothing_to_resume(tmp_path):
 def test_all_ranks_raise_if_the_checkpoint_is_not_writable(tmp_path):
     class BlockCheckpoint(Hook):
         def after_step(self, run):
-            if run.first_rank and run.step == 5:
+            if run.is_first_rank and run.step == 5:
                 before.append((tmp_path / "checkpoint.h5").read_bytes())
                 (tmp_path / "checkpoint.h5.partial").mkdir()
 

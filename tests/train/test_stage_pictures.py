@@ -9,7 +9,7 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.models import optimal_stimulus
 from neondist.train.callbacks.stage_pictures import (
-    StagePictures,
+    PretrainingPictures,
     compute_optimal_stimuli,
     gather_filters,
     reconstruct_first_images,
@@ -73,7 +73,7 @@ def test_hook_draws_in_supervised_runs(tmp_path, plotting):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 3), classes=4, train=8, test=3)
     model = make_gb("shared", dist=True, num_pretrain_epochs=0)
-    nd.FitExperiment(data, model, batch_size=8).run(hooks=[StagePictures(tmp_path)])
+    nd.FitExperiment(data, model, batch_size=8).run(hooks=[PretrainingPictures(tmp_path)])
     assert (tmp_path / "filters_1.png").is_file()
 
 

@@ -23,13 +23,13 @@ from ...geometry import grid_shape
 from ...system.machine import Link, Machine
 from ...terminal.console import counted
 from ...terminal.progress_line import ProgressLine
-from ..least_time import HostSpeed
+from ..least_time import CoreSpeed
 from ..networks import NETWORKS
 from ..noise import relative_noise
 from ..sleeping_barrier import sleeping_barrier
 from ..step import ROUND_SECONDS, bench_step
 from .predict import predict_step
-from .rank_profile import LEAST_STEPS, PREDICTION_SECONDS, profile_rank
+from .rank_profile import LEAST_STEPS, PREDICTION_SECONDS, profile_busiest_rank
 from .workload import ConvolutionWork, matrix_product_work, memory_copy_work
 
 MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
@@ -39,14 +39,14 @@ SYNC_INTERVAL_SECONDS = (2e-3, 3e-2)
 """seconds between two synchronisations of ranks that share cores: less than one scheduler time slice, and several"""
 
 
-def least_seconds_of_parts(world: Transport, cores: int) -> list[float]:
+def part_seconds_lower_bounds(world: Transport, cores: int) -> list[float]:
     """Return the minimum seconds of each part of `calibrate` and `measure_prediction_error`, for the progress line."""
     sharing = 6 * max(SYNC_INTERVAL_SECONDS) * (world.size >= 2 * cores)  # three intervals at half the speed
-    speed, parts = HostSpeed.measure(), [2 * TURN_SECONDS + sharing] * CALIBRATION_ROUNDS
+    speed, parts = CoreSpeed.measure(), [2 * TURN_SECONDS + sharing] * CALIBRATION_ROUNDS
     for name, ranks in _validation_cases(world, cores):
         experiment = NETWORKS[name].experiment()
         experiment.dataset.check()
-        step = speed.least_step_seconds(experiment, ranks)
+        step = speed.step_seconds_lower_bound(experiment, ranks)
         parts.append(max(PREDICTION_SECONDS, LEAST_STEPS * step) + max(ROUND_SECONDS, MEASURED_STEPS * step))
     return parts
 
@@ -56,9 +56,9 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
 
     The noise is the relative excess of a matrix product's median time over its fastest; large if other programs run.
     """
-    planned = [] if progress is None else least_seconds_of_parts(world, cores)
+    planned = [] if progress is None else part_seconds_lower_bounds(world, cores)
     if progress is not None:
-        progress.expect_parts(len(planned), planned_seconds=planned)
+        progress.set_total_parts(len(planned), planned_seconds=planned)
         progress.begin_part("preparing messages and kernels")
     cores, turns = min(cores, world.size), _Timings(world)
     convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
@@ -67,7 +67,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
     if progress is not None:
-        progress.expect_parts(len(planned), planned_seconds=planned)  # rounds without the preparation
+        progress.set_total_parts(len(planned), planned_seconds=planned)  # rounds without the preparation
         progress.begin_part("messages and kernels")
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
@@ -114,7 +114,7 @@ def measure_prediction_error(
             progress.begin_part(f"a step of {name}, {counted(ranks, 'rank')}")
         case, shape, predicted, taken = NETWORKS[name], grid_shape(ranks), 0.0, 0.0
         if world.rank == 0:
-            predicted = predict_step(shape, machine, profile_rank(case.experiment(), shape))["seconds_per_step"]
+            predicted = predict_step(shape, machine, profile_busiest_rank(case.experiment(), shape))["seconds_per_step"]
         sleeping_barrier(world)
         group = world.split(int(world.rank >= ranks), world.rank)
         if world.rank < ranks:

@@ -19,11 +19,11 @@ class MessageLog:
     Attributes
     ----------
     exchange_sizes : list of (messages, bytes sent)
-    sum_sizes : list of (ranks, bytes)
+    allreduce_sizes : list of (ranks, bytes)
     """
 
     exchange_sizes: list[tuple[int, int]] = field(default_factory=list)
-    sum_sizes: list[tuple[int, int]] = field(default_factory=list)
+    allreduce_sizes: list[tuple[int, int]] = field(default_factory=list)
 
 
 class DryRunTransport(Transport):
@@ -47,7 +47,7 @@ class DryRunTransport(Transport):
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Record the reduction; the array remains this rank's contribution."""
-        self.message_log.sum_sizes.append((self.size, array.nbytes))
+        self.message_log.allreduce_sizes.append((self.size, array.nbytes))
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Record the reduction."""

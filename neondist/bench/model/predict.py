@@ -14,14 +14,17 @@ from ...geometry.partition import factorisations
 from ...models import Model
 from ...plan.choices import choose_schemes, machine_profile_for, set_schemes
 from ...system.machine import Machine
-from .rank_profile import COMPARISON_SECONDS, PREDICTION_SECONDS, RankProfile, profile_rank
+from .rank_profile import COMPARISON_SECONDS, PREDICTION_SECONDS, RankProfile, profile_busiest_rank
 
 Row = dict[str, Any]
 ProfileFunction = Callable[[Any, GridShape, float], RankProfile]
 
 
 def predict(
-    experiment: Callable[[], Any], ranks: Iterable[int], machine: Machine, profile: ProfileFunction = profile_rank
+    experiment: Callable[[], Any],
+    ranks: Iterable[int],
+    machine: Machine,
+    profile: ProfileFunction = profile_busiest_rank,
 ) -> list[Row]:
     """Return, for each rank count, the prediction for its best grid.
 
@@ -40,7 +43,7 @@ def predict(
 
 
 def fastest_grid(
-    count: int, experiment: Callable[[], Any], machine: Machine, profile: ProfileFunction = profile_rank
+    count: int, experiment: Callable[[], Any], machine: Machine, profile: ProfileFunction = profile_busiest_rank
 ) -> GridShape:
     """Return the grid of the fastest step on `count` ranks."""
     shapes = candidate_grids(count, experiment())
@@ -85,7 +88,7 @@ def _predict_with_schemes(
     trial = experiment()
     if not isinstance(trial.model, Model):  # the experiment file sets the scheme of a module's windows
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
-    seconds = {name: machine.compute_seconds(cost, shape.size) for name, cost in rank.cell_seconds.items()}
+    seconds = {name: machine.compute_seconds(cost, shape.size) for name, cost in rank.seconds_per_cell.items()}
     speeds = machine_profile_for(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)
     choices = choose_schemes(trial.model.chain, trial.dataset.sample_shape, shape, speeds)
     changed = set_schemes(trial.model.leaves, {choice.layer: choice.scheme for choice in choices})
@@ -97,7 +100,7 @@ def _predict_with_schemes(
     }
 
 
-def count_profiles(count: int, experiment: Any) -> int:
+def count_rank_profiles(count: int, experiment: Any) -> int:
     """Return the number of rank profiles of a prediction for `count` ranks, excluding profiles of schemes."""
     grids = len(candidate_grids(count, experiment))
     return 1 + (grids if grids > 1 else 0)
@@ -107,7 +110,7 @@ def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Ro
     """Return the prediction for one grid."""
     link, log = machine.slowest_link(shape.tiles), profile.message_log
     exchanges = [(messages, sent) for messages, sent in log.exchange_sizes if messages]
-    sums = [(ranks, count) for ranks, count in log.sum_sizes if ranks > 1]
+    sums = [(ranks, count) for ranks, count in log.allreduce_sizes if ranks > 1]
     exchange = sum(link.message_seconds(messages, sent) for messages, sent in exchanges)
     summing = sum(machine.allreduce_seconds(ranks, count) for ranks, count in sums)
     compute = machine.compute_seconds(profile.seconds, shape.size, profile.moved_bytes)
@@ -185,7 +188,7 @@ def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
     return row | updates | {"mpi_share": (total - compute) / total}
 
 
-def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_rank) -> float:
+def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_busiest_rank) -> float:
     """Return the seconds that a row's rank, run alone, takes now."""
     return profile(experiment, GridShape(**row["grid"]), COMPARISON_SECONDS).seconds
 

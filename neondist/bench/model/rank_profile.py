@@ -21,14 +21,14 @@ from ...runtime.observers.clock import Clock
 from ...system.job import detect_job
 from .. import memory
 from ..noise import relative_noise
-from ..roofline import count_products
+from ..roofline import count_multiplications
 from .dry_run import MessageLog, dry_run_grid
 
 MAX_TURNS = 5
 COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
 """minimum compute time to measure, in seconds: for the comparison of grids, and for a prediction"""
 LEAST_STEPS = 5
-"""minimum number of steps of `profile_rank`: two for warm-up, two timed, and one timed by layer"""
+"""minimum number of steps of `profile_busiest_rank`: two for warm-up, two timed, and one timed by layer"""
 _MEMORY_BATCHES = 4  # allocators keep and split freed memory, so each of the first batches may need more
 
 
@@ -44,19 +44,19 @@ class RankProfile:
     held_bytes : memory of the rank in bytes
     moved_bytes : minimum bytes read and written by the computation
     recomputed_fraction : products that strips compute twice, relative to the products of all layers computed once
-    cell_seconds : seconds for one output cell of one sample, by layer
+    seconds_per_cell : seconds for one output cell of one sample, by layer
     """
 
     seconds: float
     message_log: MessageLog = field(default_factory=MessageLog)
     held_bytes: int = 0
     moved_bytes: float = 0.0
-    cell_seconds: dict[str, float] = field(default_factory=dict)
+    seconds_per_cell: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     recomputed_fraction: float = 0.0
 
 
-def profile_rank(
+def profile_busiest_rank(
     experiment: Any,
     shape: GridShape,
     min_seconds: float = PREDICTION_SECONDS,
@@ -91,7 +91,7 @@ def profile_rank(
     plan = model.compiled
     for name, plans in plan.layer_groups.items() if isinstance(plan, Plan) else ():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
-        works = [count_products(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
+        works = [count_multiplications(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
         total = sum(work * entry.layer.output_tile.size for work, entry in zip(works, plans, strict=True))
         share = taken / max(1, total)
         alone = len(plans) == 1
@@ -124,19 +124,19 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
     with TemporaryDirectory(prefix="neondist-memory-") as folder:
         experiment.run(grid, output=folder, hooks=[])
     peak, splits = memory.peak_bytes(), experiment.dataset.splits
-    cached_bytes = sum(split.unfilled_cache_bytes(epochs if name == "train" else 1) for name, split in splits.items())
+    cached_bytes = sum(split.bytes_to_be_cached(epochs if name == "train" else 1) for name, split in splits.items())
     experiment.dataset.close()
     return peak + cached_bytes
 
 
 def recomputed_fraction(plan: Plan, tile: int) -> float:
     """Return the products that strips compute twice, relative to the products of all layers computed once."""
-    whole = sum(count_products(p) * p.layer.output_tile.size / max(1, prod(p.output_shape[:-1])) for p in plan)
+    whole = sum(count_multiplications(p) * p.layer.output_tile.size / max(1, prod(p.output_shape[:-1])) for p in plan)
     done = once = 0.0
     for segment in plan.segments:
         strips = list(segment.strips(tile))
         for entry in segment.plans:
-            work = count_products(entry) / max(1, prod(entry.output_shape[:-1]))
+            work = count_multiplications(entry) / max(1, prod(entry.output_shape[:-1]))
             done += work * sum(section.placed[id(entry.layer)].tile(at).size for at, section in strips)
             once += work * entry.layer.output_tile.size
     return (done - once) / whole if whole else 0.0
@@ -166,7 +166,7 @@ def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None],
 
     def step() -> None:
         message_log.exchange_sizes.clear()
-        message_log.sum_sizes.clear()
+        message_log.allreduce_sizes.clear()
         model.train_batch(x, targets, batch_size=whole)
 
     step()

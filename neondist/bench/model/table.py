@@ -47,7 +47,7 @@ def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
                 str(row["ranks"]),
                 format_seconds(row["seconds_per_step"]),
                 ", ".join(_scheme_texts(row["schemes"])) or "`halo` everywhere",
-                format_seconds(row["seconds_with_schemes"]) + _describe_slower_grid(row),
+                format_seconds(row["seconds_with_schemes"]) + _describe_slower_schemes(row),
             ]
             for row in shown
         ],
@@ -94,7 +94,7 @@ def _row_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _describe_slower_grid(row: dict[str, Any]) -> str:
+def _describe_slower_schemes(row: dict[str, Any]) -> str:
     """Return a note if the schemes make the step slower."""
     return " (slower: keep the scheme)" if row["seconds_with_schemes"] > 1.02 * row["seconds_per_step"] else ""
 

@@ -74,7 +74,7 @@ def step(arguments: argparse.Namespace) -> int:
     """Measure the training steps of an experiment; return 1 if PyTorch's gradients differ."""
 
     def work(world: Transport, experiment: Any) -> int:
-        from ...bench.least_time import HostSpeed
+        from ...bench.least_time import CoreSpeed
         from ...bench.step import bench_step
         from ...bench.tables import step_table
 
@@ -88,7 +88,9 @@ def step(arguments: argparse.Namespace) -> int:
         else:
             shown = first_rank_progress(world.rank, sys.stderr, unit="step", delay=1)
             if world.rank == 0:
-                least_seconds = HostSpeed.measure().least_step_seconds(experiment, world.size, max(world.size, cores))
+                least_seconds = CoreSpeed.measure().step_seconds_lower_bound(
+                    experiment, world.size, max(world.size, cores)
+                )
         with shown as progress:
             results = bench_step(experiment, experiment.open_grid(world), *settings, progress, least_seconds)
         _print_table_and_write_json(world, results, step_table, arguments.json, [arguments.trace])

@@ -26,7 +26,7 @@ from . import suite
 from .scaling import begin_bench_job, run_bench_for_json
 
 if TYPE_CHECKING:
-    from ...bench.least_time import HostSpeed
+    from ...bench.least_time import CoreSpeed
 
 BASELINES = ("eager", "compile")
 MODEL_NAMES_HELP = (
@@ -86,7 +86,7 @@ def modules(arguments: argparse.Namespace) -> int:
 
 
 def _bench_models(arguments: argparse.Namespace) -> int:
-    from ...bench.least_time import HostSpeed
+    from ...bench.least_time import CoreSpeed
     from ...bench.module_report import module_markdown, module_table
     from ...bench.public_models import MODELS
     from ...bench.step import ROUND_SECONDS
@@ -109,15 +109,15 @@ def _bench_models(arguments: argparse.Namespace) -> int:
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
         turns = arguments.rounds * len(variants)
-        progress.expect_parts(len(names) * turns, planned_seconds=[ROUND_SECONDS] * (len(names) * turns))
-        speed, loading, planned = HostSpeed.measure(), 0.0, list[float]()
+        progress.set_total_parts(len(names) * turns, planned_seconds=[ROUND_SECONDS] * (len(names) * turns))
+        speed, loading, planned = CoreSpeed.measure(), 0.0, list[float]()
         for name in names:
             progress.begin_part(f"checking {name}")
             start_time = time.monotonic()
-            least = _least_step_seconds(name, arguments.input, speed) / cores
+            least = _step_seconds_lower_bound(name, arguments.input, speed) / cores
             loading = max(loading, time.monotonic() - start_time)  # every turn imports PyTorch and the model anew
             planned += [loading + max(ROUND_SECONDS, arguments.steps * least)] * turns
-        progress.expect_parts(len(planned), planned_seconds=planned)
+        progress.set_total_parts(len(planned), planned_seconds=planned)
         measure = _VariantMeasurement(arguments, cores, Path(folder), progress)
         begin = partial(begin_bench_job, progress, file=measure.progress_file)
         for row in bench_suite(names, variants, measure, arguments.rounds, begin):
@@ -175,7 +175,7 @@ def get_factory_and_shape(name: str) -> tuple[Callable[[], Any], tuple[int, ...]
     return partial(load_factory(model.factory, "--models "), **model.arguments), model.shape
 
 
-def _least_step_seconds(name: str, shape: tuple[int, ...] | None, speed: HostSpeed) -> float:
+def _step_seconds_lower_bound(name: str, shape: tuple[int, ...] | None, speed: CoreSpeed) -> float:
     """Return the minimum seconds of a training step of a model on one core; 0 if its operations cannot be counted."""
     from ...bench.module_step import forward_flops
     from ...bench.public_models import MODELS
@@ -186,7 +186,9 @@ def _least_step_seconds(name: str, shape: tuple[int, ...] | None, speed: HostSpe
         if name in MODELS:
             return 0.0  # the report states the reason
         raise
-    return speed.least_seconds(3 * forward_flops(factory, shape or default))  # a backward pass is two forward passes
+    return speed.seconds_lower_bound(
+        3 * forward_flops(factory, shape or default)
+    )  # a backward pass is two forward passes
 
 
 class _VariantMeasurement:

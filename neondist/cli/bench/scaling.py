@@ -28,7 +28,7 @@ from .. import options
 from ..experiment import load_and_validate, load_from_arguments
 
 if TYPE_CHECKING:
-    from ...bench.least_time import HostSpeed
+    from ...bench.least_time import CoreSpeed
     from ...system.machine import Machine
 
 
@@ -103,7 +103,7 @@ def add_parser(benches: Any) -> None:
 
 def scaling(arguments: argparse.Namespace) -> int:
     """Measure each rank count in turn, several times, and write a table and a plot."""
-    from ...bench.least_time import HostSpeed
+    from ...bench.least_time import CoreSpeed
     from ...bench.noise import noise_warnings
     from ...bench.scaling import bench_scaling, scaling_table, write_scaling_report
     from ...comm import SingleTransport
@@ -117,14 +117,16 @@ def scaling(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="neondist-progress-") as progress_folder,
     ):
         progress.begin_part("checking the experiment")
-        speed, cores, least_seconds = HostSpeed.measure(), threads.count_cores(), list[float]()
+        speed, cores, least_seconds = CoreSpeed.measure(), threads.count_cores(), list[float]()
         file = Path(progress_folder, "end")
         for count in arguments.counts:
             growth = count / arguments.counts[0] if arguments.weak else 1
-            batch, least = validate_step_bench(arguments, count, arguments.steps * growth, speed, cores)
+            batch, least = estimate_step_bench_seconds(arguments, count, arguments.steps * growth, speed, cores)
             least_seconds.append(least)
         prepare_run_folder(SingleTransport(), folder)
-        progress.expect_parts(len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds)
+        progress.set_total_parts(
+            len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds
+        )
 
         def measure(count: int) -> dict[str, Any]:
             begin_bench_job(progress, counted(count, "rank"), file)
@@ -140,8 +142,8 @@ def scaling(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def validate_step_bench(
-    arguments: argparse.Namespace, ranks: int, steps: float, speed: HostSpeed, cores: int
+def estimate_step_bench_seconds(
+    arguments: argparse.Namespace, ranks: int, steps: float, speed: CoreSpeed, cores: int
 ) -> tuple[int, float]:
     """Return the batch size of an experiment, and the minimum seconds that its `run_step_bench` takes."""
     from ...bench.step import ROUND_SECONDS
@@ -150,7 +152,7 @@ def validate_step_bench(
     begin = time.monotonic()
     experiment = load_and_validate(arguments, SingleTransport(), ranks)
     loading = (time.monotonic() - begin) * (1 + (ranks > 1))  # the experiment is loaded before mpirun starts, too
-    step = speed.least_step_seconds(experiment, ranks, cores)
+    step = speed.step_seconds_lower_bound(experiment, ranks, cores)
     return experiment.batch_size, loading + max(ROUND_SECONDS, steps * step)
 
 
@@ -242,10 +244,10 @@ def predict(arguments: argparse.Namespace) -> int:
     """Predict training steps and report the prediction error."""
     from threadpoolctl import threadpool_limits
 
-    from ...bench.least_time import HostSpeed
+    from ...bench.least_time import CoreSpeed
     from ...bench.model import predict as model
     from ...bench.model import table
-    from ...bench.model.progress import ProfileCounter
+    from ...bench.model.progress import ProfileProgress
     from ...bench.model.rank_profile import LEAST_STEPS
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
@@ -268,22 +270,22 @@ def predict(arguments: argparse.Namespace) -> int:
     ):
         progress.begin_part("checking the experiment")
         profiles, least_seconds = {}, {}
-        speed, file = HostSpeed.measure(), Path(progress_folder, "end")
+        speed, file = CoreSpeed.measure(), Path(progress_folder, "end")
         for count in counts:  # a fixed grid suits only one rank count
             experiment = load_and_validate(arguments, SingleTransport(), count)
-            profiles[count] = model.count_profiles(count, experiment)
-            least_seconds[count] = LEAST_STEPS * speed.least_step_seconds(experiment, count)
+            profiles[count] = model.count_rank_profiles(count, experiment)
+            least_seconds[count] = LEAST_STEPS * speed.step_seconds_lower_bound(experiment, count)
         prepare_run_folder(SingleTransport(), folder)
         planned = [profiles[count] * least_seconds[count] for count in counts]
         # two profiles, and a job with at least as many steps whose ranks share the cores
         planned += [
             least_seconds[count] * (2 + max(1, count / threads.count_cores())) for count in counts if count in measured
         ]
-        progress.expect_parts(len(planned), planned_seconds=planned)
+        progress.set_total_parts(len(planned), planned_seconds=planned)
         for count in counts:
             progress.begin_part(counted(count, "rank"))
             with threadpool_limits(1):  # one rank per core
-                profile = ProfileCounter(progress, profiles[count])
+                profile = ProfileProgress(progress, profiles[count])
                 rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine, profile)
             progress.add_done_parts(1)
         if times:

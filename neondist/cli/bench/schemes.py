@@ -108,7 +108,7 @@ def seams(arguments: argparse.Namespace) -> int:
     """Compare every scheme with the exact exchange on one batch with initial weights."""
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
-        from ...bench.least_time import HostSpeed
+        from ...bench.least_time import CoreSpeed
         from ...bench.seams import seam_table, write_seam_report
 
         folder, errors = options.output_folder(arguments, "seams"), {}
@@ -116,8 +116,8 @@ def seams(arguments: argparse.Namespace) -> int:
             experiment = load_and_validate(next(iter(runs.values())), world, world.size)
             if progress is not None:
                 cores = _count_shared_cores(arguments, world)
-                step = HostSpeed.measure().least_step_seconds(experiment, world.size, cores)
-                progress.expect_parts(len(runs), planned_seconds=[PASSES_PER_SCHEME * step] * len(runs))
+                step = CoreSpeed.measure().step_seconds_lower_bound(experiment, world.size, cores)
+                progress.set_total_parts(len(runs), planned_seconds=[PASSES_PER_SCHEME * step] * len(runs))
             for text, run in runs.items():
                 if progress is not None:
                     progress.begin_part(text)
@@ -145,7 +145,7 @@ def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argpars
 
     pair = [load_and_validate(command, world, world.size) for command in (_arguments_for(arguments, "halo", 1), run)]
     dataset, grid = pair[0].dataset, pair[0].open_grid(world)
-    dataset.open(grid.with_tiles(pair[0].model.plan(dataset.sample_shape, grid.shape).wide_tiles))
+    dataset.open(grid.with_tiles(pair[0].model.plan(dataset.sample_shape, grid.shape).overlapping_tiles))
     for experiment in pair:
         experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
     batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]

@@ -22,7 +22,7 @@ from ...terminal.console import counted
 from ...terminal.progress_line import ProgressLine
 from .. import options
 from ..experiment import load_from_arguments
-from .scaling import begin_bench_job, run_step_bench, validate_step_bench
+from .scaling import begin_bench_job, estimate_step_bench_seconds, run_step_bench
 
 NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
 
@@ -49,7 +49,7 @@ def add_parser(benches: Any) -> None:
 
 def suite(arguments: argparse.Namespace) -> int:
     """Measure every network; return 1 if a variant of neondist could not be measured."""
-    from ...bench.least_time import HostSpeed
+    from ...bench.least_time import CoreSpeed
     from ...bench.networks import NETWORK_GROUPS
     from ...bench.step import ROUND_SECONDS
     from ...bench.suite import NEONDIST_VARIANTS, TORCH_VARIANTS, bench_suite, geometric_means
@@ -73,18 +73,18 @@ def suite(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder,
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
-        files, speed = _network_files(arguments, Path(folder)), HostSpeed.measure()
+        files, speed = _network_files(arguments, Path(folder)), CoreSpeed.measure()
         order = _interleave(variants) * arguments.rounds
         turns = [(network, variant) for network in files for variant in order]
-        progress.expect_parts(len(turns), planned_seconds=[ROUND_SECONDS] * len(turns))
+        progress.set_total_parts(len(turns), planned_seconds=[ROUND_SECONDS] * len(turns))
         progress.begin_part("checking the networks")
         least_seconds: dict[tuple[str, int], float] = {}
         for network, file in files.items():
             for count in sorted({1, ranks}):
                 job = _arguments_for(arguments, file), count, arguments.steps, speed, cores
-                _, least_seconds[network, count] = validate_step_bench(*job)
+                _, least_seconds[network, count] = estimate_step_bench_seconds(*job)
         planned = [least_seconds[network, ranks if variant == "ranks" else 1] for network, variant in turns]
-        progress.expect_parts(len(turns), planned_seconds=planned)
+        progress.set_total_parts(len(turns), planned_seconds=planned)
         measure = _VariantMeasurement(arguments, files, ranks, cores, Path(folder))
 
         def measure_and_count(network: str, variant: str, first: bool) -> dict[str, Any]:
@@ -199,11 +199,11 @@ class _VariantMeasurement:
         return result
 
     def _torch_variants(self, network: str) -> Any:
-        from ...bench.suite import TorchVariants
+        from ...bench.suite import TorchVariantBenchmark
 
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
         experiment = load_from_arguments(_arguments_for(self.arguments, self.files[network]))
-        return TorchVariants(experiment, self.cores, settings)
+        return TorchVariantBenchmark(experiment, self.cores, settings)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -65,7 +65,7 @@ class KubernetesCluster:
         """
         existing = [self._call_api("get", manifest) for manifest in manifests]
         for manifest, current in zip(manifests, existing, strict=True):
-            for field, value in () if current is None else _find_differences(manifest, current):
+            for field, value in () if current is None else _find_manifest_differences(manifest, current):
                 if field != _WORKER_COUNT_FIELD:
                     raise LaunchError(
                         f"{_manifest_title(manifest)} already exists, and its {field} is {value}; --delete it first, or"
@@ -75,7 +75,7 @@ class KubernetesCluster:
             if current is None:
                 self._call_api("create", manifest, manifest)
                 say(f"{_manifest_title(manifest)}: created")
-            elif any(_find_differences(manifest, current)):
+            elif any(_find_manifest_differences(manifest, current)):
                 replicas = manifest["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
                 self._call_api("patch", manifest, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
                 say(f"{_manifest_title(manifest)}: {counted(replicas, 'worker')}")
@@ -143,7 +143,7 @@ class KubernetesCluster:
         arguments |= {} if kind in _CLUSTER_WIDE_KINDS else {"namespace": self.namespace}
         arguments |= {} if verb == "create" else {"name": manifest["metadata"]["name"]}
         arguments |= {} if body is None else {"body": body}
-        with self._launch_errors(manifest):
+        with self._convert_api_errors(manifest):
             try:
                 response = getattr(api, method)(**arguments, _request_timeout=_REQUEST_TIMEOUT)
             except self._kubernetes.client.ApiException as error:
@@ -163,7 +163,7 @@ class KubernetesCluster:
         api = self._kubernetes.client.CustomObjectsApi(self._api)
         group, version = job["apiVersion"].split("/")
         name, watch = job["metadata"]["name"], self._kubernetes.watch.Watch()
-        with self._launch_errors(job):
+        with self._convert_api_errors(job):
             try:
                 for event in watch.stream(
                     api.list_namespaced_custom_object, group, version, self.namespace, _PLURAL_BY_KIND[job["kind"]],
@@ -179,7 +179,7 @@ class KubernetesCluster:
         """Print the complete logs of started launchers, each once."""
         api = self._kubernetes.client.CoreV1Api(self._api)
         selector = _LAUNCHER_SELECTORS[job["kind"]].format(job["metadata"]["name"])
-        with self._launch_errors(job):
+        with self._convert_api_errors(job):
             pods = api.list_namespaced_pod(
                 self.namespace, label_selector=selector, _request_timeout=_REQUEST_TIMEOUT
             ).items
@@ -194,7 +194,7 @@ class KubernetesCluster:
                     say(line.decode(errors="replace").rstrip("\r\n"))
 
     @contextmanager
-    def _launch_errors(self, manifest: Manifest) -> Iterator[None]:
+    def _convert_api_errors(self, manifest: Manifest) -> Iterator[None]:
         """Translate errors of the client into LaunchError with a remedy."""
         import urllib3
 
@@ -230,13 +230,13 @@ def _describe_rejection(error: Any, kind: str) -> str:
     return f"the cluster rejected it ({message})"
 
 
-def _find_differences(expected: Any, current: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _find_manifest_differences(expected: Any, current: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the fields of an object that differ from a manifest, with their values; defaults are ignored."""
     if isinstance(expected, Mapping) and isinstance(current, Mapping):
         for key in expected:
-            yield from _find_differences(expected[key], current.get(key), f"{path}.{key}".lstrip("."))
+            yield from _find_manifest_differences(expected[key], current.get(key), f"{path}.{key}".lstrip("."))
     elif isinstance(expected, list) and isinstance(current, list) and len(expected) == len(current):
         for index, (item, other) in enumerate(zip(expected, current, strict=True)):
-            yield from _find_differences(item, other, f"{path}[{index}]")
+            yield from _find_manifest_differences(item, other, f"{path}[{index}]")
     elif expected != current:
         yield path, current

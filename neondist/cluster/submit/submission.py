@@ -72,8 +72,10 @@ class Submission:
     def files(self) -> list[str]:
         """Files required on a machine without this disk: the experiment, its strategy, and modules."""
         return [
-            self.experiment_file, *filter(None, map(_strategy_file_of, self.settings)), *filter(_is_file, self.modules),
-        ]  # fmt: skip
+            self.experiment_file,
+            *filter(None, map(_strategy_file_of, self.settings)),
+            *filter(_is_python_file, self.modules),
+        ]
 
     def restart_options(self) -> list[str]:
         """Return the options of `neondist run` for restarts after failures; workers with servers need none."""
@@ -86,7 +88,7 @@ class Submission:
             strategy_file = _strategy_file_of(setting)
             words += ["--set", f"strategy={map_path(strategy_file)}" if strategy_file else setting]
         for module in self.modules:
-            words += ["--import", map_path(module) if _is_file(module) else module]
+            words += ["--import", map_path(module) if _is_python_file(module) else module]
         return words
 
 
@@ -101,5 +103,5 @@ def _strategy_file_of(setting: str) -> str:
     return value if key == "strategy" and os.path.isfile(value) else ""
 
 
-def _is_file(module: str) -> bool:
+def _is_python_file(module: str) -> bool:
     return module.endswith(".py")

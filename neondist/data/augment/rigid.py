@@ -148,7 +148,7 @@ class Shift(Transform):
         for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
             if lo < 0 or hi > n:
                 coordinates = np.arange(lo, hi)
-                sources = fold_index(coordinates, n, self._fold_mode)
+                sources = fold_index(coordinates, n, self._padding_mode)
                 cells = cells.take(sources - source.lo[axis], axis)
                 if self.mode == "zeros":
                     cells[(slice(None),) * axis + (sources != coordinates,)] = 0
@@ -157,11 +157,11 @@ class Shift(Transform):
     transform_labels = transform_image
 
     @property
-    def _fold_mode(self) -> str:
+    def _padding_mode(self) -> str:
         return "reflect" if self.mode == "reflect" else "replicate"
 
     def _source_range(self, lo: int, hi: int, n: int) -> Range:
-        return sources_within(lo, hi, n, self._fold_mode)
+        return sources_within(lo, hi, n, self._padding_mode)
 
     def _draw_offsets(self, draw: RandomDraw) -> list[int]:
         return [int(number * (2 * self.max + 1)) - self.max for number in draw.random_numbers[1 : len(draw.shape)]]

@@ -46,13 +46,13 @@ def open_split_sources(
             "--labels and --maps exclude each other; give --labels for classes of images, --maps for classes of pixels"
         )
     try:
-        return _detect_format(paths, loader, labels, maps)
+        return _create_split_sources(paths, loader, labels, maps)
     except OSError as error:
         path, reason = error.filename or paths[0], error.strerror or error
         raise DataError(f"{path}: cannot be read ({reason}); check the path and its permissions") from error
 
 
-def _detect_format(
+def _create_split_sources(
     paths: list[Path], loader: ImageLoader, labels: Path | None, maps: Path | None
 ) -> dict[str, SplitSource]:
     first = paths[0]

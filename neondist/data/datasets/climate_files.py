@@ -117,7 +117,7 @@ class ClimateFiles(Dataset):
             lead_steps=self.lead,
             step_seconds=series.step_seconds,
             month_step=series.month_step,
-            axis_orders=series.axis_orders,
+            coordinate_directions=series.coordinate_directions,
         )
         self._sample_numbers_by_split()
 

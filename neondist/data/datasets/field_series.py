@@ -21,7 +21,7 @@ from ...formats.coordinates import (
     times_in_seconds,
     unpacked_values,
 )
-from ...formats.fields import Channel
+from ...formats.fields import FieldChannel
 from ...formats.month_step import MonthStep, infer_month_step
 from ..raw_values import fill_missing
 from .hdf5_tiles import contiguous_runs
@@ -53,7 +53,7 @@ class FieldSeries:
 
     Attributes
     ----------
-    channels : list of Channel
+    channels : list of FieldChannel
     extent : (H, W)
     times : array (T,)
         In seconds; `step_seconds` is the usual difference, `month_step` a constant difference in calendar months.
@@ -79,7 +79,7 @@ class FieldSeries:
         self.file_names, self.variables = match_files(argument_name, files), list(variables)
         self.levels, self.fill = levels, fill
         self._cache, self._sources = ChunkCache(cache_bytes), OrderedDict[tuple[int, str], TileSource]()
-        self.channels: list[Channel] = []
+        self.channels: list[FieldChannel] = []
         self._coordinates: dict[str, np.ndarray | None] = {}
         self._reference_grid: tuple[str, tuple[str, ...]] | None = None
         self._first_file_and_calendar: tuple[str, str] | None = None
@@ -87,7 +87,7 @@ class FieldSeries:
         try:
             for number, name in enumerate(self.file_names):
                 variable_sources = [self._open_and_check_axes(number, variable) for variable in self.variables]
-                self._add_channels(name, variable_sources)
+                self._set_or_check_channels(name, variable_sources)
                 dtypes |= {source.dtype for source, _ in variable_sources}
                 times.append(self._read_times(name, variable_sources))
             self._file_offsets = np.cumsum([0, *map(len, times)])
@@ -147,7 +147,7 @@ class FieldSeries:
         return infer_month_step(self.times, self.calendar)
 
     @property
-    def axis_orders(self) -> tuple[str, str]:
+    def coordinate_directions(self) -> tuple[str, str]:
         """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' if unknown."""
         values = [self._coordinates.get(axis) for axis in "YX"]
         steps = [0.0 if x is None or x.ndim > 1 or len(x) < 2 else float(x[1] - x[0]) for x in values]
@@ -168,14 +168,14 @@ class FieldSeries:
                 yield position, file, first - int(self._file_offsets[file]), length
                 position, first, count = position + length, first + length, count - length
 
-    def _group_by_variable(self, chosen: Sequence[int]) -> dict[str, list[tuple[int, Channel]]]:
-        groups: dict[str, list[tuple[int, Channel]]] = {}
+    def _group_by_variable(self, chosen: Sequence[int]) -> dict[str, list[tuple[int, FieldChannel]]]:
+        groups: dict[str, list[tuple[int, FieldChannel]]] = {}
         for index, channel in enumerate(chosen):
             groups.setdefault(self.channels[channel].variable, []).append((index, self.channels[channel]))
         return groups
 
     @staticmethod
-    def _source_slices(source: TileSource, times: slice, cells: Sequence[slice], channel: Channel) -> list[slice]:
+    def _source_slices(source: TileSource, times: slice, cells: Sequence[slice], channel: FieldChannel) -> list[slice]:
         level = 0 if channel.level is None else channel.level[0]
         slices = {"T": times, "Y": cells[0], "X": cells[1], "Z": slice(level, level + 1)}
         return [slices.get(letter, slice(0, 1)) for letter in source.axes]
@@ -211,17 +211,17 @@ class FieldSeries:
                 )
         return source, source.auxiliary_variables()[0]
 
-    def _add_channels(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> None:
+    def _set_or_check_channels(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> None:
         """Set the channels from the first file; DataError if a later file has other channels or another grid."""
-        channels: list[Channel] = []
+        channels: list[FieldChannel] = []
         for variable, (source, auxiliaries) in zip(self.variables, sources, strict=True):
             attributes = source.array_attributes()
             units = text_attribute(attributes, "units")
             levels = self._select_levels(variable, source, auxiliaries)
             if levels is None:
-                channels.append(Channel(variable, variable, None, units, attributes))
+                channels.append(FieldChannel(variable, variable, None, units, attributes))
             for number, value in levels or ():
-                channels.append(Channel(f"{variable}{value:g}", variable, (number, value), units, attributes))
+                channels.append(FieldChannel(f"{variable}{value:g}", variable, (number, value), units, attributes))
             self._check_grid(source, auxiliaries)
         if not self.channels:
             self.channels = channels

@@ -16,7 +16,7 @@ from ...registry.ranges import Count, Finite, Positive, above
 from ...terminal.console import counted
 from ..base import Dataset, Split, count_named_classes
 from ..raw_values import white_value
-from .hdf5_source import ArrayInfo, GroupInfo, hash_content, read_group_info
+from .hdf5_source import ArrayInfo, HDF5GroupInfo, hash_content, read_group_info
 from .hdf5_tiles import HDF5Array, PrefetchingSplit
 
 _MAX_CLASSES = 2**31  # classes
@@ -84,11 +84,11 @@ class HDF5Dataset(Dataset):
         if not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a path; give an HDF5 file")
         for field, name in (("images", images), ("labels", labels), ("train", train), ("test", test)):
-            _check_name(field, name)
+            _check_hdf5_name(field, name)
         self.path, self.images, self.labels = path, images, labels
         self._group_locations = {"train": (self.file, train), "test": (self.file, test)}
         if isinstance(validation, (str, Mapping)):
-            self._group_locations["validation"] = self._locate_group(validation, train)
+            self._group_locations["validation"] = self._locate_validation_group(validation, train)
             validation = None
         super().__init__(validation=validation)
         self.test_share, self.mean, self.std, self.scale = test_share, mean, std, scale
@@ -120,21 +120,25 @@ class HDF5Dataset(Dataset):
         splits = {name: self._make_split(grid, groups.get(name, first), first, n) for name, n in samples.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 
-    def _locate_group(self, validation: str | Mapping[str, str | os.PathLike[str]], train: str) -> tuple[Path, str]:
+    def _locate_validation_group(
+        self, validation: str | Mapping[str, str | os.PathLike[str]], train: str
+    ) -> tuple[Path, str]:
         """Return the file and the group of the validation samples."""
         if isinstance(validation, str):
             if not validation.endswith((".h5", ".hdf5")):
-                return self.file, _check_name("validation", validation)
+                return self.file, _check_hdf5_name("validation", validation)
             validation = {"path": validation}
         if not {"path"} <= set(validation) <= {"path", "group"} or not os.fspath(validation["path"]):
             raise ConfigError(f"validation: {dict(validation)!r} is invalid; expected {{path: FILE, group: NAME}}")
-        return Path(os.path.expanduser(validation["path"])), _check_name("validation", validation.get("group", train))
+        return Path(os.path.expanduser(validation["path"])), _check_hdf5_name(
+            "validation", validation.get("group", train)
+        )
 
-    def _random_test_share(self, groups: Mapping[str, GroupInfo]) -> float:
+    def _random_test_share(self, groups: Mapping[str, HDF5GroupInfo]) -> float:
         """Return the fraction of the training samples that is held out for testing."""
         return 0.0 if "test" in groups else self.test_share or (0.0 if "validation" in groups else _DEFAULT_TEST_SHARE)
 
-    def _read_groups(self) -> dict[str, GroupInfo]:
+    def _read_groups(self) -> dict[str, HDF5GroupInfo]:
         """Return the description of each existing split; DataError if groups are missing or do not match."""
         groups = {}
         for name, (path, group) in self._group_locations.items():
@@ -160,7 +164,7 @@ class HDF5Dataset(Dataset):
         self._normalisation_arguments(first.images)
         return groups
 
-    def _count_classes(self, groups: dict[str, GroupInfo]) -> int | None:
+    def _count_classes(self, groups: dict[str, HDF5GroupInfo]) -> int | None:
         """Return the number of classes; DataError if a label is out of range."""
         attr = groups["train"].labels.numeric_attributes.get("classes")
         if attr is not None and (attr.size != 1 or not 1 <= attr.item() <= _MAX_CLASSES or attr.item() % 1):
@@ -183,7 +187,9 @@ class HDF5Dataset(Dataset):
                 )
         return count
 
-    def _make_split(self, grid: ProcessGrid, group: GroupInfo, first: GroupInfo, sample_numbers: np.ndarray) -> Split:
+    def _make_split(
+        self, grid: ProcessGrid, group: HDF5GroupInfo, first: HDF5GroupInfo, sample_numbers: np.ndarray
+    ) -> Split:
         def tiles(array: ArrayInfo) -> HDF5Array:
             cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
             return HDF5Array(
@@ -209,7 +215,7 @@ class HDF5Dataset(Dataset):
         return result
 
 
-def _check_name(field: str, name: object) -> str:
+def _check_hdf5_name(field: str, name: object) -> str:
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(f"{field}: {name!r} is not the name of an array or a group; give one")
     return name

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...io.hdf5.checksums import hash_array, read_verified_array
+from ...io.hdf5.checksums import fingerprint_array, read_verified_array
 from ...io.hdf5.reader import array_names, convert_hdf5_errors, find_object, is_numeric, open_hdf5, size_and_mtime
 from ...system.memory import require_memory
 from ...terminal.console import counted
@@ -32,7 +32,7 @@ class ArrayInfo:
 
 
 @dataclass(frozen=True)
-class GroupInfo:
+class HDF5GroupInfo:
     """The samples of one split.
 
     Attributes
@@ -58,7 +58,7 @@ class GroupInfo:
         return self.label_values is None
 
 
-def read_group_info(path: Path, group: str, images: str, labels: str) -> GroupInfo | None:
+def read_group_info(path: Path, group: str, images: str, labels: str) -> HDF5GroupInfo | None:
     """Return the description of a group, or None if it does not exist; the images are not read.
 
     Raises
@@ -70,19 +70,19 @@ def read_group_info(path: Path, group: str, images: str, labels: str) -> GroupIn
     with open_hdf5(path) as file, convert_hdf5_errors(path):
         if find_object(file, group) is None:
             return None
-        return GroupInfo(path, before, *_read_group_arrays(path, file, group, images, labels))
+        return HDF5GroupInfo(path, before, *_read_hdf5_array_infos(path, file, group, images, labels))
 
 
-def hash_content(groups: Iterable[GroupInfo]) -> str:
+def hash_content(groups: Iterable[HDF5GroupInfo]) -> str:
     """Return a hash of the groups' arrays, computed from some of the cells or their checksums."""
     hashes = []
     for group in groups:
         with open_hdf5(group.path) as file, convert_hdf5_errors(group.path):
-            hashes += [f"{hash_array(file, array.name):08x}" for array in (group.images, group.labels)]
+            hashes += [f"{fingerprint_array(file, array.name):08x}" for array in (group.images, group.labels)]
     return " ".join(hashes)
 
 
-def _read_group_arrays(
+def _read_hdf5_array_infos(
     path: Path, file: Any, group: str, images: str, labels: str
 ) -> tuple[ArrayInfo, ArrayInfo, np.ndarray | None]:
     x, y = (_read_array_info(path, file, group, name) for name in (images, labels))

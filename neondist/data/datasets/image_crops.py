@@ -108,7 +108,7 @@ class CropTiles:
             out[index] = self._fill_and_check(item, values).reshape(out.shape[1:])
         return out
 
-    def unfilled_cache_bytes(self, epochs: int) -> int:
+    def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes of decoded chunks that reading all crops of these epochs adds to the cache."""
         current, chunks, total = self.crops.epoch, set[Hashable](), 0
         try:
@@ -199,6 +199,6 @@ class CropSplit(PrefetchingSplit):
     def epoch(self, epoch: int) -> None:
         self._positions.epoch = epoch
 
-    def unfilled_cache_bytes(self, epochs: int) -> int:
+    def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes that reading all crops of these epochs adds to the caches of decoded chunks."""
-        return sum(part.unfilled_cache_bytes(epochs) for part in self._crop_tiles)
+        return sum(part.bytes_to_be_cached(epochs) for part in self._crop_tiles)

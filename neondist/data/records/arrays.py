@@ -47,7 +47,7 @@ class HDF5Records(RecordReader):
         self._file.close()
 
 
-class SplitRecords(RecordReader):
+class DatasetSplitRecords(RecordReader):
     """Samples of a data set: the stored values of an image, (H, W, C) in row-major order, followed by the target.
 
     Parameters

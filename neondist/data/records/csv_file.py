@@ -93,9 +93,11 @@ class CsvRecords(RecordReader):
         last = np.concatenate(ends)
         starts = last + 1
         lengths = np.diff(np.append(starts, offset + 1)) - 1
-        full = np.array([length > 2 or self._has_text(start) for start, length in zip(starts, lengths, strict=True)])
+        full = np.array(
+            [length > 2 or self._is_non_blank_line(start) for start, length in zip(starts, lengths, strict=True)]
+        )
         return np.flatnonzero(full) + 1, starts[full]
 
-    def _has_text(self, start: int) -> bool:
+    def _is_non_blank_line(self, start: int) -> bool:
         self._file.seek(start)
         return bool(self._file.readline().strip(b"\xef\xbb\xbf\r\n \t"))

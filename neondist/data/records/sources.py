@@ -10,11 +10,11 @@ from ...io.files import short_reason
 from ...io.hdf5 import HDF5_SIGNATURE
 from ...io.regular_file import open_regular
 from ..datasets.hdf5 import HDF5Dataset
-from .arrays import HDF5Records, SplitRecords
+from .arrays import DatasetSplitRecords, HDF5Records
 from .base import ConcatenatedRecords, RecordReader
 from .csv_file import CsvRecords
 from .recordio import MAGIC, RecordIORecords
-from .table import TableRecords
+from .table import SQLTableRecords
 
 
 def open_records(source: str, role: str = "training") -> RecordReader:
@@ -34,7 +34,7 @@ def open_records(source: str, role: str = "training") -> RecordReader:
         If the source is missing or damaged.
     """
     if "://" in source:
-        return TableRecords(source)
+        return SQLTableRecords(source)
     path = Path(os.path.expanduser(source))
     file, _, array = source.rpartition(":")
     if array and not path.exists() and Path(os.path.expanduser(file)).is_file():
@@ -57,7 +57,7 @@ def _open_file(path: Path, role: str) -> RecordReader:
             " RecordIO or HDF5 file, or a folder of such files"
         ) from error
     if head == HDF5_SIGNATURE:
-        return SplitRecords(str(path), HDF5Dataset(path), role)
+        return DatasetSplitRecords(str(path), HDF5Dataset(path), role)
     if head.startswith(MAGIC.to_bytes(4, "little")) or path.suffix == ".recordio":
         return RecordIORecords(path)
     return CsvRecords(path)

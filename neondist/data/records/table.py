@@ -11,7 +11,7 @@ from ...errors import DataError, MissingPackageError
 from .base import BadRecordError, RecordReader
 
 
-class TableRecords(RecordReader):
+class SQLTableRecords(RecordReader):
     """Rows of a table, which is read whole, ordered by its primary key, or else as returned by the database.
 
     Rows are arrays of float64 if the first row has only numbers, and arrays of text otherwise.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-from ...errors import PlanError
+from ...errors import PlanMismatchError
 from ...registry import Registered
 from ...terminal.console import counted
 from ..exchange import HaloExchange
@@ -36,7 +36,7 @@ class ExchangePolicy(Registered, ABC):
     formula = "each way H = n c (2 O (h + w) + 4 O²) elements"
 
     @property
-    def has_memory(self) -> bool:
+    def is_stateful(self) -> bool:
         """Whether the policy keeps state between training steps."""
         return bool(self.state_names) or type(self).get_state is not ExchangePolicy.get_state
 
@@ -87,19 +87,19 @@ class ExchangePolicy(Registered, ABC):
         return 1, 1, 1
 
     def check_messages(self, elements: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
-        """Raise PlanError if messages for these numbers of elements differ in size from `message_bytes`."""
+        """Raise PlanMismatchError if messages for these numbers of elements differ in size from `message_bytes`."""
         declared = [self.message_bytes(n, itemsize, direction) for n in elements]
         if list(sent) != declared:
-            raise PlanError(
+            raise PlanMismatchError(
                 f"scheme {type(self).__name__} sends messages of {list(sent)} bytes {direction}, but its message_bytes"
                 f" returns {declared}; make them agree (docs/adding_a_scheme.md)"
             )
 
     def check_exchanges(self, count: int, direction: str) -> None:
-        """Raise PlanError if the number of exchanges started by a call differs from `exchanges_per_call`."""
+        """Raise PlanMismatchError if the number of exchanges started by a call differs from `exchanges_per_call`."""
         least, _, most = self.exchanges_per_call(direction)
         if not least <= count <= most:
-            raise PlanError(
+            raise PlanMismatchError(
                 f"scheme {type(self).__name__} has exchanged {counted(count, 'time')} in one call {direction}, but its"
                 f" exchanges_per_call declares {least} to {most}; make them agree (docs/adding_a_scheme.md)"
             )

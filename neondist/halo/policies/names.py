@@ -11,7 +11,7 @@ from ...registry import registered_classes, suggest
 from .base import ExchangePolicy
 
 
-def scheme_names() -> dict[str, type[ExchangePolicy]]:
+def schemes_by_name() -> dict[str, type[ExchangePolicy]]:
     """Return all schemes by name: the class name in snake_case."""
     return {
         re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): cls
@@ -21,7 +21,7 @@ def scheme_names() -> dict[str, type[ExchangePolicy]]:
 
 def scheme_text(scheme: ExchangePolicy) -> str:
     """Return the scheme as text that `as_scheme` parses; arguments with default values are omitted."""
-    name = next((name for name, cls in scheme_names().items() if cls is type(scheme)), type(scheme).__name__)
+    name = next((name for name, cls in schemes_by_name().items() if cls is type(scheme)), type(scheme).__name__)
     defaults = inspect.signature(type(scheme)).parameters
     arguments = {key: value for key, value in scheme.arguments().items() if value != defaults[key].default}
     return name + (f"({', '.join(f'{key}={value}' for key, value in arguments.items())})" if arguments else "")
@@ -39,7 +39,7 @@ def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
         return scheme
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", str(scheme))
     name, arguments = match.groups() if match else (str(scheme), None)
-    choices = scheme_names()
+    choices = schemes_by_name()
     if name not in choices:
         raise ConfigError(f"scheme '{scheme}' is unknown{suggest(name, choices)}")
     pairs = [pair.partition("=") for pair in (arguments or "").split(",") if pair.strip()]

@@ -10,7 +10,7 @@
 from .pieces import ArrayPart
 from .read import CheckpointContents, open_checkpoint, read_checkpoint_texts
 from .retention import checkpoints_by_step
-from .scheme_memory import SCHEME_MEMORY_TEXT_NAME, collect_scheme_memory, restore_scheme_memory
+from .scheme_memory import SCHEME_STATE_TEXT_NAME, collect_scheme_state, restore_scheme_state
 from .settings import from_plain, to_plain
 from .snapshots import SnapshotStore
 from .stream import gather_to_root, scatter_from_root
@@ -19,8 +19,8 @@ from .weights import WeightMatch, load_weights
 from .write import write_checkpoint
 
 __all__ = [
-    "SCHEME_MEMORY_TEXT_NAME", "ArrayPart", "CheckpointContents", "SnapshotStore", "WeightMatch",
-    "checkpoints_by_step", "collect_scheme_memory", "from_plain", "gather_to_root", "load_weights",
-    "open_checkpoint", "read_checkpoint_texts", "restore_scheme_memory", "restore_sync_state", "scatter_from_root",
+    "SCHEME_STATE_TEXT_NAME", "ArrayPart", "CheckpointContents", "SnapshotStore", "WeightMatch",
+    "checkpoints_by_step", "collect_scheme_state", "from_plain", "gather_to_root", "load_weights",
+    "open_checkpoint", "read_checkpoint_texts", "restore_scheme_state", "restore_sync_state", "scatter_from_root",
     "sync_state_parts", "to_plain", "write_checkpoint",
 ]  # fmt: skip

@@ -20,10 +20,10 @@ from .pieces import ArrayPart
 from .read import CheckpointReader
 from .texts import parse_json, require_json_integer, require_json_type
 
-SCHEME_MEMORY_TEXT_NAME, SCHEME_MEMORY_GROUP = "scheme_state", "borders"
+SCHEME_STATE_TEXT_NAME, SCHEME_STATE_GROUP = "scheme_state", "borders"
 """Names in the file of the text and of the group of arrays."""
 MAX_BATCH_SIZE = 1 << 20  # limit of samples per batch
-MemoryEntry: TypeAlias = "tuple[int, int, str, int, int]"
+SchemeStateEntry: TypeAlias = "tuple[int, int, str, int, int]"
 """Index of the array in its layer, batch size, direction, number of state arrays, and their total size."""
 
 
@@ -32,7 +32,7 @@ ExchangedArrays: TypeAlias = Mapping[str, Sequence[GlobalArray]]
 
 
 @dataclass(frozen=True)
-class SchemeMemory:
+class SchemeState:
     """State of border schemes on all ranks, as written to a checkpoint.
 
     Attributes
@@ -45,7 +45,7 @@ class SchemeMemory:
     pieces: list[ArrayPart]
 
 
-def collect_scheme_memory(exchanged_arrays: ExchangedArrays, state_key: str, world: Transport) -> SchemeMemory:
+def collect_scheme_state(exchanged_arrays: ExchangedArrays, state_key: str, world: Transport) -> SchemeState:
     """Return the state of the schemes of layers. Collective.
 
     Parameters
@@ -54,10 +54,10 @@ def collect_scheme_memory(exchanged_arrays: ExchangedArrays, state_key: str, wor
         The arrays of each layer of a built model.
     state_key : key that a run must match to restore the state
     """
-    own_entries: dict[str, list[MemoryEntry]] = {}
+    own_entries: dict[str, list[SchemeStateEntry]] = {}
     values: dict[str, Any] = {}
     for name, layer in exchanged_arrays.items():
-        entries, arrays = [], []  # type: list[MemoryEntry], list[np.ndarray]
+        entries, arrays = [], []  # type: list[SchemeStateEntry], list[np.ndarray]
         for at, array in enumerate(layer):
             for (samples, direction), kept in sorted(array.scheme_state().items()):
                 if kept:
@@ -69,12 +69,14 @@ def collect_scheme_memory(exchanged_arrays: ExchangedArrays, state_key: str, wor
     layers = {name: [ranks[name] for ranks in everyone] for name in own_entries}
     layers = {name: ranks for name, ranks in layers.items() if any(map(_total_size, ranks))}
     if not layers:
-        return SchemeMemory("", [])
+        return SchemeState("", [])
     pieces = [_flat_part(name, ranks, values[name]) for name, ranks in layers.items()]
-    return SchemeMemory(json.dumps({"of": state_key, "layers": layers}), pieces)
+    return SchemeState(json.dumps({"of": state_key, "layers": layers}), pieces)
 
 
-def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, state_key: str, world: Transport) -> str:
+def restore_scheme_state(
+    file: CheckpointReader, exchanged_arrays: ExchangedArrays, state_key: str, world: Transport
+) -> str:
     """Restore the state of border schemes from a checkpoint. Collective.
 
     Return a message for the user: '', or that the state is discarded because the file's `state_key` differs.
@@ -84,7 +86,7 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
     DataError
         On every rank, if the state in the file is invalid.
     """
-    text = file.contents.texts.get(SCHEME_MEMORY_TEXT_NAME)
+    text = file.contents.texts.get(SCHEME_STATE_TEXT_NAME)
     if text is None:
         return ""
     try:
@@ -100,11 +102,11 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
         for name, ranks in layers.items():
             for entries in require_json_type(name, ranks, list):
                 for entry in require_json_type(name, entries, list):
-                    _check_entry(name, entry, len(exchanged[name]))
+                    _check_entry(name, entry, len(exchanged_arrays[name]))
             elements = [_total_size(entries) for entries in ranks]
-            if file.contents.group(SCHEME_MEMORY_GROUP).get(name) != (sum(elements),) or len(ranks) != world.size:
+            if file.contents.group(SCHEME_STATE_GROUP).get(name) != (sum(elements),) or len(ranks) != world.size:
                 raise ValueError(name)
-            dtype = exchanged[name][0].dtype
+            dtype = exchanged_arrays[name][0].dtype
             pieces.append(_flat_part(name, ranks, np.empty(elements[world.rank], dtype)))
     except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
         raise DataError(
@@ -114,8 +116,8 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
     error: Exception | None = None
     try:
         for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
-            for at, memory in _split_memory(ranks[world.rank], piece.local_array).items():
-                array = exchanged[name][at]
+            for at, memory in _split_scheme_state(ranks[world.rank], piece.local_array).items():
+                array = exchanged_arrays[name][at]
                 array.restore_scheme_state({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
         error = DataError(f"{file.contents.path}: its border schemes do not match the model ({problem}); use another")
@@ -123,7 +125,9 @@ def restore_scheme_memory(file: CheckpointReader, exchanged: ExchangedArrays, st
     return ""
 
 
-def _split_memory(entries: list[MemoryEntry], flat_values: Any) -> dict[int, dict[tuple[int, str], list[Any]]]:
+def _split_scheme_state(
+    entries: list[SchemeStateEntry], flat_values: Any
+) -> dict[int, dict[tuple[int, str], list[Any]]]:
     """Return the memory of each array of one layer."""
     ends, memories = accumulate(elements for *_, elements in entries), defaultdict(dict)  # type: Any, Any
     for (at, samples, direction, count, elements), end in zip(entries, ends, strict=True):
@@ -140,11 +144,11 @@ def _check_entry(name: str, entry: Any, array_count: int) -> None:
         raise ValueError(name)
 
 
-def _total_size(entries: list[MemoryEntry]) -> int:
+def _total_size(entries: list[SchemeStateEntry]) -> int:
     return sum(elements for *_, elements in entries)
 
 
-def _flat_part(name: str, entries_by_rank: list[list[MemoryEntry]], own_values: Any) -> ArrayPart:
+def _flat_part(name: str, entries_by_rank: list[list[SchemeStateEntry]], own_values: Any) -> ArrayPart:
     ends = list(accumulate(map(_total_size, entries_by_rank), initial=0))
     boxes = [Box((lo,), (hi,)) for lo, hi in pairwise(ends)]
-    return ArrayPart(f"{SCHEME_MEMORY_GROUP}/{name}", (ends[-1],), own_values, boxes)
+    return ArrayPart(f"{SCHEME_STATE_GROUP}/{name}", (ends[-1],), own_values, boxes)

@@ -62,7 +62,7 @@ class SnapshotStore:
 
     Attributes
     ----------
-    writers : list of int
+    writer_ranks : list of int
         Rank 0, and its buddy if there is another node.
     """
 
@@ -71,17 +71,19 @@ class SnapshotStore:
         self.node = re.sub(r"[^\w.]", "_", node or socket.gethostname())
         nodes = world.allgather(self.node)
         self._first_rank_of_nodes = [nodes.index(node) for node in dict.fromkeys(nodes)]
-        self.writers = self._first_rank_of_nodes[:2]
+        self.writer_ranks = self._first_rank_of_nodes[:2]
         self._folder_claimed = False
 
     def path(self, step: int) -> Path:
         """Return the file of a step on this node."""
         return self.folder / f"{self.node}-{step:010d}.h5"
 
-    def steps_and_nodes(self) -> list[tuple[int, int]]:
+    def steps_and_node_ranks(self) -> list[tuple[int, int]]:
         """Return (step, rank of a node that has it) of all snapshots, the newest first."""
         own_steps = (
-            [int(path.stem[-10:]) for path in self._own_files()] if self.world.rank in self._first_rank_of_nodes else []
+            [int(path.stem[-10:]) for path in self._snapshot_files_of_node()]
+            if self.world.rank in self._first_rank_of_nodes
+            else []
         )
         steps_of_ranks = enumerate(self.world.allgather(own_steps))
         return sorted(((step, rank) for rank, steps in steps_of_ranks for step in steps), reverse=True)
@@ -95,21 +97,21 @@ class SnapshotStore:
             On every rank, if the shared memory of a node is full; the previous snapshot is kept.
         """
         with all_or_none(self.world):
-            if self.world.rank in self.writers and not self._folder_claimed:
+            if self.world.rank in self.writer_ranks and not self._folder_claimed:
                 self._claim_folder()
         write_checkpoint(self.path(step), pieces, texts, self.world)
-        if len(self.writers) > 1:
-            self._copy_to_node(self.path(step), *self.writers)
-        if self.world.rank in self.writers:
-            self._remove_files([path for path in self._own_files() if path != self.path(step)])
+        if len(self.writer_ranks) > 1:
+            self._copy_to_node(self.path(step), *self.writer_ranks)
+        if self.world.rank in self.writer_ranks:
+            self._remove_files([path for path in self._snapshot_files_of_node() if path != self.path(step)])
 
-    def remove_all(self) -> None:
+    def remove_all_snapshots(self) -> None:
         """Remove all snapshots of the run on the nodes of this job."""
         if self.world.rank in self._first_rank_of_nodes:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._folder_claimed = False
 
-    def _own_files(self) -> list[Path]:
+    def _snapshot_files_of_node(self) -> list[Path]:
         return sorted(self.folder.glob(f"{self.node}-{'[0-9]' * 10}.h5"))
 
     def _remove_files(self, paths: Sequence[Path]) -> None:

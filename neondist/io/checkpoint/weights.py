@@ -33,7 +33,7 @@ class WeightMatch:
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
     @property
-    def is_complete(self) -> bool:
+    def is_fully_loaded(self) -> bool:
         """Whether all arrays of the model were loaded."""
         return not self.missing and not self.mismatched
 
@@ -83,7 +83,7 @@ def load_weights(
         else:
             match.loaded.append(name)
     match.unused.extend(sorted(shapes.keys() - {shard.full_name for shard, _ in arrays}))
-    if (arrays and not match.loaded) or (strict and not match.is_complete):
+    if (arrays and not match.loaded) or (strict and not match.is_fully_loaded):
         problem = f"does not fit the model: {match.describe_differences(MAX_LISTED_NAMES)}"
         raise DataError(f"{file.contents.path}: {problem}; specify a checkpoint of this experiment")
     file.fill_parts([ArrayPart.of(shard, array, "model") for shard, array in arrays if shard.full_name in match.loaded])

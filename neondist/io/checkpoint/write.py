@@ -13,7 +13,7 @@ import numpy as np
 from ...comm import CALL_KEY, Transport, check_equal_on_ranks, raise_if_any_failed
 from ...errors import OutputError
 from ..files import DraftFile, short_reason
-from ..hdf5 import DeferredErrorFile
+from ..hdf5 import DeferredErrorHDF5File
 from .checksum import USER_BLOCK_SIZE, add_checksum
 from .pieces import ArrayPart, Slices
 from .retention import keep_copy_by_step
@@ -79,7 +79,7 @@ class _CheckpointDraft:
             )
         self.draft = DraftFile(path)
         try:
-            self.file = DeferredErrorFile(self.draft.file, userblock_size=USER_BLOCK_SIZE)
+            self.file = DeferredErrorHDF5File(self.draft.file, userblock_size=USER_BLOCK_SIZE)
             self._create_arrays(pieces, texts)
         except BaseException:
             self.draft.discard()

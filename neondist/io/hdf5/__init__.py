@@ -9,7 +9,7 @@ with `fletcher32=True` have checksums of their cells, which do not detect zeroed
 checksum, and a wrong byte in it makes libhdf5 2.0 loop forever: such text is neither written nor read.
 """
 
-from .checksums import CheckedArray, ChecksumTable, checksum, hash_array, read_array, read_verified_array
+from .checksums import CheckedArray, ChecksumTable, checksum, fingerprint_array, read_array, read_verified_array
 from .reader import (
     HDF5_SIGNATURE,
     array_names,
@@ -21,10 +21,26 @@ from .reader import (
     open_hdf5,
     size_and_mtime,
 )
-from .writer import HDF5_LIBRARY_VERSIONS, DeferredErrorFile, NewHDF5File, put_text_attribute
+from .writer import HDF5_LIBRARY_VERSIONS, DeferredErrorHDF5File, NewHDF5File, put_text_attribute
 
 __all__ = [
-    "HDF5_LIBRARY_VERSIONS", "HDF5_SIGNATURE", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewHDF5File",
-    "array_names", "checksum", "convert_hdf5_errors", "find_object", "get_text_attribute", "hash_array", "is_numeric",
-    "iter_arrays", "open_hdf5", "put_text_attribute", "read_array", "read_verified_array", "size_and_mtime",
+    "HDF5_LIBRARY_VERSIONS",
+    "HDF5_SIGNATURE",
+    "CheckedArray",
+    "ChecksumTable",
+    "DeferredErrorHDF5File",
+    "NewHDF5File",
+    "array_names",
+    "checksum",
+    "convert_hdf5_errors",
+    "find_object",
+    "fingerprint_array",
+    "get_text_attribute",
+    "is_numeric",
+    "iter_arrays",
+    "open_hdf5",
+    "put_text_attribute",
+    "read_array",
+    "read_verified_array",
+    "size_and_mtime",
 ]  # fmt: skip

@@ -109,7 +109,7 @@ class CheckedArray:
             self._read_unverified(out, (slice(first_sample, first_sample + len(out)), *self.tile))
             for sample, cells in enumerate(out, start=first_sample):
                 for place, cut in self._tile_blocks:
-                    _verify_block(self.name, cells[cut], self._tile_checksums[(sample, *place)], sample)
+                    _verify_block_checksum(self.name, cells[cut], self._tile_checksums[(sample, *place)], sample)
             return
         for samples, rows in self._iter_sample_and_row_ranges(first_sample, first_sample + len(out)):
             self._read_verified_batch(samples, rows, first_sample, out)
@@ -129,7 +129,7 @@ class CheckedArray:
         starts = (samples.start, rows.start - self._block_aligned_tile[0].start)
         for place, cut in _iter_blocks(cells.shape, self.block):
             index = (place[0] + starts[0] // self.block[0], place[1] + starts[1] // self.block[1], *place[2:])
-            _verify_block(self.name, cells[cut], self._tile_checksums[index], samples.start + cut[0].start)  # type: ignore[index]
+            _verify_block_checksum(self.name, cells[cut], self._tile_checksums[index], samples.start + cut[0].start)  # type: ignore[index]
         # requested samples and rows among those read
         n, m = max(samples.start, first_sample), min(samples.stop, first_sample + len(out))
         top, end = max(rows.start, self.tile[0].start), min(rows.stop, self.tile[0].stop)
@@ -161,7 +161,7 @@ def read_verified_array(file: Any, name: str) -> np.ndarray:
     if table is not None:
         sums = read_array(table, f"{CHECKSUM_GROUP}/{name}")
         for place, cut in _iter_blocks(cells.shape, _block_shape_of(name, array.shape, table)):
-            _verify_block(name, cells[cut], sums[place], cut[0].start)
+            _verify_block_checksum(name, cells[cut], sums[place], cut[0].start)
     return cells
 
 
@@ -171,7 +171,7 @@ def read_array(array: Any, name: str, has_checksums: bool = False) -> np.ndarray
     return np.asarray(array[()])
 
 
-def hash_array(file: Any, name: str) -> int:
+def fingerprint_array(file: Any, name: str) -> int:
     """Return a cheap fingerprint of an array: a hash of some of its checksums, or else of some cells."""
     table = find_object(file, f"{CHECKSUM_GROUP}/{name}")
     if table is not None:
@@ -196,7 +196,7 @@ def _block_shape_of(name: str, shape: tuple[int, ...], table: Any) -> tuple[int,
     return sizes
 
 
-def _verify_block(name: str, cells: np.ndarray, expected: int, sample: int) -> None:
+def _verify_block_checksum(name: str, cells: np.ndarray, expected: int, sample: int) -> None:
     if checksum(cells) != expected:
         raise ValueError(f"{name}: wrong checksum in sample {sample}, which has changed since it was written")
 

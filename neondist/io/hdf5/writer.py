@@ -53,7 +53,7 @@ class NewHDF5File:
             with suppress(OSError):  # some file systems do not support permissions
                 os.chmod(self._draft.temporary_path, 0o600)
         try:
-            self._hdf5_file = DeferredErrorFile(self._draft.file, libver=HDF5_LIBRARY_VERSIONS)
+            self._hdf5_file = DeferredErrorHDF5File(self._draft.file, libver=HDF5_LIBRARY_VERSIONS)
         except BaseException:
             self._draft.discard()
             raise
@@ -78,7 +78,7 @@ def put_text_attribute(attributes: Any, name: str, text: str) -> None:
     attributes[name] = np.bytes_(text.encode())
 
 
-class DeferredErrorFile:
+class DeferredErrorHDF5File:
     """New HDF5 file that hides write errors from HDF5; `raise_deferred_error` and `close` raise the first one.
 
     Parameters

@@ -23,16 +23,18 @@ class GuardedCopy:
     """
 
     def __init__(self, array: Any) -> None:
-        before, after = _bytes_before_and_after(array)
+        before, after = _byte_bounds(array)
         moat = max(_MARGIN_BYTES, 2 * max(map(abs, array.strides[1:]), default=0))
         moat += -moat % _ALIGNMENT_BYTES
         self.memory = np.empty(before + after + 2 * moat + 2 * _ALIGNMENT_BYTES, np.uint8)
         first = moat + before
         first += (array.ctypes.data - self.memory.ctypes.data - first) % _ALIGNMENT_BYTES
         self.array = np.ndarray(array.shape, array.dtype, self.memory, first, array.strides)
-        self.all_cells = self.memory[first % array.itemsize :]
-        self.all_cells = self.all_cells[: len(self.all_cells) // array.itemsize * array.itemsize].view(array.dtype)
-        fill_with_mark(self.all_cells)
+        self.cells_with_guards = self.memory[first % array.itemsize :]
+        self.cells_with_guards = self.cells_with_guards[
+            : len(self.cells_with_guards) // array.itemsize * array.itemsize
+        ].view(array.dtype)
+        fill_with_mark(self.cells_with_guards)
         self.array[...] = array
         self.checksum = bytes_checksum(self.array)
 
@@ -42,7 +44,7 @@ class GuardedCopy:
         return bytes_checksum(self.array) != self.checksum
 
 
-def _bytes_before_and_after(array: Any) -> tuple[int, int]:
+def _byte_bounds(array: Any) -> tuple[int, int]:
     """Return the bytes that the cells occupy before and after the first one's address."""
     spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
     return -sum(span for span in spans if span < 0), sum(span for span in spans if span > 0) + array.itemsize

@@ -57,7 +57,7 @@ class NonFiniteMonitor:
         self.nonfinite_value = f"the gradients in float16; the loss scale is {scaler.scale:g} from now on"
 
 
-class SavedSchemeState:
+class BorderSchemeBackup:
     """State of border schemes before a step, restored if the step is skipped.
 
     Parameters

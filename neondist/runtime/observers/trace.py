@@ -28,12 +28,12 @@ class Trace(Observer):
     ----------
     events : list of Event
         Complete ('X') events, in the order of their ends; 'ts' and 'dur' are nanoseconds of this rank's clock.
-    sync_times : list of int
+    clock_alignment_times : list of int
         Times at which sums over all ranks ended: nearly simultaneous on all ranks.
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.events, self.sync_times = rank, [], []  # type: int, list[Event], list[int]
+        self.rank, self.events, self.clock_alignment_times = rank, [], []  # type: int, list[Event], list[int]
         self._open_events: list[tuple[Any, int]] = []
 
     def on_begin(self, what: str, name: str, direction: str, subject: Any) -> None:
@@ -53,20 +53,24 @@ class Trace(Observer):
             title = "wait: messages"
             details |= {"messages": len(subject.sends), "bytes_sent": subject.bytes_sent}
         if subject == "world":
-            self.sync_times.append(now)
+            self.clock_alignment_times.append(now)
         args = {key: value for key, value in details.items() if value != ""}
         event = {"name": title, "cat": what, "ph": "X", "pid": self.rank, "tid": 0, "args": args}
         self.events.append(event | {"ts": start, "dur": now - start})
 
 
 def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
-    """Return the events of all ranks, given (events, sync_times) of each, in microseconds of one clock.
+    """Return the events of all ranks, given (events, clock_alignment_times) of each, in microseconds of one clock.
 
     Clocks are aligned to rank 0's by the median offset of these times.
     """
     shifted: list[Event] = []
-    for events, sync_times in ranks:
-        off = int(median(own - first for own, first in zip(sync_times, ranks[0][1], strict=True))) if sync_times else 0
+    for events, clock_alignment_times in ranks:
+        off = (
+            int(median(own - first for own, first in zip(clock_alignment_times, ranks[0][1], strict=True)))
+            if clock_alignment_times
+            else 0
+        )
         shifted += [event | {"ts": event["ts"] - off} for event in events]
     first = min((event["ts"] for event in shifted), default=0)
     named = [
@@ -81,6 +85,6 @@ def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> No
     trace = Trace(grid.rank)
     with grid.observers.watched_by(trace):
         work()
-    ranks = grid.world.allgather((trace.events, trace.sync_times))
+    ranks = grid.world.allgather((trace.events, trace.clock_alignment_times))
     if grid.rank == 0:
         write_text(path, json.dumps({"traceEvents": align_clocks(ranks), "displayTimeUnit": "ms"}) + "\n")

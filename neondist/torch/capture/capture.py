@@ -30,10 +30,10 @@ from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
 from .checks import check_module
-from .constants import remove_number_reads, track_values
+from .constants import remove_number_reads, track_known_values
 from .no_grad import detach_no_grad_values
 from .persistent_state import restore_after_capture
-from .regions import RegionConversion
+from .regions import PartitioningConverter
 from .tracing import InputSpecs, allow_self_assignment, hide_printed_graph, tracing, user_frames
 
 RANDOM_KEY_STRIDE = 1000
@@ -62,7 +62,11 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
     check_module(module)
     gradients = torch.is_grad_enabled()
     importlib.import_module("torch._dynamo")  # before `record_functions` patches what it inspects
-    with tracing(name or type(module).__name__, shapes), record_functions() as calls, track_values(module) as values:
+    with (
+        tracing(name or type(module).__name__, shapes),
+        record_functions() as calls,
+        track_known_values(module) as values,
+    ):
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
@@ -180,14 +184,14 @@ def lower_program(
     inputs: list[int] = []
     env: dict[Any, Any] = {}
     changed: dict[str, Any] = {}
-    pending = list(layouts)[::-1]
-    regions = RegionConversion(lowering, gather_at, by_channels)
+    remaining_layouts = list(layouts)[::-1]
+    regions = PartitioningConverter(lowering, gather_at, by_channels)
     outputs: Sequence[Any] = ()
     output_nodes: Sequence[Any] = ()
     for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
             env[node] = _bind_input(
-                lowering, node, specs[node.name], program, pending, parameters, buffers, inputs, unregistered
+                lowering, node, specs[node.name], program, remaining_layouts, parameters, buffers, inputs, unregistered
             )
         elif node.op == "output":
             lowering.where, output_nodes = node_location(node), node.args[0]
@@ -265,7 +269,7 @@ def _bind_input(
     node: Any,
     spec: Any,
     program: Any,
-    pending: list[Layout],
+    remaining_layouts: list[Layout],
     parameters: dict[str, int],
     buffers: dict[str, int],
     inputs: list[int],
@@ -300,7 +304,7 @@ def _bind_input(
         return value
     if not isinstance(fake, torch.Tensor):
         return fake
-    layout = pending.pop() if spec.kind == InputKind.USER_INPUT else replicated(fake.shape)
+    layout = remaining_layouts.pop() if spec.kind == InputKind.USER_INPUT else replicated(fake.shape)
     if spec.kind == InputKind.USER_INPUT:
         image, value = lowering.image_input(layout, fake.dtype)
         inputs.append(image.id)

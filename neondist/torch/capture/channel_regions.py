@@ -19,7 +19,7 @@ from torch.fx import Node
 from ..ir.layout import Mesh
 from ..ir.registry import POINTWISE_OPS
 from ..lowering.lowering import bind_arguments
-from ..rules.channels import sums_partial_results
+from ..rules.channels import prefers_partial_sums
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_MESSAGE = 5e10, 8e9, 1.5e-4
 """Speed of one core, and latency including waiting: typical, not measured, so that ranks find the same regions."""
@@ -69,7 +69,7 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
         return set()
     read_inputs = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
     chosen: set[Node] = set()
-    region = _Region()
+    region = _ChannelRegion()
     for node in program.graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and read_inputs.isdisjoint(node.all_input_nodes)):
             continue  # an input, or computed from parameters alone
@@ -78,14 +78,14 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
         if estimate is not None and estimate.moved <= estimate.weights and (region.nodes or estimate.weights):
             region.append(node, estimate)
             if region.saved < 0 and not region.best:  # a region that begins later saves more
-                region = _Region()
+                region = _ChannelRegion()
         else:
             chosen.update(region.nodes[: region.best_length] if region.best > BORDER_SECONDS else ())
-            region = _Region()
+            region = _ChannelRegion()
     return chosen
 
 
-class _Region:
+class _ChannelRegion:
     """Consecutive nodes to partition by channels, and the number of leading nodes that saves the most time."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ def estimate_node(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) ->
     if not isinstance(target, torch._ops.OpOverload):
         return None
     if name in _PRODUCTS:
-        return _estimate_product(bind_arguments(target, node.args, node.kwargs), out, mesh, has_own_channels)
+        return _estimate_channel_saving(bind_arguments(target, node.args, node.kwargs), out, mesh, has_own_channels)
     if name in _BATCH_NORMS:
         trains = bind_arguments(target, node.args, node.kwargs).get("training", "no_training" not in name)
         messages = (2 - has_own_channels) * bool(trains)  # running statistics are gathered
@@ -130,14 +130,16 @@ def estimate_node(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) ->
     return _NodeEstimate(0.0, has_own_channels) if is_pointwise or name in _OTHERS else None
 
 
-def _estimate_product(given: Mapping[str, Any], out: Any, mesh: Mesh, has_own_channels: bool) -> _NodeEstimate | None:
+def _estimate_channel_saving(
+    given: Mapping[str, Any], out: Any, mesh: Mesh, has_own_channels: bool
+) -> _NodeEstimate | None:
     """Return the estimate for a convolution or a product of matrices with the given arguments."""
     x, weight, groups = given["x"].meta["val"], given["weight"].meta["val"], given.get("groups", 1)
     kernel, cells, parts = weight.shape[2:], out.shape[2:], mesh.parts[1:]
     if x.dim() != weight.dim() or len(kernel) not in (0, mesh.spatial):
         return None
     (outputs, inner), samples, ranks = weight.shape[:2], ceil(x.shape[0] / mesh.parts[0]), prod(parts)
-    sums = groups == 1 and has_own_channels and sums_partial_results(inner, outputs)
+    sums = groups == 1 and has_own_channels and prefers_partial_sums(inner, outputs)
     units = inner if sums else outputs if groups == 1 else groups
     share = ceil(units / ranks) / units if units >= ranks else 1.0
     tile = prod(ceil(n / p) for n, p in zip(cells, parts, strict=False))

@@ -70,7 +70,7 @@ def check_tensor(name: str, value: Any) -> None:
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
 
 
-def check_parameters(
+def check_parameter_shapes(
     plan: TorchPlan, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise ConfigError if a tensor of the module has changed shape or was removed since the capture."""

@@ -90,7 +90,7 @@ class KnownValueTracker(TorchDispatchMode):
         entry = self._known_value(tensor)
         return None if entry is None else entry.value
 
-    def read_value(self, tensor: Any) -> torch.Tensor | None:
+    def read_and_record(self, tensor: Any) -> torch.Tensor | None:
         """Return the value of a tensor and record the read; None if it is unknown."""
         entry = None if tensor is None else self._known_value(tensor)
         if entry is None:
@@ -113,7 +113,7 @@ class KnownValueTracker(TorchDispatchMode):
         is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
         if is_known and torch.Tag.data_dependent_output in func.tags:
             for tensor in tensors:
-                self.read_value(tensor)
+                self.read_and_record(tensor)
             return _compute_values(func, leaves, spec, items)
         writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
         if any(map(self._outlives_capture, writes)):  # a captured pass would not repeat the write
@@ -125,7 +125,7 @@ class KnownValueTracker(TorchDispatchMode):
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if func.is_view and any(map(self._outlives_capture, tensors)):
             self._views_of_real_tensors.update(dict.fromkeys(outputs))
-        is_known = is_known and all(_is_small(out) for out in outputs)
+        is_known = is_known and all(_is_small_enough_to_track(out) for out in outputs)
         values = _try_compute(func, leaves, spec, items) if is_known else None
         memories = [storage_id(tensor) for tensor in writes]
         touched = [tensor for tensor in list(self._known_values) if storage_id(tensor) in memories] if memories else []
@@ -161,7 +161,7 @@ class KnownValueTracker(TorchDispatchMode):
             Whether only the shape matters.
         """
         entry: _KnownValue | None = self._known_values.get(tensor)
-        if entry is None and shape_only and _is_small(tensor):
+        if entry is None and shape_only and _is_small_enough_to_track(tensor):
             with no_dispatch():
                 return _KnownValue(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), set(), {})
         if entry is not None or type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_meta:
@@ -199,14 +199,14 @@ class _KnownValueProvider(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METHODS_READING_MEMORY and (value := self._values.read_value(args[0])) is not None:
+        if func in _METHODS_READING_MEMORY and (value := self._values.read_and_record(args[0])) is not None:
             with torch._C.DisableTorchFunction(), no_dispatch():
                 return func(value.clone(), *args[1:], **kwargs)
         batch_count, self.batch_count = self.batch_count, None
         share = None if batch_count is None else 1.0 / float(self._values.known_or_none(batch_count))
         if share is not None and func is F.batch_norm and kwargs.get("momentum") == share:
             return self._batch_norm_with_cumulative_average(batch_count, *args, **kwargs)
-        self._values.read_value(batch_count)
+        self._values.read_and_record(batch_count)
         if func is _TENSOR.__float__ and self._batch_norm_depth and self._values.known_or_none(args[0]) is not None:
             self.batch_count = args[0]
             return float(self._values.known_or_none(self.batch_count))
@@ -224,7 +224,7 @@ class _KnownValueProvider(TorchFunctionMode):
     def _fold_to_literals(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a function of known values as literals, or None if an argument is unknown."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        values = {id(leaf): self._values.read_value(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        values = {id(leaf): self._values.read_and_record(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         if not values or None in values.values():
             return self._select_by_known_values(func, *args, **kwargs) if func in _SELECTION_FUNCTIONS else None
         args, kwargs = pytree.tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
@@ -238,7 +238,7 @@ class _KnownValueProvider(TorchFunctionMode):
         """Return the elements of a tensor selected by a mask or repeat count, or None if this is unknown."""
         is_mask = func in _MASKED_SELECT_FUNCTIONS
         selector = options.get("mask" if is_mask else "repeats", selector)
-        value = self._values.read_value(selector) if isinstance(selector, torch.Tensor) else None
+        value = self._values.read_and_record(selector) if isinstance(selector, torch.Tensor) else None
         if value is None:
             return None
         with torch._C.DisableTorchFunction(), no_dispatch():
@@ -271,7 +271,9 @@ class _KnownValueProvider(TorchFunctionMode):
         items: list[Any] = []
         for item in index if isinstance(index, tuple) else (index,):
             value = (
-                self._values.read_value(item) if isinstance(item, torch.Tensor) and item.dtype == torch.bool else None
+                self._values.read_and_record(item)
+                if isinstance(item, torch.Tensor) and item.dtype == torch.bool
+                else None
             )
             if value is None or not value.dim():
                 items.append(item)
@@ -295,7 +297,7 @@ def _as_literal(value: torch.Tensor) -> torch.Tensor:
     return torch.tensor(items, dtype=value.dtype, device=value.device).reshape(value.shape)
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
+def _is_small_enough_to_track(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape) and tensor.numel() <= MAX_KNOWN_ELEMENTS
 
 
@@ -317,7 +319,7 @@ def _try_compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[
 
 
 @contextmanager
-def track_values(module: nn.Module) -> Iterator[KnownValueTracker]:
+def track_known_values(module: nn.Module) -> Iterator[KnownValueTracker]:
     """Let a captured forward pass read numbers from tensors with known values; yield the tracker of the reads."""
     values = KnownValueTracker()
     real = dict(module.named_buffers(remove_duplicate=False))
@@ -334,7 +336,7 @@ def track_values(module: nn.Module) -> Iterator[KnownValueTracker]:
         hooks.enter_context(module.register_forward_pre_hook(record_buffers_of))
         hooks.enter_context(calls)
         yield values
-        values.read_value(calls.batch_count)
+        values.read_and_record(calls.batch_count)
 
 
 def remove_number_reads(program: Any) -> None:
@@ -342,11 +344,11 @@ def remove_number_reads(program: Any) -> None:
     for module in reversed(list(program.graph_module.modules())):  # regions before their callers
         graph: Any = getattr(module, "graph", None)
         for node in reversed(graph.nodes if graph is not None else ()):
-            if not node.users and (_returns_only_numbers(node.target) or _is_empty_region(module, node)):
+            if not node.users and (_returns_only_numbers(node.target) or _is_empty_subgraph(module, node)):
                 graph.erase_node(node)
 
 
-def _is_empty_region(module: nn.Module, node: Any) -> bool:
+def _is_empty_subgraph(module: nn.Module, node: Any) -> bool:
     """Return whether a node is, or calls, a region without operators."""
     name = node.target if node.op == "get_attr" else node.args[1].target if node.target is GRAD_MODE_REGION else ""
     graph: Any = getattr(getattr(module, name, None), "graph", None)

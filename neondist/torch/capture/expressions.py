@@ -14,7 +14,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .consistency import as_bytes_tensor
-from .constants import depends_on_shape_only, track_values
+from .constants import depends_on_shape_only, track_known_values
 
 
 class ExpressionRecorder(TorchDispatchMode):
@@ -27,7 +27,7 @@ class ExpressionRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._value_numbers: dict[tuple[Any, ...], int] = {}
-        self._dependent_ids: set[int] = set()
+        self._input_dependent_numbers: set[int] = set()
         self._expression_numbers: dict[int, int] = {}  # by the tensor's id
         self._written_numbers: dict[int, int] = {}  # by the storage written to
         self._keep_alive: list[Any] = []  # keeps ids unique
@@ -36,7 +36,7 @@ class ExpressionRecorder(TorchDispatchMode):
         """Begin a pass with these inputs, parameters and buffers."""
         for numbering in (self._expression_numbers, self._written_numbers):
             for key, number in numbering.items():
-                if number in self._dependent_ids:
+                if number in self._input_dependent_numbers:
                     numbering[key] = self._value_number(("before", number))
         for index, tensor in enumerate(tensors):
             self._written_numbers.pop(_storage_key(tensor), None)
@@ -48,7 +48,9 @@ class ExpressionRecorder(TorchDispatchMode):
         leaves = [self._operand_key(leaf, by_shape) for leaf in pytree.tree_leaves((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        is_dependent = is_random or any(number in self._dependent_ids for kind, number in leaves if kind == "tensor")
+        is_dependent = is_random or any(
+            number in self._input_dependent_numbers for kind, number in leaves if kind == "tensor"
+        )
         number = self._value_number((str(func), *leaves), is_dependent)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -67,12 +69,14 @@ class ExpressionRecorder(TorchDispatchMode):
             own = self._expression_numbers[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
         if write is None:
             return own
-        return self._value_number(("written", own, write), own in self._dependent_ids or write in self._dependent_ids)
+        return self._value_number(
+            ("written", own, write), own in self._input_dependent_numbers or write in self._input_dependent_numbers
+        )
 
     def is_dependent(self, value: Any) -> bool:
         """Return whether a value depends on inputs, parameters or random numbers, or is not a tensor."""
         tensors = _tensors_in(value)
-        return not tensors or any(self.expression_number(tensor) in self._dependent_ids for tensor in tensors)
+        return not tensors or any(self.expression_number(tensor) in self._input_dependent_numbers for tensor in tensors)
 
     def _operand_key(self, leaf: Any, by_shape: bool) -> tuple[str, Any]:
         if not isinstance(leaf, torch.Tensor):
@@ -83,7 +87,7 @@ class ExpressionRecorder(TorchDispatchMode):
     def _value_number(self, key: tuple[Any, ...], is_dependent: bool = False) -> int:
         number = self._value_numbers.setdefault(key, len(self._value_numbers))
         if is_dependent:
-            self._dependent_ids.add(number)
+            self._input_dependent_numbers.add(number)
         return number
 
 
@@ -132,6 +136,6 @@ class RepeatedPasses:
         with self._mode, torch.compiler.set_stance("force_eager"):
             inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._inputs]
             self.recorder.begin_pass([*inputs, *self._fakes.values()])
-            with self.recorder, track_values(self._module):
+            with self.recorder, track_known_values(self._module):
                 result = torch.func.functional_call(self._module, self._fakes, tuple(inputs), tie_weights=False)
         return [self.recorder.expression_number(tensor) for tensor in (*_tensors_in(result), *self._fakes.values())]

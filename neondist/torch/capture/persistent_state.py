@@ -41,10 +41,10 @@ class _NumberProbe:
     """
 
     def __init__(self, shift: int = 0, num_inverted_comparisons: int = 0) -> None:
-        self.shift, self._remaining_flips, self.was_compared = shift, num_inverted_comparisons, False
+        self.shift, self._remaining_inversions, self.was_compared = shift, num_inverted_comparisons, False
         self._instrumented_classes = {kind: self._instrumented_class(kind) for kind in (int, float)}
 
-    def instrumented(self, value: Any) -> Any:
+    def instrument(self, value: Any) -> Any:
         """Return an instrumented number; comparisons of it, and of numbers computed from it, are recorded."""
         return self._instrumented_classes[int if isinstance(value, int) else float](value + self.shift)
 
@@ -57,8 +57,8 @@ class _NumberProbe:
                     result = getattr(float, name)(float(number), *operands)
                 if isinstance(result, bool):
                     self.was_compared = True
-                    self._remaining_flips -= 1
-                    return result != (self._remaining_flips >= 0)
+                    self._remaining_inversions -= 1
+                    return result != (self._remaining_inversions >= 0)
                 instrumented_class = self._instrumented_classes.get(type(result))
                 return result if instrumented_class is None else instrumented_class(result)
 
@@ -89,7 +89,7 @@ class RestorableState:
         reach = ReachableState(module, set())
         self.depends_on_grad_mode = reach.depends_on_grad_mode
         self.iterators, self._generators = reach.iterators, reach.random_generators
-        self._caches = {cache: cache.cache_info().misses for cache in reach.caches}
+        self._misses_by_cache = {cache: cache.cache_info().misses for cache in reach.caches}
         self._before = [(container, container.read_values()) for container in reach.containers if container.is_restored]
         self._arrays = [(path, array, array.copy()) for path, array in reach.arrays.items()]
 
@@ -102,7 +102,12 @@ class RestorableState:
             present = container.read_values()
             for key in {**before, **present}:
                 old, new = before.get(key, MISSING), present.get(key, MISSING)
-                if not (old is new or key in NN_MODULE_ATTRIBUTES or _equal_keys(old, new) or _is_fx_wrapper(new, old)):
+                if not (
+                    old is new
+                    or key in NN_MODULE_ATTRIBUTES
+                    or _equal_plain_values(old, new)
+                    or _is_fx_wrapper(new, old)
+                ):
                     changes.setdefault(container.value_name(key), (container.module, []))[1].append(new)
         for path, array, old in self._arrays:
             if content_key(array) != content_key(old):
@@ -116,9 +121,11 @@ class RestorableState:
             if container.in_nn_module or all(container.value_name(key) not in names for key in present):
                 continue
             changed = {
-                key: probe.instrumented(new)
+                key: probe.instrument(new)
                 for key, new in present.items()
-                if isinstance(new, (int, float)) and not isinstance(new, bool) and not _equal_keys(before.get(key), new)
+                if isinstance(new, (int, float))
+                and not isinstance(new, bool)
+                and not _equal_plain_values(before.get(key), new)
             }
             if isinstance(container.object, (list, deque)) and len(present) > len(before) and probe.shift:
                 changed = dict(enumerate([*present.values()] * _LIST_REPEATS))
@@ -137,10 +144,10 @@ class RestorableState:
 
     def clear_functools_caches(self) -> None:
         """Clear functools caches filled in a pass; they hold fake tensors."""
-        for cache, misses in self._caches.items():
+        for cache, misses in self._misses_by_cache.items():
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
-                self._caches[cache] = 0
+                self._misses_by_cache[cache] = 0
 
     def own_generator_hash(self) -> int:
         """Return a hash of the states of the random generators that the module holds."""
@@ -151,7 +158,7 @@ class RestorableState:
         return hash(tuple(states))
 
 
-def _equal_keys(old: Any, new: Any) -> bool:
+def _equal_plain_values(old: Any, new: Any) -> bool:
     return isinstance(old, PLAIN_TYPES) and isinstance(new, PLAIN_TYPES) and plain_key(old) == plain_key(new)
 
 
@@ -180,20 +187,23 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
         raise CaptureError(
             f"the forward pass may read from the iterator {next(iter(before.iterators))}, whose next value would be"
             " captured as a constant; read this value before the forward pass",
-            _location(module),
+            _forward_definition_site(module),
         )
     random_state = _global_generator_hash(), before.own_generator_hash()
     changed: list[str] = []
     snapshots: list[dict[tuple[str, str, bool], Any]] = []
 
-    def record_items_before(*_: Any) -> None:
-        snapshots.append(_nn_module_items(module))
+    def record_state_before_forward(*_: Any) -> None:
+        snapshots.append(_nn_module_state(module))
 
-    def record_items_after(*_: Any) -> None:
+    def record_state_after_forward(*_: Any) -> None:
         changed.extend(before.changed_values())
-        snapshots.append(_nn_module_items(module))
+        snapshots.append(_nn_module_state(module))
 
-    with module.register_forward_pre_hook(record_items_before), module.register_forward_hook(record_items_after):
+    with (
+        module.register_forward_pre_hook(record_state_before_forward),
+        module.register_forward_hook(record_state_after_forward),
+    ):
         try:
             yield before.depends_on_grad_mode
         finally:
@@ -204,18 +214,19 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
             old, new = (items.get((kind, name, side), []) for items in (snapshots[0], snapshots[-1]))
             if old != new:
                 raise CaptureError(
-                    f"the forward pass changes the {kind} {name}; {_REMEDY_BY_KIND[kind]}", _location(module)
+                    f"the forward pass changes the {kind} {name}; {_REMEDY_BY_KIND[kind]}",
+                    _forward_definition_site(module),
                 )
         if changed:
             _reject_state_kept_between_passes(module, inputs)
         if (_global_generator_hash(), before.own_generator_hash()) != random_state:
-            _reject_foreign_random_draws(module, inputs, before)
+            _reject_non_torch_random_draws(module, inputs, before)
     finally:
         before.restore()
         before.clear_functools_caches()
 
 
-def _nn_module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
+def _nn_module_state(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
     """Return the state that nn.Module itself holds, by kind and name; a forward pass must not change it."""
     items: dict[tuple[str, str, bool], Any] = {}
     for path, part in module.named_modules():
@@ -256,11 +267,11 @@ def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.
                 f"the forward pass changes {', '.join(persistent or changes)}, which the next forward pass reads, but"
                 " every pass of a distributed module runs the captured graph; store this state in a buffer, or, if only"
                 " the first pass changes it, call the module once before distribute",
-                _location(next(iter((persistent or changes).values()))[0] or module),
+                _forward_definition_site(next(iter((persistent or changes).values()))[0] or module),
             )
 
 
-def _location(module: nn.Module) -> str:
+def _forward_definition_site(module: nn.Module) -> str:
     """Return the file and line of a module's forward, or of a criterion's function."""
     function = getattr(module, "criterion", None)
     for name in ("func", "__func__"):  # inside a functools.partial or a method
@@ -276,7 +287,7 @@ def _run_or_none(run: Callable[[], Any]) -> Any:
         return None
 
 
-def _reject_foreign_random_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: RestorableState) -> None:
+def _reject_non_torch_random_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: RestorableState) -> None:
     """Raise CaptureError if every pass draws from Python's or NumPy's random generators."""
     for _ in range(3):  # another thread may have drawn numbers
         before = _global_generator_hash(), state.own_generator_hash()
@@ -287,4 +298,4 @@ def _reject_foreign_random_draws(module: nn.Module, inputs: Sequence[torch.Tenso
         "the forward pass draws from Python's or NumPy's random generator, whose values would be captured as"
         " constants; use PyTorch's random functions instead"
     )
-    raise CaptureError(message, _location(module))
+    raise CaptureError(message, _forward_definition_site(module))

@@ -26,7 +26,7 @@ class Partitioning(Enum):
     CHANNELS = "channels"
 
 
-class RegionConversion:
+class PartitioningConverter:
     """Conversion of values between the regions of a program during its lowering.
 
     Parameters

@@ -34,7 +34,14 @@ _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 @contextmanager
 def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
     """Serialise tracing and neutralise the caller's settings; PyTorch's errors are raised as ConfigError."""
-    with TRACING, _suppress_logs(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), _no_validation():
+    with (
+        TRACING,
+        _suppress_logs(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _disable_autocast(),
+        _disable_argument_validation(),
+    ):
         try:
             yield
         except Exception as error:
@@ -96,7 +103,7 @@ def allow_self_assignment() -> Iterator[None]:
 
 
 @contextmanager
-def _no_autocast() -> Iterator[None]:
+def _disable_autocast() -> Iterator[None]:
     with ExitStack() as stack:
         for device, enabled in zip(AUTOCAST_DEVICES, autocast_states(), strict=True):
             if enabled:
@@ -105,7 +112,7 @@ def _no_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def _no_validation() -> Iterator[None]:
+def _disable_argument_validation() -> Iterator[None]:
     """Disable validation in torch.distributions, since traced arguments have no values."""
     checks: Any = Distribution.set_default_validate_args
     before = Distribution._validate_args

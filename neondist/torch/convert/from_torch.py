@@ -22,7 +22,7 @@ from ..capture.persistent_state import RestorableState
 from ..ir.errors import UnsupportedOperator
 from ..ir.functionalize import store_result, written_values
 from ..lowering.steps import OperatorPosition
-from .network import ModuleTensor, Network, TracedValue
+from .network import ModuleTensor, NetworkBuilder, TracedValue
 from .operators import CONVERTERS
 
 
@@ -90,7 +90,7 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[Network, TracedValue]:
+def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[NetworkBuilder, TracedValue]:
     """Return the network of training mode and its output; evaluation must give the same network except for modes."""
     mismatched = [name for name, part in module.named_modules() if part.training != module.training]
     if mismatched:
@@ -105,12 +105,12 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
             f"the module has parameters in {', '.join(sorted(dtypes))}; convert all to float32, or all to float64"
         )
     dtype = getattr(torch, *dtypes)
-    numbering: dict[Any, int] = {}
+    value_numbers: dict[Any, int] = {}
     networks = {}
     state = RestorableState(module)
     try:
         for training in (True, False):
-            networks[training] = _convert_module(module.train(training), shape, dtype, numbering)
+            networks[training] = _convert_module(module.train(training), shape, dtype, value_numbers)
     finally:
         state.restore()
     if networks[True][1].value_number != networks[False][1].value_number:
@@ -122,18 +122,20 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
 
 
 def _convert_module(
-    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbering: dict[Any, int]
-) -> tuple[Network, TracedValue]:
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, value_numbers: dict[Any, int]
+) -> tuple[NetworkBuilder, TracedValue]:
     """Return the network of a module in its current mode, and its output."""
     shapes = [(shape, dtype)]
     program = capture_module(module, shapes)
     try:
-        return _fill_network(program, Network(shape, dtype, module.training, numbering))
+        return _fill_network(program, NetworkBuilder(shape, dtype, module.training, value_numbers))
     except UnsupportedOperator:  # the operator's decomposition, which is slower, may have layers
-        return _fill_network(decompose(program, module, shapes), Network(shape, dtype, module.training, numbering))
+        return _fill_network(
+            decompose(program, module, shapes), NetworkBuilder(shape, dtype, module.training, value_numbers)
+        )
 
 
-def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
+def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, TracedValue]:
     """Add the operators of a program to a network, and return its output."""
     signature = program.graph_signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -188,7 +190,7 @@ def _fill_network(program: Any, net: Network) -> tuple[Network, TracedValue]:
     return net, last
 
 
-def _convert_node(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _convert_node(net: NetworkBuilder, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Convert an operator to a layer, and return the layer's output."""
     target = node.meta.get("out_of_place", node.target)
     place = node_location(node)

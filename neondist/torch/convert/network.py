@@ -61,7 +61,7 @@ class Step(NamedTuple):
     is_global_mean: bool = False
 
 
-class Network:
+class NetworkBuilder:
     """The layers converted so far, and the operator being converted.
 
     Attributes
@@ -78,8 +78,8 @@ class Network:
         Arrays from the module by '<layer>/<parameter>'.
     """
 
-    def __init__(self, input_shape: Shape, dtype: torch.dtype, training: bool, numbering: dict[Any, int]) -> None:
-        self.dtype, self.training, self._numbers = dtype, training, numbering
+    def __init__(self, input_shape: Shape, dtype: torch.dtype, training: bool, value_numbers: dict[Any, int]) -> None:
+        self.dtype, self.training, self._value_numbers = dtype, training, value_numbers
         self.batch = input_shape[0]
         self.input = TracedValue(0, input_shape, (*input_shape[2:], input_shape[1]), -1)
         self.where, self.out = OperatorPosition("", "", ""), torch.empty(())
@@ -115,7 +115,7 @@ class Network:
             self._add_weight(f"{layer.name}/{name}", tensor, transform)
         sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
         layer_shape = layer.output_shape_for(x.layer_shape)
-        number = x.value_number if identity_in_eval else self._number_for(_layer_key(layer), sources, x.value_number)
+        number = x.value_number if identity_in_eval else self._value_number(_layer_key(layer), sources, x.value_number)
         return self._append(Step(layer, None, (x.step,), self.where, is_global_mean), layer_shape, number)
 
     def join_values(self, kind: type[Branches], values: Sequence[Any]) -> TracedValue:
@@ -126,7 +126,7 @@ class Network:
         layer_shape = values[0].layer_shape
         if kind is Concat:
             layer_shape = (*layer_shape[:-1], sum(value.layer_shape[-1] for value in values))
-        number = self._number_for(kind.__name__, *(value.value_number for value in values))
+        number = self._value_number(kind.__name__, *(value.value_number for value in values))
         return self._append(Step(None, kind, tuple(value.step for value in values), self.where), layer_shape, number)
 
     def reshape(self, x: TracedValue, shape: Shape) -> TracedValue:
@@ -136,7 +136,7 @@ class Network:
             at = self.steps[x.step - 1].inputs[0] if means else x.step
             layer = GlobalAvgPoolingLayer(name=self._new_layer_name())
             return self._append(
-                Step(layer, None, (at,), self.where), x.layer_shape[-1:], self._number_for("vector", x.value_number)
+                Step(layer, None, (at,), self.where), x.layer_shape[-1:], self._value_number("vector", x.value_number)
             )
         return x._replace(shape=tuple(shape))
 
@@ -193,8 +193,8 @@ class Network:
         self.steps.append(step)
         return TracedValue(len(self.steps), shape, layer_shape, value_number)
 
-    def _number_for(self, *key: Any) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+    def _value_number(self, *key: Any) -> int:
+        return self._value_numbers.setdefault(key, len(self._value_numbers))
 
     def _new_layer_name(self) -> str:
         name = (self.where.module or self.where.operator.split(".")[1]).replace("/", "_")

@@ -10,10 +10,10 @@ import torch
 
 from ... import layers
 from ...geometry import same_padding
-from .network import Network, TracedValue
+from .network import NetworkBuilder, TracedValue
 
 
-class Conversion(NamedTuple):
+class OperatorConverter(NamedTuple):
     """Converter of an operator to layers, the names of the layers, and the requirements on the operator's arguments."""
 
     function: Callable[..., Any]
@@ -21,7 +21,7 @@ class Conversion(NamedTuple):
     requirements: str
 
 
-CONVERTERS: dict[str, Conversion] = {}
+CONVERTERS: dict[str, OperatorConverter] = {}
 
 
 def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -29,7 +29,7 @@ def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Calla
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         requirements = (function.__doc__ or "").strip().split("\n")[0]
-        CONVERTERS.update({f"aten.{name}": Conversion(function, layer, requirements) for name in names})
+        CONVERTERS.update({f"aten.{name}": OperatorConverter(function, layer, requirements) for name in names})
         return function
 
     return register
@@ -43,7 +43,7 @@ def conversion_table() -> list[tuple[str, str, list[str]]]:
     return [(*key, names) for key, names in rows.items()]
 
 
-def _spatial_axes(net: Network, x: TracedValue, axes: int = 0) -> int:
+def _spatial_axes(net: NetworkBuilder, x: TracedValue, axes: int = 0) -> int:
     """Return the number of spatial axes; reject reshaped values, and numbers of axes other than `axes`, if given."""
     spatial = len(x.shape) - 2
     if not x.has_layer_axes or (axes and spatial != axes):
@@ -58,7 +58,7 @@ def _as_tuple(value: Any, n: int) -> tuple[int, ...]:
 
 @converts_to("ConvLayer", *(f"conv{n}d.{kind}" for n in (1, 2, 3) for kind in ("default", "padding")))
 def convolution(
-    net: Network, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+    net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> TracedValue:
     """Any kernel, stride, padding, dilation and groups."""
     n = _spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
@@ -75,8 +75,8 @@ def convolution(
 
 @converts_to("DeconvLayer", "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input")
 def transposed_convolution(
-    net: Network, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
-    dilation: Any,
+    net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any,
+    groups: int, dilation: Any,
 ) -> TracedValue:  # fmt: skip
     """output_padding must be less than the stride."""
     n = _spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
@@ -93,7 +93,7 @@ def transposed_convolution(
 
 
 @converts_to("FCLayer", "linear.default")
-def linear(net: Network, x: TracedValue, weight: Any, bias: Any) -> TracedValue:
+def linear(net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any) -> TracedValue:
     """Only of a vector or a flattened image; rows of the weight are reordered."""
     if len(x.shape) != 2 or x.shape[0] != net.batch:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
@@ -117,7 +117,7 @@ def _channels_last(weight: torch.Tensor) -> torch.Tensor:
     "BatchNormLayer", "_native_batch_norm_legit_functional.default", "_native_batch_norm_legit_no_training.default"
 )
 def batch_norm(
-    net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float,
+    net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float,
     eps: float, training: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Only with weight, bias and running statistics; batch statistics in training, running statistics in evaluation."""
@@ -136,7 +136,7 @@ def batch_norm(
 
 @converts_to("BatchNormLayer", "batch_norm.default")
 def batch_norm_composite(
-    net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float, **_: Any,
 ) -> Any:  # fmt: skip
     """Only with weight, bias and running statistics; batch statistics in training, running statistics in evaluation."""
@@ -146,7 +146,7 @@ def batch_norm_composite(
 
 @converts_to("GroupNormLayer", "group_norm.default")
 def group_norm(
-    net: Network, x: TracedValue, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any
+    net: NetworkBuilder, x: TracedValue, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any
 ) -> TracedValue:
     """With weight and bias, or without either."""
     _spatial_axes(net, x)
@@ -157,7 +157,7 @@ def group_norm(
 
 @converts_to("GroupNormLayer", "layer_norm.default")
 def layer_norm(
-    net: Network, x: TracedValue, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
+    net: NetworkBuilder, x: TracedValue, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
 ) -> TracedValue:
     """Only over a whole sample; with weight and bias, only for vectors."""
     if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.layer_shape) > 1):
@@ -167,8 +167,8 @@ def layer_norm(
 
 @converts_to("InstanceNormLayer", "instance_norm.default")
 def instance_norm(
-    net: Network, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
-    momentum: float, eps: float, **_: Any,
+    net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any, running_mean: Any, running_var: Any,
+    use_input_stats: bool, momentum: float, eps: float, **_: Any,
 ) -> TracedValue:  # fmt: skip
     """Only without running statistics."""
     _spatial_axes(net, x)
@@ -177,13 +177,15 @@ def instance_norm(
     return net.append(layers.InstanceNormLayer(eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias))
 
 
-def _norm_weights(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
+def _norm_weights(net: NetworkBuilder, weight: Any, bias: Any) -> dict[str, Any]:
     if (weight is None) != (bias is None):
         net.refuse("it has only one of weight and bias")
     return {} if weight is None else {"gamma": (weight, None), "beta": (bias, None)}
 
 
-def _fit_windows(net: Network, x: TracedValue, kernel: Any, stride: Any, padding: Any) -> tuple[tuple[Any, ...], bool]:
+def _fit_windows(
+    net: NetworkBuilder, x: TracedValue, kernel: Any, stride: Any, padding: Any
+) -> tuple[tuple[Any, ...], bool]:
     """Return kernel, stride, and padding by side for the output extent, and whether ceil_mode adds cells."""
     n = _spatial_axes(net, x)
     sizes, steps, pads = _as_tuple(kernel, n), _as_tuple(stride or kernel, n), _as_tuple(padding, n)
@@ -199,7 +201,7 @@ def _fit_windows(net: Network, x: TracedValue, kernel: Any, stride: Any, padding
 
 @converts_to("MaxPoolingLayer", *(f"max_pool{n}d.default" for n in (1, 2, 3)))
 def max_pool(
-    net: Network, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    net: NetworkBuilder, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> TracedValue:
     """Only without dilation."""
     if any(d != 1 for d in _as_tuple(dilation, 1)):
@@ -210,8 +212,8 @@ def max_pool(
 
 @converts_to("AvgPoolingLayer", *(f"avg_pool{n}d.default" for n in (1, 2, 3)))
 def avg_pool(
-    net: Network, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
-    divisor_override: int | None = None,
+    net: NetworkBuilder, x: TracedValue, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
+    count_include_pad: bool, divisor_override: int | None = None,
 ) -> TracedValue:  # fmt: skip
     """Only without divisor_override; ceil_mode with padding only if count_include_pad=False."""
     if divisor_override is not None:
@@ -227,7 +229,7 @@ def avg_pool(
     "AvgPoolingLayer, MaxPoolingLayer",
     *(f"adaptive_{kind}_pool{n}d.default" for kind in ("avg", "max") for n in (1, 2, 3)),
 )
-def adaptive_pool(net: Network, x: TracedValue, output_size: Any) -> Any:
+def adaptive_pool(net: NetworkBuilder, x: TracedValue, output_size: Any) -> Any:
     """Windows must be of equal size. A flattened global mean becomes GlobalAvgPoolingLayer."""
     _spatial_axes(net, x)
     windows: list[tuple[int, ...]] = []
@@ -245,7 +247,7 @@ def adaptive_pool(net: Network, x: TracedValue, output_size: Any) -> Any:
 
 
 @converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
-def mean(net: Network, x: TracedValue, dim: Any, keepdim: bool, dtype: Any) -> TracedValue:
+def mean(net: NetworkBuilder, x: TracedValue, dim: Any, keepdim: bool, dtype: Any) -> TracedValue:
     """Only over all cells of the image."""
     if not _spatial_axes(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
         net.refuse(f"its dimensions {dim} are not the spatial dimensions")
@@ -263,7 +265,7 @@ ACTIVATION_BY_OPERATOR: dict[str, type[layers.Activation]] = {
 
 
 @converts_to("ActivationLayer", *ACTIVATION_BY_OPERATOR)
-def activation(net: Network, x: TracedValue, dim: int | None = None, **_: Any) -> TracedValue:
+def activation(net: NetworkBuilder, x: TracedValue, dim: int | None = None, **_: Any) -> TracedValue:
     """Softmax only over the channels."""
     if dim is not None and not (x.has_layer_axes and dim % len(x.shape) == 1):
         net.refuse(f"its dimension {dim} of {x.shape} is not the channels")
@@ -271,7 +273,7 @@ def activation(net: Network, x: TracedValue, dim: int | None = None, **_: Any) -
 
 
 @converts_to("DropoutLayer", "native_dropout.default")
-def dropout(net: Network, x: TracedValue, p: float, train: bool | None) -> tuple[Any, ...]:
+def dropout(net: NetworkBuilder, x: TracedValue, p: float, train: bool | None) -> tuple[Any, ...]:
     """Only in training; random numbers differ from PyTorch's, but are the same on every grid."""
     if not net.training:
         net.refuse("it also drops values in evaluation")
@@ -279,7 +281,7 @@ def dropout(net: Network, x: TracedValue, p: float, train: bool | None) -> tuple
 
 
 @converts_to("DropoutLayer", "dropout.default")
-def dropout_composite(net: Network, x: TracedValue, p: float, train: bool) -> TracedValue:
+def dropout_composite(net: NetworkBuilder, x: TracedValue, p: float, train: bool) -> TracedValue:
     """Only in training; random numbers differ from PyTorch's, but are the same on every grid."""
     return dropout(net, x, p, train)[0] if train else x
 
@@ -287,7 +289,7 @@ def dropout_composite(net: Network, x: TracedValue, p: float, train: bool) -> Tr
 @converts_to(
     "UpsampleLayer", *(f"{kind}{n}d.vec" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
 )
-def nearest_upsampling(net: Network, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
+def nearest_upsampling(net: NetworkBuilder, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
     """Only by integer factors."""
     factors = _integer_factors(net, x, scale_factors)
     if max(factors) > 40 and "exact" not in net.where.operator:  # 41 is the first factor that float32 rounds
@@ -297,7 +299,7 @@ def nearest_upsampling(net: Network, x: TracedValue, output_size: Any, scale_fac
 
 @converts_to("UpsampleLayer", "upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
 def linear_upsampling(
-    net: Network, x: TracedValue, output_size: Any, align_corners: bool, scale_factors: Any
+    net: NetworkBuilder, x: TracedValue, output_size: Any, align_corners: bool, scale_factors: Any
 ) -> TracedValue:
     """Only by integer factors, with align_corners=False."""
     if align_corners:
@@ -305,7 +307,7 @@ def linear_upsampling(
     return net.append(layers.UpsampleLayer(_integer_factors(net, x, scale_factors), "bilinear"), x)
 
 
-def _integer_factors(net: Network, x: TracedValue, scales: Any) -> tuple[int, ...]:
+def _integer_factors(net: NetworkBuilder, x: TracedValue, scales: Any) -> tuple[int, ...]:
     n = _spatial_axes(net, x)
     factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.layer_shape, strict=False))
     exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.layer_shape, factors, strict=False))
@@ -319,7 +321,7 @@ PADDING_MODE_BY_TORCH_NAME = {"constant": "zeros", "reflect": "reflect", "replic
 
 @converts_to("PadLayer, CropLayer", "pad.default", "constant_pad_nd.default")
 def pad(
-    net: Network, x: TracedValue, pad: Sequence[int], mode: str = "constant", value: float | None = None
+    net: NetworkBuilder, x: TracedValue, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> TracedValue:
     """Only of spatial axes, in any mode; negative padding, which crops, only in mode 'constant'."""
     n = _spatial_axes(net, x)
@@ -330,7 +332,7 @@ def pad(
 
 
 @converts_to("CropLayer", "slice.Tensor")
-def crop(net: Network, x: TracedValue, dim: int, start: int | None, end: int | None, step: int) -> TracedValue:
+def crop(net: NetworkBuilder, x: TracedValue, dim: int, start: int | None, end: int | None, step: int) -> TracedValue:
     """Only of spatial axes, with step 1."""
     first, last, stride = slice(start, end, step).indices(x.shape[dim])
     if (first, last, stride) == (0, x.shape[dim], 1):
@@ -344,7 +346,7 @@ def crop(net: Network, x: TracedValue, dim: int, start: int | None, end: int | N
 
 
 @converts_to("Sum", "add.Tensor")
-def add(net: Network, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
+def add(net: NetworkBuilder, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
     """Only of values of the same shape."""
     if alpha != 1 or not isinstance(other, TracedValue) or (x.shape, x.layer_shape) != (other.shape, other.layer_shape):
         net.refuse("it adds a constant or a tensor of another shape")
@@ -352,7 +354,7 @@ def add(net: Network, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
 
 
 @converts_to("Concat", "cat.default")
-def cat(net: Network, tensors: Sequence[Any], dim: int) -> TracedValue:
+def cat(net: NetworkBuilder, tensors: Sequence[Any], dim: int) -> TracedValue:
     """Only along the channels."""
     if not all(isinstance(x, TracedValue) and x.has_layer_axes for x in tensors) or dim % len(tensors[0].shape) != 1:
         net.refuse(f"it concatenates constants, or concatenates along dimension {dim}, which is not the channels")
@@ -370,12 +372,12 @@ _RESHAPING_OPERATORS = "view reshape _unsafe_view flatten.using_ints squeeze squ
 
 
 @converts_to("none", *(name if "." in name else f"{name}.default" for name in _RESHAPING_OPERATORS.split()))
-def reshape(net: Network, x: TracedValue, **_: Any) -> TracedValue:
+def reshape(net: NetworkBuilder, x: TracedValue, **_: Any) -> TracedValue:
     """Only to flatten a value for a linear layer, or to restore its shape."""
     return net.reshape(x, net.out.shape)
 
 
 @converts_to("none", "clone.default", "alias.default", "contiguous.default")
-def identity(net: Network, x: TracedValue, **_: Any) -> TracedValue:
+def identity(net: NetworkBuilder, x: TracedValue, **_: Any) -> TracedValue:
     """The operator is removed."""
     return x

@@ -303,7 +303,7 @@ def _batch_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module
     return [_load_module(kind, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
 
 
-def _sample_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _group_or_instance_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
     sizes = layer.group_count_for(shape), shape[-1]
     if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
@@ -352,8 +352,8 @@ LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, Tensors], Sequence[nn.Module]]
     "DropoutLayer": lambda layer, shape, arrays: [nn.Dropout(layer.rate)],
     "FCLayer": _linear,
     "GlobalAvgPoolingLayer": lambda layer, shape, arrays: [_torch_class("AdaptiveAvgPool", shape)(1), nn.Flatten()],
-    "GroupNormLayer": _sample_norm,
-    "InstanceNormLayer": _sample_norm,
+    "GroupNormLayer": _group_or_instance_norm,
+    "InstanceNormLayer": _group_or_instance_norm,
     "L2PoolingLayer": _l2_pooling,
     "LCNLayer": _local_contrast,
     "LRNLayer": _response_norm,

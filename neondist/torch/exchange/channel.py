@@ -31,7 +31,7 @@ class Channel:
             [replace(piece, source=piece.source.shift(part)) for piece in pieces]
             for pieces in (transfer.local(rank), transfer.sends(rank))
         )
-        self.includes_own_part = transfer.includes_own_part(rank)
+        self.view_includes_own_part = transfer.view_includes_own_part(rank)
         self.incoming = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
         self.outgoing = _by_peer(outgoing)
         self.group, self.first = comm.message_group({axis for request in transfer.requests for axis in request.axes})
@@ -51,7 +51,7 @@ class Channel:
         pads : sequence of (dimension, before, after)
             Numbers of indices of value `fill` added around the view.
         """
-        result = view = self.empty_view(tensor, pads)
+        result = view = self.allocate_view(tensor, pads)
         for dim, before, after in pads:
             for start, length in ((0, before), (view.shape[dim] - after, after)):
                 if length:
@@ -76,7 +76,7 @@ class Channel:
             yield view.narrow(request.dim, 0, lo)
             yield view.narrow(request.dim, hi, view.shape[request.dim] - hi)
 
-    def empty_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+    def allocate_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
         """Return an uninitialised tensor of the shape of `view`'s result."""
         shape = list(self.transfer.shape(tuple(tensor.shape), self.comm.grid.rank))
         for dim, before, after in pads:
@@ -106,7 +106,7 @@ class Channel:
 
     def own_part_of(self, view: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor | None:
         """Return this rank's part of a result of `view`, or None if the result lacks some cells of the part."""
-        if not self.includes_own_part:
+        if not self.view_includes_own_part:
             return None
         return self._lattice_view(without_padding(view, pads), self.own[0].target)
 

@@ -112,7 +112,7 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
 
 @custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_HALO_ARGS}) -> Tensor")
 def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _unpack_handle(grid, window_args)
+    state, window, extent = _decode_halo_arguments(grid, window_args)
     state.check_on_all_ranks(x, window, extent)
     view = state.view(window, extent)
     with view.channel.observe("forward"):
@@ -121,7 +121,7 @@ def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
 
 @custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_HALO_ARGS}) -> Tensor")
 def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _unpack_handle(grid, window_args)
+    state, window, extent = _decode_halo_arguments(grid, window_args)
     values = {CALL_KEY: "backward of halo", "window": window, "global_shape": extent}
     check_equal_on_ranks(state.comm.grid.world, values)
     view = state.view(window, extent)
@@ -131,10 +131,10 @@ def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_a
 
 @_halo.register_fake
 def _(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _unpack_handle(grid, window_args)
-    state.check_tile(x, window, extent)
+    state, window, extent = _decode_halo_arguments(grid, window_args)
+    state.check_tile_shape(x, window, extent)
     view = state.view(window, extent)
-    return view.channel.empty_view(x, view.pads)
+    return view.channel.allocate_view(x, view.pads)
 
 
 @_halo_adjoint.register_fake
@@ -220,7 +220,7 @@ class _GridState:
         """Raise on all ranks if the arguments of any rank are invalid, or differ between ranks. Collective."""
         error = None
         try:
-            self.check_tile(x, window, extent)
+            self.check_tile_shape(x, window, extent)
         except UserError as problem:
             error = problem
         values = {CALL_KEY: "halo", "window": window, "x.requires_grad": x.requires_grad, "the dtype of x": x.dtype}
@@ -248,7 +248,7 @@ class _GridState:
         raise_if_any_failed(world, error)
         return extent
 
-    def check_tile(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+    def check_tile_shape(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
         """Raise ShapeError if x is not this rank's tile of an image of this extent, or if the image is too small."""
         self._check_shape(tuple(x.shape), extent)
         window.check(extent)
@@ -291,7 +291,7 @@ def _grid_state_of(grid: ProcessGrid, spatial: int) -> _GridState:
     return grid.cached_objects[key]
 
 
-def _unpack_handle(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
+def _decode_halo_arguments(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
     """Return the grid state, window and extent encoded in an operator's arguments."""
     kernel, stride, padding, dilation, fill, mode, extent = window_args
     sides = tuple(zip(padding[::2], padding[1::2], strict=True))

@@ -42,10 +42,10 @@ class ExchangeView(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, has_unshared_gradient: bool
+        ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, has_unaliased_gradient: bool
     ) -> torch.Tensor:
-        """Return the view of this rank; `has_unshared_gradient`: whether its gradient shares no memory."""
-        ctx.channel, ctx.options = channel, (tensor.shape, pads, has_unshared_gradient)
+        """Return the view of this rank; `has_unaliased_gradient`: whether its gradient shares no memory."""
+        ctx.channel, ctx.options = channel, (tensor.shape, pads, has_unaliased_gradient)
         save_recompute_trigger(ctx)
         with channel.observe("forward"):
             return channel.view(tensor, pads, fill)
@@ -169,10 +169,10 @@ class SumParameterGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], unshared: Sequence[bool], *tensors: torch.Tensor
+        ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], unaliased: Sequence[bool], *tensors: torch.Tensor
     ) -> Any:
-        """Return the parameters, or this rank's parts of them; `unshared` gradients may be modified."""
-        ctx.comm, ctx.parts, ctx.unshared, ctx.shapes = comm, parts, unshared, [tensor.shape for tensor in tensors]
+        """Return the parameters, or this rank's parts of them; `unaliased` gradients may be modified."""
+        ctx.comm, ctx.parts, ctx.unaliased, ctx.shapes = comm, parts, unaliased, [tensor.shape for tensor in tensors]
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
         pairs = zip(tensors, parts, strict=True)
@@ -226,7 +226,7 @@ def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 def _sum_bucket(ctx: Any, indices: Sequence[int], grads: Sequence[torch.Tensor], axes: frozenset[int]) -> torch.Tensor:
     """Return the sums of gradients over axes as a flat tensor."""
     first = grads[0]
-    if len(grads) == 1 and ctx.unshared[indices[0]] and first.is_contiguous():
+    if len(grads) == 1 and ctx.unaliased[indices[0]] and first.is_contiguous():
         return ctx.comm.reduce(GRADIENTS, "backward", first.view(-1), axes, in_place=True)
     flat = torch._C._nn.flatten_dense_tensors(list(grads))
     return ctx.comm.reduce(GRADIENTS, "backward", flat, axes, in_place=len(grads) > 1)

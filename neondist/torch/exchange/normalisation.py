@@ -11,7 +11,7 @@ from .channel import memory_format_of
 from .mesh_comm import MeshComm
 
 
-class Moments(NamedTuple):
+class MomentsSpec(NamedTuple):
     """Specification of a normalisation's statistics.
 
     Attributes
@@ -24,7 +24,7 @@ class Moments(NamedTuple):
     axes : axes of the mesh that the elements of one mean are partitioned over
     own_cells : slices of the spatial dimensions, or None
         Cells that this rank contributes, if it also has cells of other ranks.
-    is_placeholder : bool
+    has_placeholder_sample : bool
         Whether this rank's replica has no samples except a placeholder.
     """
 
@@ -33,9 +33,9 @@ class Moments(NamedTuple):
     eps: float
     axes: frozenset[int]
     own_cells: tuple[slice, ...] | None = None
-    is_placeholder: bool = False
+    has_placeholder_sample: bool = False
 
-    def select_own(self, rows: torch.Tensor) -> torch.Tensor:
+    def select_own_cells(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the cells of rows that this rank contributes."""
         return rows if self.own_cells is None else rows[(slice(None), slice(None), *self.own_cells)]
 
@@ -61,26 +61,26 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, comm: MeshComm, name: str, moments: Moments
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, comm: MeshComm, name: str, moments: MomentsSpec
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return x (N, C, ...) normalised, and the mean and variance of each group."""
         ctx.full = x.shape
-        if moments.is_placeholder:
+        if moments.has_placeholder_sample:
             x = x[:0]
         samples, channels = x.shape[:2]
         rows = moments.reshape_to_rows(x)
-        own_rows = moments.select_own(rows)
+        own_rows = moments.select_own_cells(rows)
         mean, variance = _local_moments(own_rows, moments, samples)
         share = own_rows.numel() // max(1, mean.numel()) / moments.group_size
         mean, variance = _merge_moments(mean, variance, share, comm, name, moments.axes)
         means, variances = (moments.repeat_by_group(values, channels) for values in (mean, variance))
         scale, shift = (None if v is None else _repeat_channels(v, means) for v in (weight, bias))
-        y = _scale_rows(rows, scale, shift, means, variances, moments.eps) if x.numel() else x.clone()
+        y = _normalise_rows(rows, scale, shift, means, variances, moments.eps) if x.numel() else x.clone()
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.options = comm, name, moments
         ctx.mark_non_differentiable(mean, variance)
         y = y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # not a view: a ReLU may overwrite it
-        return y.new_zeros(ctx.full) if moments.is_placeholder else y, mean, variance
+        return y.new_zeros(ctx.full) if moments.has_placeholder_sample else y, mean, variance
 
     @staticmethod
     @once_differentiable
@@ -88,7 +88,7 @@ class Normalise(torch.autograd.Function):
         """Return the gradient of x, and this rank's parts of the gradients of the weight and the bias."""
         (x, weight, mean, variance), (comm, name, moments) = ctx.saved_tensors, ctx.options
         channels, needed = x.shape[1], ctx.needs_input_grad
-        dy = gradients[0][:0] if moments.is_placeholder else gradients[0]
+        dy = gradients[0][:0] if moments.has_placeholder_sample else gradients[0]
         rows, dy = moments.reshape_to_rows(x), moments.reshape_to_rows(dy.contiguous(memory_format=memory_format_of(x)))
         means, variances = moments.repeat_by_group(mean, channels), moments.repeat_by_group(variance, channels)
         scale, std = (
@@ -107,14 +107,14 @@ class Normalise(torch.autograd.Function):
             sums = comm.reduce(name, "backward", sums, moments.axes, in_place=True)
             first, second = moments.repeat_by_group(sums, channels).mul(std).div_(-moments.group_size).unbind()
             slope = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
-            own = moments.select_own(rows)
-            shifted = _scale_rows(own, second, first, means, variances, moments.eps) if own.numel() else own.clone()
+            own = moments.select_own_cells(rows)
+            shifted = _normalise_rows(own, second, first, means, variances, moments.eps) if own.numel() else own.clone()
             if moments.own_cells is None:
                 dx = shifted.addcmul_(dy, slope)
             else:
                 dx = (dy * slope).to(x.dtype)
-                moments.select_own(dx).add_(shifted)
-            dx = dx.new_zeros(ctx.full) if moments.is_placeholder else dx.view(x.shape)
+                moments.select_own_cells(dx).add_(shifted)
+            dx = dx.new_zeros(ctx.full) if moments.has_placeholder_sample else dx.view(x.shape)
         if len(dscale) != channels:  # one row per sample; there may be no samples
             dscale, dshift = (dv.view(len(dv) // channels, channels).sum(0) for dv in (dscale, dshift))
         return (
@@ -128,7 +128,7 @@ _NO_GRADIENTS = None, None, None
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_moments(rows: torch.Tensor, moments: MomentsSpec, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean and variance of each group of this rank's elements."""
     if not rows.numel():
         number = rows.shape[1] if moments.groups is None else samples * moments.groups
@@ -159,7 +159,7 @@ def _merge_moments(
     return mean.to(dtype), squares.addcmul(mean, mean, value=-1).clamp_(min=0).to(dtype)
 
 
-def _scale_rows(
+def _normalise_rows(
     rows: torch.Tensor, scale: Any, shift: Any, mean: torch.Tensor, variance: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Return rows normalised with these statistics, scaled and shifted, in one pass."""

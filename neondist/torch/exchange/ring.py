@@ -142,7 +142,7 @@ class RingAttention(torch.autograd.Function):
                     output, logs = _OPS._scaled_dot_product_flash_attention_for_cpu(q, *block, scale=channel.ring.scale)
                     parts = iter([(logs.unsqueeze(-1).clone(), output.to(wide))])
                 else:
-                    chunks = _column_chunks(channel.key_indices[whose], block, queries)
+                    chunks = _iter_key_value_chunks(channel.key_indices[whose], block, queries)
                     parts = iter((channel.scores(queries, keys, mask, at), values) for at, keys, values in chunks)
                 for scores, values in parts:
                     higher = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -179,7 +179,7 @@ class RingAttention(torch.autograd.Function):
                         total += part
                     continue
                 start = 0
-                for columns, keys, values in _column_chunks(channel.key_indices[whose], block, queries):
+                for columns, keys, values in _iter_key_value_chunks(channel.key_indices[whose], block, queries):
                     part = slice(start, start + len(columns))
                     weights = channel.scores(queries, keys, mask, columns).sub_(logs).exp_()
                     dv[..., part, :] += (weights.mT @ dy).to(dv)
@@ -197,7 +197,7 @@ def _uses_fused_kernel(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: RingPl
     return available and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal
 
 
-def _column_chunks(
+def _iter_key_value_chunks(
     columns: torch.Tensor, block: Sequence[torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield chunks of columns, with their keys and values."""

@@ -27,7 +27,7 @@ Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 
 
 @dataclass
-class _BufferOwner:
+class _HaloBufferOwner:
     """Attributes of a channels-last array that its halo buffer uses."""
 
     grid: ProcessGrid
@@ -51,7 +51,7 @@ class SchemeChannel:
         assert step.scheme is not None
         self.comm, self.grid, self.name, self.transfer = comm, comm.grid, step.name, step.transfer
         self.policy = step.scheme
-        self._buffers: dict[Any, tuple[_BufferOwner, HaloBuffer]] = {}
+        self._buffers: dict[Any, tuple[_HaloBufferOwner, HaloBuffer]] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return this rank's view from its part; `pads` are (dimension, before, after)."""
@@ -95,12 +95,12 @@ class SchemeChannel:
         """Return the context manager that reports this exchange to observers."""
         return self.grid.observers.observe("halo", self.name, direction)
 
-    def _halo_buffer_for(self, tensor: torch.Tensor, fill: float) -> tuple[_BufferOwner, HaloBuffer]:
+    def _halo_buffer_for(self, tensor: torch.Tensor, fill: float) -> tuple[_HaloBufferOwner, HaloBuffer]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._buffers:
             self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # for one batch
             plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _as_channels_last(tensor[:0]).dtype
-            owner = _BufferOwner(self.grid, self.policy, plan, tensor.shape[1], dtype)
+            owner = _HaloBufferOwner(self.grid, self.policy, plan, tensor.shape[1], dtype)
             self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
         return self._buffers[key]
 
@@ -137,7 +137,7 @@ class SchemeChannel:
             used=tuple(used.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(need)),
         )
 
-    def _record_messages(self, owner: _BufferOwner) -> None:
+    def _record_messages(self, owner: _HaloBufferOwner) -> None:
         """Record the messages since the last call."""
         recorded, recorded_run_counts = owner.recorded_exchanges, owner.recorded_run_counts
         recorded_run_counts += [0] * (len(recorded) - len(recorded_run_counts))
@@ -167,7 +167,7 @@ def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> 
                 f"scheme: '{scheme_text(policy)}' applies to neondist layers only: gradients of a module's windows are"
                 " always scattered; leave 'backward' out"
             )
-        if recompute and policy.has_memory:
+        if recompute and policy.is_stateful:
             raise ConfigError(
                 f"recompute: '{scheme_text(policy)}' keeps state, so a step cannot be recomputed; omit one of the two"
             )

@@ -74,7 +74,7 @@ def world(max_count: int = MAX_COUNT) -> TorchTransport:
     return TorchTransport(max_count=max_count)
 
 
-def join_process_group(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
+def join_process_group(address: str, rank: int, size: int, timeout: float = 600.0) -> TorchTransport:
     """Return the transport of processes started one by one, which rendezvous at the address of rank 0. Collective.
 
     Parameters
@@ -82,7 +82,7 @@ def join_process_group(address: str, rank: int, size: int, patience: float = 600
     address : str
         HOST:PORT, where rank 0 listens.
     rank, size : int
-    patience : float
+    timeout : float
         Seconds to wait for the other processes.
 
     Raises
@@ -95,7 +95,7 @@ def join_process_group(address: str, rank: int, size: int, patience: float = 600
             "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
         )
     if not dist.is_initialized():
-        place, limit = f"tcp://{address}", timedelta(seconds=patience)
+        place, limit = f"tcp://{address}", timedelta(seconds=timeout)
         try:
             dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=limit)
         except (RuntimeError, ValueError) as error:
@@ -352,7 +352,9 @@ class _TorchExchange(Exchange):
 
     def __init__(self, transport: TorchTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
-        self.sent, self.received = ([_with_buffer(m.cells) for m in group] for group in (self.sends, self.receives))
+        self.sent, self.received = (
+            [_with_contiguous_buffer(m.cells) for m in group] for group in (self.sends, self.receives)
+        )
         self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.sent, strict=True)]
         self.incoming = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.received, strict=True)]
 
@@ -369,7 +371,7 @@ class _TorchExchange(Exchange):
                 cells[...] = data
 
 
-def _with_buffer(cells: Any) -> tuple[Any, Any]:
+def _with_contiguous_buffer(cells: Any) -> tuple[Any, Any]:
     """Return cells and the contiguous array that is sent or received: the cells themselves, or a buffer."""
     if isinstance(cells, torch.Tensor):
         return cells, cells

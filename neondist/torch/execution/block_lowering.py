@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from ...geometry import Atom, Place, Range
-from ..exchange.normalisation import Moments
+from ..exchange.normalisation import MomentsSpec
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Step, Value
 from ..ir.layout import Layout, Mesh, Shape, axes_of, is_box, local_shape, replicated, shape_of
@@ -69,7 +69,7 @@ class InputNorm(NamedTuple):
     x: Value
     mean: Value
     variance: Value
-    moments: Moments
+    moments: MomentsSpec
     y: Value
 
 
@@ -183,7 +183,7 @@ class BlockLowering(Lowering):
         return value
 
     def normalise(
-        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+        self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised with statistics that are inputs of the block, and these statistics."""
         if not (self.can_add_input_norm and is_box(x.layout, self.mesh.axes)):

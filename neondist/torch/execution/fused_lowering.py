@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ...geometry import DimRequest, Range, hull_of_ranges
 from ...halo import ExchangePolicy, Fusion
 from ...terminal.console import counted
-from ..exchange.normalisation import Moments
+from ..exchange.normalisation import MomentsSpec
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import IN_PLACE_VARIANTS, Value
 from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, ranges_at_place
@@ -51,7 +51,7 @@ class FusedLowering(ProgramLowering):
         super().__init__(mesh, rank)
         self._segment_of_operator = {number: segment for segment in segments for number in segment.records}
         self.program_values = dict[int, Value]()  # values of the program that segments read or return
-        self.computes_in_parts = any(segment.rows for segment in segments)
+        self.subdivides_tiles = any(segment.rows for segment in segments)
         self._segments = segments
         # by input of a norm: samples and cells that belong to this rank, and enter its sums
         self._own_cells: dict[int, tuple[Range, tuple[slice, ...]]] = {}
@@ -66,7 +66,7 @@ class FusedLowering(ProgramLowering):
         windows = sum(record.has_windows for segment in self._segments for record in segment.records.values())
         rows = [segment.rows for segment in self._segments]
         text = f"segments: {len(rows)}, with {counted(windows, 'window')} and the operators after them"
-        return f"{text}, in strips of {_format_range(rows)} rows" if self.computes_in_parts else text
+        return f"{text}, in strips of {_format_range(rows)} rows" if self.subdivides_tiles else text
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return the value of an argument, which may be a result of a segment."""
@@ -174,12 +174,12 @@ class FusedLowering(ProgramLowering):
         return view
 
     def normalise(
-        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+        self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised; other ranks may also have some of its cells."""
         if x.id in self._own_cells:
             (first, last), own = self._own_cells[x.id]
-            moments = moments._replace(own_cells=own, is_placeholder=first == last)
+            moments = moments._replace(own_cells=own, has_placeholder_sample=first == last)
         return super().normalise(x, weight, bias, moments, groups)
 
     def add_segment_steps(self, segment: OperatorSegment) -> None:

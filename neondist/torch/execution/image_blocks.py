@@ -101,14 +101,14 @@ class ModuleBlocks(OutputBlocks):
     @cached_property
     def max_block_elements(self) -> int:
         """Largest number of bytes that a block needs: values of the module, the image and the output."""
-        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._bytes_by_step)
+        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._peak_bytes_by_block)
 
     def layer_with_largest_arrays(self) -> str:
         """Return the step at which memory use peaks."""
-        return max(self._bytes_by_step)[2]
+        return max(self._peak_bytes_by_block)[2]
 
     @cached_property
-    def _bytes_by_step(self) -> list[tuple[int, int, str]]:
+    def _peak_bytes_by_block(self) -> list[tuple[int, int, str]]:
         costs = []
         for number in self.possibly_largest_blocks:
             plan = self.traced.plan_for(self.traced.output_box_ranges(self.output_box(number)))

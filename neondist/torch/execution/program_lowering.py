@@ -87,7 +87,7 @@ class OperatorRecord(NamedTuple):
         return value_ids_in((self.args, self.kwargs))
 
     @property
-    def is_structural(self) -> bool:
+    def is_getitem_or_constructor(self) -> bool:
         """Whether the operator only combines results of other operators."""
         return self.target is operator.getitem or isinstance(self.target, type)
 

@@ -13,7 +13,7 @@ import torch
 from ...comm import ProcessGrid
 from ...geometry import Range, part_range
 from ..exchange.mesh_comm import MeshComm
-from ..exchange.normalisation import Moments
+from ..exchange.normalisation import MomentsSpec
 from ..ir.graph import supports_gradients
 from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable
@@ -141,7 +141,7 @@ class BlockMoments(RecomputedBlocks):
     The shape is (blocks, 2, N, groups), with zeros for samples outside a block, or (blocks, 2, 1, C).
     """
 
-    def __init__(self, moments: Moments, *args: Any) -> None:
+    def __init__(self, moments: MomentsSpec, *args: Any) -> None:
         super().__init__(*args)
         self.groups = moments.groups
 

@@ -30,15 +30,19 @@ class Runner:
 
     Parameters
     ----------
-    local_gradients : mapping of int to list of tensors, or None
+    deferred_gradients : mapping of int to list of tensors, or None
         By id(), the parameters whose gradients are not summed over the ranks in a backward pass, each with a list that
         receives this rank's parts of the gradient, or None.
     """
 
     def __init__(
-        self, comm: MeshComm, plan: TorchPlan, local_gradients: Mapping[int, list[torch.Tensor] | None] | None = None
+        self, comm: MeshComm, plan: TorchPlan, deferred_gradients: Mapping[int, list[torch.Tensor] | None] | None = None
     ) -> None:
-        self.comm, self.plan, self.local_gradients = (comm, plan, {} if local_gradients is None else local_gradients)
+        self.comm, self.plan, self.deferred_gradients = (
+            comm,
+            plan,
+            {} if deferred_gradients is None else deferred_gradients,
+        )
         self.channels = {
             id(step): SchemeChannel(comm, step)
             if step.scheme is not None
@@ -132,16 +136,16 @@ class Runner:
             return tensors_by_id
         trained = [name for name in ids if parameters[name].requires_grad]
         for name in trained:
-            if (recorded := self.local_gradients.get(id(parameters[name]))) is not None:
+            if (recorded := self.deferred_gradients.get(id(parameters[name]))) is not None:
                 tensors_by_id[ids[name]] = functions.RecordGradient.apply(parameters[name], recorded)
-        trained = [name for name in trained if id(parameters[name]) not in self.local_gradients]
+        trained = [name for name in trained if id(parameters[name]) not in self.deferred_gradients]
         if trained:
             parts: dict[str, DimPart | None] = {
                 name: step.kind_args if (step := self._parts.get(ids[name])) else None for name in trained
             }
-            unshared = [ids[name] in self.plan.unshared_gradients for name in trained]
+            unaliased = [ids[name] in self.plan.unaliased_gradients for name in trained]
             tensors = functions.SumParameterGradients.apply(
-                self.comm, [*parts.values()], unshared, *(parameters[name] for name in trained)
+                self.comm, [*parts.values()], unaliased, *(parameters[name] for name in trained)
             )
             tensors_by_id.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
         return tensors_by_id
@@ -216,7 +220,7 @@ class Runner:
 
     def _run_view(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
         channel = self.channels[id(step)]
-        view: torch.Tensor = functions.ExchangeView.apply(x, channel, step.pads, step.fill, step.has_unshared_gradient)
+        view: torch.Tensor = functions.ExchangeView.apply(x, channel, step.pads, step.fill, step.has_unaliased_gradient)
         if self._saved_tensors.includes(x):
             own = channel.own_part_of(view.detach(), step.pads)
             if own is not None:

@@ -34,13 +34,13 @@ class SavedTensors:
     """
 
     def __init__(self, plan: TorchPlan) -> None:
-        self._by_address: dict[int, list[ref[_SavedTensorHolder]]] = {}
+        self._holders_by_address: dict[int, list[ref[_SavedTensorHolder]]] = {}
         views = (plan.values[step.inputs[0]] for step in plan.steps if step.kind == "view")
         self._has_large_views = any(value.nbytes >= training_memory.MIN_DEDUPLICATED_BYTES for value in views)
 
     def record_saved_tensors(self) -> AbstractContextManager[Any]:
         """Return a context that records saved tensors; a null context if other saved-tensor hooks are active."""
-        self._by_address.clear()
+        self._holders_by_address.clear()
         has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if has_hooks or not (self._has_large_views and torch.is_grad_enabled()):
             return nullcontext()
@@ -48,11 +48,11 @@ class SavedTensors:
 
     def includes(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor at this address has been saved."""
-        return bool(self._by_address) and tensor.data_ptr() in self._by_address
+        return bool(self._holders_by_address) and tensor.data_ptr() in self._holders_by_address
 
     def replace(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         """Replace a tensor by a copy, detached from the graph, wherever it has been saved."""
-        for reference in self._by_address.pop(tensor.data_ptr(), ()):
+        for reference in self._holders_by_address.pop(tensor.data_ptr(), ()):
             saved = reference()
             if saved is not None and _is_same_memory(saved.tensor, tensor):
                 saved.tensor = copy
@@ -61,7 +61,7 @@ class SavedTensors:
         if tensor.nbytes < training_memory.MIN_DEDUPLICATED_BYTES:
             return tensor
         saved = _SavedTensorHolder(tensor)
-        self._by_address.setdefault(tensor.data_ptr(), []).append(ref(saved))
+        self._holders_by_address.setdefault(tensor.data_ptr(), []).append(ref(saved))
         return saved
 
 

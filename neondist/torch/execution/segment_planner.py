@@ -40,7 +40,7 @@ class _SegmentPlanner:
         self.windows = [at for at, number in enumerate(self.operators) if segment.records[number].has_windows]
         self.flops = {number: _count_flops(record, search.program.values) for number, record in segment.records.items()}
         self.middle_place = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
-        self.seconds_of: dict[tuple[int, int], float] = {}
+        self.seconds_by_range: dict[tuple[int, int], float] = {}
 
     @property
     def first_operators(self) -> set[int]:
@@ -54,13 +54,15 @@ class _SegmentPlanner:
         once it costs more than separate exchanges, no longer segment is better.
         """
         longer, shorter = (first, last), (first + 1, last)
-        if self.seconds_of.get(shorter) == inf:
-            self.seconds_of[longer] = inf
+        if self.seconds_by_range.get(shorter) == inf:
+            self.seconds_by_range[longer] = inf
             return inf
         sending, redundant = self._exchange_and_redundant_seconds(first, last)
-        separate = sum(self.seconds_of[at, at] for at in range(first, last)) + self.seconds_of.get((last, last), inf)
-        self.seconds_of[longer] = inf if redundant > separate else sending + redundant
-        return self.seconds_of[longer]
+        separate = sum(self.seconds_by_range[at, at] for at in range(first, last)) + self.seconds_by_range.get(
+            (last, last), inf
+        )
+        self.seconds_by_range[longer] = inf if redundant > separate else sending + redundant
+        return self.seconds_by_range[longer]
 
     def _exchange_and_redundant_seconds(self, first: int, last: int) -> tuple[float, float]:
         """Return the seconds of exchanges and of redundant computation."""

@@ -105,7 +105,7 @@ class SegmentBuilder(BlockLowering):
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
         """Reject an operator whose results are not boxes of cells around those of its arguments."""
         boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids_in(record.result)]
-        if not (record.is_structural or (record.is_local and boxes and boxes[0] and (norms or all(boxes)))):
+        if not (record.is_getitem_or_constructor or (record.is_local and boxes and boxes[0] and (norms or all(boxes)))):
             self.refuse()
         if any((n.x, n.y.id) != (self.local_values[record.read_ids[0]], value_ids_in(result)[0]) for n in norms):
             self.refuse()

@@ -70,7 +70,7 @@ class Tiling:
         key, layouts = id(tensor), self._layouts_by_id
         layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
 
-    def unmarked(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def indices_without_layout(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the indices of tensors that neither the model nor `local_part` has returned."""
         return [at for at, tensor in enumerate(tensors) if self.layout_of(tensor) is None]
 

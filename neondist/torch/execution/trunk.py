@@ -24,7 +24,7 @@ from ...errors import ConfigError
 from ...system.memory import format_bytes
 from ...terminal.console import counted
 from ..capture.capture import lower_program
-from ..exchange.normalisation import Moments
+from ..exchange.normalisation import MomentsSpec
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, is_box, replicated
@@ -121,7 +121,7 @@ class TrunkLowering(FusedLowering):
 
     def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, block_counts: Sequence[int]) -> None:
         super().__init__(mesh, rank, [trunk], trunk.program.image_ids)
-        self.computes_in_parts, self.trunk, self.block_counts = True, trunk, tuple(block_counts)
+        self.subdivides_tiles, self.trunk, self.block_counts = True, trunk, tuple(block_counts)
         self.blocks: RecomputedBlocks | None = None
         self.output_tiles: list[Value] = []
         self._norm_moments: dict[int, tuple[Value, Value]] = {}  # by the id of the normalised value's placeholder
@@ -152,7 +152,7 @@ class TrunkLowering(FusedLowering):
         return results_with_placeholders(record)
 
     def normalise(
-        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+        self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised, and its statistics; for a norm of the trunk, x itself and the trunk's statistics."""
         if x.id in self._norm_moments:
@@ -182,7 +182,7 @@ class TrunkLowering(FusedLowering):
         self.where, self.draw_number = where, draws
 
     def _add_mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: InputNorm) -> Value:
-        total = self.reduced(run, args, args[0].axes, norm.mean.layout)
+        total = self.allreduce_local_result(run, args, args[0].axes, norm.mean.layout)
         return self.local(lambda a: a / norm.moments.group_size, [total], total.layout)
 
 

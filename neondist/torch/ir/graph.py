@@ -173,7 +173,7 @@ class Step:
         Whether the step is a view for sliding windows (a range along each axis), so that it may have a border scheme.
     scheme : ExchangePolicy or None
         Border scheme for cells of other tiles; None: exact exchange.
-    has_unshared_gradient : bool
+    has_unaliased_gradient : bool
         For a view: whether the memory of its output's gradient is not shared.
     blocks : BlockComputation or None
         `run`, if it computes the step block by block.
@@ -194,7 +194,7 @@ class Step:
     op_name: str = ""
     is_window_view: bool = False
     scheme: ExchangePolicy | None = None
-    has_unshared_gradient: bool = False
+    has_unaliased_gradient: bool = False
     bind_to_place: Callable[[Place], Callable[..., Any]] | None = None
     blocks: BlockComputation | None = None
 
@@ -216,7 +216,7 @@ class TorchGraph:
         Id of the random seed.
     recompute : bool
         Whether the backward pass recomputes segments instead of keeping their values.
-    unshared_gradients : set of int
+    unaliased_gradients : set of int
         Parameters whose gradients in a pass are in memory of their own, which may be reused.
     """
 
@@ -247,7 +247,7 @@ class TorchGraph:
             step.freed_ids = tuple(dict.fromkeys(last))
             seen.update(last)
         self._overwrite_unread_values()
-        self.unshared_gradients = self._find_unshared_gradients()
+        self.unaliased_gradients = self._find_unaliased_gradients()
 
     def segments(self) -> list[Segment]:
         """Return the segments that are recomputed as units: about sqrt(steps) of them, cut where few values are live.
@@ -307,13 +307,13 @@ class TorchGraph:
         at = last.get(value, len(self.steps))
         return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_VARIANTS
 
-    def _find_unshared_gradients(self) -> set[int]:
+    def _find_unaliased_gradients(self) -> set[int]:
         """Return the weights of single operators that compute their gradient in new memory."""
         readers: dict[int, list[Step]] = {value: [] for value in self.parameters.values()}
         for step in self.steps:
             for value in step.inputs:
                 readers.setdefault(value, []).append(step)
-        unshared = set[int]()
+        unaliased = set[int]()
         for parameter in self.parameters.values():
             value, steps = parameter, readers[parameter]
             while len(steps) == 1 and steps[0].kind in IDENTITY_KINDS:
@@ -325,8 +325,8 @@ class TorchGraph:
             ]
             is_matrix = len(self.values[parameter].local) > 1  # a bias may share the gradient of a single result
             if computes_gradient == [True] and is_matrix and parameter not in self.outputs:
-                unshared.add(parameter)
-        return unshared
+                unaliased.add(parameter)
+        return unaliased
 
     def _overwrite_unread_values(self) -> None:
         """Make steps and gradients of views overwrite values without other readers."""
@@ -340,7 +340,7 @@ class TorchGraph:
                     self.steps[at] = replace(step, run=IN_PLACE_VARIANTS[step.op_name])
             elif step.kind == "view":
                 (value,) = step.outputs
-                step.has_unshared_gradient = value in owned and readers[value] == 1 and value not in self.outputs
+                step.has_unaliased_gradient = value in owned and readers[value] == 1 and value not in self.outputs
 
 
 class Segment(NamedTuple):

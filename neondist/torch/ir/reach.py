@@ -12,7 +12,7 @@ SAME_INDEX_WINDOW = Window.for_pointwise(1)
 """Window of results that depend on the same index, or on all indices if the dimension is whole."""
 
 
-class DimView(NamedTuple):
+class InputDimView(NamedTuple):
     """View of a part of the results along one dimension.
 
     Attributes
@@ -45,22 +45,22 @@ class Reach(NamedTuple):
     window: Window = SAME_INDEX_WINDOW
     with_padding: bool = False
 
-    def view(self, lo: int, hi: int, n: int) -> DimView:
+    def view(self, lo: int, hi: int, n: int) -> InputDimView:
         """Return the view of n indices for the results [lo, hi)."""
         if lo >= hi:
-            return DimView(((0, 0),), (), (0, 0))
+            return InputDimView(((0, 0),), (), (0, 0))
         if self.window is SAME_INDEX_WINDOW:
-            return DimView(((lo, hi),), (range(lo, hi),), (0, 0))
+            return InputDimView(((lo, hi),), (range(lo, hi),), (0, 0))
         cells, (mode, *_) = self.window.used_cells(lo, hi), self.window.modes
         if mode != "zeros":
             ranges = _consecutive_ranges(fold_index(i, n, mode) for i in range(*hull_of(cells)))
-            return DimView(ranges, tuple(range(*run) for run in ranges), (0, 0))
+            return InputDimView(ranges, tuple(range(*run) for run in ranges), (0, 0))
         used = tuple(clip_ranges(cells, 0, n))
         first, last = hull_of(cells if self.with_padding else used)
         inside = max(first, 0), min(last, n)
         if inside[0] >= inside[1]:
-            return DimView(((0, 0),), used, (0, last - first))
-        return DimView((inside,), used, (inside[0] - first, last - inside[1]))
+            return InputDimView(((0, 0),), used, (0, last - first))
+        return InputDimView((inside,), used, (inside[0] - first, last - inside[1]))
 
     def first_index(self, source: Atom, place: Place) -> int:
         """Return the first index in the view of the rank at a place."""

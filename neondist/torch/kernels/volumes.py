@@ -118,10 +118,10 @@ class _TransposedConvolution(torch.autograd.Function):
 
 
 def _transposed_convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints, extras: Ints, dilation: Ints
+    x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints, output_padding: Ints, dilation: Ints
 ) -> torch.Tensor:
     run = torch.ops.mkldnn._convolution_transpose_pointwise
-    y: torch.Tensor = run(x, weight, bias, padding, extras, stride, dilation, 1, "none", [], "")
+    y: torch.Tensor = run(x, weight, bias, padding, output_padding, stride, dilation, 1, "none", [], "")
     return y
 
 

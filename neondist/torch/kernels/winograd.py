@@ -27,7 +27,7 @@ _MAX_COVERED_PER_OUTPUT = 1.25  # measured: largest ratio of covered to needed o
 _MAX_BATCH_BYTES = 16 << 20  # maximum bytes of transformed cells at once
 
 
-def conv2d(
+def conv2d_with_winograd(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -37,13 +37,15 @@ def conv2d(
     groups: int,
 ) -> torch.Tensor:
     """Compute F.conv2d, by Winograd's algorithm where that is faster."""
-    if _is_faster(x, weight, stride, padding, dilation, groups):
+    if _is_winograd_faster(x, weight, stride, padding, dilation, groups):
         y: torch.Tensor = _WinogradConvolution.apply(x, weight, tuple(padding), tuple(dilation))
         return y if bias is None else y.add_(bias.view(-1, 1, 1))
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
-def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> bool:
+def _is_winograd_faster(
+    x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> bool:
     return (
         weight.shape[2:] == (3, 3)
         and min(weight.shape[:2]) >= _MIN_CHANNELS

@@ -20,13 +20,13 @@ from ..ir.layout import (
     shape_of,
 )
 from ..ir.reach import Reach, dim_request_of
-from .steps import StepList
+from .steps import StepListBuilder
 
 ReachByDim = Mapping[int, Reach]
 """The reach of results along some dimensions of an argument; along others, results depend on the same indices."""
 
 
-class PlanBuilder(StepList):
+class PlanBuilder(StepListBuilder):
     """Builder of plans, used by rules."""
 
     def view(
@@ -239,7 +239,7 @@ class PlanBuilder(StepList):
         layouts = [tuple((Atom(n),) if at in chosen else seen[at] for at, n in enumerate(v.shape)) for v in values]
         return [self.partition_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
 
-    def as_single_atom(self, value: Value, dim: int) -> Value:
+    def gather_into_single_atom(self, value: Value, dim: int) -> Value:
         """Return the value, gathered along a dimension if this consists of several atoms."""
         return value if len(value.layout[dim]) == 1 else self.gather(value, [dim])
 
@@ -269,7 +269,7 @@ class PlanBuilder(StepList):
             return seen
         shape_at = partial(local_shape, layout)
         result = self._new_value(shape_at(self._place), seen.axes, seen.dtype, seen.kind, shape_at=shape_at)
-        self._add_bound_step([seen], [result], lambda shape, x: (x.reshape(shape),), shape_at)
+        self._add_local_step([seen], [result], lambda shape, x: (x.reshape(shape),), shape_at)
         return result
 
     def _split_to_atoms(self, value: Value) -> Value:

@@ -26,11 +26,11 @@ class StepCosts:
 
     Attributes
     ----------
-    crosses : tuple of str
+    message_kinds : tuple of str
         Kinds of messages: 'halo', 'redistribution', 'ring' or 'sum'.
     max_sent_bytes, total_sent_bytes : int
         Bytes of messages, forward and backward, of the busiest rank and of all ranks.
-    summed : int
+    max_summed_bytes : int
         Bytes that the busiest rank contributes to reductions over ranks, excluding parameter gradients.
     flops : int
         Floating-point operations of products, forward and backward, on the plan's rank.
@@ -40,10 +40,10 @@ class StepCosts:
         Bytes of outputs, of these parameters, their gradients and optimiser state, on the rank with the most.
     """
 
-    crosses: tuple[str, ...] = ()
+    message_kinds: tuple[str, ...] = ()
     max_sent_bytes: int = 0
     total_sent_bytes: int = 0
-    summed: int = 0
+    max_summed_bytes: int = 0
     flops: int = 0
     parameters: int = 0
     memory: int = 0
@@ -83,14 +83,14 @@ class PlanCosts:
         names = set(names)
         traffic = {account: count for account, count in self.traffic.items() if account[1] in names and count.any()}
         sent = sum((count for (kind, _, _), count in traffic.items() if kind != "sum"), np.zeros(1, int))
-        summed = sum((count for (kind, _, _), count in traffic.items() if kind == "sum"), np.zeros(1, int))
+        max_summed_bytes = sum((count for (kind, _, _), count in traffic.items() if kind == "sum"), np.zeros(1, int))
         parameters = [value for value, name in self._first_readers.items() if name in names]
         steps, copies = [step for step in self.plan.steps if step.name in names], 2 + self.optimizer_elements
         return StepCosts(
             tuple(dict.fromkeys(kind for kind, _, _ in traffic)),
             int(sent.max()),
             int(sent.sum()),
-            int(summed.max()),
+            int(max_summed_bytes.max()),
             sum(self.flops[id(step)] for step in steps),
             sum(prod(value.local) for value in parameters),
             int(self._output_bytes(steps)[self.max_memory_rank]) + copies * sum(value.nbytes for value in parameters),

@@ -33,7 +33,7 @@ class Lowering(PlanBuilder):
         Key of the next random numbers; determined by the position of the operator in the program.
     autograd_functions : sequence of FunctionCall
         The autograd.Functions that the program calls, by number.
-    computes_in_parts : bool
+    subdivides_tiles : bool
         Whether parts of the program are computed in pieces of a tile, even on one rank.
     partitions_channels : bool
         Whether the current operator is partitioned by channels instead of cells.
@@ -43,7 +43,7 @@ class Lowering(PlanBuilder):
         Ranges of the inputs that are passed to each rank, where these ranges exceed the rank's tiles.
     """
 
-    computes_in_parts = False
+    subdivides_tiles = False
     group_description = ""
     widened_ranges: Sequence[NeededRanges] = ()
 

@@ -73,7 +73,7 @@ class TorchPlan(TorchGraph):
         return dict(counts)
 
     @property
-    def is_replaced_by_module(self) -> bool:
+    def runs_original_module(self) -> bool:
         """Whether the only rank runs the module itself instead of the steps.
 
         False if the steps save memory, or draw random numbers: in a plan, these have keys that make them equal on all

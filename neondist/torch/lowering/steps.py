@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...geometry import Atom, Place
-from ..exchange.normalisation import Moments
+from ..exchange.normalisation import MomentsSpec
 from ..exchange.ring import RingPlan
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import DimPart, Step, Value, axes_of_values, supports_gradients
@@ -20,7 +20,7 @@ PlaceFunction = Callable[[Place], Any]
 """Maps the place of a rank or block to the value that a step uses there."""
 
 
-class StepList:
+class StepListBuilder:
     """Steps of a plan under construction.
 
     Attributes
@@ -87,7 +87,7 @@ class StepList:
             value.kind = value.kind if has_gradient else "constant"
         return results
 
-    def reduced(
+    def allreduce_local_result(
         self,
         run: Callable[..., torch.Tensor],
         args: Sequence[Value],
@@ -113,7 +113,7 @@ class StepList:
         return total
 
     def normalise(
-        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+        self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x (N, C, ...) normalised in each group and scaled, and the mean and variance of each group."""
         cut_axes = x.axes
@@ -219,10 +219,10 @@ class StepList:
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        self._add_bound_step(entered, results, run if has_several_results else _returning_tuple(run), at)
+        self._add_local_step(entered, results, run if has_several_results else _returning_tuple(run), at)
         return results
 
-    def _add_bound_step(
+    def _add_local_step(
         self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: PlaceFunction | None
     ) -> None:
         """Add local work on tensors and, if `at` is given, on its value at the place."""

@@ -88,7 +88,9 @@ class _TrafficCounter:
 
         def add(steps: Iterable[Step], direction: str) -> None:
             for step in steps:
-                for kind, count in (self._forward_bytes if direction == "forward" else self._backward_bytes)(step):
+                for kind, count in (self._forward_message_bytes if direction == "forward" else self._backward_bytes)(
+                    step
+                ):
                     account = kind, step.name, direction
                     accounts[account] = accounts.get(account, 0) + count
 
@@ -109,7 +111,7 @@ class _TrafficCounter:
         )
         return accounts
 
-    def _forward_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
+    def _forward_message_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
         values = self.plan.values
         if step.transfer is not None:
             yield message_kind(step), self._transfer_bytes(step, "forward")

@@ -77,7 +77,7 @@ class _Timeline:
         Time of a step's backward pass.
     segment_of_value : dict of int to int
         For each value computed in a recomputed segment, the number of that segment, from 0.
-    released_at : list of int
+    inputs_released_at : list of int
         Time at which a segment's inputs are released.
     end : int
         Number of points in time.
@@ -86,7 +86,7 @@ class _Timeline:
     def __init__(self, plan: TorchPlan, back: BackwardSteps) -> None:
         segments, self.end = plan.recomputed_segments(), len(plan.steps)
         self.recomputed_at, self.backward_at = [-1] * len(plan.steps), [0] * len(plan.steps)
-        self.segment_of_value, self.released_at = dict[int, int](), [0] * len(segments)
+        self.segment_of_value, self.inputs_released_at = dict[int, int](), [0] * len(segments)
         stop = sum(len(segment.steps) for segment in segments)
         self._add_backward(range(stop, len(plan.steps)))
         for number, segment in reversed([*enumerate(segments)]):
@@ -96,7 +96,7 @@ class _Timeline:
                 for at in numbers:
                     self.recomputed_at[at], self.end = self.end, self.end + 1
             self._add_backward(numbers)
-            self.released_at[number], stop = self.end - 1, numbers.start
+            self.inputs_released_at[number], stop = self.end - 1, numbers.start
 
     def _add_backward(self, numbers: range) -> None:
         """Add the backward passes of consecutive steps."""
@@ -148,7 +148,7 @@ class _Lifetimes:
                 elif again >= 0 and self.timeline.segment_of_value.get(value) == segment:
                     last_again[value] = max(last_again.get(value, 0), backward if is_saved else again)
                 elif again >= 0:
-                    last[value] = max(last[value], self.timeline.released_at[segment])
+                    last[value] = max(last[value], self.timeline.inputs_released_at[segment])
             if kept.extra_bytes_per_byte and backward >= 0:
                 self._add_lifetime(step.outputs[0], max(at, again), backward, kept.extra_bytes_per_byte)
         for out in self.plan.outputs:
@@ -174,7 +174,7 @@ class _Lifetimes:
             if step.kind == "view" and step.scheme is None and step.outputs[0] not in self.timeline.segment_of_value:
                 value = owner.get(step.inputs[0], step.inputs[0])
                 is_large = self.ranks.nbytes(self.plan.values[value])[0] >= MIN_DEDUPLICATED_BYTES
-                if is_large and step.transfer is not None and step.transfer.includes_own_part(rank):
+                if is_large and step.transfer is not None and step.transfer.view_includes_own_part(rank):
                     copies.setdefault(value, (at, step.outputs[0]))
         return copies
 
@@ -208,7 +208,7 @@ class _Lifetimes:
 
 def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
     """Return the values that a step keeps."""
-    if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.is_replaced_by_module):
+    if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.runs_original_module):
         return _SavedValues(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":
         inputs = step.inputs[: _SAVED_INPUT_COUNTS.get(step.kind, 0)]
@@ -253,7 +253,7 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
             kept.aliased_grads = {v for v, dx in dxs if dx is None or _storage_of(dx) in memory}
         elif step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have gradients in new memory
             kept.aliased_grads = {*kept.aliases.values()}
-        if plan.is_replaced_by_module:  # the module's operators divide the expanded gradient of a mean
+        if plan.runs_original_module:  # the module's operators divide the expanded gradient of a mean
             limit = plan.values[step.outputs[0]].nbytes
             kept.aliased_grads = {v for v in kept.aliased_grads if plan.values[v].nbytes <= limit}
         return kept

@@ -138,7 +138,7 @@ def _shapes_and_dtypes(output: torch.Tensor, target: torch.Tensor) -> tuple[Any,
     return output.shape, target.shape, output.dtype, target.dtype
 
 
-def parameter_owner(criterion: Any) -> nn.Module:
+def criterion_module(criterion: Any) -> nn.Module:
     """Return the module that owns a criterion's parameters: the criterion itself, or an empty module for a function."""
     return criterion if isinstance(criterion, nn.Module) else nn.Module()
 

@@ -19,7 +19,7 @@ from ..capture.capture import device_of
 from ..capture.checks import (
     BackwardCheck,
     check_module,
-    check_parameters,
+    check_parameter_shapes,
     check_tensor,
     checksum_of,
     requires_grad_flags,
@@ -31,7 +31,7 @@ from ..ir.graph import autocast_states
 from ..ir.layout import Layout, shape_of
 from ..lowering.norm_gradients import ContiguousNormGradients
 from ..lowering.plan import TorchPlan
-from .criteria import CriterionCache, parameter_owner
+from .criteria import CriterionCache, criterion_module
 from .programs import CompiledProgram, ProgramCache
 
 
@@ -98,7 +98,7 @@ class DistributedModule(nn.Module):
             prepared = self.programs.current
             parameters, buffers = self.programs.watch.named_parameters_and_buffers()
             self._check_tiles(tiles, prepared)
-            check_parameters(prepared.runner.plan, parameters, buffers)
+            check_parameter_shapes(prepared.runner.plan, parameters, buffers)
             values |= self._values_to_compare(tiles, prepared, parameters)
             changes = version_counters([*parameters.values(), *buffers.values()])
             if len(self._versions) == len(changes):
@@ -222,7 +222,7 @@ class DistributedModule(nn.Module):
         program = (self.programs.last if self.grid.size == 1 else None) or self.programs.current
         targets = program.target_layouts
 
-        def scatter_leaf(leaf: Any) -> torch.Tensor:
+        def local_part_of_leaf(leaf: Any) -> torch.Tensor:
             shape = tuple(leaf.shape)
             if shape not in targets:
                 targets[shape] = self.tiling.training_target_layout(shape, program.output_layouts)
@@ -232,13 +232,20 @@ class DistributedModule(nn.Module):
             check_tensor("target", tensor)
             if self.grid.size > 1:
                 self.grid.record_replicated_array("the target passed to scatter_target", checksum_of(tensor))
-        return scatter_leaf(target) if isinstance(target, torch.Tensor) else pytree.tree_map(scatter_leaf, target)
+        return (
+            local_part_of_leaf(target)
+            if isinstance(target, torch.Tensor)
+            else pytree.tree_map(local_part_of_leaf, target)
+        )
 
     def gather(self, tile: Any) -> Any:
         """Return the whole tensor, given this rank's tile of an output, an input or its gradient. Collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-        values = {"the model": self._name, "the list of tensors not from the model": self.tiling.unmarked(tiles)}
+        values = {
+            "the model": self._name,
+            "the list of tensors not from the model": self.tiling.indices_without_layout(tiles),
+        }
         self.grid.check("gather", values | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._output_layouts)
         remaining = iter(layouts)
@@ -263,7 +270,7 @@ class DistributedModule(nn.Module):
         outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in positions]
-        unknown = self.tiling.unmarked(tensors)
+        unknown = self.tiling.indices_without_layout(tensors)
         if unknown:  # all ranks must agree on their layouts
             self.grid.check("loss", {"the model": self._name, "the list of tensors not from the model": unknown})
         layouts = self.tiling.layouts_of(tensors, self._output_layouts, outputs)
@@ -282,7 +289,7 @@ class DistributedModule(nn.Module):
             self._criteria.record_directly_callable(criterion, output, target)
             return loss
         # after tracing, during which PyTorch replaces the criterion's tensors: virtual ranks share the criterion
-        owner = parameter_owner(criterion)
+        owner = criterion_module(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
         loss = inner([self.backward_check.alias_for_loss(tensor) for tensor in tensors], named | closure, buffers)[0]

@@ -24,7 +24,7 @@ from .tiled_output import ScatteredInput, TiledOutput
 
 
 class ModuleScope:
-    """Modules that this thread creates inside `collect`, whose calls are distributed inside `distribute`.
+    """Modules that this thread creates inside `collect_modules`, whose calls are distributed inside `distribute`.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class ModuleScope:
         self._thread, self._running, self._calls_replaced = threading.get_ident(), False, False
 
     @contextmanager
-    def collect(self) -> Iterator[None]:
+    def collect_modules(self) -> Iterator[None]:
         """Context that records each module to which a parameter or a submodule is added."""
 
         def record_module(module: nn.Module, name: str, value: Any) -> None:
@@ -144,7 +144,7 @@ class ModuleScope:
         if key not in self._distributed:
             if len(self._distributed) >= MAX_CACHED_PROGRAMS:
                 del self._distributed[next(iter(self._distributed))]
-            target = module if spec is None else _TensorArguments(module, leaves, positions, spec)
+            target = module if spec is None else _TensorOnlyModule(module, leaves, positions, spec)
             model = distribute(target, shapes, self.grid, dtype=dtypes)
             model.set_export_context(partial(self._replace_calls, False))  # a loss may recapture a changed module
             self._distributed[key] = model
@@ -165,7 +165,7 @@ class _DistributedCall(nn.Module):
         return self.scope.call_distributed(self, args, kwargs)
 
 
-class _TensorArguments(nn.Module):
+class _TensorOnlyModule(nn.Module):
     """A module as a function of the tensors among its arguments."""
 
     def __init__(self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any) -> None:

@@ -32,7 +32,7 @@ def sparse_embedding_weights(module: nn.Module) -> set[torch.Tensor]:
     return {part.weight for part in module.modules() if isinstance(part, tables) and part.sparse}
 
 
-def describe_parameters(
+def parameters_by_name(
     tensors: Mapping[str, nn.Parameter], sparse: AbstractSet[torch.Tensor] = frozenset()
 ) -> dict[str, Parameter]:
     """Return the parameters of a module by their names in checkpoints and strategies.
@@ -55,7 +55,7 @@ def plan_parameters(
 ) -> ParameterPlan:
     """Return the plan of a module's parameters, including sparse ones, under a strategy."""
     dtype, builder = as_array(next(iter(tensors.values()))).dtype, None if strategy is None else as_strategy(strategy)
-    return ParameterPlan(describe_parameters(tensors, sparse), grid, dtype, 0, builder)
+    return ParameterPlan(parameters_by_name(tensors, sparse), grid, dtype, 0, builder)
 
 
 class ModuleParameters(Parameters):
@@ -107,7 +107,7 @@ class ModuleParameters(Parameters):
                 " on the CPU"
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
-        named = zip(tensors, describe_parameters(tensors, sparse).values(), strict=True)
+        named = zip(tensors, parameters_by_name(tensors, sparse).values(), strict=True)
         shards = [ParameterShard(MODULE_KEY, name, parameter, grid) for name, parameter in named]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
@@ -133,7 +133,7 @@ class ModuleParameters(Parameters):
         }
         spans = {shard.name: span for shard, span in zip(self.trained_shards, self.spans, strict=True)}
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(partial(self._move_and_announce, name, spans[name]))
+            tensor.register_post_accumulate_grad_hook(partial(self._copy_and_mark_ready, name, spans[name]))
             for name, tensor in self.tensors.items()
         ]
 
@@ -148,12 +148,12 @@ class ModuleParameters(Parameters):
         for tensor in self.tensors.values():
             tensor.grad = None
 
-    def sum_gradients(self, for_update: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients over all ranks, or only at their owners with `for_update`, and scale them. Collective."""
+    def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
+        """Sum the gradients over all ranks, or only at their owners with `to_owners`, and scale them. Collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
                 self._views[name].zero_()
-        super().sum_gradients(for_update, loss_scale)
+        super().sum_gradients(to_owners, loss_scale)
         for name, (_, share) in self.shards.items():
             if share is not None:
                 has_gradient = self.tensors[name].grad is not None
@@ -164,7 +164,7 @@ class ModuleParameters(Parameters):
         names = [name for name, part in self.updated.items() if part.grad is not None]
         for name in names:
             if self.shards[name][1] is None:
-                self._move_gradient(name)
+                self._copy_to_flat_buffer(name)
             self.tensors[name].grad = self._views[name]
         sums = self.grads.copy() if names else None
         self.grads[...] = 0
@@ -176,7 +176,7 @@ class ModuleParameters(Parameters):
         self.owners.broadcast_from_owners(self.values[self.owned_start :])
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def optimizer_update(self) -> Iterator[None]:
         """Context in which an optimiser updates the values that this rank owns. Collective.
 
         On exit, the owners send the other values; of sparse parameters, only changed rows are sent.
@@ -232,12 +232,12 @@ class ModuleParameters(Parameters):
                 slots.append((ParameterShard(MODULE_KEY, full_name, Parameter(array.shape), self.grid), array))
         return slots
 
-    def _move_and_announce(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
+    def _copy_and_mark_ready(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
         """Move a complete gradient into the flat buffer."""
-        self._move_gradient(name)
+        self._copy_to_flat_buffer(name)
         self.sync.mark_ready(span)
 
-    def _move_gradient(self, name: str) -> None:
+    def _copy_to_flat_buffer(self, name: str) -> None:
         tensor, view = self.tensors[name], self._views[name]
         if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
             if tensor.dtype != view.dtype:

@@ -140,7 +140,7 @@ class ProgramCache:
         location = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
         plan, tree, lowering = self.execution.lower(captured, *location, self.module)
         layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
-        digest, runs_module = program_digest(plan, captured), plan.is_replaced_by_module
+        digest, runs_module = program_digest(plan, captured), plan.runs_original_module
         if self.compiler is not None:
             plan.compile(self.compiler)
         overlaps = lowering.widened_ranges if lowering is not None else ()

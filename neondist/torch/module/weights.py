@@ -195,7 +195,7 @@ def check_names_and_shapes(
     misfits = [(name, stored[name], expected[name]) for name in both if stored[name] != expected[name]]
     missing, left = [name for name in expected if name not in stored], [name for name in stored if name not in expected]
     result = WeightMatch(both, missing, sorted(left), misfits)
-    if result.unused or not result.is_complete:
+    if result.unused or not result.is_fully_loaded:
         differences = result.describe_differences(MAX_LISTED_NAMES)
         remedy = "specify a file with this module's state_dict"
         prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")

@@ -28,7 +28,7 @@ class ChannelOperands(NamedTuple):
     summed_axes: frozenset[int] = frozenset()
 
 
-def sums_partial_results(inputs: int, outputs: int) -> bool:
+def prefers_partial_sums(inputs: int, outputs: int) -> bool:
     """Return whether reducing partial sums over ranks is cheaper than gathering the input channels."""
     return inputs >= 2 * outputs
 
@@ -46,11 +46,11 @@ def partition_operands(
         (outputs, C / groups, ...)
     """
     outputs, inputs = weight.shape[:2]
-    if groups == 1 and sums_partial_results(inputs, outputs) and not lowering.is_whole(x, 1):
+    if groups == 1 and prefers_partial_sums(inputs, outputs) and not lowering.is_whole(x, 1):
         own = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 1, *x.layout[1]))
         return ChannelOperands(x, own, bias, (Atom(outputs),), axes_of(x.layout[1:2]))
     others = axes_of((x.layout[0], *x.layout[2:])) - {0}  # for example, rows that are cells of images
-    units = None if others else _split_units(lowering, outputs if groups == 1 else groups)
+    units = None if others else _dim_split_over_tiles(lowering, outputs if groups == 1 else groups)
     if units is None:
         return ChannelOperands(lowering.gather(x, [1]), weight, bias, (Atom(outputs),))
     if groups == 1:
@@ -67,7 +67,7 @@ def partition_operands(
     return ChannelOperands(x, weight, None if bias is None else lowering.partition_as(bias, (channels,)), channels)
 
 
-def _split_units(lowering: Lowering, extent: int) -> Dim | None:
+def _dim_split_over_tiles(lowering: Lowering, extent: int) -> Dim | None:
     """Return a dimension split over all ranks that share an image, or None if that is impossible."""
     parts = lowering.mesh.parts
     axes, atoms = [axis for axis in range(1, len(parts)) if parts[axis] > 1], list[Atom]()

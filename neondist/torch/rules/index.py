@@ -20,7 +20,7 @@ from ..lowering.lowering import Lowering
 
 def remap_dim(lowering: Lowering, x: Value, dim: int, extent: int, source_index: Callable[[int], int]) -> Value:
     """Return x with one dimension resized, so that its index i is index source_index(i) of x."""
-    x = lowering.as_single_atom(x, dim)
+    x = lowering.gather_into_single_atom(x, dim)
     out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
     reach = Reach(out, IndexMap(lambda lo, hi: map(source_index, range(lo, hi))))
     view = lowering.view(x, {dim: reach})
@@ -38,14 +38,14 @@ def remap_dim(lowering: Lowering, x: Value, dim: int, extent: int, source_index:
     return lowering.local(run, [view], replace_dim(x.layout, dim, out), at=local_indices)
 
 
-def rotate_dim(lowering: Lowering, x: Value, dim: int, extent: int, shift: int) -> Value:
+def roll_dim_to_extent(lowering: Lowering, x: Value, dim: int, extent: int, shift: int) -> Value:
     """Return x with one dimension resized, so that its index i is index i - shift of x, modulo the extent of x."""
     return _shift_dim(lowering, x, dim, extent, Window(1, padding=((shift, 0),), mode="wrap"))
 
 
 def _shift_dim(lowering: Lowering, x: Value, dim: int, extent: int, window: Window, fill: float = 0.0) -> Value:
     """Return x with one dimension resized, so that its index i is the only index in the window at i, or `fill`."""
-    x = lowering.as_single_atom(x, dim)
+    x = lowering.gather_into_single_atom(x, dim)
     out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
     view = lowering.view(x, {dim: Reach(out, window, with_padding=True)}, None, fill)
     return lowering.local(lambda a: a, [view], replace_dim(x.layout, dim, out))
@@ -75,7 +75,7 @@ def slice_dim(
 def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
     """Select an index; of a partitioned dimension, the rank that owns it sends it to all."""
     dim %= len(x.shape)
-    x = lowering.as_single_atom(x, dim)
+    x = lowering.gather_into_single_atom(x, dim)
     layout = (*x.layout[:dim], *x.layout[dim + 1 :])
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a: a.select(dim, index), [x], layout)
@@ -89,7 +89,7 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
     def run(own: tuple[int, int], a: torch.Tensor) -> torch.Tensor:
         return a.narrow(dim, *own).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a`, for autograd
 
-    return lowering.reduced(run, [x], [] if axis is None else [axis], layout, at=own_index)
+    return lowering.allreduce_local_result(run, [x], [] if axis is None else [axis], layout, at=own_index)
 
 
 @rule("aten.narrow.default")
@@ -180,7 +180,7 @@ def roll(lowering: Lowering, x: Value, shifts: Sequence[int], dims: Sequence[int
         if lowering.is_whole(x, dim):
             x = lowering.local(partial(torch.roll, shifts=shift, dims=dim), [x], x.layout)
         else:
-            x = rotate_dim(lowering, x, dim, n, shift)
+            x = roll_dim_to_extent(lowering, x, dim, n, shift)
     return x
 
 
@@ -218,7 +218,7 @@ def _pad_dim(lowering: Lowering, x: Value, dim: int, before: int, after: int, mo
         pads = [0, 0] * (len(x.shape) - 1 - dim) + [before, after]
         return lowering.local(lambda a: F.pad(a, pads, value=value), [x], replace_dim(x.layout, dim, Atom(extent)))
     if mode == "wrap" and not is_whole:
-        return rotate_dim(lowering, x, dim, extent, before)
+        return roll_dim_to_extent(lowering, x, dim, extent, before)
     if mode != "constant":
         return remap_dim(lowering, x, dim, extent, lambda i: fold_index(i - before, n, mode))
     return _shift_dim(lowering, x, dim, extent, Window(1, padding=((before, after),)), value)

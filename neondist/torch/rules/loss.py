@@ -21,13 +21,15 @@ def _reduce_losses(lowering: Lowering, losses: Value, weights: Value | None, red
     """Return the values unreduced (0), their mean, optionally weighted (1), or their sum (2)."""
     if reduction == 0:
         return losses
-    total = lowering.reduced(lambda a: a.sum(), [losses], axes_of(losses.layout), ())
+    total = lowering.allreduce_local_result(lambda a: a.sum(), [losses], axes_of(losses.layout), ())
     if reduction == 2:
         return total
     if weights is None:
         count = prod(losses.shape)
         return lowering.local(lambda a: a / count, [total], ())
-    total_weight = lowering.reduced(lambda a: a.sum(), [weights], axes_of(weights.layout), (), weights.dtype)
+    total_weight = lowering.allreduce_local_result(
+        lambda a: a.sum(), [weights], axes_of(weights.layout), (), weights.dtype
+    )
     return lowering.local(lambda a, w: a / w, [total, total_weight], ())
 
 
@@ -43,10 +45,10 @@ def cross_entropy_loss(
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
     there = lowering.align_for_broadcast(target, x.layout if probabilities else layout, x.axes)
 
-    def unreduced(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    def unreduced_losses(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(a, t, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
 
-    losses = lowering.local(unreduced, [x, there, weight], layout, lowering.fake_out.dtype)
+    losses = lowering.local(unreduced_losses, [x, there, weight], layout, lowering.fake_out.dtype)
     if probabilities:
         return _reduce_losses(lowering, losses, None, reduction)
     return _reduce_losses(lowering, losses, _cell_weights(lowering, losses, there, weight, ignore_index), reduction)

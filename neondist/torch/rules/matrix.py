@@ -48,13 +48,16 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
     outs = list(lowering.fake_out) if returns_tuple else [lowering.fake_out]
     is_nonempty = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in outs]  # other results are empty
 
-    def run_nonempty(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run_and_drop_empty_outputs(*tensors: torch.Tensor) -> list[torch.Tensor]:
         all_outputs = run(*tensors) if returns_tuple else [run(*tensors)]
         return [each for each, wanted in zip(all_outputs, is_nonempty, strict=True) if wanted]
 
     nonempty_outs = [out for out, one in zip(outs, is_nonempty, strict=True) if one]
     results = lowering.local_results(
-        run_nonempty, args, nonempty_outs, [(*there, *replicated(out.shape[len(batch) :])) for out in nonempty_outs]
+        run_and_drop_empty_outputs,
+        args,
+        nonempty_outs,
+        [(*there, *replicated(out.shape[len(batch) :])) for out in nonempty_outs],
     )
     if "linalg_lu.default" in str(lowering.target):
         results[0].kind = "constant"  # a permutation of rows, which has no gradient

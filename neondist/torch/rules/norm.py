@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ...geometry import Atom
 from ..exchange.channel import memory_format_of
-from ..exchange.normalisation import Moments
+from ..exchange.normalisation import MomentsSpec
 from ..ir.graph import Value
 from ..ir.layout import axes_of
 from ..ir.registry import rule
@@ -37,7 +37,7 @@ def normalise_groups(
     dims = [dim for dim in range(len(x.shape)) if dim != 1 and (dim or groups is None)]
     group_size = prod(x.shape[d] for d in dims) * (1 if groups is None else x.shape[1] // groups)
     batch = x.layout[1] if groups is None else (*x.layout[0], Atom(groups))
-    moments = Moments(groups, group_size, eps, axes_of(x.layout[dim] for dim in dims))
+    moments = MomentsSpec(groups, group_size, eps, axes_of(x.layout[dim] for dim in dims))
     return *lowering.normalise(x, weight, bias, moments, (batch,)), group_size
 
 

@@ -64,7 +64,7 @@ def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Sequen
     """Gather values and indices; each rank scatters those of its own cells."""
     n = len(output_size)
     dims = range(len(x.shape) - n, len(x.shape))
-    axes = [lowering.axis_of(lowering.as_single_atom(x, dim), dim) for dim in dims]
+    axes = [lowering.axis_of(lowering.gather_into_single_atom(x, dim), dim) for dim in dims]
     atoms = [lowering.mesh.even_atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
     x, indices = (lowering.gather(value, dims) for value in (x, indices))
     rest = lowering.pointwise_layout([value.layout[:-n] for value in (x, indices)])
@@ -92,7 +92,7 @@ def avg_pool(
     """Pool after a halo exchange; divisors count cells of the global image."""
     n = spatial_ndim(lowering)
     window = window_of(n, kernel_size, stride or kernel_size, padding)
-    view, _, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_whole=True)
+    view, _, atoms = window_view(lowering, x, window, lowering.fake_out.shape[-n:], pad_unpartitioned_dims=True)
 
     def local_divisors(place: Place) -> int | torch.Tensor:
         if divisor_override is not None:

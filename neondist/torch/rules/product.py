@@ -29,7 +29,7 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
             layout = (*x.layout[:-1], channels)
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
     columns = lowering.partition_as(weight, replace_dim(replicated(weight.shape), -1, *x.layout[-1]))
-    product = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
+    product = lowering.allreduce_local_result(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
     return product if bias is None else lowering.local(torch.add, [product, bias], layout, dtype)
 
 
@@ -96,7 +96,7 @@ def matmul(
     left = lowering.gather_as(a, (*batch, rows, inner), context)
     right = lowering.gather_as(b, (*batch, inner, columns), context)
     layout = (*batch, rows, columns)
-    return lowering.reduced(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
+    return lowering.allreduce_local_result(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
 
 
 def _rows_layout(value: Value, batch: Layout) -> Dim:

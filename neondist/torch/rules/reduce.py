@@ -45,7 +45,9 @@ def sum_over_dims(
     """Return the sum of run(*tensors, dims, keepdim) over dimensions of its first argument."""
     x = args[0]
     layout = layout_after_reduction(x, dims, keepdim)
-    return lowering.reduced(lambda *t: run(*t, list(dims), keepdim), args, axes_of_dims(x, dims), layout, dtype)
+    return lowering.allreduce_local_result(
+        lambda *t: run(*t, list(dims), keepdim), args, axes_of_dims(x, dims), layout, dtype
+    )
 
 
 def _sum_dims(a: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
@@ -161,7 +163,7 @@ def _global_maximum(
         return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], lowest)
 
     layout = layout_after_reduction(x, dims, True)
-    return lowering.reduced(local_maximum, [x], axes_of_dims(x, dims), layout, dtype, op="max")
+    return lowering.allreduce_local_result(local_maximum, [x], axes_of_dims(x, dims), layout, dtype, op="max")
 
 
 def _integer_extremum(lowering: Lowering, x: Value, dims: list[int], keepdim: bool, is_minimum: bool) -> Value:
@@ -213,7 +215,7 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
         return a.sum(dim, dtype=dtype).unsqueeze(-1) * there
 
     layout = (*x.layout[:dim], *x.layout[dim + 1 :], (Atom(parts),))
-    before = lowering.reduced(sums_for_later_parts, [x], [axis], layout, wanted, at=at)
+    before = lowering.allreduce_local_result(sums_for_later_parts, [x], [axis], layout, wanted, at=at)
 
     def add_previous_parts(part: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.cumsum(dim, dtype=dtype) + b.select(-1, part).unsqueeze(dim)

@@ -201,7 +201,7 @@ def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     ndim = spatial_ndim(lowering)
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     for dim, n_out in zip(dims, lowering.fake_out.shape[-ndim:], strict=True):
-        x = _average_pool_dim(lowering, lowering.as_single_atom(x, dim), dim, n_out)
+        x = _average_pool_dim(lowering, lowering.gather_into_single_atom(x, dim), dim, n_out)
     return x
 
 
@@ -222,14 +222,18 @@ def _average_pool_dim(lowering: Lowering, x: Value, dim: int, n_out: int) -> Val
         reach = _reach_of_bins(out, bins)
         view = lowering.view(x, {dim: reach})
 
-        def local_weights(place: Place) -> torch.Tensor:
+        def pooling_weights_at(place: Place) -> torch.Tensor:
             lo, hi = out.range(place)
             return _averaging_weights(bins[lo:hi], *reach.view(lo, hi, n_in).ranges[0])
 
-        return lowering.local(partial(_apply_weights, dim), [view], replace_dim(x.layout, dim, out), at=local_weights)
+        return lowering.local(
+            partial(_apply_weights, dim), [view], replace_dim(x.layout, dim, out), at=pooling_weights_at
+        )
     axes, layout = [] if axis is None else [axis], replace_dim(x.layout, dim, Atom(n_out))
     run = partial(_apply_weights, dim)
-    return lowering.reduced(run, [x], axes, layout, at=lambda place: _averaging_weights(bins, *atom.range(place)))
+    return lowering.allreduce_local_result(
+        run, [x], axes, layout, at=lambda place: _averaging_weights(bins, *atom.range(place))
+    )
 
 
 def _averaging_weights(bins: Sequence[range], first_cell: int, end_cell: int) -> torch.Tensor:
@@ -254,7 +258,7 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     values, _ = lowering.fake_out
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     for dim in dims:
-        x = lowering.as_single_atom(x, dim)
+        x = lowering.gather_into_single_atom(x, dim)
     bins = {dim: _adaptive_bins(x.shape[dim], n_out) for dim, n_out in zip(dims, values.shape[-ndim:], strict=True)}
     reaches = {
         dim: _reach_of_bins(lowering.mesh.even_atom(len(bins[dim]), lowering.axis_of(x, dim)), bins[dim])

@@ -13,7 +13,7 @@ from ..ir.graph import Value
 from ..ir.layout import axes_of, local_shape
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
-from .index import remap_dim, rotate_dim
+from .index import remap_dim, roll_dim_to_extent
 
 
 @rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
@@ -111,7 +111,7 @@ def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Value:
     x = lowering.local(lambda a: a.repeat(*here), [x], layout)
     for dim, n in enumerate(shape):
         if x.shape[dim] != n:
-            x = rotate_dim(lowering, x, dim, n, 0)
+            x = roll_dim_to_extent(lowering, x, dim, n, 0)
     return x
 
 

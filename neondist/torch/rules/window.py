@@ -45,7 +45,7 @@ def window_of(ndim: int, kernel: Size, stride: Size, padding: int | Sequence[Any
 
 def window_view(
     lowering: Lowering, x: Value, window: Window, extents: Sequence[int], fill: float = 0.0,
-    pad_whole: bool | Sequence[bool] = False,
+    pad_unpartitioned_dims: bool | Sequence[bool] = False,
 ) -> tuple[Value, list[int], list[Atom]]:  # fmt: skip
     """Return the view for windows along the last dimensions, the remaining padding, and the atoms of the results.
 
@@ -54,13 +54,13 @@ def window_view(
     extents : extents of the results
     fill : float
         Value of cells outside the image.
-    pad_whole : bool or sequence of bool
+    pad_unpartitioned_dims : bool or sequence of bool
         Whether dimensions that are not partitioned are also padded.
     """
     dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _with_single_atoms(lowering, x, window.ndim)
     atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]
-    pad_whole = value_per_axis(pad_whole, window.ndim)
-    padded = [pads or atom.axis is not None for pads, atom in zip(pad_whole, atoms, strict=True)]
+    pad_unpartitioned_dims = value_per_axis(pad_unpartitioned_dims, window.ndim)
+    padded = [pads or atom.axis is not None for pads, atom in zip(pad_unpartitioned_dims, atoms, strict=True)]
     axes = enumerate(zip(dims, atoms, padded, strict=True))
     reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
     remaining_padding = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
@@ -70,7 +70,7 @@ def window_view(
 def _with_single_atoms(lowering: Lowering, x: Value, ndim: int) -> Value:
     """Return x with each of the last ndim dimensions partitioned by one mesh axis at most."""
     for dim in range(len(x.shape) - ndim, len(x.shape)):
-        x = lowering.as_single_atom(x, dim)
+        x = lowering.gather_into_single_atom(x, dim)
     return x
 
 
@@ -100,9 +100,11 @@ def conv(
     is_view = not all(lowering.is_whole(x, dim) for dim in range(-n, 0))
     uneven = any(before != after for before, after in window.padding)
     # kernels cannot pad unevenly, and would copy a view again in order to pad it
-    pad_whole = [(is_view or uneven) and any(sides) for sides in window.padding]
+    pad_unpartitioned_dims = [(is_view or uneven) and any(sides) for sides in window.padding]
     extents, dtype = lowering.fake_out.shape[-n:], lowering.fake_out.dtype
-    view, remaining_padding, atoms = window_view(lowering, x, window, extents, pad_whole=pad_whole)
+    view, remaining_padding, atoms = window_view(
+        lowering, x, window, extents, pad_unpartitioned_dims=pad_unpartitioned_dims
+    )
     run = _slice_instead_of_stride(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
     layout = replace_dim(image_layout(x, weight.shape[0], atoms), -n - 1, *channels)
 
@@ -112,7 +114,7 @@ def conv(
 
     if not summed_axes:
         return lowering.local(convolve, [view, weight, bias], layout, dtype)
-    y = lowering.reduced(convolve, [view, weight], summed_axes, layout, dtype)
+    y = lowering.allreduce_local_result(convolve, [view, weight], summed_axes, layout, dtype)
     return y if bias is None else lowering.local(lambda a, b: a + b.view(-1, *[1] * n), [y, bias], layout, dtype)
 
 
@@ -281,7 +283,7 @@ def col2im(
 def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -> Value:
     """Unfold one dimension after a halo exchange, with the cells of windows in a new last dimension."""
     dim = dimension % len(x.shape)
-    x = lowering.as_single_atom(x, dim)
+    x = lowering.gather_into_single_atom(x, dim)
     out = lowering.mesh.even_atom(lowering.fake_out.shape[dim], lowering.axis_of(x, dim))
     view = lowering.view(x, {dim: Reach(out, Window(size, step, 0, ndim=1))})
     layout = (*replace_dim(x.layout, dim, out), (Atom(size),))

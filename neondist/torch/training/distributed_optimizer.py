@@ -78,11 +78,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self.grid, self.strategy, self._names = grid, planned.strategy, list(tensors)
         self.optimizer = inner.create(self.parameters.updated[name] for name in self._names)
-        self._overflow: torch.Tensor | None = None
+        self._overflow_parameter: torch.Tensor | None = None
         if self.parameters.owned_names:
             # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
-            self._overflow = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
-            self.optimizer.param_groups[-1]["params"].append(self._overflow)
+            self._overflow_parameter = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
+            self.optimizer.param_groups[-1]["params"].append(self._overflow_parameter)
             self._partitioned = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
             grid.on_close(hooks.register_optimizer_step_pre_hook(self._reject_others).remove)
         self._has_fixed_groups = False
@@ -110,11 +110,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.parameters.owned_names:
             self.grid.check("DistributedOptimizer.step")
-        with self.parameters.updating():
+        with self.parameters.optimizer_update():
             self.optimizer.step()
-        if self._overflow is not None:
-            self.optimizer.state.pop(self._overflow, None)
-            self._overflow.grad = None
+        if self._overflow_parameter is not None:
+            self.optimizer.state.pop(self._overflow_parameter, None)
+            self._overflow_parameter.grad = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             name, _, slot = shard.name.rpartition("/")
             state[self._names.index(name)][slot] = torch.from_numpy(shard.gather(array))
         groups = self.optimizer.state_dict()["param_groups"]
-        if self._overflow is not None:
+        if self._overflow_parameter is not None:
             groups[-1]["params"].pop()
         result = {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
         sync = {
@@ -162,8 +162,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
         """Return the optimiser state of this rank's parts; first create the slots in `names`, 'PARAMETER/SLOT'."""
-        if self._overflow is not None:
-            self._overflow.grad = None  # the step that creates slots must not update it
+        if self._overflow_parameter is not None:
+            self._overflow_parameter.grad = None  # the step that creates slots must not update it
         create_optimizer_state(self.parameters.updated, self.optimizer, names)
         return self.parameters.optimizer_slots(self.optimizer)
 
@@ -182,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for slot, value in slots.items()
             }
         groups = [{**group, "params": [*group["params"]]} for group in state_dict["param_groups"]]
-        if self._overflow is not None:
+        if self._overflow_parameter is not None:
             groups[-1]["params"].append(sum(len(group["params"]) for group in groups))
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
@@ -252,12 +252,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _synchronise(self) -> None:
         self._in_backward = False
-        self.parameters.sum_gradients(for_update=True)
+        self.parameters.sum_gradients(to_owners=True)
         if self._earlier_sums is not None:
             self.parameters.grads += self._earlier_sums
-        if self._overflow is not None:
+        if self._overflow_parameter is not None:
             overflowed = self.parameters.sync.flag_header[ControlFlag.NON_FINITE]  # on some rank
-            self._overflow.grad = torch.full_like(self._overflow, torch.inf if overflowed else 0)
+            self._overflow_parameter.grad = torch.full_like(self._overflow_parameter, torch.inf if overflowed else 0)
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 self.parameters.tensors[name].grad = None

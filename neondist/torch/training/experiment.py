@@ -39,7 +39,7 @@ from ..module.weights import as_array, create_optimizer_state, load_weights, sav
 from .factory import ModuleFactory
 from .losses_and_optimizers import TorchLoss, TorchOptimizer, unwrap
 from .module_inputs import apply_feed, channels_first
-from .module_outputs import CellLoss, OwnedTotals, channels_last, metric_targets
+from .module_outputs import CellLoss, OwnedOutputTotals, channels_last, metric_targets
 from .module_plan import ModulePlan
 from .train_step import ModuleStep, compute_in
 
@@ -208,7 +208,7 @@ class TorchModel(TrainableModel):
         """Return a block of the output, channels last, given the cells of the image on which it depends."""
         module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        with torch.no_grad(), self._name_in_errors(), compute_in(self.precision, module):
+        with torch.no_grad(), self._attribute_errors_to_model(), compute_in(self.precision, module):
             features, _ = self._apply_feed(x, None, 1)
             return channels_last(blocks.run(number, features, *map(dict, tensors)))
 
@@ -227,13 +227,13 @@ class TorchModel(TrainableModel):
         self.compiled = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         self.output_shape, self.loss_scaler = self.compiled.output_shape, self.precision.new_scaler()
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
-        if self.compiled.wide_tiles is not None:
-            self.input.repartition(self.compiled.wide_tiles, self.compiled.wide_tiles)
+        if self.compiled.overlapping_tiles is not None:
+            self.input.repartition(self.compiled.overlapping_tiles, self.compiled.overlapping_tiles)
         self._model_by_batch: dict[int, DistributedModule] = {}
         self._captured: set[tuple[int, bool]] = set()
         model = self._module_for(batch_size)
         if self.weights is not None:
-            with self._name_in_errors("weights: "):
+            with self._attribute_errors_to_model("weights: "):
                 load_weights(model, self.weights)
         if self.parameters is not None:
             self.parameters.close()
@@ -246,11 +246,11 @@ class TorchModel(TrainableModel):
         self._base_rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
         cut = axes_of(self.compiled.output.layout)
         owns = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in cut)
-        self.output: Any = OwnedTotals(self.grid, owns)
+        self.output: Any = OwnedOutputTotals(self.grid, owns)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one training step and return the loss of the whole batch, NaN if it was skipped. Collective."""
-        with self._name_in_errors():
+        with self._attribute_errors_to_model():
             return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
 
     def loss_of(self, x: Any, targets: Any, batch: int, training: bool = True) -> tuple[tuple[Any, Any], torch.Tensor]:
@@ -269,7 +269,7 @@ class TorchModel(TrainableModel):
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and the loss times the samples (0 except on rank 0)."""
-        with self.grid.observers.observe("cost"), torch.no_grad(), self._name_in_errors():
+        with self.grid.observers.observe("cost"), torch.no_grad(), self._attribute_errors_to_model():
             (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
@@ -305,7 +305,12 @@ class TorchModel(TrainableModel):
         """Return this rank's tile of the first output, channels last."""
         batch = batch_size or self.batch_size
         model = self._module_for(batch, training)
-        with torch.no_grad(), self._name_in_errors(), self._seed_generators(), compute_in(self.precision, self.module):
+        with (
+            torch.no_grad(),
+            self._attribute_errors_to_model(),
+            self._seed_generators(),
+            compute_in(self.precision, self.module),
+        ):
             return channels_last(model(self._apply_feed(x, None, batch)[0]))
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
@@ -428,7 +433,7 @@ class TorchModel(TrainableModel):
             yield
 
     @contextmanager
-    def _name_in_errors(self, field: str = "") -> Iterator[None]:
+    def _attribute_errors_to_model(self, field: str = "") -> Iterator[None]:
         """Mark errors in the block as errors of this model, so that messages give its position in a file."""
         try:
             yield

@@ -26,7 +26,7 @@ def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch
     return features, None if labels is None else torch.from_numpy(labels)
 
 
-def expected_image(module: nn.Module) -> tuple[int, int | None]:
+def expected_ndim_and_channels(module: nn.Module) -> tuple[int, int | None]:
     """Return the number of spatial axes and channels of a module's images, from its first convolution.
 
     This is the first in registration order; the result is (2, None) for a module without convolutions.

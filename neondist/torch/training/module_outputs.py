@@ -80,7 +80,7 @@ class CellLoss:
         return float(len(labels) if self._weights is None else self._weights[labels].sum(dtype=torch.float64))
 
 
-class OwnedTotals:
+class OwnedOutputTotals:
     """Sums over the ranks of counts over their outputs; outputs that several ranks have count once."""
 
     def __init__(self, grid: ProcessGrid, owns: bool) -> None:

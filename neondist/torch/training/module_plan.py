@@ -29,7 +29,7 @@ from ..lowering.costs import PlanCosts, StepCosts, last_output_shape, module_pat
 from ..lowering.plan import TorchPlan, Traffic
 from ..lowering.traffic import BackwardSteps
 from ..lowering.training_memory import TrainingMemory
-from ..module.parameters import MODULE_KEY, describe_parameters, sparse_embedding_weights
+from ..module.parameters import MODULE_KEY, parameters_by_name, sparse_embedding_weights
 from .losses_and_optimizers import TorchOptimizer
 
 MAX_TABLE_ROWS = 40
@@ -62,7 +62,7 @@ class ModulePlan:
         Memory limit of the ranks on a machine, if set.
     note : str
         Description of fused segments or blocks.
-    wide_tiles : Partition or None
+    overlapping_tiles : Partition or None
         Tiles of the image that ranks read, if these overlap.
     """
 
@@ -75,7 +75,7 @@ class ModulePlan:
     parameters: ParameterPlan
     memory_limit: int | None
     note: str
-    wide_tiles: Partition | None
+    overlapping_tiles: Partition | None
     is_streamed = False
     label_extent = ()
 
@@ -158,7 +158,9 @@ class ModulePlan:
 
     def bytes(self, rank: int) -> int:
         """Return the bytes of halos, and of keys and values in rings, that a rank sends in a training step."""
-        return sum(count for (kind, _, _), count in self._activation_traffic(rank).items() if kind in ("halo", "ring"))
+        return sum(
+            count for (kind, _, _), count in self._traffic_without_gradients(rank).items() if kind in ("halo", "ring")
+        )
 
     def reduction_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'.
@@ -166,14 +168,14 @@ class ModulePlan:
         The reduction of the loss is not included.
         """
         counts = Counter({GRADIENTS: self.parameters.reduction_bytes(rank)})
-        for (kind, name, _), count in self._activation_traffic(rank).items():
+        for (kind, name, _), count in self._traffic_without_gradients(rank).items():
             counts[name] += count * (kind == "sum")
         return {name: count for name, count in counts.items() if count}
 
     def redistribution_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in redistributions of a training step, by step, and for 'gradients'."""
         counts = Counter({GRADIENTS: self.parameters.redistribution_bytes(rank)})
-        for (kind, name, _), count in self._activation_traffic(rank).items():
+        for (kind, name, _), count in self._traffic_without_gradients(rank).items():
             counts[name] += count * (kind == "redistribution")
         return {name: count for name, count in counts.items() if count}
 
@@ -215,7 +217,9 @@ class ModulePlan:
         sums, moved = kinds.count("sum"), self.all_costs.memory_traffic()
         neighbours = min(8, self.grid.tiles - 1)  # estimate: the neighbours of a tile
         messages = (len(kinds) - sums) * neighbours
-        return Workload(total.flops, moved, messages, total.max_sent_bytes, sums, total.summed, self.parameters)
+        return Workload(
+            total.flops, moved, messages, total.max_sent_bytes, sums, total.max_summed_bytes, self.parameters
+        )
 
     def memory_traffic(self, rank: int = 0) -> int:
         """Return the minimum number of bytes that a rank reads and writes in a training step."""
@@ -250,7 +254,7 @@ class ModulePlan:
     def _training(self) -> TrainingMemory:
         return TrainingMemory(self.steps, self.trained)
 
-    def _activation_traffic(self, rank: int) -> Traffic:
+    def _traffic_without_gradients(self, rank: int) -> Traffic:
         """Return the traffic of a training step without the reductions of parameter gradients."""
         traffic = self.steps.traffic(rank, self.trained)
         return {account: count for account, count in traffic.items() if account[1] != GRADIENTS}
@@ -280,7 +284,7 @@ def _updated_parameters(module: nn.Module, steps: TorchPlan) -> dict[str, Parame
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
     reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).sources
-    return describe_parameters(
+    return parameters_by_name(
         {
             aliases[0]: parameter
             for parameter, aliases in names.items()

@@ -40,7 +40,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, owners: OwnerSteps | None, grid: ProcessGrid
     ) -> None:
         TrainingScriptAdapter.__init__(self, grid)
-        self.model, self.optimizer, self.owners, self.divided = model, optimizer, owners, None
+        self.model, self.optimizer, self.owners, self.divided_parameters = model, optimizer, owners, None
         self.counted = self
         self.dtype = as_array(next(model.parameters())).dtype
 

@@ -37,9 +37,9 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         super().__init__(module.grid)
         self.module, self.optimizer = module, optimizer
         self.counted: DistributedModule | TrainingScriptAdapter = module
-        self.divided = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
-        if self.divided is not None:
-            self.sync = self.divided.sync
+        self.divided_parameters = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
+        if self.divided_parameters is not None:
+            self.sync = self.divided_parameters.sync
         self.dtype = as_array(next(iter(module.parameters()), torch.zeros(()))).dtype
 
     @classmethod
@@ -91,7 +91,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
 
     def count_step_and_sum_flags(self) -> None:
         """Count a step and sum the flags of all ranks; a DistributedOptimizer has summed them with the gradients."""
-        if self.divided is None:
+        if self.divided_parameters is None:
             super().count_step_and_sum_flags()
         else:
             self.sync.flags.rank_counts[:] = self.sync.flag_header
@@ -100,7 +100,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
     @property
     def sync_states(self) -> Sequence[SyncState]:
         """Persistent state of gradient synchronisation."""
-        return () if self.divided is None else self.divided.compressed.sync_states()
+        return () if self.divided_parameters is None else self.divided_parameters.compressed.sync_states()
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the state of the module and of the optimiser, named as in a TorchModel."""

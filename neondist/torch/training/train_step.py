@@ -55,7 +55,7 @@ class ModuleStep(TrainStep):
             self.finite = bool(loss.isfinite())
             parameters.sync.record_finiteness(self.finite)
             (loss * self.loss_scale).backward()
-        parameters.sum_gradients(for_update=True, loss_scale=self.loss_scale)
+        parameters.sum_gradients(to_owners=True, loss_scale=self.loss_scale)
         return parameters.fetch_loss_and_flags(loss.detach().numpy().reshape(1))
 
     def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
@@ -68,6 +68,6 @@ class ModuleStep(TrainStep):
     def update_parameters(self) -> None:
         """Update the parameters that this rank owns, and receive the others from their owners."""
         # optimisers behave differently while another thread traces
-        with self.trainable.built_parameters.updating(), TRACING:
+        with self.trainable.built_parameters.optimizer_update(), TRACING:
             self.trainable.apply_scheduled_rates()
             self.trainable.torch_optimizer.step()

@@ -120,7 +120,7 @@ class BestCheckpointAndEarlyStopping(Hook):
             self.checkpoint.save(run)
         if reason := self.best.early_stop_reason(run.history, self.metrics):
             run.epochs = run.epoch
-            if run.first_rank:
+            if run.is_first_rank:
                 say(reason)
 
 

@@ -216,12 +216,12 @@ class Checkpoint(Hook):
         self.path, self.yaml_text = path, yaml_text
         self.schedule = schedule or CheckpointSchedule.from_fields(None)
         self.last_written_position = (-1, -1, -1)
-        self.last_write_time, self.last_seen_step = time.monotonic(), 0
+        self.last_checkpoint_time, self.last_seen_step = time.monotonic(), 0
 
     def before_run(self, run: TrainState) -> None:
         """Write a first checkpoint, to detect an unwritable folder before the first epoch."""
         self.last_written_position, self.last_seen_step = _run_position(run), run.step
-        self.last_write_time = time.monotonic()
+        self.last_checkpoint_time = time.monotonic()
         if run.step == 0:
             self.save(run)
 
@@ -256,7 +256,7 @@ class Checkpoint(Hook):
             On every rank, if the checkpoint cannot be written; the previous one is kept.
         """
         write_checkpoint(self.path, *self.collect_contents(run), run.grid.world, self.schedule.keep, run.step)
-        self.last_written_position, self.last_write_time = _run_position(run), time.monotonic()
+        self.last_written_position, self.last_checkpoint_time = _run_position(run), time.monotonic()
 
     def is_current_step_written(self, run: TrainState) -> bool:
         """Return whether the last checkpoint was written at the current step."""
@@ -271,15 +271,17 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         model, world = run.model.whole_model, run.grid.world
-        scheme_state = scheme_memory.collect_scheme_memory(model.exchanged_arrays, _scheme_state_key(run), world)
+        scheme_state = scheme_memory.collect_scheme_state(model.exchanged_arrays, _scheme_state_key(run), world)
         if scheme_state.json_text:
-            texts[scheme_memory.SCHEME_MEMORY_TEXT_NAME] = scheme_state.json_text
+            texts[scheme_memory.SCHEME_STATE_TEXT_NAME] = scheme_state.json_text
         return [*_checkpoint_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
 
     def _is_due_by_time(self, run: TrainState) -> bool:
         """Return whether `every_minutes` have passed by rank 0's clock. Collective."""
         limit = self.schedule.every_minutes
-        return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last_write_time >= 60 * limit))
+        return limit is not None and bool(
+            run.grid.world.bcast(time.monotonic() - self.last_checkpoint_time >= 60 * limit)
+        )
 
 
 def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remedy: str = "run without resume") -> None:
@@ -308,7 +310,7 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
             raise DataError(f"{path}: {problem}, or {remedy}") from None
         file.fill_parts(_checkpoint_array_parts(run))
         notes = (
-            scheme_memory.restore_scheme_memory(file, model.exchanged_arrays, _scheme_state_key(run), world),
+            scheme_memory.restore_scheme_state(file, model.exchanged_arrays, _scheme_state_key(run), world),
             restore_sync_state(file, model.sync_states, world),
         )
         run.start_messages += filter(None, notes)

@@ -20,14 +20,14 @@ class CompletionMarker(Hook):
     def before_run(self, run: TrainState) -> None:
         """Remove the marker of an earlier run."""
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 with convert_file_errors(self.path, "cannot be removed"):
                     self.path.unlink(missing_ok=True)
 
     def after_run(self, run: TrainState) -> None:
         """Write the marker."""
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 write_text(self.path, json.dumps({"step": run.step}) + "\n")
 
     def on_stop(self, run: TrainState) -> None:

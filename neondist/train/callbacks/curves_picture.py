@@ -18,7 +18,7 @@ _MAX_METRIC_PANELS = 4
 """Largest number of panels for metrics, in addition to loss and error."""
 
 
-class Curves(Hook):
+class CurvesPicture(Hook):
     """Draw the curves at the end of a run, even after failure, on rank 0; do nothing without matplotlib."""
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class Curves(Hook):
         self._draw(run)
 
     def _draw(self, run: TrainState) -> None:
-        if run.first_rank and run.history and has_matplotlib():
+        if run.is_first_rank and run.history and has_matplotlib():
             write_curves_picture(run.history, self.path)
 
 

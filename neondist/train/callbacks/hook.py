@@ -11,7 +11,7 @@ from ..state import TrainState
 class Hook:
     """Base class of hooks. All ranks call the same hooks in the same order, except `on_error`.
 
-    A hook that communicates must do so on every rank; one that prints or writes should check `run.first_rank`.
+    A hook that communicates must do so on every rank; one that prints or writes should check `run.is_first_rank`.
 
     Attributes
     ----------

@@ -40,7 +40,7 @@ class LedgerLog(Hook):
         """Rewrite the file with the lines of the epochs that were complete before the run continues."""
         self.epoch_start_ledger = self.training_end_ledger = run.model.whole_model.ledger()
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 lines = _read_lines(self.path) if run.epoch else []
                 write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch_or_infinity(line) <= run.epoch))
 
@@ -57,7 +57,7 @@ class LedgerLog(Hook):
         self.epoch_start_ledger = now
         entries_by_rank = run.grid.world.allgather(own_entries)
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 by_rank = enumerate(entries_by_rank)
                 records = ({"epoch": run.epoch, "rank": at, **entry} for at, entries in by_rank for entry in entries)
                 append_text(self.path, "".join(json.dumps(record) + "\n" for record in records))

@@ -55,7 +55,7 @@ class MetricLogger(Registered, Hook):
     def before_run(self, run: TrainState) -> None:
         """Start the log, and write the epochs that were complete before the run continues."""
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 self.start_log(run)
                 for record in run.history:
                     self.write_record(record)
@@ -63,12 +63,12 @@ class MetricLogger(Registered, Hook):
     def after_epoch(self, run: TrainState) -> None:
         """Write the epoch's numbers."""
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 self.write_record(run.history[-1])
 
     def after_run(self, run: TrainState) -> None:
         """End the log."""
-        if run.first_rank:
+        if run.is_first_rank:
             self.end_log()
 
     def on_stop(self, run: TrainState) -> None:

@@ -31,7 +31,7 @@ class MasterStatistics(Hook):
 
     def after_epoch(self, run: TrainState) -> None:
         """Add the statistics to the record."""
-        statistics = self._query_master() if run.first_rank else None
+        statistics = self._query_master() if run.is_first_rank else None
         if statistics := run.grid.world.bcast(statistics):
             run.history[-1][JOB_STATISTICS_KEY] = statistics
 
@@ -40,7 +40,11 @@ class MasterStatistics(Hook):
 
         try:
             with ServiceClient(
-                self._worker_assignment.master, "Recovery", self._worker_assignment.token, timeout=10.0, patience=1.0
+                self._worker_assignment.master,
+                "Recovery",
+                self._worker_assignment.token,
+                timeout=10.0,
+                retry_seconds=1.0,
             ) as rpc:
                 return dict(rpc.call("statistics").mapping("statistics"))
         except ServiceError:

@@ -24,13 +24,13 @@ class MetricsLog(Hook):
     def before_run(self, run: TrainState) -> None:
         """Rewrite the file with the epochs that are complete, without an incomplete line."""
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 write_text(self.path, "".join(map(record_json_line, run.history)))
 
     def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's line; it is in the file when this returns."""
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 append_text(self.path, record_json_line(run.history[-1]))
 
 

@@ -33,7 +33,7 @@ class PeriodicEvaluation(Hook):
     def before_run(self, run: TrainState) -> None:
         """Create the file, or continue it."""
         with all_or_none(run.grid.world):
-            if run.first_rank and (run.step == 0 or not self.path.exists()):
+            if run.is_first_rank and (run.step == 0 or not self.path.exists()):
                 write_text(self.path, "")
 
     def after_step(self, run: TrainState) -> None:
@@ -44,7 +44,7 @@ class PeriodicEvaluation(Hook):
             evaluated = evaluate_validation_and_test(run, self.metrics)
         results = {name: nonfinite_to_none(value) for name, value in evaluated.items()}
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if run.is_first_rank:
                 append_text(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")
                 texts = [f"{name} {value:.6g}" for name, value in results.items() if isinstance(value, float)]
                 say(f"step {run.step}: {', '.join(texts)}")

@@ -43,7 +43,7 @@ class ProgressBar(Hook):
 
     def before_run(self, run: TrainState) -> None:
         """Print the headline and show the bar."""
-        if not run.first_rank:
+        if not run.is_first_rank:
             return
         for text in (*run.start_messages, run_headline(run)):
             self._print(run, text)
@@ -56,12 +56,12 @@ class ProgressBar(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Update the bar, or print the progress line if it is due; print a line if the step was skipped."""
-        if run.first_rank and not math.isfinite(run.loss):
+        if run.is_first_rank and not math.isfinite(run.loss):
             where = run.model.whole_model.nonfinite_monitor.nonfinite_value
             self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
         now = time.perf_counter()
         speed = (run.samples_seen - self.speed_start_sample) / max(now - self.speed_start_time, 1e-9)
-        if self.bar is None and run.first_rank and now >= self.next_line_time:
+        if self.bar is None and run.is_first_rank and now >= self.next_line_time:
             self.next_line_time = now + LINE_INTERVAL_SECONDS
             say(step_line(run, speed), sys.stderr if self.file is None else self.file)
         elif self.bar is not None:
@@ -71,14 +71,14 @@ class ProgressBar(Hook):
 
     def after_epoch(self, run: TrainState) -> None:
         """Print the epoch's line."""
-        if run.first_rank:
+        if run.is_first_rank:
             self._print(run, epoch_line(run.history[-1], run.epochs))
             self.speed_start_time, self.speed_start_sample = time.perf_counter(), 0
 
     def on_stop(self, run: TrainState) -> None:
         """Close the bar, and print where and why the run stopped."""
         self._close_bar()
-        if run.first_rank and run.stop is not None:
+        if run.is_first_rank and run.stop is not None:
             self._print(run, f"stopped at step {run.step}: {run.stop.reason}")
 
     def on_error(self, run: TrainState, error: BaseException) -> None:

@@ -79,7 +79,7 @@ class Snapshots(Hook):
             due = self.interval is not None and run.step % self.interval == 0
         if due and run.stop is None and not self.checkpoint.is_current_step_written(run):
             self.save(run)
-        if self.interval == "auto" and run.first_rank:
+        if self.interval == "auto" and run.is_first_rank:
             flags.own_flags[ControlFlag.SNAPSHOT] = self.is_affordable
 
     @property
@@ -96,7 +96,7 @@ class Snapshots(Hook):
                 self.store.write(*self.checkpoint.collect_contents(run), run.step)
             except OutputError as error:
                 self.writes_to_disk = True
-                if run.first_rank:
+                if run.is_first_rank:
                     why = str(error).partition(";")[0]
                     say(f"no snapshots in memory, but checkpoints on disk at the same interval: {why}")
                     _append_run_event(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
@@ -107,11 +107,11 @@ class Snapshots(Hook):
 
     def after_run(self, run: TrainState) -> None:
         """Remove the snapshots, since the last checkpoint is on disk."""
-        self.store.remove_all()
+        self.store.remove_all_snapshots()
 
     def on_stop(self, run: TrainState) -> None:
         """Remove the snapshots, since the checkpoint of this step is on disk."""
-        self.store.remove_all()
+        self.store.remove_all_snapshots()
 
 
 def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
@@ -122,7 +122,7 @@ def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: Sn
     DataError
         On every rank, as in `restore_checkpoint`, if neither can be used.
     """
-    snapshots = store.steps_and_nodes() if store is not None else []
+    snapshots = store.steps_and_node_ranks() if store is not None else []
     on_disk = read_checkpoint_step(path, run.grid.world) if snapshots else -1
     for step, root in snapshots:
         if store is None or step <= on_disk:
@@ -139,7 +139,7 @@ def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: Sn
 
 
 def _log_resume(folder: Path, run: TrainState, source: str) -> None:
-    if run.first_rank and (folder / GENERATIONS).exists():
+    if run.is_first_rank and (folder / GENERATIONS).exists():
         _append_run_event(folder, "resume", step=run.step, source=source)
     if source != "checkpoint.h5":
         run.start_messages.append(f"continuing at step {run.step}, from {source}")

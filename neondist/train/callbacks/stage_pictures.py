@@ -26,7 +26,7 @@ MAX_IMAGES, MAX_STIMULI, MAX_FILTERS, MAX_PICTURE_EXTENT = 10, 24, 384, 256
 """Limits of images, units and filters in a picture, and of an image's height and width in pixels."""
 
 
-class StagePictures(Hook):
+class PretrainingPictures(Hook):
     """Draw pictures of a pretrained stage on rank 0; do nothing without matplotlib, or if samples are not images.
 
     `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
@@ -51,7 +51,7 @@ class StagePictures(Hook):
             pictures, filters = reconstruct_first_images(stage, split), gather_filters(stage)
             optimal = compute_optimal_stimuli(stage, split)
             with all_or_none(run.grid.world):
-                if run.first_rank and has_matplotlib():
+                if run.is_first_rank and has_matplotlib():
                     self._draw(stage, pictures, filters, list(optimal.reshape(3, -1, *optimal.shape[1:])))
                     release_cached_memory()  # memory of matplotlib, before the next stage
 

@@ -49,7 +49,7 @@ class StopOnSignal(Hook):
         """Subscribe to signals; stop before the first step if a rank has received one."""
         self.run, self.signals.needs_cleanup = run, True
         self.signals.add_listener(self._set_stop_flag)
-        received = [name for names in run.grid.world.allgather(tuple(self.signals.received)) for name in names]
+        received = [name for names in run.grid.world.allgather(tuple(self.signals.received_signals)) for name in names]
         if received and run.stop is None and run.epoch < run.epochs:
             run.stop = Stop(f"received {received[0]}; {self.remedy}")
 
@@ -88,7 +88,7 @@ class TimeLimit(Hook):
     Parameters
     ----------
     seconds : float
-    started : float, optional
+    start_time : float, optional
         Start time by `clock`. Default: now.
     clock : callable
         Clock in seconds; replaced in tests.
@@ -102,9 +102,9 @@ class TimeLimit(Hook):
 
     runs_during_pretraining = True
 
-    def __init__(self, seconds: float, started: float | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, seconds: float, start_time: float | None = None, clock: Callable[[], float] = time.time) -> None:
         self.seconds, self.clock = seconds, clock
-        self.deadline = (clock() if started is None else started) + seconds
+        self.deadline = (clock() if start_time is None else start_time) + seconds
         self.recent_step_seconds: deque[float] = deque(maxlen=100)
         self.last_call_time, self.epoch_just_ended = 0.0, False
         self.max_evaluation_seconds, self.max_checkpoint_seconds = 0.0, 0.0
@@ -122,7 +122,7 @@ class TimeLimit(Hook):
             self.recent_step_seconds.append(took)
         if run.stop is None and run.model.sync.flags.count_ranks(ControlFlag.TIME_LIMIT):
             run.stop = Stop(f"the time limit of {self.seconds:g} s is close; --resume continues from here")
-        elif run.first_rank and self.last_call_time + self.seconds_needed_to_stop(run) > self.deadline:
+        elif run.is_first_rank and self.last_call_time + self.seconds_needed_to_stop(run) > self.deadline:
             run.model.sync.flags.own_flags[ControlFlag.TIME_LIMIT] = 1
 
     def after_epoch(self, run: TrainState) -> None:

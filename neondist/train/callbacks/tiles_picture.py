@@ -57,7 +57,7 @@ class TilesPicture(Hook):
             return
         image = gather_first_image(run.dataset, grid, run.model.dtype, run.model.whole_model.input.own)
         with all_or_none(grid.world):
-            if run.first_rank and has_matplotlib():
+            if run.is_first_rank and has_matplotlib():
                 layer = run.model.whole_model.compiled.first_windowed_layer
                 partition = grid.partition(shape[:2])
                 tiles = partition.boxes()

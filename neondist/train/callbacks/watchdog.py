@@ -44,7 +44,7 @@ class Watchdog(Hook):
         the job with exit code 1.
     report : callable
         Called with the text of the report. Default: write it to stderr.
-    whole_process : bool
+    owns_process : bool
         Watch from the first `open` to the end of the process, instead of only during runs.
     rank, size : int
         Rank of this process and number of ranks, until a run sets them.
@@ -59,14 +59,14 @@ class Watchdog(Hook):
         timeout: float = 600.0,
         end: Callable[[Transport | None, float], None] = end_job_of_all_ranks,
         report: Callable[[str], None] | None = None,
-        whole_process: bool = False,
+        owns_process: bool = False,
         rank: int = 0,
         size: int = 1,
         folder: Path | None = None,
     ) -> None:
         self.timeout, self.end = timeout, end
         self.report = report or _write_stderr
-        self.whole_process, self.rank, self.size, self.folder = whole_process, rank, size, folder
+        self.owns_process, self.rank, self.size, self.folder = owns_process, rank, size, folder
         self.stop_event: threading.Event | None = None
         self.watched_thread_id = 0
         self.world: Transport | None = None
@@ -75,8 +75,8 @@ class Watchdog(Hook):
         self.current_run: TrainState | None = None
 
     def open(self) -> None:
-        """Start watching the calling thread, if `whole_process`."""
-        if self.whole_process:
+        """Start watching the calling thread, if `owns_process`."""
+        if self.owns_process:
             self._start_thread()
 
     def _start_thread(self) -> None:
@@ -85,8 +85,8 @@ class Watchdog(Hook):
             threading.Thread(target=self._watch, args=(self.stop_event,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching, unless `whole_process`."""
-        if not self.whole_process:
+        """Stop watching, unless `owns_process`."""
+        if not self.owns_process:
             self.stop_watching()
 
     def stop_watching(self) -> None:
@@ -141,7 +141,7 @@ class Watchdog(Hook):
             if activity != previous:
                 previous, idle = activity, 0.0
             elif idle > self.timeout:
-                self.report(self._report_text())
+                self.report(self._stall_report())
                 return self.end(self.world, self.timeout / 4)
 
     def _progress_marker(self) -> tuple[int, str]:
@@ -150,7 +150,7 @@ class Watchdog(Hook):
         position = innermost_calls(self.watched_thread_id) if self.current_run is None else ""
         return 0 if work is None else work.event_count, position
 
-    def _report_text(self) -> str:
+    def _stall_report(self) -> str:
         place = "outside steps" if self.current_run is None else f"step {self.current_run.step + 1}"
         head = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}"
         activity, waits = ("", False) if (work := self.current_activity) is None else (str(work), work.is_waiting)

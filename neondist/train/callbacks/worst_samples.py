@@ -43,7 +43,7 @@ class WorstSamples(Hook):
         with model.whole_model.use_averaged_weights():
             samples = find_worst_samples(model, run.dataset.selection_split, run.batch_size)
         with all_or_none(run.grid.world):
-            if samples and run.first_rank:
+            if samples and run.is_first_rank:
                 with atomic_replacement(self.path) as file:
                     np.savez_compressed(file, **samples)  # type: ignore[arg-type]
 

@@ -75,8 +75,8 @@ def evaluate_files(
     extra_cells = max(
         (metric.overlap_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
     )
-    opened = open_checkpoint_prediction(experiment, checkpoint, source, grid, block, None, extra_cells, axes)
-    return _evaluate_by_prediction(opened, experiment.model, experiment.metrics, labels, grid, samples)
+    prediction = open_checkpoint_prediction(experiment, checkpoint, source, grid, block, None, extra_cells, axes)
+    return _evaluate_by_prediction(prediction, experiment.model, experiment.metrics, labels, grid, samples)
 
 
 def evaluate_module(
@@ -108,23 +108,23 @@ def evaluate_module(
     grid = ProcessGrid() if grid is None else grid
     settings = {"the source": source, "labels": labels, "block": block, "samples": samples is not None}
     grid.check("evaluate images", settings)
-    opened = trained.open_prediction_method(source, grid, block, None)
-    return _evaluate_by_prediction(opened, trained.model, add_misclassification(None), labels, grid, samples)
+    prediction = trained.open_prediction_method(source, grid, block, None)
+    return _evaluate_by_prediction(prediction, trained.model, add_misclassification(None), labels, grid, samples)
 
 
 def _evaluate_by_prediction(
-    opened: AbstractContextManager[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]],
+    prediction: AbstractContextManager[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]],
     model: TrainableModel,
     metrics: Sequence[Metric],
     labels: str | Path,
     grid: ProcessGrid,
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
-    """Evaluate cost and metrics by the method that `opened` yields. Collective."""
-    with first_rank_progress(grid.rank, sys.stderr) as progress, opened as (method, images, _):
+    """Evaluate cost and metrics by the method that `prediction` yields. Collective."""
+    with first_rank_progress(grid.rank, sys.stderr) as progress, prediction as (method, images, _):
         with all_or_none(grid.world):
             for metric in metrics:
-                metric.check_outputs(method.output_shape)
+                metric.check_output_shape(method.output_shape)
             targets = _open_labels(labels, method, images)
         with closing(targets), _name_label_file_in_errors(labels):
             if isinstance(method, WholeImagePrediction):

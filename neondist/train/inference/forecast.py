@@ -96,7 +96,9 @@ def forecast(
                 raise DataError(f"{path}: {problem}") from None
             try:
                 names, units = dataset.channel_names(series), dataset.input_units(series)
-                fields.check_compatible(names, units, dataset.lead, series.step_seconds, series.axis_orders)
+                fields.check_channels_and_times(
+                    names, units, dataset.lead, series.step_seconds, series.coordinate_directions
+                )
             except ValueError as problem:
                 raise DataError(f"{source}: {path} {problem}") from None
             series.fill = fill

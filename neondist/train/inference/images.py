@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...data.raw_values import fill_missing, normalise
-from ...errors import AxesError, DataError
+from ...errors import AmbiguousAxesError, DataError
 from ...formats import TileSource, open_source
 from ...formats.axes import MAX_GUESSED_CHANNELS
 from ...geometry import Box
@@ -124,7 +124,7 @@ def open_images(
         if not source.axes_given:
             shape = source.shape if "C" in source.stored_axes.letters else source.shape[:-1]
             source.close()
-    except AxesError as error:
+    except AmbiguousAxesError as error:
         shape = error.shape
     if shape is not None:
         spatial, channels = SPATIAL_AXES[3 - (len(sample_shape) - 1) :], sample_shape[-1]

@@ -97,8 +97,8 @@ def predict(
     kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
     read = {"the checkpoint": checkpoint, "the source": source}
     grid.check("predict", read | _output_settings(target, kinds, block, overwrite) | {"axes": axes})
-    opened = partial(open_checkpoint_prediction, experiment, checkpoint, source, grid, block, axes=axes)
-    return _write_outputs(opened, Path(target), grid, kinds, overwrite)
+    open_method = partial(open_checkpoint_prediction, experiment, checkpoint, source, grid, block, axes=axes)
+    return _write_outputs(open_method, Path(target), grid, kinds, overwrite)
 
 
 def predict_module(
@@ -129,8 +129,8 @@ def predict_module(
     grid = ProcessGrid() if grid is None else grid
     kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
     grid.check("predict", {"the source": source} | _output_settings(target, kinds, block, overwrite))
-    opened = partial(trained.open_prediction_method, source, grid, block)
-    return _write_outputs(opened, Path(target), grid, kinds, overwrite)
+    open_method = partial(trained.open_prediction_method, source, grid, block)
+    return _write_outputs(open_method, Path(target), grid, kinds, overwrite)
 
 
 def _output_settings(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
@@ -139,17 +139,17 @@ def _output_settings(target: str | Path, kinds: Sequence[str], block: int | None
 
 
 def _write_outputs(
-    opened: Callable[[list[Any] | None], AbstractContextManager[tuple[PredictionMethod, Images, dict[str, str]]]],
+    open_method: Callable[[list[Any] | None], AbstractContextManager[tuple[PredictionMethod, Images, dict[str, str]]]],
     target: Path,
     grid: ProcessGrid,
     kinds: Sequence[str],
     overwrite: bool,
 ) -> tuple[int, ...]:
-    """Write the outputs by the method that `opened` yields; return their shape. Collective."""
+    """Write the outputs by the method that `open_method` yields; return their shape. Collective."""
     with (
         first_rank_progress(grid.rank) as progress,
         _open_journal(target, grid) as (journal, resumed_method),
-        opened(resumed_method) as (method, images, identities),
+        open_method(resumed_method) as (method, images, identities),
     ):
         done: set[int] = set()
         with all_or_none(grid.world):
@@ -160,7 +160,7 @@ def _write_outputs(
         done = grid.world.bcast(done)
         with all_or_none(grid.world):  # before new outputs, which another job's journal must not describe
             if journal is not None and not done:
-                journal.start_job(job)
+                journal.write_header(job)
         with _open_sinks(
             output_kinds.output_paths(kinds, target), method, images, grid, overwrite, done, journal
         ) as sinks:
@@ -188,7 +188,7 @@ def compute_and_write_parts(
         rounds = (part for parts_of_round in zip_longest(*parts_by_rank) for part in parts_of_round if part is not None)
         resumed = method.num_parts - len(parts)
         sizes = [0] * resumed + [method.count_cells(part) for part in rounds]
-        progress.expect_parts(method.num_parts, resumed, sizes=sizes, concurrent=concurrent)
+        progress.set_total_parts(method.num_parts, resumed, sizes=sizes, concurrent=concurrent)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
         prefetched = reader.submit(method.read_local_input, own_parts[0]) if own_parts else None
         pending: tuple[int, Future[None]] | None = None

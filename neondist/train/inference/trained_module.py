@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
-from ...errors import AxesError, ConfigError, DataError
+from ...errors import AmbiguousAxesError, ConfigError, DataError
 from ...formats import open_source
 from ...formats.base import convert_read_errors
 from ...io.regular_file import open_regular, read_bytes
@@ -72,7 +72,7 @@ class TrainedModule:
         memory: int | str | None = None,
     ) -> None:
         from ...torch import TorchModel, load_weights
-        from ...torch.training.module_inputs import expected_image
+        from ...torch.training.module_inputs import expected_ndim_and_channels
 
         if stride is not None and windows is None:
             raise ConfigError("--stride requires --windows CELLS; give --windows, or leave out --stride")
@@ -92,7 +92,7 @@ class TrainedModule:
         for parameter, value in module.named_parameters():
             if not value.isfinite().all():
                 raise DataError(f"{weights}: {parameter} has values that are not finite; give another weights file")
-        self.spatial_ndim, self.channels = expected_image(module)
+        self.spatial_ndim, self.channels = expected_ndim_and_channels(module)
         self.class_names = [str(name) for name in getattr(module, "class_names", ())]
         self._factory_source = _read_source_file(factory)
 
@@ -115,7 +115,7 @@ class TrainedModule:
         try:
             with open_source(source, axes=self.axes) as file:
                 channels = file.shape[-1] if file.axes_given else channels or file.shape[-1]
-        except AxesError as error:
+        except AmbiguousAxesError as error:
             channels = channels or error.shape[-1]
         for option in ("mean", "std"):
             if len(getattr(self, option)) not in (1, channels):

@@ -98,14 +98,14 @@ def test_costs_sum_to_traffic(shape, recompute):
     sent = [sum(n for (kind, _, _), n in counts.items() if kind != "sum") for counts in traffic]
     assert total.total_sent_bytes == sum(cost.total_sent_bytes for cost in costs.values()) == sum(sent)
     assert total.max_sent_bytes == max(sent) <= sum(cost.max_sent_bytes for cost in costs.values())
-    summed = [
+    max_summed_bytes = [
         sum(n for (kind, name, _), n in counts.items() if kind == "sum" and name != "gradients") for counts in traffic
     ]
-    assert total.summed == max(summed)
-    summed = plan.all_costs.traffic["sum", "gradients", "backward"]
-    assert summed.max() == max(counts.get(("sum", "gradients", "backward"), 0) for counts in traffic)
+    assert total.max_summed_bytes == max(max_summed_bytes)
+    max_summed_bytes = plan.all_costs.traffic["sum", "gradients", "backward"]
+    assert max_summed_bytes.max() == max(counts.get(("sum", "gradients", "backward"), 0) for counts in traffic)
     forward = {(kind, name): n for (kind, name, direction), n in traffic[0].items() if direction == "forward"}
-    assert all(kind in costs[plan.benchmark_row_of(name)].crosses for kind, name in forward)
+    assert all(kind in costs[plan.benchmark_row_of(name)].message_kinds for kind, name in forward)
     memory = steps.memory(plan.all_costs.max_memory_rank) + plan.parameters.memory(plan.all_costs.max_memory_rank)
     assert total.memory == sum(cost.memory for cost in costs.values()) == memory
     assert f"planned peak: {report.format_size(plan.max_training_memory)}, " in plan.describe()
@@ -170,7 +170,7 @@ def test_table_totals():
     lines, total = plan.describe().splitlines(), plan.all_costs.total
     assert lines[0] == "float32 on 6 ranks (1 replica, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
     foot = next(line for line in lines if line.startswith("total"))
-    sizes = [report.format_size(n) for n in (total.max_sent_bytes, total.total_sent_bytes, total.summed)]
+    sizes = [report.format_size(n) for n in (total.max_sent_bytes, total.total_sent_bytes, total.max_summed_bytes)]
     expected = [*sizes, report.format_count(total.flops), f"{total.parameters:,}", report.format_size(total.memory)]
     assert foot.split() == ["total", *" ".join(expected).split()]
     rows = {line.split()[0]: line for line in lines if line}

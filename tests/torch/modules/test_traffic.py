@@ -253,6 +253,6 @@ def test_large_gradients_of_weights_are_summed_in_place():
     def body(world):
         with ProcessGrid(world, rows=2, cols=1) as ranks:
             plan = ndt.distribute(Network(), (1, 2, 8, 6), ranks).plan
-            return {name for name, value in plan.parameters.items() if value in plan.unshared_gradients}
+            return {name for name, value in plan.parameters.items() if value in plan.unaliased_gradients}
 
     assert loopback.run(2, body)[0] == {"conv.weight", "body.0.weight", "body.3.weight"}

@@ -47,9 +47,9 @@ def test_many_channels_use_winograd(dtype):
     )
     original = storage.clone()
     arguments = (1, 1), (1, 2), (1, 2), 1
-    assert winograd._is_faster(x, weight, *arguments)
+    assert winograd._is_winograd_faster(x, weight, *arguments)
     exact = F.conv2d(x.double(), weight.double(), bias.double(), *arguments)
-    error = (winograd.conv2d(x, weight, bias, *arguments) - exact).abs().max()
+    error = (winograd.conv2d_with_winograd(x, weight, bias, *arguments) - exact).abs().max()
     assert error < (1e-5 if dtype == torch.float32 else 1e-13)
     assert torch.equal(storage, original)
 
@@ -57,19 +57,21 @@ def test_many_channels_use_winograd(dtype):
 def test_unsupported_cases_use_pytorch():
     x, weight = torch.randn(1, 128, 46, 46), torch.randn(128, 128, 3, 3)
     arguments = (1, 1), (1, 1), (1, 1), 1
-    assert winograd._is_faster(x, weight, *arguments)
+    assert winograd._is_winograd_faster(x, weight, *arguments)
     strided = (2, 2), (1, 1), (1, 1), 1
     grouped = (1, 1), (1, 1), (1, 1), 2
     wide = (1, 1), (3, 3), (1, 1), 1
     for unsupported in (strided, grouped, wide):
         kernel = weight[:, : 128 // unsupported[3]]
-        assert not winograd._is_faster(x, kernel, *unsupported)
-        assert torch.equal(winograd.conv2d(x, kernel, None, *unsupported), F.conv2d(x, kernel, None, *unsupported))
-    assert not winograd._is_faster(x.bfloat16(), weight.bfloat16(), *arguments)
-    assert not winograd._is_faster(x[:, :64], weight[:, :64], *arguments)
+        assert not winograd._is_winograd_faster(x, kernel, *unsupported)
+        assert torch.equal(
+            winograd.conv2d_with_winograd(x, kernel, None, *unsupported), F.conv2d(x, kernel, None, *unsupported)
+        )
+    assert not winograd._is_winograd_faster(x.bfloat16(), weight.bfloat16(), *arguments)
+    assert not winograd._is_winograd_faster(x[:, :64], weight[:, :64], *arguments)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not winograd._is_faster(x, weight, *arguments)
-        assert winograd.conv2d(x, weight, None, *arguments).dtype == torch.bfloat16
+        assert not winograd._is_winograd_faster(x, weight, *arguments)
+        assert winograd.conv2d_with_winograd(x, weight, None, *arguments).dtype == torch.bfloat16
 
 
 def test_large_dilations_with_few_outputs_use_pytorch():
@@ -77,10 +79,13 @@ def test_large_dilations_with_few_outputs_use_pytorch():
     weight = torch.randn(128, 128, 3, 3)
     for outputs, dilation, faster in ((3, 36, False), (49, 36, False), (72, 36, True), (46, 12, True), (49, 12, False)):
         x = torch.randn(1, 128, outputs + 2 * dilation, outputs + 2 * dilation)
-        assert winograd._is_faster(x, weight, (1, 1), (0, 0), (dilation, dilation), 1) is faster, (outputs, dilation)
+        assert winograd._is_winograd_faster(x, weight, (1, 1), (0, 0), (dilation, dilation), 1) is faster, (
+            outputs,
+            dilation,
+        )
 
 
 def test_many_channels_need_fewer_outputs():
     for channels, extents, faster in ((512, (24, 32), True), (512, (16, 32), False), (500, (24, 32), False)):
         x, weight = torch.randn(1, channels, *extents), torch.randn(512, channels, 3, 3)
-        assert winograd._is_faster(x, weight, (1, 1), (1, 1), (1, 1), 1) is faster, (channels, extents)
+        assert winograd._is_winograd_faster(x, weight, (1, 1), (1, 1), (1, 1), 1) is faster, (channels, extents)
