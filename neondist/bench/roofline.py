@@ -1,4 +1,4 @@
-"""Roofline of a layer: limited by matrix products or by memory bandwidth (Williams, Waterman and Patterson 2009)."""
+"""Roofline of a layer: whether matrix products or memory bandwidth limit it (Williams, Waterman and Patterson 2009)."""
 
 from __future__ import annotations
 

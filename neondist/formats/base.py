@@ -137,7 +137,7 @@ class TileSource(ABC):
         array = self.stored_axes.from_file(np.asarray(self._read(self.stored_axes.to_stored(cells))))
         if list(array.shape) != shape:
             raise DataError(
-                f"{self.path}: has {list(array.shape)} cells for a box of {shape}; restore it from a good copy"
+                f"{self.path}: a box of {shape} was read as {list(array.shape)}; restore the file from a good copy"
             )
         self.bytes_read += self._decoded_bytes(cells)
         return np.ascontiguousarray(array, self.dtype)

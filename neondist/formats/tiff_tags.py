@@ -163,14 +163,15 @@ def check_side_file_nodata(path: Path) -> None:
 
 
 def check_colour_space(path: Path, keyframe: Any) -> None:
-    """Raise DataError for colour spaces that readers convert differently."""
+    """Raise DataError for colour spaces that different readers convert differently."""
     samples, ink = keyframe.samplesperpixel, keyframe.tags[_INK_SET].value if _INK_SET in keyframe.tags else 1
     converted = keyframe.compression in _RGB_CONVERTING_CODECS
     if keyframe.photometric == _CIELAB or (keyframe.photometric == _YCBCR and not converted) or (
         keyframe.photometric == _SEPARATED and samples == 4 and ink == 1
     ):  # fmt: skip
         raise DataError(
-            f"{path}: holds colours as {keyframe.photometric.name}, which readers convert differently; write it as RGB"
+            f"{path}: stores colours as {keyframe.photometric.name}, which different readers convert differently;"
+            " convert the image to RGB"
         )
 
 
@@ -184,8 +185,8 @@ def check_pages_alike(path: Path, keyframe: Any, pages: Sequence[Any]) -> None:
     for number, page in enumerate(pages):
         if hasattr(page, "tags") and tags_of(page) != expected:
             raise DataError(
-                f"{path}: page {number} has another orientation or another no-data value than the first; write each"
-                " page to a separate file"
+                f"{path}: page {number} has a different orientation or no-data value from the first page; write"
+                " each page to a separate file"
             )
 
 

@@ -95,7 +95,7 @@ def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVar
 
 
 def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
-    """Return the only array, or the variable with the most dimensions that no other variable refers to."""
+    """Return the only array, or, of the variables to which no other refers, the one with the most dimensions."""
     candidates = dict(arrays)
     if all(dimension_names(array) or not array.ndim for array in arrays.values()):
         auxiliary = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}

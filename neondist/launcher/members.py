@@ -1,4 +1,4 @@
-"""Members of a generation: the number of ranks on each host, while hosts join and leave."""
+"""Members of a generation (the ranks between two restarts): how many run on each host, as hosts join and leave."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class RankRoster:
     min_ranks, max_ranks : int
         Minimum and maximum number of ranks.
     spares : int
-        Slots to reserve for lost ranks, beyond those that the last generation used.
+        Slots to reserve as replacements for lost ranks, beyond those that the last generation used.
     resources : ResourceSpec or None
         The resource file as last read; None if there is none.
     """
@@ -178,7 +178,7 @@ class RankRoster:
         )
 
     def keep_size_of(self, members: Members) -> None:
-        """Keep the number of ranks of a generation in later ones, using its spares, while there are enough hosts."""
+        """Keep this generation's number of ranks in later generations, using spare slots, if there are enough hosts."""
         self._size_to_keep = members.ranks
 
     def record_loss(self, members: Members, lost_nodes: tuple[str, ...], silent_ranks: tuple[int, ...]) -> list[str]:

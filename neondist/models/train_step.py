@@ -95,7 +95,7 @@ class LayerStep(TrainStep):
         self.model, self.parameters = model, model.built_parameters
 
     def save_for_rollback(self) -> Callable[[], None]:
-        """Save running statistics, and the memory of border schemes."""
+        """Save running statistics, and the state of border schemes."""
         untrained_values = self.parameters.untrained_values
         skips = self.model.nonfinite == "skip" or self.loss_scaler is not None
         kept, memory = untrained_values.copy(), BorderSchemeBackup(self.model.leaves, skips)

@@ -13,7 +13,7 @@ from ..strategies.shares import OwnerBoxes
 from .rows import RowExchange, SparseTable
 
 CHUNK_ELEMENTS = 1 << 20
-"""Approximate number of elements of each owner in one message; packed copies take a few times as much memory."""
+"""Approximate number of elements of each owner in one message; packed copies take several times as much memory."""
 
 
 class _OwnedPart(NamedTuple):
@@ -31,7 +31,7 @@ class _OwnedPart(NamedTuple):
 
 
 class OwnedParts:
-    """The parts of all parameters of a flat array that ranks own.
+    """The parts that each rank owns of the parameters in a flat array.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class OwnedParts:
     Attributes
     ----------
     sizes_by_rank : list of int
-        Numbers that each rank owns.
+        Number of elements that each rank owns.
     own_spans : list of (start, stop)
         Range of this rank's part of each parameter, in an array of only the rank's own parts.
     """
@@ -122,7 +122,8 @@ class OwnedParts:
         Parameters
         ----------
         previous_sparse_parts : sequence of array, optional
-            Result of `copy_own_sparse_parts` for the values that all ranks had. Default: all rows are sent.
+            Result of `copy_own_sparse_parts` for the values that all ranks had before the update. Default: all rows
+            are sent.
         """
         self._row_exchange.broadcast_rows(values, previous_sparse_parts)
         for chunks in self._parts_by_round():

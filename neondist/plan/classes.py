@@ -42,7 +42,7 @@ def tile_classes(tiles: int, kinds: Iterable[AxisPartKeys], extra_keys: Sequence
     Parameters
     ----------
     kinds : iterable of AxisPartKeys
-        Kinds of the parts of any images that are partitioned into this number of tiles.
+        For each image that is partitioned into these tiles, the keys of its parts along each axis.
     extra_keys : sequence of arrays (tiles,)
         Further numbers that distinguish tiles.
     """

@@ -15,7 +15,7 @@ SPARSE_HEADER_BYTES = 16  # bytes per rank of the header with the numbers of row
 
 
 def gradient_encodings(strategy: Strategy, parameters: Mapping[str, Parameter], itemsize: int) -> dict[str, str]:
-    """Return the encodings of gradients sent compressed or sparse, for parameters that no rank owns (`Strategy`)."""
+    """Return the encodings of gradients sent compressed or sparse; parameters with owners are omitted."""
     compressors = {}
     for name, parameter in parameters.items():
         rule = strategy.parameters[name]

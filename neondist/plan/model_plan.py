@@ -21,9 +21,9 @@ class Workload:
     Attributes
     ----------
     flops : float
-        Floating-point operations of products.
+        Floating-point operations of convolutions and matrix products.
     memory_traffic : float
-        Bytes that layers read and write, without the update.
+        Bytes that layers read and write, excluding the parameter update.
     message_count, sent_bytes : float
         Number and bytes of messages of halos and redistributions.
     reduction_count, reduction_bytes : float

@@ -1,4 +1,4 @@
-"""Units of execution: sections, whose arrays are in memory at the same time, and in sections, segments, run in strips.
+"""Units of execution: sections, whose arrays are in memory at the same time, and the segments in them, run in strips.
 
 A strip (some rows, or slabs, of a tile) passes through all layers of a segment before the next strip does.
 """
@@ -47,7 +47,7 @@ class PlannedSection:
         Plans by the id of the executed layer.
     grid : GridShape
     regions : dict of value to Partition
-        Tiles of values that no layer of the section computes, if they are not the balanced ones.
+        Tiles of values that no layer of the section computes; default: those of `grid.partition`.
     needs_input_gradient : bool
         Whether the gradient of the first value is needed in training.
     segments : dict of id to Segment
@@ -73,7 +73,7 @@ class PlannedSection:
     def of_parts(
         cls, graph: Graph, cells: Sequence[Partition], grid: GridShape, backward: bool = True
     ) -> PlannedSection:
-        """Return the section executed for each part of a graph's output, whose tiles are the parts.
+        """Return a section whose tiles are the parts of a graph's output; it is executed once for each part.
 
         Parameters
         ----------
@@ -134,7 +134,7 @@ class PlannedSection:
         return [(cells, channels) for cells, channels in plans if cells is not None]
 
     def value_boxes(self, tile: int) -> list[Box]:
-        """Return the cells of a tile of every value of the graph."""
+        """Return, for every value of the graph, the cells of a tile."""
         boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in self.graph.shapes]
         for value, cells in self.regions.items():
             boxes[value] = cells.box(tile)
@@ -191,7 +191,7 @@ class Segment:
         """Return None: strips add nothing to cells of other strips."""
 
     def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
-        """Yield the number of each strip of a tile and the section executed for it, whose tiles are the strips."""
+        """Yield the number of each strip of a tile, and the section to execute; its tiles are the strips."""
         whole = self.tile(tile)
         if whole.empty:
             return
@@ -213,7 +213,7 @@ class Segment:
         if value == 0:
             return view_cells(outputs, window, extent)  # the segment's view includes cells outside the image
         none = OverlappingPartition(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
-        return source_cells(outputs, window, extent, none)  # empty where no cell is seen: the tile may have none
+        return source_cells(outputs, window, extent, none)  # empty for strips that read no cell
 
     def can_fuse_activation(self, activation: Activation) -> bool:
         """Return False: a segment ends with its last layer."""
@@ -276,7 +276,7 @@ INSIDE_SEGMENT = (-1, -1)  # end of a node in the middle of a segment
 
 
 def _is_stripable(plan: LayerPlan) -> bool:
-    """Return whether a layer has one window or none: no reduction, no other halo, no position-dependent weights."""
+    """Return whether a layer can run in strips: at most one window, no reduction, other halo or local weights."""
     layer, shape = plan.layer, plan.input_shape
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (

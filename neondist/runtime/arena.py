@@ -97,7 +97,7 @@ class Arena:
         self.blocks, self.block_number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
 
     def array(self, slot: int, shape: Sequence[int]) -> Any:
-        """Return an uninitialised array (n, ...) in the memory of a range."""
+        """Return an uninitialised array (n, ...) in the memory of a slot."""
         start = self.offsets[slot] * shape[0]
         return self._block(shape[0])[start : start + prod(shape)].reshape(shape)
 
@@ -106,7 +106,7 @@ class Arena:
 
     @contextmanager
     def retain_for_backward(self, samples: int) -> Iterator[None]:
-        """Restore the saved arrays of the forward pass after a backward pass inside the block.
+        """On exit, restore the saved arrays of the forward pass that a backward pass in the context has overwritten.
 
         Arrays share memory with later arrays, so a backward pass overwrites the arrays that it has used.
         """

@@ -82,7 +82,7 @@ class ServerGroup:
         return applied[0]
 
     def restore_checkpoint(self, name: str) -> tuple[AppliedMinibatches, list[str]]:
-        """Restore all servers from a checkpoint of the same number; return its minibatches and new incarnations."""
+        """Restore all servers from a checkpoint of as many servers; return its minibatches and the new incarnations."""
         servers = len(self.clients)
 
         def load(index: int) -> tuple[AppliedMinibatches, str]:

@@ -42,9 +42,9 @@ class Master(Service):
     Attributes
     ----------
     servers_match_queue : bool
-        Whether the servers agree with the queue.
+        Whether the servers have applied exactly the gradients that the queue has recorded.
     servers_need_model : bool
-        Whether servers wait for a worker to push the model.
+        Whether servers are waiting for a worker to push the model.
     results_saved : bool
         Whether the results of all tasks are saved.
     """
@@ -97,7 +97,8 @@ class Master(Service):
             for name, value in parameters.items():
                 if value != self._parameters[name]:
                     raise ConfigError(
-                        f"{name}: {value}, but {self._parameters[name]} on other workers; use the same on all"
+                        f"{name}: {value}, but {self._parameters[name]} on other workers;"
+                        " use the same value on all workers"
                     )
             return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
@@ -125,7 +126,7 @@ class Master(Service):
         return Message({"credited": self._require_queue().applied(task_id, upto)})
 
     def report_task_result(self, request: Message) -> Message:
-        """Finish a task, as failed if `err_message` is set; `credited` is false if the lease has expired."""
+        """Finish a task, marking it as failed if `err_message` is set; `credited` is false if the lease has expired."""
         error = request.text("err_message")
         return Message({"credited": self._require_queue().report(request.integer("task_id"), not error, error or None)})
 
@@ -135,13 +136,13 @@ class Master(Service):
         return Message()
 
     def requeue_task_of(self, worker: str) -> None:
-        """Requeue the task of an ended worker."""
+        """Requeue the task of a worker that was lost or has ended."""
         self._workers.discard(worker)
         if self._queue is not None:
             self._queue.lost(worker)
 
     def report_lost_worker(self, request: Message) -> Message:
-        """Requeue the task of an ended worker."""
+        """Requeue the task of a worker that was lost or has ended."""
         self.requeue_task_of(request.text("worker"))
         return Message()
 
@@ -166,12 +167,12 @@ class Master(Service):
         return self._queue is not None
 
     def read_incarnations(self) -> list[str] | None:
-        """Return the incarnations of the servers that agree with the queue; None before the first agreement."""
+        """Return the incarnations of the servers last recorded as matching the queue; None if there are none."""
         note = None if self._queue is None else self._queue.load_note(_INCARNATIONS_NOTE)
         return None if note is None else list(json.loads(note))
 
     def record_matching_servers(self, incarnations: Sequence[str]) -> None:
-        """Record that servers agree with the queue, such as at the start of a job."""
+        """Record that servers match the queue, such as at the start of a job."""
         self._require_queue().store_note(_INCARNATIONS_NOTE, json.dumps(list(incarnations)))
         self.servers_match_queue = True
 
@@ -227,7 +228,9 @@ class Master(Service):
         }
         unique = sum(sizes.get(minibatch, 0) for minibatch in listed)
         if samples != unique:
-            raise ServiceError(f"a server has applied {samples:g} records, expected {unique}; start the job again")
+            raise ServiceError(
+                f"a server has applied {samples:g} records, but {unique} were expected; start the job again"
+            )
         counts = self._queue.counts()
         if counts["todo"] or counts["doing"]:
             return f"{unique} of {records * epochs} records, each once"

@@ -161,7 +161,7 @@ def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) ->
             count = len(split.factor_and_subtrahend[0])
             factor, offset = (_parse_numbers(images, name, count) for name in ("factor", "offset"))
             if (factor == 0).any():
-                raise ValueError("'factor' is 0; specify another checkpoint")
+                raise ValueError("'factor', the normalisation factor of images, is 0; specify another checkpoint")
             split.normalise(offset / factor, 1 / factor)
 
 

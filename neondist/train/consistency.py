@@ -47,7 +47,7 @@ def check_same_data_on_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
         hashes = grid.world.allgather(f"{sums}")
         tiles = grid.shape.tiles
         check_same_lines_on_ranks(
-            grid.world, [f"tile {n}: cells of hash {hashes[grid.replica * tiles + n]}" for n in range(tiles)]
+            grid.world, [f"tile {n}: cells with hash {hashes[grid.replica * tiles + n]}" for n in range(tiles)]
         )
 
 

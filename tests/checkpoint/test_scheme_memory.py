@@ -132,8 +132,8 @@ def read_notes(path, ranks, scheme="stale"):
 
 def test_memory_is_discarded_on_another_grid(checkpoints):
     assert read_notes(checkpoints / "stale.h5", 1) == [
-        "border schemes discard the cells of earlier steps: the checkpoint is of 2 x 1 tiles, 1 replica, batches"
-        " of 10,"
+        "border schemes start without the cells of earlier steps, since the checkpoint was written with 2 x 1 tiles,"
+        " 1 replica, batches of 10,"
         " scheme stale, but this run has 1 x 1 tiles, 1 replica, batches of 10, scheme stale"
     ]
     assert "scheme halo" in read_notes(checkpoints / "stale.h5", 2, "halo")[0]

@@ -168,7 +168,8 @@ def test_pixel_formats(tmp_path, kind):
     array, options = KINDS[kind]
     write_tiff(tmp_path / "a.tif", array, **options)
     if kind.startswith("C"):
-        with pytest.raises(nd.DataError, match=r"holds colours as .*, which readers convert differently; write it"):
+        message = r"stores colours as .*, which different readers convert differently; convert the image to RGB"
+        with pytest.raises(nd.DataError, match=message):
             nd.open_source(tmp_path / "a.tif")
     else:
         np.testing.assert_array_equal(read(tmp_path / "a.tif"), read_by_gdal(tmp_path / "a.tif"))
@@ -259,5 +260,5 @@ def test_pages_with_different_tags(tmp_path, code, kind, values):
     if values[0] == values[1]:
         assert read(tmp_path / "a.tif").shape == (2, *SHAPE[::-1], 1)
         return
-    with pytest.raises(nd.DataError, match="page 1 has another orientation or another no-data value"):
+    with pytest.raises(nd.DataError, match="page 1 has a different orientation or no-data value from the first page"):
         nd.open_source(tmp_path / "a.tif")

@@ -76,7 +76,7 @@ def test_cells_of_replicas_are_compared():
     message = collect_message(
         lambda is_odd: UserDatasetWithoutArguments(value=int(is_odd)), odd_rank=3, ranks=4, replicas=2
     )
-    assert "rank 0 has tile 1: cells of hash" in message
+    assert "rank 0 has tile 1: cells with hash" in message
     assert collect_message(lambda is_odd: UserDatasetWithoutArguments(value=7), ranks=4, replicas=2) == "no error"
 
 

@@ -67,7 +67,7 @@ def profile_busiest_rank(
     Parameters
     ----------
     min_seconds : float
-        Minimum total time of the timed turns, whose median is returned.
+        Minimum total time of the timed repetitions; the profile contains their median.
     on_step : callable
         Called after each step, at least `LEAST_STEPS` times.
     """

@@ -1,4 +1,4 @@
-"""State of border schemes from earlier steps, local to each rank, so that only the same grid can restore it."""
+"""State of border schemes from earlier steps; it is local to each rank, so only the same grid can restore it."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def restore_scheme_state(
         layers = require_json_type("'layers'", values["layers"], dict)
         if saved_key != state_key:
             return (
-                f"border schemes discard the cells of earlier steps: the checkpoint is of {saved_key}, but this run has"
-                f" {state_key}"
+                "border schemes start without the cells of earlier steps, since the checkpoint was written with"
+                f" {saved_key}, but this run has {state_key}"
             )
         pieces = []
         for name, ranks in layers.items():
@@ -120,7 +120,9 @@ def restore_scheme_state(
                 array = exchanged_arrays[name][at]
                 array.restore_scheme_state({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
-        error = DataError(f"{file.contents.path}: its border schemes do not match the model ({problem}); use another")
+        error = DataError(
+            f"{file.contents.path}: its border schemes do not match the model ({problem}); specify another checkpoint"
+        )
     raise_if_any_failed(world, error)
     return ""
 

@@ -1,4 +1,4 @@
-"""Atomic writing of HDF5 files, even if the disk is full."""
+"""Atomic writing of HDF5 files; an existing file survives even if the disk becomes full."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NewHDF5File:
     path : Path
         Path of the file; its folder is created if missing.
     private : bool
-        Whether other processes are denied access to the file.
+        Whether other users are denied access to the file.
 
     Attributes
     ----------

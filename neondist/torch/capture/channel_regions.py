@@ -22,11 +22,11 @@ from ..lowering.lowering import bind_arguments
 from ..rules.channels import prefers_partial_sums
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_MESSAGE = 5e10, 8e9, 1.5e-4
-"""Speed of one core, and latency including waiting: typical, not measured, so that ranks find the same regions."""
+"""Speed of one core, and latency with waiting: typical, not measured, values, so that ranks find the same regions."""
 BORDER_SECONDS = 4 * SECONDS_PER_MESSAGE
 """Time to gather the inputs of a region and partition its results into tiles, in the forward and backward pass."""
 WEIGHT_PASSES, SUM_PASSES, GATHER_PASSES = 6, 4, 2
-"""Numbers of passes over memory: a convolution's weights and their gradients, and values summed or gathered."""
+"""Numbers of passes over memory for weights with their gradients, for values summed, and for values gathered."""
 _PRODUCTS = {"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.linear.default"}
 _BATCH_NORMS = {
     "aten.batch_norm.default", "aten._native_batch_norm_legit_functional.default",

@@ -123,7 +123,7 @@ class RepeatedPasses:
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._inputs = module, inputs
         self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ExpressionRecorder()
-        self._fakes: dict[str, Any] = {}  # the module could write to real tensors
+        self._fakes: dict[str, Any] = {}  # fake, because the module could write to real tensors
         fakes: dict[torch.Tensor, Any] = {}
         for path, part in module.named_modules():  # including aliases, which functional_call restores in order
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):

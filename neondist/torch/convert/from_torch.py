@@ -91,7 +91,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[NetworkBuilder, TracedValue]:
-    """Return the network of training mode and its output; evaluation must give the same network except for modes."""
+    """Return the network of training mode and its output; in evaluation, only what depends on the mode may differ."""
     mismatched = [name for name, part in module.named_modules() if part.training != module.training]
     if mismatched:
         raise ConfigError(
@@ -129,7 +129,7 @@ def _convert_module(
     program = capture_module(module, shapes)
     try:
         return _fill_network(program, NetworkBuilder(shape, dtype, module.training, value_numbers))
-    except UnsupportedOperator:  # the operator's decomposition, which is slower, may have layers
+    except UnsupportedOperator:  # its decomposition, which is slower, may consist of layers
         return _fill_network(
             decompose(program, module, shapes), NetworkBuilder(shape, dtype, module.training, value_numbers)
         )

@@ -16,7 +16,7 @@ class Rule(NamedTuple):
         `function(lowering, **arguments) -> Value`; the arguments are the operator's, by their names in its schema, with
         `self` and `input` renamed to `x`.
     always : bool
-        Whether the rule also applies where every rank has all arguments whole.
+        Whether the rule also applies if all arguments are replicated on every rank.
     whole : tuple of str
         Names of arguments that are passed with all indices on every rank.
     """
@@ -32,7 +32,7 @@ TRACING = threading.Lock()
 RULES: dict[str, Rule] = {}
 POINTWISE_OPS: set[str] = set()
 CAPTURE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
-"""Functions of PyTorch that reject tensors by their values, and the functions captured instead."""
+"""PyTorch functions that raise errors depending on the values of tensors, and the functions captured instead."""
 
 
 def rule(
@@ -45,7 +45,7 @@ def rule(
     names : str
         Operator names as printed by torch.export, such as 'aten.conv2d.default'.
     always : bool
-        Whether the rule also applies where every rank has all arguments whole.
+        Whether the rule also applies if all arguments are replicated on every rank.
     whole : sequence of str
         Names of arguments that every rank needs whole, such as weights that a module computes from cells.
     """

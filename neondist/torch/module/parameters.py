@@ -62,7 +62,8 @@ class ModuleParameters(Parameters):
     """The trained parameters of a module.
 
     Their data and gradients become views of flat buffers: a gradient is moved to its buffer as soon as it is complete,
-    and is this rank's share until `sum_gradients` has returned. Gradients that autograd does not compute remain None.
+    and contains only this rank's contribution until `sum_gradients` has returned. Gradients that autograd does not
+    compute remain None.
 
     Parameters
     ----------
@@ -179,7 +180,7 @@ class ModuleParameters(Parameters):
     def optimizer_update(self) -> Iterator[None]:
         """Context in which an optimiser updates the values that this rank owns. Collective.
 
-        On exit, the owners send the other values; of sparse parameters, only changed rows are sent.
+        On exit, each rank receives the values of other owners; for sparse parameters, only changed rows are sent.
 
         Raises
         ------
@@ -220,7 +221,7 @@ class ModuleParameters(Parameters):
             )
 
     def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
-        """Return an optimiser's state of `updated` as arrays: parts of those with a parameter's shape, others whole."""
+        """Return an optimiser's state for `updated`: this rank's part if shaped like a parameter, others whole."""
         slots = []
         for full_name, tensor in optimizer_state_tensors(self.updated, optimizer).items():
             name, _, slot = full_name.rpartition("/")

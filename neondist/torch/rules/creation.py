@@ -1,4 +1,4 @@
-"""Tensor creation from a shape, or like another tensor; replicated on every rank."""
+"""Creation of tensors from a shape, replicated on every rank, or like another tensor, partitioned as it is."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .losses_and_optimizers import TorchOptimizer, updates_any
 
 
 class OwnerSteps:
-    """Partitioning of every `step` of the optimisers of some parameters over the ranks, under a strategy with owners.
+    """Partitioning over ranks of every `step` of the given parameters' optimisers, under a strategy with owners.
 
     Gradients stay whole on every rank, for clipping and other uses. During a step an optimiser's `param_groups` and
     state contain this rank's parts; afterwards the updated values are received from their owners. `state_dict` is as in
@@ -132,7 +132,7 @@ class OwnerSteps:
         self._replace_parameters(optimizer, self._whole_by_part_id)
 
     def _own_slot_part(self, part: nn.Parameter, slot: str, value: Any) -> Any:
-        """Return this rank's part of a value in an optimiser's state, which belongs to a whole parameter."""
+        """Return this rank's part of an optimiser-state tensor that belongs to a whole parameter."""
         name = self._name_by_part_id.get(id(part))
         _, share = (None, None) if name is None else self.parameters.shards[name]
         if share is None or slot == "step" or not isinstance(value, torch.Tensor) or name is None:
@@ -154,7 +154,7 @@ class OwnerSteps:
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimiser with these defaults updates two halves of a parameter like the whole."""
+    """Return whether an optimiser gives the same result if a parameter is updated in two halves."""
     parameters = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     try:

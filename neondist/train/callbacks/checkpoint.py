@@ -119,7 +119,10 @@ class RunProgress:
             elif type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"'totals.{name}' is not a finite number")
         if values["uncounted"] > values["step"]:
-            raise ValueError(f"'uncounted' ({values['uncounted']}) exceeds 'step' ({values['step']})")
+            raise ValueError(
+                f"'uncounted' (steps that the optimizer does not count: {values['uncounted']}) exceeds 'step'"
+                f" ({values['step']})"
+            )
         if values.get("loss_scale") is not None:
             LossScaler().load_state(require_json_type("'loss_scale'", values["loss_scale"], dict))
         if values["seen"] > values["samples"]:

@@ -24,7 +24,7 @@ from .hook import Hook
 MAX_SNAPSHOT_TIME_FRACTION = 0.02
 """Largest fraction of a run's time that automatic snapshots may take."""
 _INITIAL_OVERHEAD_SECONDS, _INITIAL_BYTES_PER_SECOND = 0.01, 5e8
-"""Initial estimates of the fixed seconds of a snapshot, and of its bytes per second."""
+"""Initial estimates of a snapshot's fixed overhead in seconds, and of its throughput in bytes per second."""
 
 
 def open_snapshot_store(folder: Path, world: Transport) -> SnapshotStore | None:
@@ -48,7 +48,7 @@ class Snapshots(Hook):
     interval : int, 'auto' or None
         Interval in steps; 'auto': using at most 2 % of the time; None: never.
     checkpoint : Checkpoint
-        Hook called before this one; steps of which it has written a checkpoint need no snapshot.
+        Hook called before this one; steps for which it has written a checkpoint need no snapshot.
     clock : callable
         Clock in seconds; replaced in tests.
     """
@@ -98,7 +98,10 @@ class Snapshots(Hook):
                 self.writes_to_disk = True
                 if run.is_first_rank:
                     why = str(error).partition(";")[0]
-                    say(f"no snapshots in memory, but checkpoints on disk at the same interval: {why}")
+                    say(
+                        f"snapshots cannot be kept in memory ({why}); checkpoints are written to disk at the same"
+                        " interval instead"
+                    )
                     _append_run_event(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
         if self.writes_to_disk:
             self.checkpoint.save(run)

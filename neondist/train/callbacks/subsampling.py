@@ -28,7 +28,7 @@ def assemble_subsampled_images(
     Parameters
     ----------
     cells : array (m, *pixels, ...)
-        Sampled cells of this rank's box of images of this `extent`, for m samples starting at `first_sample`.
+        Sampled cells in this rank's box, for m images of this `extent`, starting with sample `first_sample`.
     """
     parts = grid.world.allgather((first_sample, tuple(-(-lo // step) for lo in box.lo), cells))
     count = max(first_sample + len(part) for first_sample, _, part in parts)
