@@ -22,7 +22,7 @@ from ..lowering.lowering import bind_arguments
 from ..rules.channels import prefers_partial_sums
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_MESSAGE = 5e10, 8e9, 1.5e-4
-"""Speed of one core, and latency with waiting: typical, not measured, values, so that ranks find the same regions."""
+"""Speed of one core, and latency with waiting: typical rather than measured values, so that ranks agree on regions."""
 BORDER_SECONDS = 4 * SECONDS_PER_MESSAGE
 """Time to gather the inputs of a region and partition its results into tiles, in the forward and backward pass."""
 WEIGHT_PASSES, SUM_PASSES, GATHER_PASSES = 6, 4, 2

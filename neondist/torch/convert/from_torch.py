@@ -129,7 +129,7 @@ def _convert_module(
     program = capture_module(module, shapes)
     try:
         return _fill_network(program, NetworkBuilder(shape, dtype, module.training, value_numbers))
-    except UnsupportedOperator:  # its decomposition, which is slower, may consist of layers
+    except UnsupportedOperator:  # the slower decomposition may consist of operators that correspond to layers
         return _fill_network(
             decompose(program, module, shapes), NetworkBuilder(shape, dtype, module.training, value_numbers)
         )
