@@ -320,17 +320,17 @@ class CupyKernels(Kernels):
         kernel((min(-(-total // _THREADS_PER_BLOCK), _MAX_BLOCKS_PER_LAUNCH),), (_THREADS_PER_BLOCK,), tuple(arguments))
 
     def capture(
-        self, function: Callable[[], Any], previous_graph: CapturedGraph | None = None
+        self, function: Callable[[], Any], pool_graph: CapturedGraph | None = None
     ) -> tuple[Any, CapturedGraph]:
         """Return a function's result and a graph of its launches, which keeps alive the tables that they read."""
         self._captured_tables.append([])
         try:
-            result, launches = self._capture_launches(function, previous_graph)
+            result, launches = self._capture_launches(function, pool_graph)
         finally:
             kept = self._captured_tables.pop()
         return result, CapturedGraph(launches, kept)
 
-    def _capture_launches(self, function: Callable[[], Any], previous_graph: CapturedGraph | None) -> tuple[Any, Any]:
+    def _capture_launches(self, function: Callable[[], Any], pool_graph: CapturedGraph | None) -> tuple[Any, Any]:
         """Return a function's result, and an object with `replay`."""
         raise NotImplementedError
 

@@ -93,9 +93,9 @@ class CudaTorchKernels(CupyTorchKernels):
             self.xp, precision
         )
 
-    def _capture_launches(self, function: Callable[[], Any], previous_graph: CapturedGraph | None) -> tuple[Any, Any]:
+    def _capture_launches(self, function: Callable[[], Any], pool_graph: CapturedGraph | None) -> tuple[Any, Any]:
         """Return a function's result and PyTorch's graph, which owns a part of the pool."""
-        graph, pool = self._cuda.CUDAGraph(), None if previous_graph is None else previous_graph.library_graph.pool()
+        graph, pool = self._cuda.CUDAGraph(), None if pool_graph is None else pool_graph.library_graph.pool()
         with ExitStack() as during:
             during.enter_context(self._cuda.graph(graph, pool, capture_error_mode="relaxed"))  # of this thread alone
             during.enter_context(self.xp.cuda.ExternalStream(self._cuda.current_stream().cuda_stream))

@@ -112,7 +112,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         """Return cached memory to the system, if this process holds more bytes than a limit."""
 
     def capture(
-        self, function: Callable[[], Any], previous_graph: CapturedGraph | None = None
+        self, function: Callable[[], Any], pool_graph: CapturedGraph | None = None
     ) -> tuple[Any, CapturedGraph]:
         """Return a function's result and a graph of its launches; none runs before `replay`.
 
@@ -121,7 +121,7 @@ class Kernels(CellKernels, Convolution, Pooling):
 
         Parameters
         ----------
-        previous_graph : CapturedGraph, optional
+        pool_graph : CapturedGraph, optional
             Graph that is always replayed before this one; both share memory.
         """
         raise NotImplementedError

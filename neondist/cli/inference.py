@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
         "--report", type=options.parse_path, metavar="FILE.html",
         help="also write a page with metrics, confusion matrix, and images with targets and predictions",
     )  # fmt: skip
-    _add_file_options(cmd)
+    _add_block_and_axes_options(cmd)
     cmd.set_defaults(command=evaluate, watched=True)
 
     cmd = commands.add_parser(
@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--classes", action="store_true", help="write the class (argmax) of each pixel")
     cmd.add_argument("--probabilities", action="store_true", help="write the softmax probabilities of each pixel")
     cmd.add_argument("--raw", action="store_true", help="write the raw outputs (default)")
-    _add_file_options(cmd)
+    _add_block_and_axes_options(cmd)
     cmd.add_argument(
         "--steps", type=options.positive_int, metavar="N",
         help="for networks trained on ClimateFiles: roll out N forecasts from the last times of the input",
@@ -360,7 +360,7 @@ def _print_written_shape(arguments: argparse.Namespace, grid: ProcessGrid, shape
             emit(f"written: {path}, {' x '.join(map(str, extents))}")
 
 
-def _add_file_options(cmd: argparse.ArgumentParser) -> None:
+def _add_block_and_axes_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
         "--block", type=options.positive_int, metavar="CELLS",
         help="process images in blocks of at most this size (default: only if they do not fit in memory)",

@@ -79,7 +79,7 @@ def targets_as_labels(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return targets.argmax(axis=-1) if are_dense_targets(y.shape, targets) else targets
 
 
-def are_class_targets(y: np.ndarray, targets: np.ndarray) -> bool:
+def are_classification_targets(y: np.ndarray, targets: np.ndarray) -> bool:
     """Return whether `targets` are labels, one-hot vectors or probabilities, and not regression targets."""
     if not are_dense_targets(y.shape, targets):
         return True

@@ -296,7 +296,7 @@ class NetCDFSink(HDF5Sink):
         self.lost_metadata = list(dict.fromkeys(self.lost_metadata))
 
 
-def _storable_attributes(item: Any, prefix: str, unreadable: list[str]) -> dict[str, Any]:
+def _storable_attributes(item: Any, unreadable_prefix: str, unreadable: list[str]) -> dict[str, Any]:
     """Return attributes of numbers or fixed-length text; append names of others, except netCDF's, to `unreadable`."""
     kept: dict[str, Any] = {}
     for name in item.attrs:
@@ -305,7 +305,7 @@ def _storable_attributes(item: Any, prefix: str, unreadable: list[str]) -> dict[
         if _has_text(item, name) or (is_numeric(item.attrs.get_id(name)) and item.attrs.get_id(name).shape is not None):
             kept[name] = item.attrs[name]
         else:
-            unreadable.append(f"{prefix}{name}")
+            unreadable.append(f"{unreadable_prefix}{name}")
     return kept
 
 

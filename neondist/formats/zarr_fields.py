@@ -129,10 +129,10 @@ def _find_in_scope(array_path: Path, name: str) -> Any:
     return None
 
 
-def _encoded_attributes(array: Any, prefix: str, unreadable: list[str]) -> dict[str, Any]:
+def _encoded_attributes(array: Any, unreadable_prefix: str, unreadable: list[str]) -> dict[str, Any]:
     """Return numbers, and text as bytes; append the names of other attributes, with the prefix, to `unreadable`."""
     values = decoded_attributes(array)
-    unreadable += [f"{prefix}{name}" for name, value in values.items() if value is None]
+    unreadable += [f"{unreadable_prefix}{name}" for name, value in values.items() if value is None]
     encoded = {name: value.encode() if isinstance(value, str) else value for name, value in values.items()}
     if "_FillValue" in encoded and encoded["_FillValue"] is not None:
         encoded["_FillValue"] = np.ravel(encoded["_FillValue"])[-1].astype(array.dtype)

@@ -118,7 +118,7 @@ class Monitor:
         self._wake_sender.close()
         self._thread.join(10)
 
-    def all_handle_stop(self) -> bool:
+    def all_ranks_handle_sigusr1(self) -> bool:
         """Whether SIGUSR1 stops every rank with a checkpoint."""
         return sum(member.handles_stop for member in list(self.rank_states.values())) == self.ranks
 

@@ -94,7 +94,7 @@ def supervise_command(
         while code is None:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(0.1)
-            forwarder.ranks_listen = monitor.all_handle_stop() if monitor is not None else ranks_handle_stop
+            forwarder.ranks_listen = monitor.all_ranks_handle_sigusr1() if monitor is not None else ranks_handle_stop
             if forwarder.ranks_listen:
                 forwarder.send(forwarder.deferred_signals)
             if forwarder.ranks_listen and not changing and hosts_changed is not None and hosts_changed():

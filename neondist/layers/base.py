@@ -308,12 +308,12 @@ class Layer(LayerDescription):
 
     def register_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Create an array for activations of this global shape (without the batch), included in `bytes_sent`."""
-        array = self.new_array((self.context.batch_size, *shape), window)
+        array = self.create_activation_array((self.context.batch_size, *shape), window)
         array.policy = self.scheme or array.policy
         self.arrays.append(array)
         return array
 
-    def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
+    def create_activation_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return a SerialArray, or, with the mixin `Dist`, a GlobalArray."""
         return SerialArray(shape, window, str(self.context.dtype), backend=self.context.backend, reuse=True)
 
@@ -381,7 +381,7 @@ class Dist(DistributedMixin):
     distributed = True
     context: ModelContext
 
-    def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
+    def create_activation_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return a GlobalArray over the model's grid."""
         context = self.context
         return GlobalArray(context.grid, shape, window, dtype=str(context.dtype), backend=context.backend, reuse=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..costs.labels import are_class_targets, targets_as_labels
+from ..costs.labels import are_classification_targets, targets_as_labels
 from .base import Metric, MetricValue
 
 
@@ -22,7 +22,7 @@ def scores_and_labels(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, n
         if labels.size and not 0 <= labels.min() <= labels.max() <= 1:
             return None
         return np.concatenate([np.zeros_like(y), y], axis=-1), labels
-    if (y.shape[-1] == 1 and targets.dtype.kind == "f") or not are_class_targets(y, targets):
+    if (y.shape[-1] == 1 and targets.dtype.kind == "f") or not are_classification_targets(y, targets):
         return None
     return y, targets_as_labels(y, targets)
 

@@ -127,8 +127,8 @@ def _merge_score_tables(tables: Iterable[np.ndarray]) -> np.ndarray:
     return np.stack([distinct, *(np.bincount(at.ravel(), count, len(distinct)) for count in counts)])
 
 
-def _area_under_curve(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> float:
+def _area_under_curve(distinct_scores: np.ndarray, positive_counts: np.ndarray, negative_counts: np.ndarray) -> float:
     """Return the share of pairs of a positive and a negative in which the positive's score is larger; a tie is half."""
-    pairs = positives.sum() * negatives.sum()
-    below = np.cumsum(negatives) - negatives / 2
-    return float((positives * below).sum() / pairs) if pairs and not np.isnan(scores).any() else float("nan")
+    pairs = positive_counts.sum() * negative_counts.sum()
+    below = np.cumsum(negative_counts) - negative_counts / 2
+    return float(positive_counts @ below / pairs) if pairs and not np.isnan(distinct_scores).any() else float("nan")

@@ -261,7 +261,7 @@ class Model(LayerModel):
         for planned in plan:
             planned.layer.regions = planned.regions
             planned.layer.build(planned.input_shape, context)
-            planned.check_arrays(planned.layer.arrays, self.grid.tile)
+            planned.check_messages_match(planned.layer.arrays, self.grid.tile)
         self.last_pass = None
         self.input = GlobalArray(
             self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype), backend=context.backend

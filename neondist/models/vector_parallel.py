@@ -20,16 +20,16 @@ def alternate_output_and_input_splits(nodes: Sequence[Any], input_shape: Shape) 
         if getattr(node, "can_split_outputs", False):
             run.append((node, shape))
         else:
-            _split_consecutive_layers(run)
+            _set_alternating_splits(run)
             run = []
         try:
             shape = node.output_shape_for(shape)
         except UserError:  # the plan reports the layer
             break
-    _split_consecutive_layers(run)
+    _set_alternating_splits(run)
 
 
-def _split_consecutive_layers(run: Sequence[tuple[Any, Shape]]) -> None:
+def _set_alternating_splits(run: Sequence[tuple[Any, Shape]]) -> None:
     """Divide consecutive layers, given with the shapes of their inputs."""
     next_by_inputs = False  # whether the following layer is divided by inputs
     for layer, shape in reversed(run):

@@ -99,9 +99,9 @@ class LayerParameters(Parameters):
             kept,
             self._allocate_zeros(sum(prod(shard.local_shape) for shard in kept)),
         )
-        self._spans_by_layer: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
+        self._flat_ranges_by_layer: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
         for shard, span in zip(self.trained_shards[: self.first_owned_index], self.spans, strict=False):
-            self._spans_by_layer[shard.layer_name].append(span)
+            self._flat_ranges_by_layer[shard.layer_name].append(span)
         for layer in self.layers.values():
             layer.params, layer.grads, layer.state = BufferViews(), AccumulatedGradients(), BufferViews()
         for shard, value, gradient in zip(
@@ -125,7 +125,7 @@ class LayerParameters(Parameters):
     def mark_gradients_ready(self, layer: Layer) -> None:
         """Mark this rank's shares of a layer's gradients as complete."""
         layer.grads.zero_unassigned()
-        for span in self._spans_by_layer[str(layer.name)]:
+        for span in self._flat_ranges_by_layer[str(layer.name)]:
             self.sync.mark_ready(span)
 
     def zero_unassigned(self) -> None:

@@ -78,7 +78,7 @@ class Parameters:
         self.trained_shards = sorted(trained, key=place)
         ends = list(accumulate((prod(shard.local_shape) for shard in self.trained_shards), initial=0))
         self.spans = list(pairwise(ends))
-        self.owned_names = shares.keys()
+        self.names_with_owners = shares.keys()
         self._shares = [shares.get(shard.full_name) for shard in self.trained_shards]
         self.first_owned_index = next((at for at, share in enumerate(self._shares) if share), len(self.trained_shards))
         self.owned_start, summed = ends[self.first_owned_index], self.trained_shards[: self.first_owned_index]
@@ -206,7 +206,7 @@ class Parameters:
             if included:
                 spans.append(span)
                 chosen_shards.append(shard)
-        parts = [shard.is_tiled for shard in chosen_shards if shard.is_tiled or shard.full_name in self.owned_names]
+        parts = [part.is_tiled for part in chosen_shards if part.is_tiled or part.full_name in self.names_with_owners]
         decays = tuple(shard.decays for shard in chosen_shards)
         return FlatLayout(tuple(spans), decays, len(spans) - len(parts), partial(self._sum_parts_over_ranks, parts))
 

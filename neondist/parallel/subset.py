@@ -39,7 +39,7 @@ class TrainedSubset:
             if loss_scale != 1:
                 gradient /= loss_scale
             sync.reductions.allreduce(shard.parameter.layout.gradient_reduction_group, gradient)
-            if shard.is_tiled or shard.full_name in self.parameters.owned_names:
+            if shard.is_tiled or shard.full_name in self.parameters.names_with_owners:
                 sync.record_finiteness(are_all_finite(gradient))
         sync.publish_flags()
 

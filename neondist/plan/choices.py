@@ -13,7 +13,7 @@ from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
 from ..system.machine import Machine, MachineProfile
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, gradient_gather_seconds, overhead_seconds
+from .planner import PlacedLayer, can_recompute, cheapest_ranges, halo_seconds_if_gathered, overhead_seconds
 from .segments import Chain, is_pointwise, place_layers, windowed_layer
 
 Shape = tuple[int, ...]
@@ -134,7 +134,7 @@ class _SegmentSearch:
             alone = place_layers(segment, self.grid, alone=True)
             options.append(("halo", overhead_seconds(self.profile, alone, self.grid, backward)))
             if backward:
-                options.append(("halo(backward=gather)", [gradient_gather_seconds(self.profile, alone[0], self.grid)]))
+                options.append(("halo(backward=gather)", [halo_seconds_if_gathered(self.profile, alone[0], self.grid)]))
         elif all(self.can_join[begin:end]):
             costs = overhead_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
             options.append(

@@ -90,7 +90,8 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     ----------
     compile_stream : callable
         Returns the plan with a stream.
-    regions : as `find_regions` returns them
+    regions : dict of layer's id to pair of Partition or None
+        Input and output cells that each layer of a segment computes, as `find_regions` returns them.
 
     Raises
     ------

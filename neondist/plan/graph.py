@@ -69,8 +69,8 @@ class Graph:
         non-positive maxima, or a convolution, whose view holds the output), so that they need not reread their output.
     recomputing_steps : dict of step to step
         Readers of a normalisation's output, each with the step that recomputes it in the backward pass.
-    replicated_vector : int
-        A vector that stays replicated even if its readers need only a shard.
+    always_replicated_id : int
+        The vector that stays replicated even if its readers need only a shard.
     sharded_vectors : set of int
         Vectors of which each rank of a replica holds only its own range, because no reader needs more.
     """
@@ -79,7 +79,7 @@ class Graph:
         self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], replicated_id: int = 0
     ) -> None:
         self.steps, self.shapes, self.node_ends = list(steps), list(shapes), list(ends)
-        self.replicated_vector = replicated_id
+        self.always_replicated_id = replicated_id
         self.output_value = self.node_ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
         for at, step in enumerate(self.steps):
@@ -138,7 +138,7 @@ class Graph:
 
     def _stays_sharded(self, step: Step) -> bool:
         readers = self.readers[step.output_value]
-        vector = len(self.shapes[step.output_value]) == 1 and step.output_value != self.replicated_vector
+        vector = len(self.shapes[step.output_value]) == 1 and step.output_value != self.always_replicated_id
         gives = vector and step.layer is not None and step.layer.output_may_stay_sharded
         return gives and bool(readers) and all(self.reads_only_own_shard(self.steps[at]) for at in readers)
 

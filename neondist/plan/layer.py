@@ -160,7 +160,7 @@ class LayerPlan:
         shapes = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {cut}"
         return f"'{self.name}': {self.class_name} {shapes}, {format_arguments(self.layer.arguments())}"
 
-    def check_arrays(self, arrays: Sequence[GlobalArray], tile: int) -> None:
+    def check_messages_match(self, arrays: Sequence[GlobalArray], tile: int) -> None:
         """Raise PlanMismatchError if the messages of the built layer's arrays differ from the plan."""
         declared = [
             (

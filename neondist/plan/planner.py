@@ -82,7 +82,7 @@ def overhead_seconds(
     return seconds
 
 
-def gradient_gather_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
+def halo_seconds_if_gathered(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
     """Return the seconds of a layer's exchanges if it gathers gradients in bprop; inf if this is not possible."""
     layer, shape, _ = placed
     gathers = layer.gradient_shape_and_window_if_gathered(shape)

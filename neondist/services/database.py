@@ -109,7 +109,7 @@ class TaskDatabase:
         self._insert_tasks(kind, epoch, ranges)
         self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"rounds {kind}", str(epoch + 1)))
 
-    def count_rounds(self, kind: str) -> int:
+    def count_begun_rounds(self, kind: str) -> int:
         """Return the number of rounds of a kind that have begun."""
         return int(self._read_value(f"rounds {kind}") or 0)
 

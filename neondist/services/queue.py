@@ -249,7 +249,7 @@ class TaskQueue:
         """Start another round of evaluation or prediction tasks over `records` records (default: the queue's)."""
         with self._database.transaction():
             self._database.delete_tasks(kind)
-            self._add_round(kind, self._database.count_rounds(kind), records or self.records)
+            self._add_round(kind, self._database.count_begun_rounds(kind), records or self.records)
 
     def restore(self, applied: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
         """Reset the training tasks to the records missing from restored weights; all leases end.
@@ -291,7 +291,7 @@ class TaskQueue:
             self._requeue_expired()
             counts = self._database.count_by_state(kind)
             if kind == "training":
-                counts["todo"] += max(0, self.epochs - self._database.count_rounds(kind)) * -(
+                counts["todo"] += max(0, self.epochs - self._database.count_begun_rounds(kind)) * -(
                     -self.records // self.records_per_task
                 )
         return counts
@@ -332,7 +332,7 @@ class TaskQueue:
 
     def _try_begin_next_round(self, kind: str) -> bool:
         """Add the tasks of the next round; return whether there was one."""
-        rounds = self._database.count_rounds(kind)
+        rounds = self._database.count_begun_rounds(kind)
         if rounds >= (self.epochs if kind == "training" else 1):
             return False
         self._add_round(kind, rounds, self.records)

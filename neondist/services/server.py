@@ -335,7 +335,7 @@ class ParameterServer(Service):
 
 
 def create_parameter_server(
-    task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] = ()
+    task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] | None = None
 ) -> ServiceHost:
     """Create the parameter server of a task of type 'ps', at its address in the cluster.
 
@@ -345,7 +345,7 @@ def create_parameter_server(
     environ : mapping, optional
         Environment with the job's token. Default: that of the process.
     services : sequence of Service, optional
-        Default: a `ParameterServer` without checkpoints.
+        Services to run. Default: a `ParameterServer` without checkpoints.
 
     Raises
     ------

@@ -165,15 +165,15 @@ class ProgressLine:
         """Return the minimum seconds left of the job, for use while no part has ended; 0 if unknown."""
         if self._planned_part_seconds:
             return self._seconds_left_at_pace(1.0, now)
-        current, later = self._remaining_work()
+        current, later = self._current_and_later_durations()
         return (now - self._part_start) * later / current if self._part_sizes and current else 0.0
 
     def _seconds_left_at_pace(self, seconds_per_unit: float, now: float) -> float:
         """Return the seconds left at `seconds_per_unit`; the current part may exceed its planned time."""
-        current, later = self._remaining_work()
+        current, later = self._current_and_later_durations()
         return max(0.0, seconds_per_unit * current - (now - self._part_start)) + seconds_per_unit * later
 
-    def _remaining_work(self) -> tuple[float, float]:
+    def _current_and_later_durations(self) -> tuple[float, float]:
         """Return the relative durations of the current parts and of later ones."""
         durations, end = self._relative_part_durations, self.done_parts + self._concurrent_parts
         return sum(durations[self.done_parts : end]), sum(durations[end:])

@@ -16,7 +16,7 @@ from neondist.config import load_experiment
 from neondist.config.keys import settable_keys
 from neondist.data.convert import open_split_sources
 from neondist.data.csv_table import read_csv_rows
-from neondist.data.datasets.cifar10_files import BatchSource
+from neondist.data.datasets.cifar10_files import CIFAR10Files
 from neondist.data.datasets.hdf5 import HDF5Dataset
 from neondist.data.datasets.idx import LABELS_MAGIC, read_idx_header
 from neondist.errors import MAX_MESSAGE_LENGTH, UserError
@@ -36,7 +36,7 @@ READERS = {f"open_source {suffix}": (suffix, nd.open_source) for suffix in SUFFI
     "machine": (".yaml", read_machine),
     "table": (".csv", lambda path: read_csv_rows(path, "FILE,CLASS")),
     "IDX": ("", lambda path: read_idx_header(path, LABELS_MAGIC)),
-    "CIFAR-10": (".tar.gz", lambda path: BatchSource(path).file_sizes()),
+    "CIFAR-10": (".tar.gz", lambda path: CIFAR10Files(path).file_sizes()),
     "checkpoint": (".h5", verify_checksum),
     "HDF5Dataset": (".h5", lambda path: HDF5Dataset(str(path)).check()),
     "picture": (".png", lambda path: ImageLoader().load(path)),
@@ -172,7 +172,7 @@ def test_archive_with_a_linked_batch(tmp_path):
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         archive.addfile(link)
     with pytest.raises(nd.DataError, match="has no data_batch_1"):
-        BatchSource(tmp_path / "a.tar.gz").file_sizes()
+        CIFAR10Files(tmp_path / "a.tar.gz").file_sizes()
 
 
 def test_oversized_archive(tmp_path):
@@ -181,7 +181,7 @@ def test_oversized_archive(tmp_path):
         bomb.size = 1 << 40
         archive.addfile(bomb)
     with pytest.raises(nd.DataError, match="decompresses to more than"):
-        BatchSource(tmp_path / "a.tar").file_sizes()
+        CIFAR10Files(tmp_path / "a.tar").file_sizes()
 
 
 def test_links_out_of_image_folders_are_refused(tmp_path):

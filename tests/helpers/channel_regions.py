@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from neondist.torch.capture.channel_regions import estimate_node
+from neondist.torch.capture.channel_regions import estimate_channel_partition
 from neondist.torch.execution import options
 
 
@@ -20,7 +20,7 @@ def partition_by_channels(share=1.0, seed=0):
     def choose(program, mesh):
         rng = random.Random(seed)
         nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-        chosen = {node for node in nodes if rng.random() < share and estimate_node(node, mesh) is not None}
+        chosen = {node for node in nodes if rng.random() < share and estimate_channel_partition(node, mesh) is not None}
         counts.append(len(chosen))
         return chosen
 

@@ -53,7 +53,7 @@ class CapturingKernels(CupyKernels):
 
     supports_capture = True
 
-    def _capture_launches(self, function, previous_graph):
+    def _capture_launches(self, function, pool_graph):
         device = self.xp._device
         launches = device.capturing = RecordedLaunches(device)
         try:

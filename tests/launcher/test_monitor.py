@@ -68,10 +68,10 @@ def ranks(monitor):
 
 def test_words_and_regular_end(monitor, ranks):
     processes = [ranks.start(rank, "listens", "ended 0") for rank in (0, 1)]
-    assert not monitor.all_handle_stop()
+    assert not monitor.all_ranks_handle_sigusr1()
     for process in processes:
         send_next_word(process)
-    wait_until(lambda: monitor.all_handle_stop())
+    wait_until(lambda: monitor.all_ranks_handle_sigusr1())
     assert monitor.unreported_ranks() == [0, 1]
     for process in processes * 2:
         send_next_word(process)

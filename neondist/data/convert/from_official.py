@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...terminal.console import counted
-from ..datasets.cifar10_files import BATCH_FILES, RECORD_BYTES, BatchSource, decode_batch
+from ..datasets.cifar10_files import BATCH_FILES, RECORD_BYTES, CIFAR10Files, decode_batch
 from ..datasets.idx import IMAGES_MAGIC, LABELS_MAGIC, MaybeGzipStream, open_idx, read_idx_header
 from ..split_source import ImagesAndLabels, SplitSource, samples_per_block
 
@@ -70,7 +70,7 @@ def _idx_split(images: Path, labels: Path) -> SplitSource:
 
 def cifar_splits(path: Path) -> dict[str, SplitSource]:
     """Return the parts of the binary CIFAR-10 batches, in a folder or a .tar.gz."""
-    source = BatchSource(path)
+    source = CIFAR10Files(path)
     sizes = source.file_sizes()
     for name, size in sizes.items():
         if not size or size % RECORD_BYTES:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import ConfigError, DataError
 from ..cache import ArraysByName, CachedDataset
-from .cifar10_files import BATCH_FILES, RECORD_BYTES, BatchSource, decode_batch
+from .cifar10_files import BATCH_FILES, RECORD_BYTES, CIFAR10Files, decode_batch
 
 
 class CIFAR10(CachedDataset):
@@ -49,22 +49,22 @@ class CIFAR10(CachedDataset):
         self.path = path
 
     @property
-    def batch_source(self) -> BatchSource:
+    def cifar10_files(self) -> CIFAR10Files:
         """The folder or archive of the batches."""
-        return BatchSource(Path(os.path.expanduser(self.path)))
+        return CIFAR10Files(Path(os.path.expanduser(self.path)))
 
     def check(self) -> None:
         """Check that all batches exist and consist of whole records; the pixels are not read."""
-        for name, size in self.batch_source.file_sizes().items():
+        for name, size in self.cifar10_files.file_sizes().items():
             if size == 0 or size % RECORD_BYTES:
                 raise DataError(
-                    f"{self.batch_source.folder_or_archive}: {name} has {size} bytes, not a multiple of the record size"
-                    f" {RECORD_BYTES}: it is truncated or not in the binary format; download it again"
+                    f"{self.cifar10_files.folder_or_archive}: {name} has {size} bytes, not a multiple of the record"
+                    f" size {RECORD_BYTES}: it is truncated or not in the binary format; download it again"
                 )
 
     def source_files(self) -> list[Path]:
         """Return the batches, or the archive."""
-        return self.batch_source.files()
+        return self.cifar10_files.files()
 
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
         """Return one tile of all images, and the md5 of the batches."""
@@ -73,7 +73,7 @@ class CIFAR10(CachedDataset):
         digest = hashlib.md5(usedforsecurity=False)
         for split, names in BATCH_FILES.items():
             tiles, labels = [], []
-            for batch in self.batch_source.read_batches(names):
+            for batch in self.cifar10_files.read_batches(names):
                 digest.update(batch)
                 for images, classes in decode_batch(batch):
                     tiles.append(images[cells].copy())
@@ -83,7 +83,7 @@ class CIFAR10(CachedDataset):
             wrong = np.flatnonzero(targets > 9)
             if wrong.size:
                 raise DataError(
-                    f"{self.batch_source.folder_or_archive}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is"
+                    f"{self.cifar10_files.folder_or_archive}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is"
                     " not a class from 0 to 9; the file is damaged, or belongs to CIFAR-100; download the binary"
                     " version of CIFAR-10"
                 )

@@ -26,7 +26,7 @@ _READ_PROBLEM = "cannot be read", "check its permissions", DataError
 
 
 @dataclass(frozen=True)
-class BatchSource:
+class CIFAR10Files:
     """A folder of batches (possibly in its subfolder cifar-10-batches-bin), or a .tar.gz archive."""
 
     folder_or_archive: Path

@@ -174,7 +174,7 @@ class HDF5Dataset(Dataset):
             )
         count = self._given_classes or (None if attr is None else int(attr.item()))
         for group in groups.values():
-            values = group.label_values
+            values = group.sample_labels
             if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
                 continue
             count = count if self._given_classes or attr is not None else max(count or 0, int(values.max()) + 1)
@@ -196,7 +196,7 @@ class HDF5Dataset(Dataset):
                 group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_size_and_mtime
             )
 
-        labels = tiles(group.labels) if group.label_values is None else group.label_values[sample_numbers]
+        labels = tiles(group.labels) if group.sample_labels is None else group.sample_labels[sample_numbers]
         return PrefetchingSplit(tiles(group.images), labels, self.ahead, **self._normalisation_arguments(first.images))
 
     def _normalisation_arguments(self, images: ArrayInfo) -> dict[str, Any]:

@@ -40,14 +40,14 @@ class HDF5GroupInfo:
     path, file_size_and_mtime : the file, and its `hdf5.size_and_mtime` from before it was read
     images : (N, *spatial, C)
     labels : (N,) or (N, K), read whole; or maps (N, *spatial) or (N, *spatial, C) of any extent
-    label_values : the labels if they are (N,) or (N, K); None for maps
+    sample_labels : the labels if they are (N,) or (N, K); None for maps
     """
 
     path: Path
     file_size_and_mtime: tuple[int, int]
     images: ArrayInfo
     labels: ArrayInfo
-    label_values: np.ndarray | None
+    sample_labels: np.ndarray | None
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -55,7 +55,7 @@ class HDF5GroupInfo:
     @property
     def has_label_maps(self) -> bool:
         """Whether every cell has its own target."""
-        return self.label_values is None
+        return self.sample_labels is None
 
 
 def read_group_info(path: Path, group: str, images: str, labels: str) -> HDF5GroupInfo | None:

@@ -33,7 +33,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 
 class RecordIOWriter:
-    """Writer of RecordIO files (pyrecordio's format, not MXNet's), renamed to their final names when they are complete.
+    """Writer of RecordIO files as of pyrecordio, not of MXNet; a file gets its final name when it is complete.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from ...halo import GlobalArray
 from ...layers import Layer, StepContext
 from .. import Executor, LayerTask
 from .guarded_copy import GuardedCopy
-from .mark import fill_with_mark, mask_of_marks, mask_of_unfilled
+from .mark import fill_with_mark, mask_of_unfilled, mask_of_uninitialised
 
 
 def guard_executor(executor: Executor, layers: Sequence[Layer], seed: int) -> Executor:
@@ -75,7 +75,7 @@ class GuardedContext(StepContext):
         if not gathers:
             fault = "values of its view's gradient were never written, or computed from cells outside its view"
             remedy = "; backward must write every cell of its view's gradient"
-            self._check_cells(direction, array, mask_of_marks(arguments[-1]), fault, remedy)
+            self._check_cells(direction, array, mask_of_uninitialised(arguments[-1]), fault, remedy)
             return self.call_and_name_layer(direction, move, *arguments)
         if buffer is not None:
             mark_unowned_cells(buffer)
@@ -116,7 +116,7 @@ class GuardedContext(StepContext):
 
     def check_marks(self, direction: str, quantity: str, array: Any) -> None:
         """Raise HaloError if an array contains marks."""
-        marks = mask_of_marks(array)
+        marks = mask_of_uninitialised(array)
         if marks.any():
             raise self.layer_error(
                 direction,

@@ -23,7 +23,7 @@ def fill_with_mark(array: Any) -> None:
         array.view(kind)[...] = bits
 
 
-def mask_of_marks(array: Any) -> Any:
+def mask_of_uninitialised(array: Any) -> Any:
     """Return a mask of the cells that hold the mark, of either sign."""
     if array.dtype.kind != "f":
         return np.zeros(array.shape, bool)
@@ -39,7 +39,7 @@ def bytes_checksum(array: Any) -> int:
 
 def mask_of_unfilled(view: Any, plan: HaloPlan) -> Any:
     """Return a mask of the marked cells of a view, among those that outputs depend on."""
-    missing = mask_of_marks(view)
+    missing = mask_of_uninitialised(view)
     if plan.has_unused_cells and plan.used is not None:
         parts = zip(plan.used, plan.need.lo, strict=True)
         axes = [[cell - first for part in cells for cell in part] for cells, first in parts]

@@ -74,7 +74,7 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
         if node.op == "placeholder" or (node.op == "call_function" and read_inputs.isdisjoint(node.all_input_nodes)):
             continue  # an input, or computed from parameters alone
         read_inputs.add(node)
-        estimate = estimate_node(node, mesh, region.partitioned) if node.op == "call_function" else None
+        estimate = estimate_channel_partition(node, mesh, region.partitioned) if node.op == "call_function" else None
         if estimate is not None and estimate.moved <= estimate.weights and (region.nodes or estimate.weights):
             region.append(node, estimate)
             if region.saved < 0 and not region.best:  # a region that begins later saves more
@@ -104,7 +104,7 @@ class _ChannelRegion:
             self.best, self.best_length = self.saved, len(self.nodes)
 
 
-def estimate_node(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) -> _NodeEstimate | None:
+def estimate_channel_partition(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) -> _NodeEstimate | None:
     """Return the estimate for a node, or None if it cannot be partitioned by channels.
 
     Parameters

@@ -75,7 +75,7 @@ class KnownValueTracker(TorchDispatchMode):
         self.reads = ValueReads(set(), [])
         self.unregistered: list[torch.Tensor] = []
         self._known_values: Any = WeakIdKeyDictionary()
-        self._views_of_real_tensors: Any = WeakIdKeyDictionary()
+        self._views_outliving_capture: Any = WeakIdKeyDictionary()
 
     def record_buffers(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         """Record the values of the buffers, given as fake tensors."""
@@ -124,7 +124,7 @@ class KnownValueTracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if func.is_view and any(map(self._outlives_capture, tensors)):
-            self._views_of_real_tensors.update(dict.fromkeys(outputs))
+            self._views_outliving_capture.update(dict.fromkeys(outputs))
         is_known = is_known and all(_is_small_enough_to_track(out) for out in outputs)
         values = _try_compute(func, leaves, spec, items) if is_known else None
         memories = [storage_id(tensor) for tensor in writes]
@@ -148,7 +148,7 @@ class KnownValueTracker(TorchDispatchMode):
 
     def _outlives_capture(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor outlives the capture and is neither a parameter nor a buffer."""
-        return type(tensor) in _REAL_TENSOR_TYPES or tensor in self._views_of_real_tensors
+        return type(tensor) in _REAL_TENSOR_TYPES or tensor in self._views_outliving_capture
 
     def _known_value(self, tensor: Any, is_literal: bool = False, shape_only: bool = False) -> _KnownValue | None:
         """Return the known value of a tensor, or None.

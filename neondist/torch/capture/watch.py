@@ -102,7 +102,7 @@ class StateWatch:
         """Return whether nothing has changed since the last inspection, in about a microsecond for dozens of values."""
         if (list(map(len, self._sized_containers)), self._dtypes_and_devices()) != self._known_sizes_and_properties:
             return False
-        values = self._read_values()
+        values = self._current_values()
         if len(values) != len(self._last_values):
             return False
         if not all(map(is_, values, self._last_values)):
@@ -112,7 +112,7 @@ class StateWatch:
             self._last_values = values
         return [content_key(array) for array in self._arrays] == self._array_contents
 
-    def _read_values(self) -> list[Any]:
+    def _current_values(self) -> list[Any]:
         return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._getter_names))]
 
     def _dtypes_and_devices(self) -> list[Any]:
@@ -146,7 +146,7 @@ class StateWatch:
             store = vars(container.object) if isinstance(container.object, type) else container.object
             if container.value_of_name is None or isinstance(store, (dict, MappingProxyType)):
                 self._sized_containers.append(store)
-        self._last_values = self._read_values()
+        self._last_values = self._current_values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
         if isinstance(self._root, nn.Module):

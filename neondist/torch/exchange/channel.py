@@ -51,7 +51,7 @@ class Channel:
         pads : sequence of (dimension, before, after)
             Numbers of indices of value `fill` added around the view.
         """
-        result = view = self.allocate_view(tensor, pads)
+        result = view = self.empty_like_view(tensor, pads)
         for dim, before, after in pads:
             for start, length in ((0, before), (view.shape[dim] - after, after)):
                 if length:
@@ -76,7 +76,7 @@ class Channel:
             yield view.narrow(request.dim, 0, lo)
             yield view.narrow(request.dim, hi, view.shape[request.dim] - hi)
 
-    def allocate_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+    def empty_like_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
         """Return an uninitialised tensor of the shape of `view`'s result."""
         shape = list(self.transfer.shape(tuple(tensor.shape), self.comm.grid.rank))
         for dim, before, after in pads:

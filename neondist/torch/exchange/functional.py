@@ -134,7 +134,7 @@ def _(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
     state, window, extent = _decode_halo_arguments(grid, window_args)
     state.check_tile_shape(x, window, extent)
     view = state.view(window, extent)
-    return view.channel.allocate_view(x, view.pads)
+    return view.channel.empty_like_view(x, view.pads)
 
 
 @_halo_adjoint.register_fake

@@ -117,14 +117,14 @@ class SchemeChannel:
             if request.used is not None:
                 used[axis] = tuple(shift_range(cells, need[axis][0]) for cells in request.used[request.part(place)])
 
-        def to_image_cells(piece: Piece) -> Piece:
+        def to_image_coordinates(piece: Piece) -> Piece:
             """Return the piece with both ends in cells of the image; each view is one range."""
             cells = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own)}
             cells |= zip(requests, piece.source.ranges, strict=True)
             return Piece(piece.peer - first, *[Lattice(tuple(cells.values()))] * 2)
 
         tile, view = Box.from_ranges(own), Box.from_ranges(need)
-        received, sends = ([*map(to_image_cells, of(grid.rank))] for of in (transfer.receives, transfer.sends))
+        received, sends = ([*map(to_image_coordinates, of(grid.rank))] for of in (transfer.receives, transfer.sends))
         receives = [piece for piece in received if piece.peer != grid.tile]
         local = [piece for piece in received if piece.peer == grid.tile]
         return HaloPlan(

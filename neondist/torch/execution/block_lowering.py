@@ -88,8 +88,8 @@ class _BlockView(NamedTuple):
             shape[dim] = sum(hi - lo for lo, hi in view.ranges) + sum(view.pads)
         return tuple(shape)
 
-    def function_at(self, place: Place) -> Callable[..., Any]:
-        """Return the function from a value to its view."""
+    def slicer_at(self, place: Place) -> Callable[..., Any]:
+        """Return the function from a value to the view that the block at a place of the mesh needs."""
         narrowed, padding = [], [0] * (2 * len(self.layout))
         for dim, reach, atom in self.dims:
             first, last = atom.range(place)
@@ -165,7 +165,7 @@ class BlockLowering(Lowering):
             return value
         view = _BlockView(value.layout, dims, fill)
         result = self._new_value(view.shape(self._place), inside, value.dtype, value.kind, shape_at=view.shape)
-        self._add_step("local", [value], [result], run=view.function_at(self._place), bind_to_place=view.function_at)
+        self._add_step("local", [value], [result], run=view.slicer_at(self._place), bind_to_place=view.slicer_at)
         moved = ((reach, atom) for _, reach, atom in dims if atom.origin is not None)
         self.dependences += (Dependence(self._first_symbol, result.id, *each) for each in moved)
         return result

@@ -38,15 +38,15 @@ class RecomputedBlocks:
     output_ranges : for each output, this rank's range along each dimension
     block_counts : tuple of int
         Number of blocks along each axis of the mesh.
-    first_indices : by id of a partitioned input, the first index of its view along each dimension
+    view_offsets_by_id : by id of a partitioned input, the global index at which its view starts in each dimension
     """
 
     def __init__(
         self, traced: TracedPart, output_ranges: AxisRanges, block_counts: Sequence[int],
-        first_indices: Mapping[int, Sequence[int]],
+        view_offsets_by_id: Mapping[int, Sequence[int]],
     ) -> None:  # fmt: skip
         self.traced, self.output_ranges, self.block_counts = traced, output_ranges, tuple(block_counts)
-        self.first_indices = [first_indices.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
+        self.view_offsets = [view_offsets_by_id.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
         self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -122,7 +122,7 @@ class RecomputedBlocks:
         """Return the parts of this rank's views of the inputs that a block reads."""
         return [
             None if tensor is None else narrow_to_ranges(tensor, ranges, first)
-            for tensor, ranges, first in zip(tensors, block.input_ranges, self.first_indices, strict=True)
+            for tensor, ranges, first in zip(tensors, block.input_ranges, self.view_offsets, strict=True)
         ]
 
     def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:

@@ -79,15 +79,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.grid, self.strategy, self._names = grid, planned.strategy, list(tensors)
         self.optimizer = inner.create(self.parameters.updated[name] for name in self._names)
         self._overflow_parameter: torch.Tensor | None = None
-        if self.parameters.owned_names:
+        if self.parameters.names_with_owners:
             # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
             self._overflow_parameter = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow_parameter)
             self._partitioned = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
             grid.on_close(hooks.register_optimizer_step_pre_hook(self._reject_others).remove)
-        self._has_fixed_groups = False
+        self._has_frozen_param_groups = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
-        self._has_fixed_groups = True
+        self._has_frozen_param_groups = True
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self.module, model.optimizer = model, self
         self._in_backward = False
@@ -108,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.parameters.owned_names:
+        if self.parameters.names_with_owners:
             self.grid.check("DistributedOptimizer.step")
         with self.parameters.optimizer_update():
             self.optimizer.step()
@@ -191,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Reject groups after construction: owners and the flat buffer are fixed."""
-        if self._has_fixed_groups:
+        if self._has_frozen_param_groups:
             raise ConfigError(
                 "add_param_group: groups are fixed, because the strategy has partitioned the parameters; create a new"
                 " optimizer"

@@ -33,7 +33,7 @@ from ...version import __version__
 from ..state import EpochTotals, Record, TrainState
 from .hook import Hook
 
-_JSON_KEY_BY_FIELD = {"samples_seen": "seen", "epoch_size": "samples", "steps_without_optimizer": "uncounted"}
+_JSON_KEY_BY_FIELD = {"samples_seen": "seen", "epoch_size": "samples"}
 """Keys in the file of the fields whose names differ there."""
 
 
@@ -111,22 +111,18 @@ class RunProgress:
         totals = require_json_type("'totals'", values["totals"], dict)
         if set(totals) != {field_.name for field_ in fields(EpochTotals)}:
             raise ValueError("'totals' has unexpected fields")
-        for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
+        for name in ("epoch", "step", "seen", "samples", "seed", "steps_without_optimizer"):
             require_json_integer(f"'{name}'", values[name])
         for name, value in totals.items():
             if name not in ("loss", "seconds"):
                 require_json_integer(f"'totals.{name}'", value)
             elif type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"'totals.{name}' is not a finite number")
-        if values["uncounted"] > values["step"]:
-            raise ValueError(
-                f"'uncounted' (steps that the optimizer does not count: {values['uncounted']}) exceeds 'step'"
-                f" ({values['step']})"
-            )
+        for part, total in (("steps_without_optimizer", "step"), ("seen", "samples")):
+            if values[part] > values[total]:
+                raise ValueError(f"'{part}' ({values[part]}) exceeds '{total}' ({values[total]})")
         if values.get("loss_scale") is not None:
             LossScaler().load_state(require_json_type("'loss_scale'", values["loss_scale"], dict))
-        if values["seen"] > values["samples"]:
-            raise ValueError(f"'seen' ({values['seen']}) exceeds 'samples' ({values['samples']})")
         history = [_parse_record(record) for record in require_json_type("'history'", values["history"], list)]
         values |= {"totals": EpochTotals(**totals), "history": history}
         return cls(**{names[key]: value for key, value in values.items()})
