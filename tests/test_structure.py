@@ -72,6 +72,10 @@ report_loss reread_times restore_scheme_memory rotate_dim run_nonempty scatter_l
 select_own servers_agree steps_and_nodes stopped_for_hosts strip_grid sum_ranges sum_sizes summed_in_place
 sums_partial_results switch_generators sync_times tile_kinds track_values unfilled_cache_bytes unshared_gradients
 validate_step_bench view_index wait_turn whole_process wide_tiles world_ranks_of
+replicated_vector label_values _read_values allocate_view _spans_by_layer new_array _update_rule UpdateRule
+update_rule RULE_VARIABLE mask_of_marks count_rounds _views_of_real_tensors _has_fixed_groups owned_names function_at
+to_image_cells estimate_node batch_source BatchSource _split_consecutive_layers are_class_targets
+gradient_gather_seconds all_handle_stop _add_file_options previous_graph _remaining_work
 """
 WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""

@@ -18,7 +18,7 @@ import numpy as np
 import neondist as nd
 from neondist.services.client import ParameterClient
 from neondist.services.placement import place_parameters
-from neondist.services.state import PushedGradient, ServerState, UpdateRule
+from neondist.services.state import PushedGradient, ServerState, SyncPolicy
 from neondist.services.updates import describe_optimizer
 from neondist.services.wire import TOKEN_VARIABLE, create_token
 from neondist.strategies import ParameterSpec, PSLoadBalancing
@@ -91,7 +91,7 @@ def measure_traffic(megabytes, servers, rounds):
     addresses = [process.stdout.readline().split()[-1] for process in processes]
     layouts = place_parameters(PSLoadBalancing().build(specs, servers), servers)
     with ParameterClient(addresses, layouts, token, "0") as client:
-        client.initialize(values, nd.SGD(0.0), UpdateRule(sync=False))
+        client.initialize(values, nd.SGD(0.0), SyncPolicy(sync=False))
         client.pull(values)
 
         def exchange():

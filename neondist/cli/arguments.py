@@ -82,9 +82,9 @@ def create_parser() -> argparse.ArgumentParser:
     # options of `launch` and of elastic hosts
     root.set_defaults(resources=None, hosts_from=None, cooldown=None, wait=None, snapshot=None, source=None, spares=0)
     root.set_defaults(hosts=None, generation=None)
-    # options of `train`: number of servers (0: default) and their update rule; bounds of the number of workers, source
+    # options of `train`: number of servers (0: default), their `SyncPolicy`; bounds of the number of workers, source
     # of their slots, maximum wait for slots; a process with all imports, from which the job's processes are forked
-    root.set_defaults(num_ps=0, update_rule=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
+    root.set_defaults(num_ps=0, sync_policy=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (run, train, launch, submit, plan, inference, sweep, bench, serve, top, doctor, data, files, zoo):

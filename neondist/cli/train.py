@@ -28,7 +28,7 @@ from .definition import DEFINABLE_NAMES, create_experiment, create_samples, load
 from .run import create_hooks, parse_duration_seconds, parse_resume_mode
 
 if TYPE_CHECKING:
-    from ..services.state import UpdateRule
+    from ..services.state import SyncPolicy
 
 STRATEGIES = ("Local", "AllreduceStrategy", "ParameterServerStrategy")
 MODEL_COMMANDS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": "check-model"}
@@ -151,7 +151,7 @@ def train(arguments: argparse.Namespace) -> int:
             definition = load_definition(arguments.file, _custom_names(arguments))
             data = arguments.training_data, arguments.validation_data
             experiment = create_experiment(definition, arguments, *data, verbose=world.rank == 0)
-            if arguments.update_rule is not None:
+            if arguments.sync_policy is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
             check_worker_options(arguments, experiment, ranks)
@@ -256,7 +256,7 @@ def _resolve_arguments(arguments: argparse.Namespace) -> None:
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
     if strategy == "ParameterServerStrategy":
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
-        arguments.update_rule = _create_update_rule(arguments)
+        arguments.sync_policy = _create_sync_policy(arguments)
     else:
         for name in ("num_ps", "use_async", "sync_version_tolerance", "lr_staleness_modulation"):
             if getattr(arguments, name):
@@ -300,8 +300,8 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
         )
 
 
-def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
-    """Return the update rule of the servers; None if the workers own the parameters instead."""
+def _create_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | None:
+    """Return the synchronisation policy of the servers; None if the workers own the parameters instead."""
     workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
     elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
     wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
@@ -320,9 +320,9 @@ def _create_update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
         return None
     if workers == 1:
         raise ConfigError("parameter servers need several workers; give --num-workers 2 or more, or MIN:2")
-    from ..services.state import UpdateRule
+    from ..services.state import SyncPolicy
 
-    return UpdateRule(not arguments.use_async, wait, tolerance, None, modulate)
+    return SyncPolicy(not arguments.use_async, wait, tolerance, None, modulate)
 
 
 def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:

@@ -60,7 +60,7 @@ def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManage
     """
     if not arguments.signals.owns_process or not Path(arguments.file).is_file():
         return nullcontext()
-    if arguments.update_rule is not None and SERVERS_VARIABLE not in os.environ:
+    if arguments.sync_policy is not None and SERVERS_VARIABLE not in os.environ:
         return open_fork_server(_preload_worker_modules)
     if "torch" not in sys.modules:  # not forked
         with suppress(ImportError), freeze_new_objects():  # the code that needs the modules reports the error
@@ -222,7 +222,7 @@ def _run_job(
     master.wait_until_listening()
 
     def start_worker(index: int, node: str, is_restart: bool) -> Process:
-        place = WorkerAssignment(index, addresses, master.address, token, arguments.update_rule)
+        place = WorkerAssignment(index, addresses, master.address, token, arguments.sync_policy)
         command = _worker_arguments(arguments, index, shape.tiles, is_restart or bool(arguments.resume))
         output = subprocess.DEVNULL if index else None
         variables = secret | place.environment | YIELD_WHEN_IDLE_VARIABLES

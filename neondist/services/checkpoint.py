@@ -23,7 +23,7 @@ from ..terminal.console import counted
 from .message import Message, MessageError
 from .placement import EmbeddingTableSpec, ServerLayout, ServerPiece
 from .progress import AppliedMinibatches
-from .state import ServerState, UpdateRule
+from .state import ServerState, SyncPolicy
 from .table import initial_rows
 from .updates import Slots
 
@@ -32,15 +32,15 @@ MAX_EXPORTED_TABLE_BYTES = 4 << 30
 _SERVER_FILE_PATTERN = re.compile(r"server-(\d+)-of-(\d+)\.h5")
 
 
-def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save_id: str) -> Callable[[], None]:
+def make_state_writer(state: ServerState, policy: SyncPolicy, folder: Path, save_id: str) -> Callable[[], None]:
     """Return a function that writes the file of a server in its current state.
 
     Until the function has run, table rows may be added, but values must not be updated.
 
     Parameters
     ----------
-    rule : UpdateRule
-        Rule by which the server applies gradients.
+    policy : SyncPolicy
+        Policy by which the server applies gradients.
     save_id : str
         Identifier of this checkpoint, the same for all servers.
     """
@@ -66,7 +66,7 @@ def make_state_writer(state: ServerState, rule: UpdateRule, folder: Path, save_i
         "credits": state.applied_minibatches.to_json(),
         "layout": layout.to_json(),
         "optimizer": state.optimizer,
-        "rule": rule.to_json(),
+        "policy": policy.to_json(),
     }
     pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
     path = server_file_path(folder, layout.index, layout.servers)
@@ -96,7 +96,7 @@ def count_servers(folder: Path) -> int | None:
 
 
 def read_configuration(folder: Path, index: int, servers: int) -> Message:
-    """Return a message with the layout, optimizer and rule of a server in a checkpoint of `servers` servers.
+    """Return a message with the layout, optimizer and policy of a server in a checkpoint of `servers` servers.
 
     Raises
     ------
@@ -200,7 +200,7 @@ class _ServerFile:
             self.applied_minibatches = AppliedMinibatches.parse(header["credits"])
             self.layout = ServerLayout.parse(header["layout"])
             self.optimizer = {"kind": str(header["optimizer"]["kind"]), "name": str(header["optimizer"]["name"])}
-            self.configuration = {name: header[name] for name in ("layout", "optimizer", "rule")}
+            self.configuration = {name: header[name] for name in ("layout", "optimizer", "policy")}
         except (KeyError, TypeError, ValueError, MessageError, UserError) as error:
             raise DataError(f"{self.path}: is not a file of a server ({error}); specify another checkpoint") from None
 

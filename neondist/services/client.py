@@ -17,7 +17,7 @@ from .group import ServerGroup
 from .message import Message, MessageArray
 from .placement import EmbeddingTableSpec, ServerLayout
 from .progress import AppliedMinibatches, MinibatchId
-from .state import IDS_PREFIX, ROWS_PREFIX, UpdateRule
+from .state import IDS_PREFIX, ROWS_PREFIX, SyncPolicy
 from .table import sum_duplicates
 from .updates import describe_optimizer
 
@@ -119,11 +119,11 @@ class ParameterClient:
         self._client_id, self._push_count = f"{worker}/{secrets.token_hex(4)}", 0
         self.versions, self._incarnations = [-1] * len(addresses), [""] * len(addresses)
         self._required_versions = [0] * len(addresses)
-        self._update_rule = UpdateRule()
+        self._sync_policy = SyncPolicy()
         self._tables = {table.name: table for layout in layouts for table in layout.tables}
         self._call_all(lambda index: self._clients[index].check_version())
 
-    def initialize(self, values: Mapping[str, np.ndarray], optimizer: Any, rule: UpdateRule | None = None) -> bool:
+    def initialize(self, values: Mapping[str, np.ndarray], optimizer: Any, policy: SyncPolicy | None = None) -> bool:
         """Push a model to the servers that have none; return whether the values of this worker were used.
 
         Call this method on every worker with the same arguments, except for `values`.
@@ -133,14 +133,14 @@ class ParameterClient:
         values : mapping of str to ndarray
             Complete arrays by name; the array of a table sets the initial values of its rows.
         optimizer : Optimizer, TorchOptimizer or torch.optim.Optimizer
-        rule : UpdateRule, optional
+        policy : SyncPolicy, optional
 
         Raises
         ------
         ServiceError
             A server holds another model, or cannot apply the optimiser.
         """
-        self._update_rule = rule or UpdateRule()
+        self._sync_policy = policy or SyncPolicy()
         models = [self._describe_model(layout, optimizer) for layout in self.layouts]
         replies = self._call_all(lambda at: self._clients[at].call("push_model", {**models[at], "values": False}))
         empty = [index for index, reply in enumerate(replies) if not reply.flag("initialized")]
@@ -237,7 +237,7 @@ class ParameterClient:
 
     def wait_for_staleness_bound(self) -> None:
         """Wait until the staleness bound permits this worker to continue."""
-        if self._update_rule.sync or self._update_rule.staleness is None:
+        if self._sync_policy.sync or self._sync_policy.staleness is None:
             return
         while (
             not self._clients[0]
@@ -283,9 +283,9 @@ class ParameterClient:
         """
         return self._server_group.save_checkpoint(name, timeout)
 
-    def load(self, name: str, optimizer: Any, rule: UpdateRule | None = None) -> None:
+    def load(self, name: str, optimizer: Any, policy: SyncPolicy | None = None) -> None:
         """Load a checkpoint of any number of servers on all servers, replacing their contents."""
-        self._update_rule = rule or UpdateRule()
+        self._sync_policy = policy or SyncPolicy()
         requests = [{**self._describe_model(layout, optimizer), "name": name} for layout in self.layouts]
         self._call_all(lambda index: self._clients[index].call("load_checkpoint", requests[index]))
         self._call_all(lambda index: self._clients[index].call("join", {"worker": self.worker}))
@@ -310,7 +310,7 @@ class ParameterClient:
         return {
             "layout": layout.to_json(),
             "optimizer": describe_optimizer(optimizer),
-            "rule": self._update_rule.to_json(),
+            "policy": self._sync_policy.to_json(),
         }
 
     def _select_parts(self, layout: ServerLayout, arrays: Mapping[str, Any]) -> dict[str, MessageArray]:
@@ -344,7 +344,7 @@ class ParameterClient:
     def _combine_push_replies(self, replies: Sequence[Message]) -> PushResult:
         outcomes = [reply.text("outcome") for reply in replies]
         versions = [reply.integer("version") for reply in replies]
-        if self._update_rule.sync:
+        if self._sync_policy.sync:
             for index, outcome in enumerate(outcomes):
                 if outcome != "stale":
                     self._required_versions[index] = max(self._required_versions[index], versions[index])

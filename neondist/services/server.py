@@ -15,7 +15,7 @@ from ..errors import ConfigError, ServiceUnavailableError
 from .checkpoint import load_state, make_state_writer, read_configuration
 from .message import Message, MessageError, encode
 from .progress import AppliedMinibatches, StalenessBound, learning_rate_factor
-from .state import PushedGradient, ServerState, UpdateRule
+from .state import PushedGradient, ServerState, SyncPolicy
 from .wire import Reply, Service, ServiceHost, ServiceMethod, read_token
 
 MAX_WAIT_SECONDS = 60.0
@@ -43,7 +43,7 @@ class ParameterServer(Service):
         self._condition = threading.Condition()
         self._incarnation = ""
         self._state: ServerState | None = None
-        self._update_rule, self._staleness_bound = UpdateRule(), StalenessBound(None)
+        self._sync_policy, self._staleness_bound = SyncPolicy(), StalenessBound(None)
         self._pending_gradients: list[PushedGradient] = []
         self._gradients_in_round = 0
         self._last_pushes: dict[str, int] = {}
@@ -137,17 +137,17 @@ class ParameterServer(Service):
                 self._count_gradient_in_round()  # otherwise the rounds of two servers could deadlock
                 return self._rejection_reply("duplicate")
             staleness = max(0, state.version - gradient.values_version)
-            if self._update_rule.sync and staleness > self._update_rule.version_tolerance:
+            if self._sync_policy.sync and staleness > self._sync_policy.version_tolerance:
                 return self._rejection_reply("stale")
             self._last_pushes[gradient.client_id] = gradient.push_number
             self._staleness_bound.finish_step(gradient.worker)
             factor = 1.0
-            if self._update_rule.sync:
+            if self._sync_policy.sync:
                 self._pending_gradients.append(gradient)
                 target = state.version + 1
                 self._count_gradient_in_round()
             else:
-                factor = learning_rate_factor(staleness, self._update_rule.modulate)
+                factor = learning_rate_factor(staleness, self._sync_policy.modulate)
                 state.apply_gradients([gradient], factor)
                 target = state.version
             self._condition.notify_all()
@@ -218,7 +218,7 @@ class ParameterServer(Service):
             state = self._require_state()
             if time.monotonic() > self._hold_deadline:
                 raise ConfigError("save_checkpoint: gradients are not held back; send a 'hold' request first")
-            write = make_state_writer(state, self._update_rule, folder, request.text("save"))
+            write = make_state_writer(state, self._sync_policy, folder, request.text("save"))
             self._running_saves += 1
         try:
             write()
@@ -235,11 +235,11 @@ class ParameterServer(Service):
         folder, configuration = self._folder_of_checkpoint(request), request
         if "layout" not in request.fields:
             configuration = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
-        state, rule = _parse_model(configuration)
+        state, policy = _parse_model(configuration)
         load_state(state, folder)
         with self._condition:
             workers = list(self._staleness_bound.steps)
-            self._install_model(state, rule)
+            self._install_model(state, policy)
             for worker in workers:
                 self._staleness_bound.add_worker(worker)
             self._condition.notify_all()
@@ -265,9 +265,9 @@ class ParameterServer(Service):
             }
             return Message(fields)
 
-    def _install_model(self, state: ServerState, rule: UpdateRule) -> None:
-        self._state, self._update_rule = state, rule
-        self._staleness_bound = StalenessBound(None if rule.sync else rule.staleness)
+    def _install_model(self, state: ServerState, policy: SyncPolicy) -> None:
+        self._state, self._sync_policy = state, policy
+        self._staleness_bound = StalenessBound(None if policy.sync else policy.staleness)
         self._incarnation = secrets.token_hex(8)
         self._pending_gradients, self._gradients_in_round, self._last_pushes, self._encoded_values = [], 0, {}, None
         self._hold_deadline = 0.0
@@ -279,8 +279,8 @@ class ParameterServer(Service):
 
     def _check_model(self, request: Message) -> None:
         state = self._require_state()
-        expected = state.layout.to_json(), state.optimizer, self._update_rule.to_json()
-        for part, value in zip(("layout", "optimizer", "rule"), expected, strict=True):
+        expected = state.layout.to_json(), state.optimizer, self._sync_policy.to_json()
+        for part, value in zip(("layout", "optimizer", "policy"), expected, strict=True):
             if request.mapping(part) != value:
                 raise ConfigError(f"the server has a model with another {part}; start separate servers for each job")
 
@@ -308,7 +308,7 @@ class ParameterServer(Service):
 
     def _count_gradient_in_round(self) -> None:
         """Count a gradient in the round, and end the round once there are enough gradients."""
-        if self._update_rule.sync:
+        if self._sync_policy.sync:
             self._gradients_in_round += 1
             self._end_round(must_be_complete=True)
             self._condition.notify_all()
@@ -316,7 +316,7 @@ class ParameterServer(Service):
     def _end_round(self, must_be_complete: bool) -> None:
         """Apply the gradients of the round if there are enough or, unless `must_be_complete`, if there are any."""
         workers = len(self._staleness_bound.steps)
-        needed = min(self._update_rule.grads_to_wait, workers) if workers else self._update_rule.grads_to_wait
+        needed = min(self._sync_policy.grads_to_wait, workers) if workers else self._sync_policy.grads_to_wait
         if self._pending_gradients and (not must_be_complete or self._gradients_in_round >= needed):
             gradients, self._pending_gradients = self._pending_gradients, []
             self._gradients_in_round = 0
@@ -358,6 +358,6 @@ def create_parameter_server(
     return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 
 
-def _parse_model(request: Message) -> tuple[ServerState, UpdateRule]:
+def _parse_model(request: Message) -> tuple[ServerState, SyncPolicy]:
     state = ServerState(request.mapping("layout"), request.mapping("optimizer"))
-    return state, UpdateRule.parse(request.mapping("rule"))
+    return state, SyncPolicy.parse(request.mapping("policy"))

@@ -21,8 +21,8 @@ IDS_PREFIX, ROWS_PREFIX = "ids/", "rows/"
 
 
 @dataclass(frozen=True)
-class UpdateRule:
-    """Rule for the application of gradients of several workers.
+class SyncPolicy:
+    """Policy for the application of gradients of several workers.
 
     Attributes
     ----------
@@ -49,8 +49,8 @@ class UpdateRule:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> UpdateRule:
-        """Return the rule described by a JSON value; MessageError if it is invalid."""
+    def parse(cls, fields: Mapping[str, Any]) -> SyncPolicy:
+        """Return the policy described by a JSON value; MessageError if it is invalid."""
         message = Message(fields)
         staleness = None if fields.get("staleness") is None else message.integer("staleness")
         return cls(

@@ -19,13 +19,13 @@ from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient
 from .master_client import RETRY_SECONDS, MasterClient
 from .placement import place_parameters
-from .state import UpdateRule
+from .state import SyncPolicy
 from .wire import read_token
 
 SERVERS_VARIABLE, MASTER_VARIABLE, WORKER_VARIABLE = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
 """Environment variables of a worker: addresses of the servers, address of the master, index of the worker."""
-RULE_VARIABLE = "NEONDIST_UPDATE_RULE"
-"""Environment variable of a worker: JSON of the update rule, if it overrides that of the strategy."""
+POLICY_VARIABLE = "NEONDIST_SYNC_POLICY"
+"""Environment variable of a worker: JSON of the `SyncPolicy`, if it overrides that of the strategy."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class WorkerAssignment:
     master : str
         Address of the master.
     token : str
-    rule : UpdateRule, optional
-        Rule for the application of gradients. Default: that of the strategy.
+    policy : SyncPolicy, optional
+        Policy for the application of gradients. Default: that of the strategy.
     """
 
     index: int
     servers: tuple[str, ...]
     master: str
     token: str
-    rule: UpdateRule | None = None
+    policy: SyncPolicy | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> WorkerAssignment | None:
@@ -61,17 +61,17 @@ class WorkerAssignment:
             text = f"is set; also set {WORKER_VARIABLE} to an integer and {MASTER_VARIABLE} to an address"
             raise ConfigError(f"{SERVERS_VARIABLE} {text}") from None
         try:
-            rule = UpdateRule.parse(json.loads(environ[RULE_VARIABLE])) if environ.get(RULE_VARIABLE) else None
+            policy = SyncPolicy.parse(json.loads(environ[POLICY_VARIABLE])) if environ.get(POLICY_VARIABLE) else None
         except (ValueError, AttributeError):
-            raise ConfigError(f"{RULE_VARIABLE}: is not a valid update rule; unset this variable") from None
-        return cls(index, tuple(environ[SERVERS_VARIABLE].split(",")), master, read_token(environ), rule)
+            raise ConfigError(f"{POLICY_VARIABLE}: is not a valid SyncPolicy; unset this variable") from None
+        return cls(index, tuple(environ[SERVERS_VARIABLE].split(",")), master, read_token(environ), policy)
 
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for `from_environment`, without the token."""
-        rule = {} if self.rule is None else {RULE_VARIABLE: json.dumps(self.rule.to_json())}
+        policy = {} if self.policy is None else {POLICY_VARIABLE: json.dumps(self.policy.to_json())}
         worker = {MASTER_VARIABLE: self.master, WORKER_VARIABLE: str(self.index)}
-        return {SERVERS_VARIABLE: ",".join(self.servers), **worker, **rule}
+        return {SERVERS_VARIABLE: ",".join(self.servers), **worker, **policy}
 
     @property
     def name(self) -> str:
@@ -142,11 +142,11 @@ class ServerUpdate(RemoteUpdate):
             if world.rank == 0:
                 client_args = worker.servers, layouts, worker.token, worker.name
                 self._client = ParameterClient(*client_args, retry_seconds=RETRY_SECONDS)
-                client, rule = self._client, worker.rule or _rule_of_strategy(self.strategy)
-                client.initialize(self._values, optimizer, rule)
+                client, policy = self._client, worker.policy or _sync_policy_of_strategy(self.strategy)
+                client.initialize(self._values, optimizer, policy)
                 if master_client is not None:
                     master_client.set_before_task_wait_callback(client.leave)
-                    master_client.set_uninitialised_callback(lambda: client.initialize(self._values, optimizer, rule))
+                    master_client.set_uninitialised_callback(lambda: client.initialize(self._values, optimizer, policy))
         self._pull_values()
 
     def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
@@ -207,9 +207,9 @@ class ServerUpdate(RemoteUpdate):
         parameters.version += 1
 
 
-def _rule_of_strategy(strategy: Strategy) -> UpdateRule:
+def _sync_policy_of_strategy(strategy: Strategy) -> SyncPolicy:
     modes = {(placement.sync, placement.staleness) for placement in strategy.parameters.values()}
     if len(modes) > 1:
         raise strategy.create_error("has parameters with different sync or staleness; use the same for all")
     sync, staleness = modes.pop()
-    return UpdateRule(sync=False, staleness=staleness if sync else None)
+    return SyncPolicy(sync=False, staleness=staleness if sync else None)

@@ -17,7 +17,7 @@ from neondist.cli.arguments import create_parser
 from neondist.cli.definition import create_experiment, load_definition
 from neondist.cli.train import _resolve_arguments
 from neondist.services.checkpoint import read_configuration
-from neondist.services.state import UpdateRule
+from neondist.services.state import SyncPolicy
 
 
 @pytest.fixture
@@ -209,31 +209,31 @@ def test_servers_average_the_requested_gradients(project):
     assert code == 0, err
     assert "applied: 64 records in each of 2 epochs, each once" in out, err
     folder = next((project / "run/servers").glob("checkpoint-*"))
-    assert read_configuration(folder, 0, 1).fields["rule"] == UpdateRule(True, 2, 1).to_json()
+    assert read_configuration(folder, 0, 1).fields["policy"] == SyncPolicy(True, 2, 1).to_json()
 
 
 @pytest.mark.parametrize(
-    ("options", "rule"),
+    ("options", "policy"),
     [
         ([], None),
         (["--grads-to-wait", "2"], None),
-        (["--num-ps", "1"], UpdateRule(True, 1)),
-        (["--sync-version-tolerance", "4"], UpdateRule(True, 1, 4)),
-        (["--use-async"], UpdateRule(False, 1)),
-        (["--use-async", "--lr-staleness-modulation"], UpdateRule(False, 1, 0, None, True)),
-        (["--num-workers", "1:2"], UpdateRule(True, 2)),
-        (["--num-workers", "1:2", "--grads-to-wait", "1"], UpdateRule(True, 1)),
-        (["--num-workers", "2:2", "--use-async"], UpdateRule(False, 1)),
+        (["--num-ps", "1"], SyncPolicy(True, 1)),
+        (["--sync-version-tolerance", "4"], SyncPolicy(True, 1, 4)),
+        (["--use-async"], SyncPolicy(False, 1)),
+        (["--use-async", "--lr-staleness-modulation"], SyncPolicy(False, 1, 0, None, True)),
+        (["--num-workers", "1:2"], SyncPolicy(True, 2)),
+        (["--num-workers", "1:2", "--grads-to-wait", "1"], SyncPolicy(True, 1)),
+        (["--num-workers", "2:2", "--use-async"], SyncPolicy(False, 1)),
     ],
 )
-def test_update_rules(project, options, rule):
+def test_sync_policies(project, options, policy):
     (project / "slots").write_text("localhost:2\n")
     slots = ["--hosts-from", "slots"] if any(":" in option for option in options) else []
     arguments = create_parser().parse_args(
         ["train", write_model(project), "--training-data", "train.csv", *SERVER_OPTIONS, *options, *slots]
     )
     _resolve_arguments(arguments)
-    assert arguments.update_rule == rule
+    assert arguments.sync_policy == policy
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.message import HEADER, MAGIC, PROTOCOL_VERSION, Message, encode
 from neondist.services.placement import EmbeddingTableSpec
-from neondist.services.state import UpdateRule
+from neondist.services.state import SyncPolicy
 from neondist.services.wire import ServiceClient
 
 
@@ -51,7 +51,7 @@ SERVER_METHODS = (
 """methods of a parameter server"""
 FIELD_NAMES = (
     "worker", "client", "sequence", "version", "at_least", "samples", "scale", "credit", "incarnation", "layout",
-    "optimizer", "rule", "values", "name", "save", "admitted", "epoch",
+    "optimizer", "policy", "values", "name", "save", "admitted", "epoch",
 )  # fmt: skip
 LAYOUT = {"index": 0, "servers": 1, "pieces": [], "tables": []}
 HUGE_ARRAY = ["w", "float32", [1 << 40, 1 << 40], [1 << 80], [0], [1 << 80], True]
@@ -96,7 +96,7 @@ def check_hostile_requests(count, seed):
     with Servers(1) as job:
         layouts = job.layouts(tables=[table])
         client = job.client("0", layouts)
-        client.initialize(draw_arrays(0), nd.SGD(0.1), UpdateRule(sync=False))
+        client.initialize(draw_arrays(0), nd.SGD(0.1), SyncPolicy(sync=False))
         values = draw_arrays(9)
         client.pull(values)
         stranger = job.stack.enter_context(ServiceClient(job.hosts[0].address, "PServer", job.token, retry_seconds=0))

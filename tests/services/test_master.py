@@ -12,7 +12,7 @@ from neondist.services.master import Master
 from neondist.services.master_client import MasterClient
 from neondist.services.message import Message
 from neondist.services.progress import AppliedMinibatches, MinibatchId
-from neondist.services.state import UpdateRule
+from neondist.services.state import SyncPolicy
 
 RECORDS, BATCH_SIZE, RECORDS_PER_TASK, EPOCHS = 11, 2, 3, 2
 QUEUE_PARAMETERS = {"records": RECORDS, "batch_size": BATCH_SIZE, "epochs": EPOCHS, "seed": 3}
@@ -28,7 +28,7 @@ class Worker:
             closing(MasterClient(address, job.token, name, SingleTransport(), QUEUE_PARAMETERS))
         )
         self.client, self.values = job.client(name), values
-        self.client.initialize(values, nd.SGD(0.1), UpdateRule(sync=False))
+        self.client.initialize(values, nd.SGD(0.1), SyncPolicy(sync=False))
         self.client.pull(draw_arrays(0))
 
     def steps(self, epoch):

@@ -18,7 +18,7 @@ from neondist.services.message import Message
 from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.progress import MinibatchId
 from neondist.services.recovery import ServerRecovery, list_complete_checkpoints
-from neondist.services.state import UpdateRule
+from neondist.services.state import SyncPolicy
 
 TABLE = EmbeddingTableSpec("embedding", 50, 3, "float64")
 OPTIMIZER = nd.Adam(0.05)
@@ -56,7 +56,7 @@ def push_to_first_server(job, client):
 def start_job(job, master, folder):
     """Start a job of one minibatch; return the client of its worker, and the recovery of its servers."""
     client = connect(job)
-    client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
+    client.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
     client.pull(draw_arrays(9))
     master.report_training_params(Message(QUEUE_PARAMETERS))
     recovery = ServerRecovery(client._server_group, folder, master)
@@ -168,7 +168,7 @@ def test_checkpoint_waits_for_a_partially_applied_gradient(tmp_path):
     with Servers(2, tmp_path) as job:
         client, other, third = (connect(job) for _ in range(3))
         for worker in (client, other, third):
-            worker.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
+            worker.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
             worker.pull(draw_arrays(9))
         push_to_first_server(job, client)
         with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
@@ -251,7 +251,7 @@ def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsy
         )
     with Servers(1, *servers_folder) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client = connect(job)
-        client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
+        client.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
         master.report_training_params(Message(QUEUE_PARAMETERS))
         with CountingRecovery(client._server_group, folder, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))

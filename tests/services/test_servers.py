@@ -18,7 +18,7 @@ from neondist.services.message import Message, MessageError
 from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.progress import MinibatchId
 from neondist.services.server import ParameterServer
-from neondist.services.state import PushedGradient, ServerState, UpdateRule
+from neondist.services.state import PushedGradient, ServerState, SyncPolicy
 from neondist.services.updates import describe_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -72,7 +72,7 @@ def test_synchronous_rounds_equal_serial_steps(strategy, optimizer, servers):
 
         def run_worker(worker):
             client = job.client(worker, layouts)
-            client.initialize(initial, optimizer, UpdateRule(grads_to_wait=3))
+            client.initialize(initial, optimizer, SyncPolicy(grads_to_wait=3))
             barrier.wait()
             values = draw_arrays(9)
             client.pull(values)
@@ -131,7 +131,7 @@ def test_modulation_divides_rates_by_staleness():
         layouts = job.layouts(shapes=shapes)
         fast, slow = job.client("0", layouts), job.client("1", layouts)
         for client in (fast, slow):
-            client.initialize({"w": np.zeros(2)}, nd.SGD(0.1), UpdateRule(sync=False, modulate=True))
+            client.initialize({"w": np.zeros(2)}, nd.SGD(0.1), SyncPolicy(sync=False, modulate=True))
         values, gradient = {"w": np.zeros(2)}, {"w": np.ones(2)}
         for staleness, rate in ((0, 0.1), (1, 0.1), (4, 0.025)):
             slow.pull(values)
@@ -151,7 +151,7 @@ def test_gradients_beyond_the_tolerance_are_rejected():
         layouts = job.layouts()
         first, second = job.client("0", layouts), job.client("1", layouts)
         for client in (first, second):
-            client.initialize(draw_arrays(0), nd.SGD(0.1), UpdateRule(grads_to_wait=1, version_tolerance=1))
+            client.initialize(draw_arrays(0), nd.SGD(0.1), SyncPolicy(grads_to_wait=1, version_tolerance=1))
             client.pull(draw_arrays(9))
         assert [first.push(draw_arrays(1)).stale for _ in range(1)] == [False]
         assert not second.push(draw_arrays(2)).stale  # one version old
@@ -170,7 +170,7 @@ def test_minibatch_is_applied_once_by_each_server():
         first_worker, second_worker = job.client("0", layouts), job.client("1", layouts)
         first, minibatch = draw_arrays(0), MinibatchId(0, 4, 2)
         for client in (first_worker, second_worker):
-            client.initialize(first, nd.SGD(1.0), UpdateRule(sync=False))
+            client.initialize(first, nd.SGD(1.0), SyncPolicy(sync=False))
             client.pull(draw_arrays(9))
         job.hosts[1].stop(0)
         with pytest.raises(ServiceError):
@@ -206,7 +206,7 @@ def test_rounds_end_without_lost_workers():
         clients = [job.client(str(i)) for i in range(3)]
         values = draw_arrays(0)
         for client in clients:
-            client.initialize(values, nd.SGD(0.5), UpdateRule(grads_to_wait=3))
+            client.initialize(values, nd.SGD(0.5), SyncPolicy(grads_to_wait=3))
             client.pull(draw_arrays(9))
         for i in (1, 0):
             clients[i].push(draw_arrays(1 + i))
@@ -225,7 +225,7 @@ def test_staleness_bound_holds_across_calls():
     with Servers(2) as job:
         fast, slow = job.client("fast"), job.client("slow")
         for client in (fast, slow):
-            client.initialize(draw_arrays(0), nd.SGD(0.1), UpdateRule(sync=False, staleness=1))
+            client.initialize(draw_arrays(0), nd.SGD(0.1), SyncPolicy(sync=False, staleness=1))
             client.pull(draw_arrays(9))
         fast.push(draw_arrays(1))
         fast.wait_for_staleness_bound()
@@ -294,7 +294,7 @@ def test_hostile_models_are_rejected(tmp_path):
     fields = {
         "layout": layout,
         "optimizer": describe_optimizer(nd.Adam(0.1, weight_decay=0.1)),
-        "rule": UpdateRule().to_json(),
+        "policy": SyncPolicy().to_json(),
         "values": True,
         "name": "absent",
     }

@@ -11,7 +11,7 @@ from neondist.arrays import rng
 from neondist.errors import ServiceError
 from neondist.services.message import Message, encode
 from neondist.services.placement import EmbeddingTableSpec
-from neondist.services.state import UpdateRule
+from neondist.services.state import SyncPolicy
 from neondist.services.table import EmbeddingTable, initial_rows, sum_duplicates
 from neondist.services.updates import describe_optimizer, make_updater
 
@@ -66,7 +66,7 @@ def test_sparse_gradients_are_averaged_as_dense_ones():
         layouts = job.layouts(shapes={"dense": (4,)}, tables=[TABLE])
         clients = [job.client(str(i), layouts) for i in range(2)]
         for client in clients:
-            client.initialize({"dense": np.zeros(4)}, nd.SGD(1.0), UpdateRule(grads_to_wait=2))
+            client.initialize({"dense": np.zeros(4)}, nd.SGD(1.0), SyncPolicy(grads_to_wait=2))
             client.pull({"dense": np.zeros(4)})
         ids = np.array([5, 8])
         before = clients[0].pull_rows(TABLE.name, ids)
