@@ -186,7 +186,7 @@ def test_colours_match_tifffile(tmp_path):
         assert np.abs(read(path).astype(int) - read_by_gdal(path)).max() < 5  # decoders interpolate differently
     for options in ({}, {"compression": "lzw"}):
         tifffile.imwrite(path, array, photometric="ycbcr", subsampling=(1, 1), **options)
-        with pytest.raises(nd.DataError, match="holds colours as YCBCR"):
+        with pytest.raises(nd.DataError, match="stores colours as YCBCR"):
             nd.open_source(path)
     for number, packing in ((34676, "SGILOG"), (32809, "THUNDERSCAN"), (65432, "65432")):
         tifffile.imwrite(path, array, photometric="rgb")
