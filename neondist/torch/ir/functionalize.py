@@ -76,6 +76,20 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
                 return False
     for node, variant in variants.items():
         node.meta = node.meta | {"out_of_place": variant}  # not in place: PyTorch lets nodes share one dictionary
+    _insert_scatters(graph, chains, positions)
+    return True
+
+
+def _insert_scatters(graph: Any, chains: Mapping[Any, Sequence[Any]], positions: Mapping[Any, int]) -> None:
+    """Let later nodes read tensors with the parts that were written through views of them.
+
+    Parameters
+    ----------
+    chains : dict of node to sequence of (node, node)
+        Views and the tensors that they are parts of, for each node that writes.
+    positions : dict of node to int
+        Positions in the graph as captured.
+    """
     current: dict[Any, Any] = {}
     for node, chain in chains.items():
         later = {user for user, position in positions.items() if position > positions[node]} if chain else set()
@@ -88,7 +102,6 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
             del new.meta["out_of_place"]
             old.replace_all_uses_with(new, later.__contains__)
             current[base] = part = new
-    return True
 
 
 def _views_and_bases(target: Any) -> Iterator[tuple[Any, Any]]:
