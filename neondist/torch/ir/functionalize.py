@@ -44,6 +44,7 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
     if not all(isinstance(node.target, torch._ops.OpOverload) for node in operators):  # such as torch.vmap
         return False
     positions = {node: position for position, node in enumerate(nodes)}
+    last_uses = {node: max(map(positions.__getitem__, node.users), default=-1) for node in nodes}
     nodes_by_storage: dict[int, list[Any]] = {}
     for node in nodes:
         for tensor in pytree.tree_leaves(node.meta.get("val")):
@@ -57,17 +58,13 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
         for target in written_values(node):
             if not isinstance(target, torch.fx.Node) or variants[node] is None:
                 return False
-
-            def is_read_later(alias: Any, position: int = positions[node]) -> bool:
-                return any(positions[user] > position for user in alias.users)
-
             first, *others = aliases = nodes_by_storage[storage_id(target.meta["val"])]
             chains[node] = list(_views_and_bases(target))
             written = [target, *(base for _, base in chains[node])]
             before = (alias for alias in aliases if positions[alias] < positions[node] and alias not in written)
-            if any(map(is_read_later, before)):
+            if any(last_uses[alias] > positions[node] for alias in before):
                 return False
-            while chains[node] and not is_read_later(chains[node][-1][1]):
+            while chains[node] and last_uses[chains[node][-1][1]] < positions[node]:
                 chains[node].pop()
             if chains[node] and len(written_values(node)) > 1:
                 return False
