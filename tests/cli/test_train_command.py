@@ -15,7 +15,7 @@ import neondist as nd
 from neondist.cli import main
 from neondist.cli.arguments import create_parser
 from neondist.cli.definition import create_experiment, load_definition
-from neondist.cli.train import _resolve_arguments
+from neondist.cli.worker_options import resolve_worker_options
 from neondist.services.checkpoint import read_configuration
 from neondist.services.state import SyncPolicy
 
@@ -232,7 +232,7 @@ def test_sync_policies(project, options, policy):
     arguments = create_parser().parse_args(
         ["train", write_model(project), "--training-data", "train.csv", *SERVER_OPTIONS, *options, *slots]
     )
-    _resolve_arguments(arguments)
+    resolve_worker_options(arguments)
     assert arguments.sync_policy == policy
 
 

@@ -1,0 +1,96 @@
+"""Workers, parameter servers and ranks that the options of `neondist train` ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cluster import ResourceSpec
+from ..cluster.hosts import HostSource
+from ..errors import ConfigError
+from ..launcher.scaling import reject_unreachable_maximum
+from ..launcher.slots import WorkerBounds
+from ..launcher.workers import read_worker_assignment
+from ..strategies import PSLoadBalancing
+from ..terminal.console import counted
+
+if TYPE_CHECKING:
+    from ..services.state import SyncPolicy
+
+
+def resolve_worker_options(arguments: argparse.Namespace) -> None:
+    """Validate the options, and set ranks and the folder of the run."""
+    rows, cols = arguments.tiles
+    _resolve_worker_bounds(arguments)
+    ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
+    if strategy == "ParameterServerStrategy":
+        arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
+        arguments.sync_policy = _create_sync_policy(arguments)
+    else:
+        for name in ("num_ps", "use_async", "sync_version_tolerance", "lr_staleness_modulation"):
+            if getattr(arguments, name):
+                raise ConfigError(f"--{name.replace('_', '-')} applies to ParameterServerStrategy; leave it out")
+    if strategy == "Local" and ranks > 1:
+        raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
+    if arguments.evaluation_steps and arguments.validation_data is None:
+        raise ConfigError("--evaluation-steps needs --validation-data; give it as well")
+    place = read_worker_assignment(os.environ)
+    if place is not None:
+        ranks //= arguments.num_workers
+    arguments.ranks = ranks if ranks > 1 else None
+    if arguments.checkpoint_dir is not None and (place is None or place.index == 0):
+        arguments.folder = Path(arguments.checkpoint_dir)
+
+
+def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
+    """Resolve MIN:MAX workers and the source of their slots; `num_workers` becomes the maximum."""
+    if isinstance(arguments.num_workers, int):
+        for name, value in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
+            if value is not None:
+                raise ConfigError(f"{name} applies to a varying number of workers; give --num-workers MIN:MAX")
+        return
+    arguments.bounds = low, high = arguments.num_workers
+    arguments.num_workers = high
+    if arguments.distribution_strategy != "ParameterServerStrategy":
+        raise ConfigError(
+            f"--num-workers {low}:{high}: a varying number of workers needs parameter servers; use"
+            " --distribution-strategy ParameterServerStrategy, or give one number"
+        )
+    if read_worker_assignment(os.environ) is None:
+        if arguments.slots_from is not None:
+            arguments.slots_from = source = HostSource(arguments.slots_from)
+            if source.is_resources and any(node.ssh_config for node in ResourceSpec(source.path).nodes):
+                raise ConfigError(
+                    f"--hosts-from {source.path}: its SSH settings apply to neondist launch and run only; give a"
+                    " list of HOST:SLOTS, with these settings in ~/.ssh/config"
+                )
+        reject_unreachable_maximum(
+            WorkerBounds(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from
+        )
+
+
+def _create_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | None:
+    """Return the synchronisation policy of the servers; None if the workers own the parameters instead."""
+    workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
+    elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
+    wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
+    for name, is_set in (("--grads-to-wait", wait > 1), ("--sync-version-tolerance", tolerance)):
+        if is_set and arguments.use_async:
+            raise ConfigError(f"{name} applies to synchronous updates; leave it out, or leave out --use-async")
+    if modulate and not arguments.use_async:
+        raise ConfigError(
+            "--lr-staleness-modulation applies to asynchronous updates; give --use-async, or leave it out"
+        )
+    if wait > workers:
+        raise ConfigError(
+            f"--grads-to-wait {wait}: the job has only {counted(workers, 'worker')}; give at most {workers}"
+        )
+    if not (arguments.use_async or arguments.num_ps or tolerance or elastic or wait not in (1, workers)):
+        return None
+    if workers == 1:
+        raise ConfigError("parameter servers need several workers; give --num-workers 2 or more, or MIN:2")
+    from ..services.state import SyncPolicy
+
+    return SyncPolicy(not arguments.use_async, wait, tolerance, None, modulate)
