@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from banned_words import BANNED_DEFINITIONS, BANNED_PHRASES, BANNED_WORDS
 
 import neondist
 
@@ -23,69 +24,6 @@ def parse_package():
 
 
 FRAMES = {"_current_frames", "_getframe", "currentframe", "f_back", "f_locals", "tb_frame"}
-BANNED_IDENTIFIERS = """
-Way Fetch Home home way_back Courier courier parted Carrier Exact Border border booked books bytes_given
-Frame Frames forget_frames Room Rooms Span Spans Dependents dependents received_cells
-keeps_view input_place Taker writes_early Entry kept_values Part Trouble trouble Notices ROOM Run proceed
-together Rival rival Solo solo solo_grid SoloTransport Alone rank_alone limits spread
-Ahead seal SturdyFile Gatherer gatherer rectify rectify_back rectifier
-orphan quiet leftovers swept attend guards
-Wires Parcels Letter OfProgram of_program said_with hear hearer hear_requests
-thinnest _paces sparing no_recompute by_place found judged WayBack saves_beside tell_mpi tell_import
-terms_per_sample reduced_per_sample LocalView RowConvolution CropPositions as_distributed share_gradient segment_seconds
-conv_back_into max_pool_back_into alone_seconds needer needs_along needs_others rereads counted_runs good_steps
-numpy_words PlacedSink GuardedTask Demand head_start_index class_of_tile kinds_of_tiles clear_sides
-explain_unpinned has_room _max_windows run_computed LiveNorm live_norms can_add_live_norm inside_rule
-place_ranges Unaligned refuse_unless_boxes SideMeasurements _SideMeasurement TorchSide NEONDIST_SIDES TORCH_SIDES
-cool_down HOST_COOL_DOWN_SECONDS excluded_hosts usable_hosts was_refused refused refuse_too_many_ranks
-CutRanges cut_ranges cut_ids first_cut extend_cut
-set_idle_callback largest_block_candidates ObservedEvent
-ValueHolder holders _weights_slots check_run_length reduced_forward reduced_backward sent_overlaps has_sample_axis
-AxesError BlockFilters DeferredErrorFile DimView GroupInfo HalfPrecision HostSpeed JobFolders LayerTable LocalWindow
-MemoryEntry NarrowCudaTorchKernels NarrowCupyKernels NarrowCupyTorchKernels NarrowHostKernels NarrowOperandKernels
-NarrowTorchKernelMixin NarrowTorchKernels NeondistUpdater OwnedTotals PaddedArray PartKinds PassError PlanError
-ProfileCounter ProtocolError RegionConversion RowTable SCHEME_MEMORY_GROUP SCHEME_MEMORY_TEXT_NAME SavedSchemeState
-SchemeMemory SplitRecords StagePictures StepList TableRecords TableSpec TorchVariants _BufferOwner _FieldMeter
-_NormalisedMeter _TensorArguments _activation_traffic _add_bound_step _add_channels _backward_steps _by_address
-_bytes_are_complete _bytes_before_and_after _bytes_by_step _check_name _check_resumable _check_supported
-_column_chunks _confirm_version _copy_message _count_lines _cut_count _cut_strips _dependent_ids
-_describe_slower_grid _detect_format _draw_initial_noise _encode_keys _equal_keys _estimate_product _extent_key
-_fill_by_order _fill_curvilinear _fill_rows_columns _find_differences _find_recomputing_step
-_find_unshared_gradients _fold_mode _fold_source_cells _fork_guard _forward_bytes _full_key _gather_message_sizes
-_gather_message_sizes_of _gradient_before_clip _image_zeros _import_modules _is_empty_region _is_faster _is_file
-_is_small _launch_errors _layer_models _least_step_seconds _locate_group _measure_size _merge_costs _message_key
-_move_and_announce _move_gradient _name_in_errors _new_slot _nn_module_items _no_autocast _no_validation _node_count
-_number_for _numpy_bytes _own_files _part_seconds _read_agreeing_versions _read_count _read_group_arrays
-_redirect_to_null _register_mean_array _reject_foreign_random_draws _relaunch_script _release_line _remaining_flips
-_report_text _return_message_sizes _return_message_sizes_of _run_guard _sample_norm _scale_rows _split_memory
-_split_units _storage_errors _unit_box _unpack_handle _uses_narrow_conv _verify_block _wait_for_permission
-_wait_for_ranks _with_buffer _write_output as_single_atom axis_orders cell_seconds cell_table check_compatible
-check_folder check_outputs check_parameters check_tile clip_negative collect_scheme_memory computes_in_parts
-count_profiles create_job_folders cut_strip_count cut_strips describe_parameters describe_slot_users describe_users
-empty_view expect_parts expected_image factors_and_denominators find_names for_update has_memory has_run
-has_unshared_gradient hash_array includes_own_part is_loss_counted is_placeholder is_replaced_by_module
-is_structural labels_for last_write_time least_seconds_of_parts least_step_seconds local_contribution loss_text
-max_plane_count max_ratios may_halve_memory mean_array mean_square_array narrow_calls num_last num_uncompressed
-numpy_bytes open_when_free output_zeros pad_whole parameter_owner profile_rank read_value recomputing_step
-record_agreement_of_servers record_items_after record_items_before released_at remains_in_place remove_all
-report_loss reread_times restore_scheme_memory rotate_dim run_nonempty scatter_leaf scheme_names seconds_of
-select_own servers_agree steps_and_nodes stopped_for_hosts strip_grid sum_ranges sum_sizes summed_in_place
-sums_partial_results switch_generators sync_times tile_kinds track_values unfilled_cache_bytes unshared_gradients
-validate_step_bench view_index wait_turn whole_process wide_tiles world_ranks_of
-replicated_vector label_values _read_values allocate_view _spans_by_layer new_array _update_rule UpdateRule
-update_rule RULE_VARIABLE mask_of_marks count_rounds _views_of_real_tensors _has_fixed_groups owned_names function_at
-to_image_cells estimate_node batch_source BatchSource _split_consecutive_layers are_class_targets
-gradient_gather_seconds all_handle_stop _add_file_options previous_graph _remaining_work
-"""
-WORDS = set(BANNED_IDENTIFIERS.split())
-"""banned for all identifiers"""
-DEFINED = WORDS | {"position", "seen", "same", "carry", "copies", "ahead", "borders", "entry"}
-"""banned for definitions, allowed for variables"""
-PHRASES = re.compile(
-    r"travels? home|\bcouriers?\b|\bbooked\b|said is above|defect of neondist|goes with --|words of the script"
-    r"|cannot be used; give|has to return|started again|waits for no |\beager's|\b[Nn]obody\b|\banew\b|^remembered$"
-    r"|copies around messages|needs most memory|checkpoint of servers"
-)
 
 
 @cache
@@ -214,10 +152,10 @@ def find_old_words(tree):
     """Yield the numbers of lines with banned identifiers, or banned phrases in texts."""
     for node in ast.walk(tree):
         names = {getattr(node, field, None) for field in ("id", "attr", "arg", "name")}
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in DEFINED:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in BANNED_DEFINITIONS:
             yield node.lineno
         text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-        if names & WORDS or PHRASES.search(text):
+        if names & BANNED_WORDS or BANNED_PHRASES.search(text):
             yield getattr(node, "lineno", 0)
 
 
@@ -337,18 +275,21 @@ def test_rules(rule):
 
 def test_module_names():
     names = {part.strip("_") for path in parse_package() for part in Path(path).with_suffix("").parts}
-    assert names & DEFINED == set()
+    assert names & BANNED_DEFINITIONS == set()
 
 
 CLAUSE = re.compile(r"(What|Which|Where|When|How|Who|That|Whether)\b")
 
 
-def test_docstrings_of_modules_and_classes_begin_with_a_noun():
+def test_docstrings_of_modules_classes_and_attributes_begin_with_a_noun():
     repository = Path(__file__).parents[1]
     for folder in ("neondist", "tests", "tools", "examples", "docs/drawings"):
         for path, tree in parse_trees(repository / folder).items():
             for node in (tree, *select(tree, ast.ClassDef)):
                 assert not CLAUSE.match(ast.get_docstring(node) or ""), f"{folder}/{path}:{getattr(node, 'name', 1)}"
+                for expression in (item.value for item in node.body if isinstance(item, ast.Expr)):  # of attributes
+                    text = str(getattr(expression, "value", ""))
+                    assert not CLAUSE.match(text) or text.startswith("Whether"), f"{folder}/{path}:{expression.lineno}"
 
 
 def test_arrays_are_computed_in_their_own_namespace():

@@ -12,7 +12,7 @@ from ...terminal.console import counted
 from ..exchange import HaloExchange
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
-"""How cells of other tiles are filled if they are not exchanged."""
+"""Fill values of cells of other tiles that are not exchanged."""
 
 
 class ExchangePolicy(Registered, ABC):
