@@ -322,6 +322,9 @@ class _MPIExchange(Exchange):
 
         array, cells, starts = message.array, message.cells, [s.start for s in message.box]
         cell, whole = from_numpy_dtype(array.dtype), all(s.step in (None, 1) for s in message.box)
+        if cells.shape == array.shape and array.flags.c_contiguous and array.size <= self.transport.max_count:
+            self.datatypes.append(cell)
+            return [array, array.size, cell]
         if whole and max(array.shape, default=0) <= self.transport.max_count:
             self.datatypes.append(cell.Create_subarray(array.shape, cells.shape, starts).Commit())
         else:

@@ -77,7 +77,7 @@ def check_parameter_shapes(
     for kind, ids, tensors in (("parameter", plan.parameters, parameters), ("buffer", plan.buffers, buffers)):
         for name, value in ids.items():
             shape = plan.values[value].shape
-            if name not in tensors or tuple(tensors[name].shape) != shape:
+            if name not in tensors or tensors[name].shape != shape:
                 state = f"now has shape {tuple(tensors[name].shape)}" if name in tensors else "was removed"
                 raise ConfigError(f"the module's {kind} {name!r}, of shape {shape}, {state}; call distribute again")
 

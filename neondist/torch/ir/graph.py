@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from types import FunctionType
@@ -19,6 +20,7 @@ from .layout import (
     Dim,
     Layout,
     Mesh,
+    Range,
     Shape,
     axes_of,
     is_contiguous_on_every_rank,
@@ -70,11 +72,13 @@ def is_eager_cpu_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-class DimPart(NamedTuple):
+@dataclass(frozen=True)
+class DimPart:
     """A range of one dimension of a tensor, for each rank."""
 
     dim: int
     atoms: Dim
+    _range_by_place: dict[Place, Range] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, layout: Layout) -> DimPart | None:
@@ -84,7 +88,7 @@ class DimPart(NamedTuple):
 
     def select(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         """Return the part of the rank at a place, as a view."""
-        lo, hi = range_at(self.atoms, place)
+        lo, hi = self._range_by_place.get(place) or self._range_by_place.setdefault(place, range_at(self.atoms, place))
         return tensor.narrow(self.dim, lo, hi - lo)
 
 
@@ -127,7 +131,7 @@ class Value:
         assert self.layout_or_none is not None
         return self.layout_or_none
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """Global shape."""
         return shape_of(self.layout)
