@@ -31,7 +31,7 @@ def run(*words, threads=None):
 
 
 def compare_exchanges(folder):
-    """Return comparisons outside the suite: halo exchanges with plain messages, and the memory on 4 ranks and on 1."""
+    """Return comparisons outside the suite: halo exchange against plain messages, and memory on 4 ranks against 1."""
     file = folder / "result.json"
 
     def measure(*words, threads=None):
@@ -48,9 +48,9 @@ def compare_exchanges(folder):
         "",
         "| Compared | Ratio |",
         "| --- | --- |",
-        "| halo of (8, 256, 256, 64), 2 ranks, cut along H ÷ the same messages in plain mpi4py"
+        "| halo exchange of (8, 256, 256, 64) split along H over 2 ranks ÷ the same messages in plain mpi4py"
         f" | {halo['exchange_over_raw']:.2f} |",
-        f"| a step on one 2048² image: peak memory per rank, 4 ranks ÷ 1 rank | {four_ranks / one_rank:.2f} |",
+        f"| peak memory per rank of a step on one 2048² image, 4 ranks ÷ 1 rank | {four_ranks / one_rank:.2f} |",
     ]
 
 

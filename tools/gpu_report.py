@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- gpu report: begin -->", "<!-- gpu report: end -->"
 RANKS, PRECISIONS = (1, 2, 4), ("float32", "tf32", "bfloat16")
 NETWORK_ORDER = ("resnet", "unet", "vgg", "mnist", "plain", "wide")
-"""networks, the most important ones first"""
+"""networks, most important first"""
 HALO_SHAPE = (8, 256, 256, 64)
 WARM_UP_STEPS = 5
 """untimed steps, in which kernels are compiled and selected, and graphs are captured"""
@@ -167,7 +167,7 @@ def measure_in_process(network: str, precision: str, compiles: bool) -> Measurem
         code = subprocess.run([*words, *["--compile"] * compiles], cwd=ROOT, check=False).returncode
         if not code:
             return dict(json.loads(file.read_text(encoding="utf-8")))
-    crash = f"the process ended with {code}"
+    crash = f"the process ended with exit code {code}"
     return measure_in_process(network, precision, False) | {"compiled": crash} if compiles else {"ours": crash}
 
 
@@ -186,7 +186,7 @@ def measure_network(case: Any, precision: str, card: Card, compiles: bool, round
 def _measure_neondist(
     case: Any, x: np.ndarray, precision: str, card: Card, rounds: int
 ) -> tuple[Measurements, Any, Any, Any]:
-    """Return our measurements, and the network for PyTorch: its arrays, the names of trained arrays, and labels."""
+    """Return the measurements of neondist, and data for PyTorch: all arrays, names of the trained ones, and labels."""
     options = {} if precision == "float32" else {"precision": precision}
     training = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
     model = nd.ConvnetDist(case.layers(), backend=card.backend, **training, **options)
@@ -269,7 +269,7 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
         return seconds - (time.perf_counter() - start)
 
     yield from (f"Measured on {card.name}, neondist {nd.__version__}.", "")
-    yield "| Ranks on one GPU | Largest relative difference from one rank, float64: layers | PyTorch module |"
+    yield "| Ranks on one GPU | Largest relative difference from one rank in float64: layers | PyTorch module |"
     yield "| --- | --- | --- |"
     expected_by_job = {job: card.run_job(job, 1) for job in ("losses", "modules")}
     for ranks in RANKS[1:]:
@@ -281,7 +281,7 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
     exchange, copy = halo["seconds"]
     sizes = f"{' × '.join(map(str, halo['shape']))} on 2 ranks, {int(halo['bytes']) / 1e6:.2f} MB each"
     yield from ("", f"A halo of {sizes}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", "")
-    yield "| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager | Module distributed ÷ eager |"
+    yield "| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager | Distributed module ÷ eager |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for network in networks:
         for precision in precisions:

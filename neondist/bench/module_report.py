@@ -20,14 +20,14 @@ their preparation; Python, autograd and dispatch"""
 MAX_SHOWN_OPERATORS = 3
 VARIANT_LABELS = {"ranks": "a rank", "eager": "one process"}
 LEGEND = (
-    "A training step in float32 with PyTorch's default memory layout and, everywhere, an allocator that keeps freed"
-    " memory; * marks the faster of PyTorch's variants. ÷ best: ratio to that variant in the same round, median and"
-    " range over the rounds. memory: peak of a process above its memory before the module was created. first step:"
-    " includes distributing or compiling."
+    "Training step in float32 with PyTorch's default memory layout; in all variants, the allocator keeps freed memory."
+    " * marks PyTorch's faster variant. ÷ best: step time divided by that of this variant in the same round, median and"
+    " range over the rounds. memory: peak memory of a process minus its memory before the module was created. first"
+    " step: includes distributing or compiling the module."
 )
 BREAKDOWN_LEGEND = (
-    "Breakdown of the step time above by PyTorch's profiler, mean over ranks. kernels: operators that compute;"
-    " messages: inside MPI, including waiting for other ranks; copies: views of tiles and operators that move data;"
+    "Breakdown of the step times above by PyTorch's profiler, mean over ranks. kernels: operators that compute;"
+    " messages: time in MPI, including waiting for other ranks; copies: assembly of views and operators that move data;"
     " sums: reductions over ranks and their preparation; other: Python, autograd and dispatch."
 )
 

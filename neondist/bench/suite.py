@@ -22,9 +22,9 @@ WARM_ALLOCATOR_ENV = {
 """settings with which the C library keeps freed memory instead of requesting new pages in every step"""
 NEONDIST_VARIANTS = {"ranks": "ranks that share the cores", "one": "one process with all cores"}
 TORCH_VARIANTS = {
-    "eager": "eager, channels-last",
-    "warm": "eager with a warm allocator",
-    "compile": "torch.compile, warm",
+    "eager": "eager mode, channels-last",
+    "warm": "eager mode with a warm allocator",
+    "compile": "torch.compile with a warm allocator",
 }
 Results = dict[str, Any]
 

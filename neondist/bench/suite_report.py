@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 Results = dict[str, Any]
 LEGEND = (
-    "n × m: n ranks with m threads each; ÷ best: time of a step divided by that of PyTorch's fastest variant in the"
-    " same round, median and range over the rounds; memory: peak of one whole process, including libraries"
+    "n × m: n ranks with m threads each; ÷ best: step time divided by that of PyTorch's fastest variant in the same"
+    " round, median and range over the rounds; memory: peak memory of the single process, including libraries"
 )
 ROOFLINE_LEGEND = (
-    "Time of each layer in a training step, and its speed as a percentage of its limit: the speed of matrix products"
-    " (GEMM) or of copies, of all ranks together. Percentages above 100% occur where arrays stay in caches and where"
-    " Winograd's algorithm needs fewer products; a dash marks layers whose work is done by another layer."
+    "Time of each layer in a training step, and its speed as a percentage of the limit, which is the speed of matrix"
+    " products (GEMM) or of copies on all ranks together. Percentages exceed 100% if arrays stay in cache or Winograd's"
+    " algorithm reduces the number of products; a dash marks layers that are computed as part of another layer."
 )
 
 

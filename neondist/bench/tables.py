@@ -120,8 +120,8 @@ def halo_table(results: dict[str, Any]) -> RenderableType:
     columns.append(Column("÷ raw", [f"{size['exchange_over_raw']:.2f}" for size in sizes]))
     columns.append(Column("÷ memcpy", [f"{size['exchange_over_memcpy']:.1f}" for size in sizes]))
     legend = (
-        "float32, halo 1, split along H; exchange: fprop with the tile already in place; with tile: the same plus"
-        " copying the tile into place; scatter add: bprop; raw: the same messages in mpi4py"
+        "float32, halo of 1 cell, split along H; exchange: forward, with the tile already in place; with tile: the same"
+        " plus copying the tile into place; scatter add: backward; raw: the same messages in plain mpi4py"
     )
     return Group(
         Text(f"{counted(results['ranks'], 'rank')}", style="bold"),

@@ -67,9 +67,10 @@ def test_crashed_measurement_costs_one_row(tool, monkeypatch, tmp_path):
         "json.dump({'ours': 1.0}, open(sys.argv[-1], 'w'))\n"
     )
     monkeypatch.setattr(tool, "__file__", str(script))
-    assert tool.measure_in_process("small", "float32", True) == {"ours": 1.0, "compiled": "the process ended with 3"}
+    crash = "the process ended with exit code 3"
+    assert tool.measure_in_process("small", "float32", True) == {"ours": 1.0, "compiled": crash}
     assert tool.measure_in_process("small", "float32", False) == {"ours": 1.0}
-    assert tool.measure_in_process("never", "float32", True)["ours"] == "the process ended with 3"
+    assert tool.measure_in_process("never", "float32", True)["ours"] == crash
 
 
 def test_missing_gpu_is_reported(tool, monkeypatch, capsys):

@@ -35,13 +35,13 @@ from .losses_and_optimizers import TorchOptimizer
 MAX_TABLE_ROWS = 40
 """Maximum number of rows of the table; beyond it, nested modules are merged."""
 TABLE_LEGEND = """\
-module: nested modules are merged where there are many; output: global shape of the
-last step's output; sent: bytes of messages in a training step, forward and backward,
-maximum and sum over ranks; summed: bytes that a rank contributes to reductions, at
-most; flops: multiplications and additions of products of a rank, forward and backward;
-memory: outputs, parameters, gradients and optimiser state on the rank using most
-memory; not all of it is live at once: the peak is below the table. The loss and the
-checks before a pass, reductions of a few bytes, are not counted"""
+module: nested modules are merged if there are many; output: global shape of the last
+step's output; sent: message bytes per training step, forward and backward; maximum and
+sum over ranks; summed: bytes that a rank contributes to reductions, maximum over ranks;
+flops: multiplications and additions in products per rank, forward and backward;
+memory: outputs, parameters, gradients and optimiser state on the rank using the most
+memory; not all of it is live at the same time, see the peak below the table. The loss
+and the checks before a pass, which reduce a few bytes, are not counted"""
 
 
 @dataclass(frozen=True)
