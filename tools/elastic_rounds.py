@@ -58,7 +58,7 @@ def draw_command(rng: random.Random, tiles: str, bounds: str | None, digits: boo
 
 
 def vary_slots(folder: Path, bounds: str, width: int, rng: random.Random, ended: threading.Event) -> None:
-    """Change the number of slots at random intervals, between the slots of MIN and of MAX workers."""
+    """Change the number of slots at random intervals, to any number between those of MIN and MAX workers."""
     low, high = map(int, bounds.split(":"))
     slots = high
     while True:
@@ -202,7 +202,7 @@ def _find_leftovers(folder: Path, watched: set[int]) -> str:
             return ""
         time.sleep(0.2)
     kill(pids)
-    return f"{len(pids)} processes are left"
+    return f"{len(pids)} processes left behind"
 
 
 def main() -> int:

@@ -147,7 +147,7 @@ class Round:
         target_step, end = self.newest_step() + self.rng.randrange(2, 12), time.monotonic() + ROUND_TIMEOUT
         while self.newest_step() < target_step and job.poll() is None:
             if time.monotonic() > end:
-                self.faults.append("makes no progress")
+                self.faults.append("no progress")
                 return job
             time.sleep(0.05)
         event = self.rng.choice(EVENTS)
@@ -199,7 +199,7 @@ class Round:
             os.kill(self.rng.choice(pids), signal.SIGSTOP if event == "stop" else signal.SIGKILL)
 
     def is_complete(self) -> bool:
-        """Whether the run was complete before the failure."""
+        """Return whether the run was complete before the failure."""
         metrics = self.folder / "out" / "metrics.jsonl"
         return metrics.exists() and metrics.read_text().count("\n") == EPOCHS[self.kind]
 
@@ -212,11 +212,11 @@ class Round:
         return sum(event["event"] == "hosts" for event in read_events(self.folder / "out"))
 
     def check_ended(self, pids: list[int]) -> None:
-        """Check that the ranks of the previous generation end soon."""
+        """Check that the ranks of the previous generation end in time."""
         end = time.monotonic() + NOTICE_SECONDS * self.patience
         while remaining := [pid for pid in pids if is_alive(pid)]:
             if time.monotonic() > end:
-                self.faults.append(f"ranks are left: {remaining}")
+                self.faults.append(f"ranks left behind: {remaining}")
                 return
             time.sleep(0.05)
 
@@ -231,7 +231,7 @@ class Round:
             if not remains:
                 return
             if time.monotonic() > end:
-                self.faults.append(f"left: {remains}")
+                self.faults.append(f"left behind: {remains}")
                 return
             time.sleep(0.2)
 

@@ -1,4 +1,4 @@
-"""Fraction of the allreduce time overlapped by bucketing, on a link of a given bandwidth.
+"""Fraction of the allreduce time hidden by bucketing, on a link of a given bandwidth.
 
 One process trains one of two replicas; its transport simulates the delay of the link without using a core. Runs with
 one allreduce at the end of a step (`sync: allreduce`) and in buckets (`sync: bucketed`) alternate with runs without
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     arguments = parser.parse_args()
-    print("| network | gradients | compute time | allreduce time | overlapped, median (range) | step ÷ unbucketed |")
+    print("| network | gradients | compute time | allreduce time | hidden, median (range) | step ÷ unbucketed |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name in arguments.networks:
         for ratio in arguments.ratio:

@@ -1,10 +1,10 @@
-"""Benchmark of the workers that remain while another one is lost: the time of their steps before and during the loss.
+"""Benchmark of the step times of the remaining workers before and during the loss of a worker.
 
 python tools/lost_worker_steps.py [--tiles 2x1] [--kills 10] [--seconds 0.1]
 
 The job has three workers and two servers; `feed` sleeps for a fixed time per minibatch, in place of the computation on
 separate cores. Workers are killed one after the other. The loss lasts from the kill to the first step of the restarted
-worker. The output has, for each kill, the median step time of the other workers during the loss and during a period of
+worker. For each kill, the tool prints the median step time of the other workers during the loss and during a period of
 equal length before it, and their ratio.
 """
 
@@ -108,7 +108,7 @@ def main() -> None:
                 loss, before, during = kill_worker(job, folder, index, 2 if arguments.tiles == "2x1" else 1)
                 ratios.append(during / before)
                 print(
-                    f"loss of {loss:4.1f} s: step of the others {1e3 * before:6.1f} ms before,"
+                    f"loss of {loss:4.1f} s: step time of the others {1e3 * before:6.1f} ms before,"
                     f" {1e3 * during:6.1f} ms during: {ratios[-1]:.3f}",
                     flush=True,
                 )

@@ -1,9 +1,9 @@
-"""Mutation tests: each small mistake is applied to a copy of the tree, in which its tests must fail.
+"""Mutation testing: apply each small mistake to a copy of the tree, and check that its tests fail.
 
 python tools/mutate.py [WORD ...] [--list FILE] [--check] [--limit SECONDS] [--jobs N]
 
-WORDs select mutations by name, file or tests. The exit code is 1 if a mutation survives or is stale, which means that
-its text no longer occurs exactly once in its file; then update tools/mutations.yaml.
+WORDs select mutations by name, file or tests. The exit code is 1 if a mutation survives, or is stale because its text
+no longer occurs exactly once in its file; update stale mutations in tools/mutations.yaml.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 MUTATIONS_FILE = Path(__file__).with_name("mutations.yaml")
 IGNORED_FILES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "demo", "docs", "build")
 OUTCOMES = {0: "SURVIVED", 1: "killed"}
-"""outcomes by exit code of pytest; a negative code is a crash, others mean that no test ran"""
+"""outcomes by exit code of pytest; negative codes are crashes, and other codes mean that no test ran"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Mutation:
     name : description of the mistake
     file : path relative to the root of the tree
     old, new : a short text that occurs exactly once in the file, and its replacement
-    tests : tests that should detect it, as arguments of pytest
+    tests : tests that must detect it, as arguments of pytest
     why : consequence for users, if not clear from the name
     """
 
@@ -143,13 +143,13 @@ def try_all(mutations, root, limit, jobs, report):
 
 
 def passes_unmutated(mutations, root, limit):
-    """Return whether the tests pass without a mutation, as otherwise their failure is meaningless."""
+    """Return whether the tests pass without mutations; otherwise their failures would be meaningless."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     with tempfile.TemporaryDirectory(prefix="neondist-mutations-") as folder:
         tree = Path(shutil.copytree(root, Path(folder) / "tree", ignore=IGNORED_FILES))
         code, text = run_tests(tree, tests, limit)
     if code:
-        print(f"without a mutation the tests end with {code}:\n{text}")
+        print(f"without mutations, the tests end with exit code {code}:\n{text}")
     return code == 0
 
 
@@ -163,7 +163,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--list", type=Path, default=MUTATIONS_FILE, help="file of mutations")
-    parser.add_argument("--check", action="store_true", help="list stale mutations, and run no tests")
+    parser.add_argument("--check", action="store_true", help="list stale mutations without running tests")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one mutation; a hang counts as killed")
     parser.add_argument("--jobs", type=int, default=1, help="concurrent mutations")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""PyTorch's own samples of operators on tiles: python tools/operator_samples.py [--cases N] [--seed S] [--jobs J].
+"""PyTorch's operator samples on tiles: python tools/operator_samples.py [--cases N] [--seed S] [--jobs J].
 
-A case is an operator of PyTorch's own tests with sampled arguments, which are tiled like images or replicated like
+A case is an operator from PyTorch's own tests with sample arguments, which are tiled like images or replicated like
 parameters. Outputs and gradients on virtual ranks must equal those of one process in float64, unless the operator is
 refused. Failures are printed; the exit code is 1 if there are any.
 """

@@ -1,7 +1,7 @@
 """Run the Dockerfile's commands without Docker, in a temporary copy of this machine's file system.
 
 python tools/run_dockerfile.py              # all commands (minutes, 1 GB of memory), then an experiment on two ranks
-python tools/run_dockerfile.py --last 1     # commands after the packages: users and sshd
+python tools/run_dockerfile.py --last 1     # only the commands after the packages: users and sshd
 
 The copy is an overlay in a separate mount namespace (Linux, root). Finally, sshd is started as on a worker, with the
 key mounted as by an operator, and ssh is run as on a launcher.

@@ -6,8 +6,8 @@ Workers sleep for a fixed time per minibatch, in place of the computation on a s
 slots can be tested on a machine with fewer cores. The start of a process is not simulated, and takes longer on few
 cores. Both pairs run the same command except for --num-workers: 1:4 elastic; 4:4 as a gang, which waits for 4 slots.
 
-The output has the makespans, from the submission of the first job to the end of the second, and the time for which the
-second job waits for its first slots, after it has imported its libraries and checked its input.
+The tool prints the makespans, from the submission of the first job to the end of the second, and how long the second
+job waits for its first slots after it has imported its libraries and checked its input.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run_pair(folder: Path, kind: str, bounds: str, later: float) -> tuple[float,
         changes = [f"{at:.1f} s: {scale['before']} -> {scale['workers']}" for at, scale in job.events("scale")]
         (slots_time, slots_event), (begin, start) = job.events("slots")[0], job.events("start")[0]
         print(
-            f"{kind}, {name} job: {start['workers']} workers are started {begin:.1f} s after its submission, slots at"
+            f"{kind}, {name} job: {start['workers']} workers started {begin:.1f} s after submission, slots at"
             f" {slots_time:.1f} s after a wait of {slots_event['waited']:.1f} s; {', '.join(changes) or 'no changes'}",
             flush=True,
         )
@@ -125,7 +125,7 @@ def main() -> int:
         f" {MAX_MAKESPAN_RATIO})"
     )
     assert isinstance(waited, float)
-    print(f"elastic, second job: has waited {waited:.1f} s for slots (goal {MAX_WAIT_SECONDS:g} s)")
+    print(f"elastic, second job: waited {waited:.1f} s for slots (goal {MAX_WAIT_SECONDS:g} s)")
     return int(ratio > MAX_MAKESPAN_RATIO or waited > MAX_WAIT_SECONDS)
 
 

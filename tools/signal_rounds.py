@@ -1,4 +1,4 @@
-"""Stress test of jobs of seven kinds, which receive signals at random moments and are then resumed to the end.
+"""Stress test of seven kinds of jobs, which receive signals at random moments and are then resumed to their end.
 
 python tools/signal_rounds.py [--rounds N] [--seed S] [--beside K] [--folder DIR] [--results FILE]
 
@@ -34,7 +34,7 @@ from neondist.launcher.mpirun import find_mpirun  # noqa: E402
 DATA = "dataset: !Synthetic {shape: [12, 10, 1], classes: 3, train: 24, test: 12}\n"
 FILE_TAIL = (
     "batch_size: 4\nepochs: 3\ndtype: float64\nbackend: numpy\nseed: 1\ncheckpoint: {every_steps: 1}\n"
-    "# slow.py makes a step last a moment\n"
+    "# slow.py slows down each step\n"
 )
 TOY_FILE = f"""!FitExperiment
 {DATA}model: !ConvnetDist
@@ -58,7 +58,7 @@ SLOW_MODULE = """
 import time
 import neondist as nd
 class Slow(nd.Activation):
-    "The identity, after a moment."
+    "Identity function with a delay."
     def fprop(self, z):
         time.sleep(0.03)
         return z
@@ -169,7 +169,7 @@ class Round:
         code = self.wait(process)
         self.codes.append(code)
         errors = (self.folder / "stderr").read_text()
-        if self.had_handlers and ("Traceback" in errors or "Exception ignored" in errors):  # else Python was starting
+        if self.had_handlers and ("Traceback" in errors or "Exception ignored" in errors):  # else still starting
             self.faults.append("traceback: " + errors[-1500:])
         if code is not None and code not in self.allowed_codes(victim):
             self.faults.append(
@@ -182,7 +182,7 @@ class Round:
             [] if ignore_folder else list((self.folder / "tmp").glob("*"))
         ):
             if time.monotonic() > end:
-                self.faults.append(f"left: {remains}")
+                self.faults.append(f"left behind: {remains}")
                 kill(pids)
                 break
             time.sleep(0.1)
@@ -234,17 +234,17 @@ class Round:
         """Compare the weights with those of an undisturbed job."""
         with h5py.File(self.folder / "out" / "checkpoint.h5") as ours, h5py.File(reference) as expected:
             if sorted(ours["model"]) != sorted(expected["model"]):
-                self.faults.append("other arrays")
+                self.faults.append("different arrays")
 
             def compare_array(name: str, item: object) -> None:
                 if isinstance(item, h5py.Dataset) and not np.allclose(item[()], ours["model"][name][()], 1e-10, 1e-12):
-                    self.faults.append(f"other weights: {name}")
+                    self.faults.append(f"different weights: {name}")
 
             expected["model"].visititems(compare_array)
 
 
 def handles_signals(pid: int) -> bool:
-    """Whether a process handles SIGUSR1, which is installed when neondist starts."""
+    """Return whether a process has a handler for SIGUSR1, which neondist installs when it starts."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Start a one-node Slurm on this machine, to try jobs (as root; on Debian, install slurm-wlm and munge):
+# Start a one-node Slurm cluster on this machine for trying out jobs (as root; Debian: install slurm-wlm and munge):
 #   tools/slurm_node.sh FOLDER        starts Slurm; then export SLURM_CONF=FOLDER/slurm.conf
 #   tools/slurm_node.sh FOLDER stop   stops Slurm
 set -eu
@@ -12,7 +12,7 @@ fi
 mkdir -p "$folder/state" "$folder/spool"
 chmod 755 "$folder"
 (umask 077 && head -c 1024 /dev/urandom > "$folder/munge.key")
-# cred_expire: seconds for which a requeued job waits (default: two minutes)
+# cred_expire: seconds that a requeued job waits (default: two minutes)
 cat > "$folder/slurm.conf" << END
 ClusterName=one
 SlurmctldHost=$host(127.0.0.1)

@@ -2,7 +2,7 @@
 
 python tools/study.py [--cifar10 FILE] [--seeds S] [--folder DIR] [--page FILE] [--only-write]
 
-Takes hours on one core; the same command resumes where it stopped.
+Takes hours on one core; repeating the command resumes an interrupted study.
 """
 
 import argparse

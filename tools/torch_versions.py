@@ -3,9 +3,9 @@
 python tools/torch_versions.py [--versions oldest pinned newest 2.12 ...] [--pythons 3.10 3.11 PATH ...] [--smoke]
 
 Each version is installed by pip, with neondist and its extra `torch`, into a virtual environment in a temporary folder,
-in which a part of the tests of neondist.torch is run; with --smoke, only an import and a run on two ranks are tested.
-Missing Pythons and versions of PyTorch that do not exist for a Python are skipped with the reason. The exit code is 1
-if any other fails.
+in which some of the tests of neondist.torch are run; with --smoke, only an import and a run on two ranks are tested.
+Missing Python interpreters, and PyTorch versions that are unavailable for a Python version, are skipped with the
+reason. The exit code is 1 if any other combination fails.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ with nd.ProcessGrid(cols=1) as grid:
 
 
 def find_interpreter(python: str) -> tuple[str, str]:
-    """Return the path of a Python, given as a version or a path, and the reason if it is unusable, or ''."""
+    """Return the path of a Python interpreter, given as a version or a path, and why it is unusable, or ''."""
     path = python if os.sep in python else shutil.which(f"python{python}")
     if path is None:
         return python, f"there is no python{python} on PATH"

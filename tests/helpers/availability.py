@@ -14,7 +14,7 @@ from neondist.launcher.mpirun import find_mpirun
 BACKENDS = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
 """installed backends"""
 KERNEL_VARIANTS = [*BACKENDS, "not compiled", *(["torch throughout"] if "torch" in BACKENDS else [])]
-"""the same, NumPy's kernels without compiled ones, and torch's kernels at all sizes"""
+"""these, NumPy's kernels without the compiled ones, and torch's kernels for all sizes"""
 
 
 def make_backend(name: str) -> Backend:

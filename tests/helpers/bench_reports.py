@@ -1,4 +1,4 @@
-"""Reports of benchmarks, with rows that a test has measured."""
+"""Benchmark reports made of rows that a test has measured."""
 
 
 def make_report(rows, variants, rounds, means):

@@ -1,4 +1,4 @@
-"""Sources with position, time and calibration, written by the libraries of their fields."""
+"""Sources with position, time and calibration, written by third-party libraries."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def make_cells(axes, dtype="uint8"):
 
 
 def draw_scales(seed, axes, units, time):
-    """Return random scales and units by axis, which no format has by default."""
+    """Return random scales and units by axis, none of which is the default of a format."""
     rng = np.random.default_rng(seed)
     scale = {axis: float(np.round(rng.uniform(0.1, 9), 3)) for axis in axes}
     return scale, {axis: str(rng.choice(time)) if axis == "T" else units[seed % len(units)] for axis in axes}

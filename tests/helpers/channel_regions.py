@@ -1,4 +1,4 @@
-"""Regions partitioned by channels, of arbitrary nodes, whatever they cost."""
+"""Partitioning of arbitrary nodes by channels, regardless of its cost."""
 
 import random
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from neondist.torch.execution import options
 
 @contextmanager
 def partition_by_channels(share=1.0, seed=0):
-    """Context in which random nodes are partitioned by channels: this share of those that can be.
+    """Return a context in which a random share of the suitable nodes is partitioned by channels.
 
     Yields a list that receives the number of nodes of each program that is lowered.
     """

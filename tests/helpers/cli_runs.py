@@ -51,7 +51,7 @@ def strip_mpirun_notices(err):
 
 
 def run_command(command, cwd, **env):
-    """Run a command and return its exit code, stdout, and stderr without what only a busy machine prints."""
+    """Run a command and return its exit code, stdout, and stderr without output that appears only on busy machines."""
     process = start_command(command, cwd, **env)
     try:
         out, err = communicate(process)

@@ -198,7 +198,7 @@ def make_boxes(shape, ranks, kind):
 
 
 def check_redistribution(grid, shape, source, target, lead=()):
-    """Check a redistribution forth and back, the dot-product test of its adjoint and the recorded bytes."""
+    """Check a redistribution in both directions, the dot-product test of its adjoint and the recorded bytes."""
     ranks, rank = grid.size, grid.rank
     log = Reductions(grid)
     sources, targets = make_boxes(shape, ranks, source), make_boxes(shape, ranks, target)

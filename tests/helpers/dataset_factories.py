@@ -1,4 +1,4 @@
-"""Small datasets of every class, of 20 training samples, by functions of a folder and of arguments of the class."""
+"""Functions of a folder and of constructor arguments that create small datasets with 20 training samples."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Simulated device whose arrays lie in host memory, with the restrictions of GPU arrays and some further ones.
+"""Simulated device whose arrays lie in host memory, with the restrictions of GPU arrays and some additional ones.
 
 The arrays do not convert to NumPy implicitly, do not mix with NumPy arrays and accept only functions of their own
 namespace, which rejects arguments that CuPy does not support. Operations that block the host are counted.
@@ -27,7 +27,7 @@ _MISSING_FUNCTIONS = {"errstate", "ndindex", "nditer", "put_along_axis"}
 """functions of NumPy that a device does not have"""
 _MISSING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
 _SYNCHRONISING_FUNCTIONS = {"argwhere", "flatnonzero", "nonzero", "unique"}
-"""the size of the result depends on values, which the host waits for"""
+"""functions with a result size that depends on values, for which the host waits"""
 _ALLOCATING_FUNCTIONS = {"empty", "empty_like"}
 """no kernel is launched"""
 _ATTRIBUTES = "flags shape dtype ndim size nbytes itemsize strides"
@@ -44,7 +44,7 @@ class Device:
     synchronisations, launches : int
         Number of times the host waited for values, and number of kernel launches.
     used, capacity : int
-        Bytes that are allocated, and in total.
+        Allocated bytes, and the total.
     backend : Backend
         Backend whose kernels take its arrays.
 

@@ -28,7 +28,7 @@ class Dim3(ctypes.Structure):
 
 
 def find_compiler():
-    """Return the compiler that Python was built with, or another one; None without any."""
+    """Return the compiler that Python was built with, or another one; None if there is none."""
     name = (sysconfig.get_config_var("CC") or "cc").split()[0]
     return shutil.which(name) or shutil.which("cc")
 

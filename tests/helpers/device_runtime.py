@@ -50,7 +50,7 @@ class Cuda:
         return self._current
 
     def alloc_pinned_memory(self, nbytes):
-        """Return host memory, which may be larger than requested, as CuPy's."""
+        """Return host memory, which may be larger than requested, as in CuPy."""
         memory = PinnedMemory(nbytes + 512)
         self._pinned[np.frombuffer(memory, np.uint8).ctypes.data] = weakref.ref(memory)
         return memory

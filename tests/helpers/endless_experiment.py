@@ -1,4 +1,4 @@
-"""Experiment without end and with a checkpoint after each step, for jobs that are killed."""
+"""Endless experiment with a checkpoint after each step, for jobs that are killed."""
 
 ENDLESS_YAML = """
 !FitExperiment

@@ -1,4 +1,4 @@
-"""Network of every layer, and its passes and training steps as global arrays."""
+"""Network with every kind of layer, and results of its passes and training steps as global arrays."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ BATCH_SIZES = (8, 5)
 
 
 def make_every_layer(kind=""):
-    """Return every layer, with class names that end in `kind`."""
+    """Return a layer of every kind, with class names that end in `kind`."""
 
     def make(name, *args, **kwargs):
         return getattr(nd, f"{name}Layer{kind}")(*args, **kwargs)
@@ -43,7 +43,7 @@ def make_every_layer(kind=""):
 
 
 def build_every_layer(kind="", grid=None, backend="numpy", batch=4, **options):
-    """Return a built model of every layer."""
+    """Return a built model with a layer of every kind."""
     model = (nd.ConvnetDist if kind else nd.Convnet)(
         make_every_layer(kind), dtype="float64", seed=3, backend=backend, **options
     )

@@ -1,6 +1,6 @@
-"""Cluster nodes on this machine: daemons of mpirun with host names of their own, which can be killed.
+"""Simulated cluster nodes on this machine: mpirun daemons with their own host names, which can be killed.
 
-Instead of ssh, mpirun starts the daemon of a node by an agent script, which runs it in a UTS namespace.
+Instead of ssh, mpirun uses an agent script, which runs the daemon of a node in a UTS namespace.
 """
 
 import os

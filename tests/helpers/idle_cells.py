@@ -1,4 +1,4 @@
-"""Detection of cells that windows of distributed modules receive from other ranks without need."""
+"""Detection of cells that windows of distributed modules receive from other ranks but do not need."""
 
 import torch
 

@@ -9,7 +9,7 @@ from neondist.errors import RemoteError
 
 
 def find_undetected_pairs(create_state, calls, ranks=2):
-    """Let rank 1 make a different call than the others, for all pairs; return the pairs without the expected error.
+    """Make a different call on rank 1 than on the others, for all pairs; return the pairs without the expected error.
 
     Parameters
     ----------

@@ -92,7 +92,7 @@ def run_history(seed: int, folder: Path) -> dict:
                 queue.lost(worker.name)
             workers[workers.index(worker)] = Worker(f"{worker.name}'")
             events["lost"] += 1
-        elif event < 0.08:  # suspended until its leases expire, perhaps for ever
+        elif event < 0.08:  # suspended until its leases expire, perhaps forever
             suspended.append(worker)
             workers[workers.index(worker)] = Worker(f"{worker.name}+")
             clock[0] += 11

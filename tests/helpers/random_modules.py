@@ -350,7 +350,7 @@ def _check_refusal(case: RandomModule, grid: tuple, error: UserError) -> str:
 
 
 def shrink(case: RandomModule, grid: tuple) -> RandomModule:
-    """Return a module with fewer steps that fails too."""
+    """Return a module with fewer steps that also fails."""
 
     def fails(case: RandomModule) -> bool:
         try:

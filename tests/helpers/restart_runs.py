@@ -1,4 +1,4 @@
-"""Restarted runs: generations that end by a script, and the weights that a run has written."""
+"""Restarted runs: generations that end as scripted, and the weights that a run has written."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from neondist.system.signals import SignalRecorder
 
 
 class GenerationScript:
-    """Generations that end as scripted, without any rank: by an ending, or after a change of hosts.
+    """Generations without ranks, which end as scripted or after a change of hosts.
 
     Attributes
     ----------

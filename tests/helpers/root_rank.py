@@ -1,4 +1,4 @@
-"""References that are computed by one rank for all, which would otherwise compete for the same cores."""
+"""Computation of references on one rank, because all ranks would compete for the same cores."""
 
 from mpi4py import MPI
 

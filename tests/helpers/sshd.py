@@ -28,7 +28,7 @@ needs_sshd = pytest.mark.skipif(bool(find_sshd_obstacle()), reason=find_sshd_obs
 
 
 class SshServers:
-    """Servers that have a port and a host name each.
+    """Servers, each with a port and a host name.
 
     Attributes
     ----------

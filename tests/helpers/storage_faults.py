@@ -1,8 +1,8 @@
 """Storage faults, or the end of the process, at every open, write, fsync, rename and unlink of several commands.
 
 `python storage_faults.py FOLDER SHARE [FIRST] [kill] [JOB ...] [and SHARE ...]` injects a fault at one in SHARE of all
-calls of these or all jobs and prints a table; the exit code is 1 if any fault is handled wrongly. The process preloads
-faulty_disk.c and forks for each command, so that modules are imported only once.
+calls of these or all jobs and prints a table; the exit code is 1 if any fault is handled incorrectly. The process
+preloads faulty_disk.c and forks for each command, so that modules are imported only once.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Waiting for conditions that other processes and threads bring about."""
+"""Waiting for conditions that depend on other processes and threads."""
 
 import time
 

@@ -57,7 +57,7 @@ def import_public(package: str) -> Any:
 
 
 def _define_missing_operators() -> None:
-    """Define the operators that torchvision lacks if it was built for another variant of PyTorch.
+    """Define the operators that torchvision lacks if it was built for a different build of PyTorch.
 
     No model uses them, but torchvision registers rules for them on import.
     """

@@ -96,7 +96,7 @@ def is_ill_conditioned(
 
 
 def check_bytes(case: Case, grid: Grid, ranks: Sequence[RankResult]) -> None:
-    """Raise Mismatch if ranks have sent or reduced other bytes than `neondist check` predicts."""
+    """Raise Mismatch if ranks have sent or reduced a different number of bytes than `neondist check` predicts."""
     steps = list(zip(*(result.sent for result in ranks), strict=True))
     predicted = predicted_bytes.PredictedBytes(case, grid)
     for step in steps:

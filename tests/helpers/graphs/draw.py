@@ -33,7 +33,7 @@ GRIDS: list[Grid] = [
 
 
 class ChoiceSampler:
-    """Random choices with a bias to small values."""
+    """Random choices that favour small values."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng, self.names = rng, 0
