@@ -74,7 +74,7 @@ def test_large_windows_in_place(backend, kernel):
 
 
 @given(convolutions(), st.integers(1, 200), st.tuples(st.integers(0, 4), st.integers(0, 4)))
-def test_rows_outside_of_strips(case, limit, sides):
+def test_rows_outside_strips(case, limit, sides):
     """Count the rows of a strip that are known to be zero at both ends of the view."""
     samples, extent, kernel, stride, dilation, _ = case
     out_extent = ((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True))

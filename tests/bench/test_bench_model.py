@@ -47,7 +47,7 @@ def test_allreduce_is_hierarchical():
     )  # 6 on each
 
 
-def test_lateness_of_the_slowest_node():
+def test_expected_delay_of_the_slowest_node():
     cluster = machine.Machine(4, NODE_LINK, NETWORK_LINK, jitter=0.1)
     assert [cluster.expected_delay_seconds(ranks, 2.0) for ranks in (1, 4, 8, 9)] == pytest.approx(
         [0, 0, 0.1, 0.1 + 0.2 / 3]
@@ -115,7 +115,7 @@ def test_waiting_for_ranks_on_shared_cores():
     assert machine.Machine(2, NODE_LINK, NETWORK_LINK, shared_latency=1e-3).waiting_seconds(64, 3) == 0
 
 
-def test_figures_of_the_link_in_use():
+def test_planner_profile_depends_on_the_link():
     cluster = machine.Machine(4, NODE_LINK, NETWORK_LINK, compute_factor=0.5, speed=1e9)
     assert cluster.planner_profile(4) == machine.MachineProfile(1e-6, 1e9, 2e9)
     assert cluster.planner_profile(5).latency == 1e-5
@@ -255,7 +255,7 @@ def test_best_schemes_are_applied_and_profiled():
     assert "(slower: keep the scheme)" in schemes_table([row | {"seconds_with_schemes": 9.0}])
 
 
-def test_prediction_on_a_machine_whose_speed_changes():
+def test_prediction_on_a_machine_of_varying_speed():
     """The times of the rank around a measurement replace those of the prediction; the messages stay."""
     cluster = machine.Machine(2, NODE_LINK, NETWORK_LINK, slowdown=1.5)
     before, after = (predict.predict_step(GridShape(1, 1, 2), cluster, RankProfile(t)) for t in (2.0, 3.0))
@@ -290,7 +290,7 @@ def test_fullest_tile():
 
 
 @pytest.mark.parametrize("speeds", [(1, 1, 1, 1, 1), (1, 2, 1, 1, 2), (0.5, 1, 2, 1, 1)])
-def test_calibrate_on_cores_of_changing_speed(speeds):
+def test_calibration_on_cores_of_varying_speed(speeds):
     """Rounds at another speed, and one turn in a fast moment of a single core, change nothing."""
     seconds = {("product", "alone"): [0.2 * s for s in speeds], ("product", "shared"): [0.25 * s for s in speeds]}
     seconds["product", "alone"][0] /= 3
@@ -340,7 +340,7 @@ def test_prediction_error(monkeypatch):
     assert errors == [pytest.approx((0.5 + 0.25) / 2)] * 2
 
 
-def test_spans_of_ranks():
+def test_rank_spans_are_parsed():
     assert parse_rank_span("1..4096")[::4] == [1, 16, 256, 4096]
     assert parse_rank_span("3..13") == [3, 6, 12]
     assert parse_rank_span("2,5") == [2, 5]

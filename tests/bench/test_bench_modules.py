@@ -128,7 +128,7 @@ class Event:
         self.name, self.cpu_parent = name, parent
 
 
-def test_times_belong_to_the_operator_that_computes():
+def test_time_is_attributed_to_the_computing_operator():
     conv = Event("aten::conv2d")
     slow = Event("aten::_slow_conv2d_forward", Event("aten::convolution", conv))
     assert classify_event(Event("aten::addmm", slow)) == ("kernels", "aten::_slow_conv2d_forward")
@@ -142,13 +142,13 @@ def test_times_belong_to_the_operator_that_computes():
     assert classify_event(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
 
 
-def test_operations_of_a_module_before_it_is_timed():
+def test_forward_flops_of_a_module():
     nn = torch.nn
     assert forward_flops(lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 8, 10)) == 2 * 2 * 80 * 27 * 4
     assert forward_flops(lambda: nn.Conv2d(3, 4, 3), (2, 4, 8, 10)) == 0  # the turn has the error
 
 
-def test_progress_of_a_turn(tmp_path):
+def test_progress_of_a_measurement(tmp_path):
     """Count the steps after the first one, and the profiled one."""
     file = ProgressFile(tmp_path / "end")
     measure_module("eager", lambda: torch.nn.Conv2d(1, 1, 1), (1, 1, 4, 4), SingleTransport(), 2, progress=file)

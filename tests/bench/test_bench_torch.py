@@ -129,7 +129,7 @@ def test_layers_without_a_counterpart(monkeypatch):
     baseline.close()
 
 
-def test_end_of_the_baseline_is_reported(monkeypatch, capfd):
+def test_failed_baseline_process_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "false")
     baseline = start_baseline(build_model([nd.FCLayer(2)], (6, 6, 1)))
     with pytest.raises(LaunchError, match="process ended with exit code 1"):

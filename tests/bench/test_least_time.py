@@ -30,7 +30,7 @@ def experiment(tmp_path):
     return load_experiment(tmp_path / "e.yaml")
 
 
-def test_least_time_is_that_of_products_or_of_memory(experiment):
+def test_step_time_is_bounded_by_products_or_memory(experiment):
     flops = 2 * 4 * (2 * 64 * 64 * 9 * 8 + 3 * 8 * 2)  # the image needs no gradient
     assert CoreSpeed(1e6, 1e30).step_seconds_lower_bound(experiment, 1) == pytest.approx(
         flops / 1e6 / MAX_SAVED_PRODUCTS

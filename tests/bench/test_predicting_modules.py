@@ -84,7 +84,7 @@ def test_dry_run_records_the_messages_of_a_module(shape):
     assert (profile.seconds_per_cell, profile.recomputed_fraction) == ({}, 0)
 
 
-def test_profiling_changes_no_weight():
+def test_profiling_does_not_change_weights():
     experiment, initial = (
         make_experiment(),
         torch.nn.utils.parameters_to_vector(make_experiment().model.module.parameters()),

@@ -29,7 +29,7 @@ def run_stages(kind, folder, first=0, end=None):
 
 @pytest.mark.parametrize("kind", STEPS_BY_STAGE)
 @pytest.mark.long
-def test_moving_between_virtual_ranks(tmp_path, uninterrupted, kind):
+def test_runs_move_between_virtual_ranks(tmp_path, uninterrupted, kind):
     folder, expected = uninterrupted[kind]
     check_arrays(run_stages(kind, tmp_path), expected)
     check_curves(tmp_path, folder)
@@ -37,7 +37,7 @@ def test_moving_between_virtual_ranks(tmp_path, uninterrupted, kind):
 
 @needs_mpirun
 @pytest.mark.long
-def test_moving_between_ranks_of_mpirun(tmp_path, uninterrupted):
+def test_runs_move_between_mpi_ranks(tmp_path, uninterrupted):
     """The stage on 6 ranks runs under mpirun, the other stages on virtual ranks."""
     mpirun = find_mpirun(os.environ)
     env = os.environ | mpirun.environment() | {"OMP_NUM_THREADS": "1"}

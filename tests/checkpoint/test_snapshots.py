@@ -139,7 +139,7 @@ def read_step(folder, world):
     return read_checkpoint_step(folder / "checkpoint.h5", world)
 
 
-def test_snapshots_use_their_share_of_the_time():
+def test_snapshots_stay_within_their_share_of_time():
     now = [0.0]
     store = loopback.run(1, lambda world: SnapshotStore(KEY, world))[0]
     hook = Snapshots(store, "auto", Checkpoint(nd.__file__), clock=lambda: now[0])

@@ -146,7 +146,7 @@ def test_exchange_of_a_tile_in_place_copies_no_tile(monkeypatch):
         assert len(copies) == number
 
 
-def test_rest_on_a_single_rank():
+def test_sleeping_barrier_on_a_single_rank():
     from neondist.bench.sleeping_barrier import sleeping_barrier
 
     sleeping_barrier(SingleTransport())

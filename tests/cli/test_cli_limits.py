@@ -52,7 +52,7 @@ def test_time_limit(folder):
     assert "checkpoint.h5" in out
 
 
-def test_debug_halo_changes_no_loss(folder, capsys, monkeypatch):
+def test_debug_halo_does_not_change_losses(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     results = []
     for options in ([], ["--debug-halo", "--overwrite"]):

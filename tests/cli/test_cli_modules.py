@@ -78,7 +78,7 @@ def test_files_that_cannot_be_imported(tmp_path, name, text, message):
     assert "bad" not in sys.modules
 
 
-def test_class_with_a_name_of_neondist(tmp_path, capsys):
+def test_class_named_like_a_neondist_class(tmp_path, capsys):
     write(tmp_path / "cli_toy_e.py", "import neondist as nd\nclass Flip(nd.Shift): pass\n")
     model = "!Convnet {layers: [!FCLayer {out_features: 9}]}"
     text = f"!FitExperiment\ndataset: !MNIST {{}}\nmodel: {model}\naugment: [!Flip {{}}]\n"

@@ -109,8 +109,8 @@ def test_pareto_front():
 
 @pytest.mark.parametrize("scheme", ["deep_halo", "overlap_tile"])
 @pytest.mark.long
-def test_seams_of_a_run_of_layers(folder, capsys, monkeypatch, scheme):
-    """Leave out cells of other tiles, which layers inside a run hold."""
+def test_seams_inside_a_segment(folder, capsys, monkeypatch, scheme):
+    """Exclude cells of other tiles, which layers inside a segment hold."""
     monkeypatch.setattr("neondist.bench.seams.plot_seam_errors", lambda seams, file: False)
     layers = "!ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, scheme: " + scheme + "}"
     text = EXPERIMENT_FILE.replace("  layers:\n", f"  layers:\n    - {layers}\n    - {layers}\n")

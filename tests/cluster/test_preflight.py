@@ -132,7 +132,7 @@ def test_invalid_virtual_environments(text):
 
 @posix
 @pytest.mark.parametrize("word", SPECIAL_WORDS)
-def test_quoting_of_words(word, tmp_path):
+def test_arguments_are_quoted(word, tmp_path):
     words = [sys.executable, "-c", "import sys; print(ascii(sys.argv[1:]))", word, "end"]
     command = ssh_command(Node("a"), tmp_path, words, {SSH_AGENT_VARIABLE: "agent"})
     assert command[:4] == ["agent", "-F", str(tmp_path), "a"]

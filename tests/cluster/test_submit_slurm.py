@@ -67,7 +67,7 @@ def test_workers_with_servers_run_on_the_nodes_of_the_job(folder):
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 137])
-def test_words_and_exit_codes_are_preserved(folder, code):
+def test_arguments_and_exit_codes_are_preserved(folder, code):
     script = script_of(folder, f"name={SPECIAL}", modules=("x y.py",), rank_bounds=(2, 4))
     job = start_script(folder, script, CODE=str(code))
     out, _ = communicate(job)

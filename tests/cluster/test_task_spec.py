@@ -75,7 +75,7 @@ def test_errors_name_the_variable(environ, variable):
     (("worker", -1), "index: -1 of task type 'worker' is invalid; expected at least 0"),
     (("evaluator", -1), "index: -1 of task type 'evaluator' is invalid; expected at least 0"),
 ])  # fmt: skip
-def test_error_of_an_index_names_the_valid_ones(arguments, message):
+def test_invalid_index_error_names_the_valid_indices(arguments, message):
     with pytest.raises(nd.ConfigError, match=message):
         nd.TaskSpecDef(*arguments)
 

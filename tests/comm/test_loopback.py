@@ -70,7 +70,7 @@ def test_values_are_copied_for_each_rank():
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_number_of_ranks_that_compute_at_once(at_once):
+def test_number_of_concurrent_ranks(at_once):
     busy, counts, lock = [], [], threading.Lock()
 
     def run_rank(comm):

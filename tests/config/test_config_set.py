@@ -27,7 +27,7 @@ def test_values_of_all_kinds():
     assert (layer["kernel_size"], layer["bias"]) == ((3, 1), False)
 
 
-def test_an_object():
+def test_object_values():
     experiment = load(FILE, "model.optimizer=!ToySGD {learning_rate: 1e-2}", "model.optimizer.betas=[1]")
     assert experiment.model.arguments()["optimizer"] == ToySGD(0.01, (1.0,))
 

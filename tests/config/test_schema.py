@@ -117,7 +117,7 @@ def test_init_writes_a_valid_file(tmp_path, monkeypatch, capsys, kind):
     assert "mine.yaml: already exists; choose another name with --to" in capsys.readouterr().err
 
 
-def test_init_takes_whole_images_once(tmp_path, monkeypatch):
+def test_init_sets_one_crop_per_whole_image(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
     for name in ("cat", "dog"):

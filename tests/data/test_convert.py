@@ -213,7 +213,7 @@ def test_only_hdf5_files_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_chunks_limit_the_excess_of_four_tiles(seed):
+def test_chunks_limit_the_excess_reads_of_tiles(seed):
     rng = np.random.default_rng(seed)
     spatial = tuple(int(n) for n in np.exp(rng.uniform(0, 8, rng.integers(1, 4))))
     channels, itemsize = int(rng.integers(1, 5)), int(rng.choice([1, 2, 4]))

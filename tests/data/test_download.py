@@ -257,7 +257,7 @@ def test_network_error_is_not_a_full_disk(mirror, target, monkeypatch):
         download.download_mnist(target, mirror.url)
 
 
-def test_the_console_shows_progress(mirror, target, capsys):
+def test_console_shows_progress(mirror, target, capsys):
     with progress_bars() as progress:
         download.download_mnist(target, mirror.url, progress)
     assert NAME in capsys.readouterr().out

@@ -183,7 +183,7 @@ def test_normalisation_attributes(path):
     assert data.classes == 9
 
 
-def test_runs():
+def test_contiguous_runs():
     assert list(contiguous_runs(np.array([4, 5, 6, 2, 1, 2, 9]))) == [(0, 4, 3), (3, 2, 1), (4, 1, 2), (6, 9, 1)]
 
 

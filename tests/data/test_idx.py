@@ -124,7 +124,7 @@ def test_missing_file_and_folder(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.gz", "a"])
 @pytest.mark.parametrize("extents", [(10**9, 28, 28), (1, 2**31, 2**31), (30_000, 1, 1)])
-def test_false_header_needs_no_memory(tmp_path, name, extents):
+def test_false_header_allocates_no_memory(tmp_path, name, extents):
     raw = struct.pack(">4I", IMAGES_MAGIC, *extents) + bytes(100)
     path = write_bytes(tmp_path / name, raw)
     tracemalloc.start()
@@ -136,7 +136,7 @@ def test_false_header_needs_no_memory(tmp_path, name, extents):
         tracemalloc.stop()
 
 
-def test_plausible_false_header_needs_no_memory(tmp_path):
+def test_plausible_false_header_allocates_no_memory(tmp_path):
     noise = np.random.RandomState(0).bytes(40_000)
     path = write_bytes(tmp_path / "a.gz", struct.pack(">4I", IMAGES_MAGIC, 1, 4000, 10_000) + noise)
     assert read_idx_header(path, IMAGES_MAGIC).sample_shape == (4000, 10_000)

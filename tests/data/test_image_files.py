@@ -363,7 +363,7 @@ def test_folders_distinguish_images_of_the_same_name(tmp_path):
         data.check()
 
 
-def test_masks_of_names_with_dots(tmp_path):
+def test_mask_names_with_dots(tmp_path):
     for n in range(2):
         for kind, array in zip(("x", "y"), make_sample(n), strict=True):
             save(tmp_path / kind / f"scan.{n}.npy", array)
@@ -388,7 +388,7 @@ def test_palette_masks_are_read_as_indices(tmp_path):
 
 
 @pytest.mark.parametrize("cache", ["1MiB", 3000])
-def test_predicted_bytes_in_caches_of_chunks(tmp_path, cache):
+def test_predicted_size_of_chunk_caches(tmp_path, cache):
     for n in range(3):
         for name, array in zip(("images", "masks"), make_sample(n), strict=True):
             (tmp_path / name).mkdir(exist_ok=True)

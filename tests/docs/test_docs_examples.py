@@ -40,7 +40,7 @@ def test_every_example_has_a_test():
     assert not [path.name for path in (ROOT / "examples").glob("*.py") if path.name not in tests]
 
 
-def test_own_layers_are_at_most_fifteen_lines():
+def test_custom_layers_have_at_most_fifteen_lines():
     text = (ROOT / "examples" / "own_layer.py").read_text().split("# begin layer\n")[1].split("# end layer")[0]
     code = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert len(code) <= 15

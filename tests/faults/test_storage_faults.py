@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
 @pytest.mark.long
-def test_faults_and_ends_before_a_sample_of_calls(tmp_path):
+def test_faults_and_kills_at_sampled_calls(tmp_path):
     """Also end two kinds of commands before their calls; the seed selects the sample."""
     script = Path(__file__).parents[1] / "helpers" / "storage_faults.py"
     ends = ENDS, SEED % ENDS, "kill", "fresh", "GB", "resume"

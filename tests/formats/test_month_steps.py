@@ -150,14 +150,14 @@ def test_stamps_near_the_middle_of_years(calendar, of_years, first, known, missi
 
 @pytest.mark.parametrize("calendar", ["standard", "julian", "noleap"])
 @pytest.mark.parametrize("days", [365, 365.25, 366])
-def test_years_of_constant_length_are_no_calendar_years(calendar, days):
+def test_years_of_constant_length_are_not_calendar_years(calendar, days):
     (start,) = to_seconds([cftime.datetime(2001, 7, 2, calendar=calendar)], calendar)
     step = infer_month_step(start + 86400 * days * np.arange(30), calendar)
     assert (step is None) == (calendar != "noleap" or days != 365)
 
 
 @given(st.sampled_from(["standard", "noleap", "all_leap"]), st.integers(13, 18), st.integers(0, 11), st.integers(3, 40))
-def test_steps_of_thirty_days_are_no_months(calendar, day, first, count):
+def test_steps_of_thirty_days_are_not_months(calendar, day, first, count):
     (start,) = stamps_at(calendar, [(day, 0)] * 12, first, 1, 1)
     step = infer_month_step(start + 30 * 86400 * np.arange(count), calendar)
     assert step is None or step.place == "middle day"  # three times, with February
@@ -172,7 +172,7 @@ def test_steps_of_thirty_days_are_no_months(calendar, day, first, count):
         ((15, 0), (15, 12), (16, 0), None),
     ],
 )
-def test_stamps_of_other_months_are_those_of_similar_length(calendar, january, february, march, april):
+def test_stamps_of_other_months_follow_months_of_similar_length(calendar, january, february, march, april):
     stamps = january, february, march, april or march
     times = stamps_at(calendar, stamps, 0, 1, 4)
     step = infer_month_step(times[:3], calendar)

@@ -29,7 +29,7 @@ def list_relative_boxes(plan):
 
 @settings(max_examples=150)
 @given(st.lists(axis_parameters, min_size=1, max_size=2), st.sampled_from(["zeros", "zeros", "reflect", "wrap"]))
-def test_tiles_of_a_kind_have_equivalent_plans(axes, mode):
+def test_tiles_of_a_class_have_equivalent_plans(axes, mode):
     extent, parts, kernel, stride, padding = map(tuple, zip(*axes, strict=True))
     if mode != "zeros":  # padding reads cells of the image
         padding = tuple(min(p, n - 1) for p, n in zip(padding, extent, strict=True))

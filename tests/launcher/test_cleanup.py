@@ -100,7 +100,7 @@ def test_single_process_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_other_mpis_get_no_folder():
+def test_other_mpi_libraries_get_no_folder():
     with create_temporary_job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
         assert (job.environment, job.inherited_descriptors) == ({}, ())
 

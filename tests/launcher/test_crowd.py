@@ -52,7 +52,7 @@ def test_allocations_have_no_limits(machine, env):
 
 
 @needs_mpirun
-def test_limits_of_the_command(tmp_path, capsys, monkeypatch):
+def test_rank_limits_of_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toy.yaml").write_text(EXPERIMENT)
     assert main(["run", "toy.yaml", "-n", "20000"]) == 2

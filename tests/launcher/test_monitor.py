@@ -66,7 +66,7 @@ def ranks(monitor):
         process.communicate()
 
 
-def test_words_and_regular_end(monitor, ranks):
+def test_status_messages_and_normal_exit(monitor, ranks):
     processes = [ranks.start(rank, "listens", "ended 0") for rank in (0, 1)]
     assert not monitor.all_ranks_handle_sigusr1()
     for process in processes:

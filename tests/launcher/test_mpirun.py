@@ -45,7 +45,7 @@ def test_mpirun_of_the_environment_comes_first(make_executable):
     assert mpirun.find_mpirun({}).path == home_mpirun
 
 
-def test_homes_include_this_python():
+def test_bin_dirs_include_this_python():
     assert os.path.dirname(sys.executable) in map(str, mpirun.environment_bin_dirs())
 
 

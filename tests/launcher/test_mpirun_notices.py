@@ -76,7 +76,7 @@ def test_notices_are_kept_for_silent_jobs(output, has_output):
     assert (messages.has_output, messages.notices) == (has_output, EXIT_NOTICE)
 
 
-def test_losses_in_notices():
+def test_lost_nodes_and_ranks_in_notices():
     messages = NoticeFilter()
     messages.feed(LOST_NODE_NOTICE + SIGNAL_NOTICE + b"[nodeC:0] *** on a NULL communicator\n")
     assert (messages.lost_nodes, messages.signals_by_rank) == (("nodeC",), {1: "signal 9 (Killed)"})

@@ -87,7 +87,7 @@ def test_restarts_are_limited_and_not_for_errors(folder):
     assert "has a run already" in err
 
 
-def test_words_of_restarts():
+def test_arguments_of_restarts():
     words = [
         "run",
         "a.yaml",

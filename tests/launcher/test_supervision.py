@@ -120,7 +120,7 @@ def test_bound_command_without_a_parent_ends():
     assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 1
 
 
-def test_stderr_passes_without_notices_of_mpirun():
+def test_stderr_is_forwarded_without_mpirun_notices():
     text = r"""
 rule=$(printf '%074d' 0 | tr 0 -)
 echo before >&2

@@ -234,7 +234,7 @@ def test_updates_do_not_depend_on_the_loss_scale():
     assert max_relative_difference(first, second) == 0
 
 
-def test_non_finite_loss_is_no_overflow():
+def test_non_finite_loss_is_not_an_overflow():
     def body(transport):
         model = build_model(transport, "float16")
         model.layers[-1].params["weights"][...] = np.inf

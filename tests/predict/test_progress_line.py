@@ -160,7 +160,7 @@ def test_estimate_weighs_concurrent_parts_by_their_sizes(clock):
     assert "part 5 of 6, 2 s left" in progress.format_line(clock.now)
 
 
-def test_planned_times_change_while_the_clock_runs(clock):
+def test_planned_times_may_change_during_progress(clock):
     file = io.StringIO()
     progress = ProgressLine(2, file, delay=0)
     progress.begin_part("a run")
@@ -196,7 +196,7 @@ def test_progress_of_another_process(tmp_path):
     assert read_seconds_left(path) == 0
 
 
-def test_start_of_the_process_counts_for_the_delay(monkeypatch, capsys):
+def test_delay_begins_at_process_start(monkeypatch, capsys):
     monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 1e6)
     with preparation_progress(owns_process=False):
         time.sleep(0.1)

@@ -201,7 +201,7 @@ def test_evaluation_is_exact(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["stale", "stale(steps=2)", "every(j=3)", "quantised(bits=8, feedback=true)"])
-def test_evaluation_between_steps_changes_no_step(scheme):
+def test_evaluation_between_steps_does_not_affect_training(scheme):
     """Evaluation does not affect the state of the scheme."""
 
     def job(comm, evaluates):

@@ -147,7 +147,7 @@ def test_training_on_overlapping_tiles(tmp_path):
     assert sent > no_bytes == 0
 
 
-def test_overlapping_maps_are_cropped_to_own_cells():
+def test_overlapping_targets_are_cropped_to_owned_cells():
     """Full maps and maps of a rank's own cells give the same targets."""
     shape, labels = (12, 13, 1), np.arange(2 * 12 * 13).reshape(2, 12, 13)
 

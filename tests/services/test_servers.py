@@ -312,7 +312,7 @@ def test_hostile_models_are_rejected(tmp_path):
     assert outcomes["accepted"] > 50
 
 
-def test_order_of_arrival_changes_no_bit():
+def test_results_do_not_depend_on_the_order_of_arrival():
     rng = np.random.default_rng(0)
     gradients = [(str(worker), rng.normal(size=50), float(rng.integers(1, 9))) for worker in range(4)]
     results = []

@@ -176,7 +176,7 @@ def test_class_names_from_a_module_attribute(tmp_path, monkeypatch):
     assert "</svg> vessel</span>" in (tmp_path / "e.html").read_text()
 
 
-def test_page_says_that_slices_are_of_volumes():
+def test_page_labels_slices_of_volumes():
     cells = np.zeros((1, 4, 4), int)
     samples = {"sample": np.arange(1), "loss": np.ones(1), "image": np.zeros((1, 4, 4, 1), "u1")}
     for volume, text in ((True, "Middle slice of the volume, target"), (False, "<p>Image, target")):

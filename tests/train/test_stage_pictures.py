@@ -54,7 +54,7 @@ def test_optimal_stimulus_of_a_linear_unit_is_its_filter():
 
 
 @pytest.mark.long
-def test_run_draws_its_stages(tmp_path, plotting):
+def test_run_writes_pictures_of_its_stages(tmp_path, plotting):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 1), classes=4, train=8, test=3)
     nd.FitExperiment(data, make_gb("unshared", dist=True), batch_size=8).run(output=tmp_path, hooks=[])
@@ -69,7 +69,7 @@ def test_no_pictures_of_volumes_and_series(tmp_path, plotting):
 
 
 @pytest.mark.long
-def test_hook_draws_in_supervised_runs(tmp_path, plotting):
+def test_pictures_of_supervised_runs(tmp_path, plotting):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 3), classes=4, train=8, test=3)
     model = make_gb("shared", dist=True, num_pretrain_epochs=0)

@@ -133,7 +133,7 @@ def test_regions_end_before_operators_that_need_all_channels():
     assert count_partitioned_nodes(norms, (1, 256, 9, 9)) == (2, 1)
 
 
-def test_buckets_of_gradients_do_not_depend_on_the_part_of_a_rank(monkeypatch):
+def test_gradient_buckets_do_not_depend_on_uneven_parts(monkeypatch):
     """The larger of two uneven parts of the weights exceeds the bucket's limit, the smaller does not."""
     module = nn.Sequential(nn.Conv2d(8, 5, 3), nn.Conv2d(5, 5, 3), nn.Conv2d(5, 5, 3))
     monkeypatch.setattr(functions, "MIN_SINGLE_BYTES", 5 // 2 * 5 * 9 * 8 + 1)

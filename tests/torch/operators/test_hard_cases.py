@@ -349,7 +349,7 @@ def test_signals():
     check_module(module, (2, 3, 17), grids=((1, 1, 3), (2, 1, 2), (1, 5, 1)))
 
 
-def test_conversions_to_integers_and_to_the_own_dtype():
+def test_conversions_to_integers_and_to_the_same_dtype():
     """Only the former has no gradient."""
 
     def function(x):

@@ -101,7 +101,7 @@ class NoisyLoss(nn.Module):
         return (F.dropout(output, self.p) - target).square().mean()
 
 
-def test_criterion_that_starts_to_draw(monkeypatch):
+def test_criterion_that_starts_to_use_random_numbers(monkeypatch):
     monkeypatch.setattr(Runner, "_draw_seed", lambda self, inputs: torch.tensor(5))
     images = torch.randn(IMAGES, generator=torch.Generator().manual_seed(1))
 
