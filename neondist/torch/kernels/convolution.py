@@ -124,13 +124,15 @@ class _Convolution(torch.autograd.Function):
             sides = tuple((p, p) for p in padding)
             computed = _kernels(torch.get_num_threads()).conv_backward_into(
                 into, cells.numpy(), dy, _channels_last(weight), stride, dilation, groups,
-                lambda index: np.ascontiguousarray(dy[index]), sides, needed[1], False, needed[2],
+                lambda index: np.ascontiguousarray(dy[index]), sides, needed[1], False, all(needed[1:]),
             )  # fmt: skip
             by_weight, by_bias = (
                 torch.from_numpy(dv) if present else None for dv, present in zip(computed, needed[1:], strict=True)
             )
             if by_weight is not None:
                 by_weight = by_weight.movedim((-1, -2), (0, 1))
+            elif by_bias is not None:  # the kernel computes it only together with the gradient of the weights
+                by_bias = _as_matrix(slopes).sum(0)
         if dx is not None:
             for axis, (pad, n) in enumerate(zip(padding, cells.shape[1:-1], strict=True), start=1):
                 dx = dx.narrow(axis, pad, n - 2 * pad)

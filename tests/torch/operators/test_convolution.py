@@ -1,5 +1,7 @@
 """Convolutions by compiled kernels and by matrix products match PyTorch's, in channels-last memory."""
 
+from itertools import combinations
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ CASES = {
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients(case, channels_last):
-    """With and without a bias, and for gradients of some inputs only."""
+    """With and without a bias, and for gradients of any of the inputs, such as a bias of frozen weights."""
     shape, weights, stride, padding, groups = CASES[case]
     n = len(shape) - 2
     x, w, b = (torch.randn(s, dtype=torch.float64) for s in (shape, weights, weights[:1]))
@@ -39,6 +41,11 @@ def test_results_and_gradients(case, channels_last):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     for x_actual, x_expected in zip(inputs, reference_inputs, strict=True):
         torch.testing.assert_close(x_actual.grad, x_expected.grad, rtol=1e-11, atol=1e-11)
+    for trained in (tensors for size in (1, 2) for tensors in combinations(range(3), size)):
+        some = [tensor.clone().requires_grad_(at in trained) for at, tensor in enumerate((x, w, b))]
+        gradients = torch.autograd.grad(convolution.conv(*some, *settings), [some[at] for at in trained], dy)
+        for at, gradient in zip(trained, gradients, strict=True):
+            torch.testing.assert_close(gradient, reference_inputs[at].grad, rtol=1e-11, atol=1e-11)
     without_bias = convolution.conv(x, inputs[1], None, *settings)
     torch.testing.assert_close(without_bias, reference(x, w, None, *settings), rtol=0, atol=1e-12)
     (weight_gradient,) = torch.autograd.grad(without_bias, inputs[1:2], dy)
