@@ -82,7 +82,8 @@ class ModuleParameters(Parameters):
         The module's parameters.
     shards : dict of str to (ParameterShard, OwnerBoxes or None)
     updated : dict of str to torch.nn.Parameter
-        Parameters for this rank's optimiser: whole parameters of the module, or views of the parts that this rank owns.
+        Parameters for this rank's optimiser: whole parameters of the module, or the parts that this rank owns, which
+        are views or copies. All are contiguous, as PyTorch's fused optimisers require.
 
     Raises
     ------
@@ -113,6 +114,7 @@ class ModuleParameters(Parameters):
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
         self._views, self._values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self._earlier_sums: np.ndarray | None = None
         arrays = zip(
             self.trained_shards, self._shares, self.split_flat(self.values), self.split_flat(self.grads), strict=True
         )
@@ -126,9 +128,9 @@ class ModuleParameters(Parameters):
                 tensor.grad = self._views[shard.name].copy_(earlier.to_dense())
             self.updated[shard.name] = tensor
             if share is not None:
-                self.updated[shard.name] = own = nn.Parameter(self.part(share, tensor.data))
+                self.updated[shard.name] = own = nn.Parameter(self.part(share, tensor.data).contiguous())
                 if earlier is not None:
-                    own.grad, tensor.grad = self.part(share, self._views[shard.name]), None
+                    own.grad, tensor.grad = self.part(share, self._views[shard.name]).contiguous(), None
         self.shards = {
             shard.name: (shard, share) for shard, share in zip(self.trained_shards, self._shares, strict=True)
         }
@@ -155,26 +157,31 @@ class ModuleParameters(Parameters):
             if tensor.grad is None:
                 self._views[name].zero_()
         super().sum_gradients(to_owners, loss_scale)
+        if self._earlier_sums is not None:
+            self.grads += self._earlier_sums
+            self._earlier_sums = None
         for name, (_, share) in self.shards.items():
             if share is not None:
                 has_gradient = self.tensors[name].grad is not None
-                self.updated[name].grad = self.part(share, self._views[name]) if has_gradient else None
+                own_gradient = self.part(share, self._views[name]).contiguous() if has_gradient else None
+                self.updated[name].grad = own_gradient
 
-    def take_gradient_sums(self) -> np.ndarray | None:
-        """Return the gradient sums of earlier passes, or None if there are none, and set the gradients to zero."""
+    def set_aside_gradient_sums(self) -> None:
+        """Keep the gradient sums of earlier passes, to which `sum_gradients` adds, and set the gradients to zero."""
         names = [name for name, part in self.updated.items() if part.grad is not None]
         for name in names:
-            if self.shards[name][1] is None:
+            _, share = self.shards[name]
+            if share is None:
                 self._copy_to_flat_buffer(name)
+            else:
+                _copy_if_separate(self.updated[name].grad, self.part(share, self._views[name]))
             self.tensors[name].grad = self._views[name]
-        sums = self.grads.copy() if names else None
+        self._earlier_sums = self.grads.copy() if names else None
         self.grads[...] = 0
-        return sums
 
     def broadcast_from_owners(self) -> None:
         """Receive, from their owners, the values that this rank does not own. Collective."""
-        self.version += 1
-        self.owners.broadcast_from_owners(self.values[self.owned_start :])
+        self._broadcast_from_owners()
 
     @contextmanager
     def optimizer_update(self) -> Iterator[None]:
@@ -190,11 +197,24 @@ class ModuleParameters(Parameters):
         self.adopt_assigned_data()
         before = self.owners.copy_own_sparse_parts(self.values[self.owned_start :])
         yield
+        self._broadcast_from_owners(before)
+
+    def _broadcast_from_owners(self, previous_sparse_parts: list[Any] | None = None) -> None:
         self.version += 1
-        self.owners.broadcast_from_owners(self.values[self.owned_start :], before)
+        for part, own in self._owned_parts():
+            _copy_if_separate(own, part)
+        self.owners.broadcast_from_owners(self.values[self.owned_start :], previous_sparse_parts)
+
+    def _owned_parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views of the parts that this rank owns in the flat buffer, each with the tensor of its optimiser."""
+        for name, (_, share) in self.shards.items():
+            if share is not None:
+                yield self.part(share, self._values[name]), self.updated[name].data
 
     def adopt_assigned_data(self) -> None:
         """Move values that were assigned to `data`, for example by initialisers, into the flat buffer.
+
+        Also copies the values to the optimiser's parts.
 
         Raises
         ------
@@ -207,6 +227,8 @@ class ModuleParameters(Parameters):
                 self._check_unconverted(name)
                 value.copy_(tensor.data)
                 tensor.data = value
+        for part, own in self._owned_parts():
+            _copy_if_separate(part, own)
 
     def _check_unconverted(self, name: str) -> None:
         """Raise ConfigError if a parameter's shape, dtype or device differs from its part of the flat buffer."""
@@ -249,6 +271,11 @@ class ModuleParameters(Parameters):
     def part(self, share: OwnerBoxes, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of the part of a whole tensor, such as a gradient, that this rank owns."""
         return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
+
+
+def _copy_if_separate(source: torch.Tensor | None, target: torch.Tensor) -> None:
+    if source is not None and source.data_ptr() != target.data_ptr():
+        target.copy_(source)
 
 
 def _is_synchronised(tensor: nn.Parameter) -> bool:

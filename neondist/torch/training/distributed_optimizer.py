@@ -91,7 +91,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self.module, model.optimizer = model, self
         self._in_backward = False
-        self._earlier_sums: np.ndarray | None = None
         for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), record=True), strict=True):
             # earlier hooks may have replaced the gradient computed on tiles
             tensor.register_hook(partial(self._begin_pass, parts, not tensor._backward_hooks))
@@ -176,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             (shard, share), parameter = parameters.shards[name], parameters.updated[name]
             part, slot_values = shard.slot_shard("", share), self.optimizer.state[parameter]
             state[self._names.index(name)] = {
-                slot: torch.from_numpy(np.array(part.own_part_of(as_array(value))))
+                slot: torch.from_numpy(np.array(part.own_part_of(as_array(value)), order="C"))
                 if isinstance(value, torch.Tensor) and slot_values[slot].shape == parameter.shape
                 else value
                 for slot, value in slots.items()
@@ -239,7 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not self._in_backward:
             self._in_backward = True
-            self._earlier_sums = self.parameters.take_gradient_sums()
+            self.parameters.set_aside_gradient_sums()
             self.parameters.sync.begin_step()
             torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
         parts = contributions[:]
@@ -253,8 +252,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _synchronise(self) -> None:
         self._in_backward = False
         self.parameters.sum_gradients(to_owners=True)
-        if self._earlier_sums is not None:
-            self.parameters.grads += self._earlier_sums
         if self._overflow_parameter is not None:
             overflowed = self.parameters.sync.flag_header[ControlFlag.NON_FINITE]  # on some rank
             self._overflow_parameter.grad = torch.full_like(self._overflow_parameter, torch.inf if overflowed else 0)

@@ -65,7 +65,7 @@ class OwnerSteps:
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 gradient = self.parameters.tensors[name].grad
-                part = None if gradient is None else self.parameters.part(share, gradient.to_dense())
+                part = None if gradient is None else self.parameters.part(share, gradient.to_dense()).contiguous()
                 self.parameters.updated[name].grad = part
         self._replace_parameters(optimizer, self._part_by_id)
 
@@ -137,8 +137,9 @@ class OwnerSteps:
         _, share = (None, None) if name is None else self.parameters.shards[name]
         if share is None or slot == "step" or not isinstance(value, torch.Tensor) or name is None:
             return value
-        shape = self.parameters.tensors[name].shape
-        return self.parameters.part(share, value).clone() if value.shape == shape else value
+        if value.shape != self.parameters.tensors[name].shape:
+            return value
+        return self.parameters.part(share, value).clone(memory_format=torch.contiguous_format)
 
     def _gather_slot(self, part: nn.Parameter, slot: str, value: Any) -> Any:
         """Return a value in an optimiser's state for the whole parameter, given this rank's part. Collective."""

@@ -240,6 +240,58 @@ def test_scripts_with_distributed_optimizer(name, before, after, shape):
                 torch.testing.assert_close(state["state"][at][slot], value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("way", ["optimizer", "experiment", "scope"])
+def test_fused_optimizers_update_parts_along_any_axis(way):
+    """PyTorch's fused kernels ignore strides, so parts along later axes must be contiguous."""
+    strategy, arguments = nd.strategies.RandomAxisPartitionAR(seed=1), {"lr": 0.01, "fused": True, "eps": 1e-3}
+    steps, shape = range(4), (4, 2, 6, 5)
+
+    def train_experiment(model):
+        for step in steps:
+            x = np.random.default_rng(step).normal(size=(BATCH, *SHAPE))
+            samples, tile = slice(*model.grid.sample_range(BATCH)), model.grid.tile_box(SHAPE[:-1]).slices
+            model.train_batch(x[(samples, *tile)], np.arange(BATCH)[samples])
+        return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+    def train(grid, module, strategy):
+        if way == "experiment":
+            rule = ndt.TorchOptimizer("Adam", arguments)
+            model = ndt.TorchModel(Net, loss=ndt.TorchLoss(compute_first_loss), optimizer=rule, dtype="float64")
+            model.configure_execution(strategy=strategy)
+            model.build(SHAPE, BATCH, grid)
+            return train_experiment(model), model.built_parameters.updated.values()
+        model = ndt.distribute(module, shape, grid)
+        optimizer = ndt.DistributedOptimizer(model, torch.optim.Adam, strategy, **arguments)
+        return train_script(module, optimizer, model, steps), optimizer.parameters.updated.values()
+
+    def train_in_scope(grid, strategy):
+        distribution = nd.AutoDist(strategy=strategy, grid=grid)
+        with distribution.scope():
+            module = SmallNet().double()
+        optimizer = torch.optim.Adam(module.parameters(), **arguments)
+
+        @distribution.function
+        def step(x):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(x), torch.ones(4, 3, dtype=x.dtype)).backward()
+            optimizer.step()
+
+        for number in steps:
+            step(torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64))
+        return {name: value.clone() for name, value in module.state_dict().items()}, []
+
+    def body(world, strategy=strategy):
+        grid = nd.ProcessGrid(world, replicas=2 if world.size > 1 else 1, rows=1, cols=1)
+        values, parts = train_in_scope(grid, strategy) if way == "scope" else train(grid, SmallNet().double(), strategy)
+        assert all(part.is_contiguous() for part in parts)
+        return values
+
+    expected = nd.loopback.run(1, partial(body, strategy="AllReduce"))[0]
+    for values in nd.loopback.run(2, body):
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("compressor", ["fp16", "topk(0.3)", "powersgd(2)"])
 def test_error_feedback_is_part_of_the_state(compressor):
     """A run resumed from its state equals an uninterrupted one."""
