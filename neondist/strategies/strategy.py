@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 
 from ..errors import ConfigError
 from ..io.files import write_text
-from ..registry.ranges import Count, Index
+from ..registry.ranges import Count, Index, between
 from ..terminal.console import counted
 from ..yaml_nodes import Node, field_error, join_path, node_error, parse_file
 from ..yaml_nodes.convert import convert_fields, convert_node
@@ -22,7 +22,7 @@ from .parameter_spec import ParameterSpec
 from .partition import AxisPartition, part_sizes
 
 FORMAT_VERSION = 1
-MAX_FILE_BYTES, MAX_EXPANDED_NODES = 64 << 20, 4_000_000
+MAX_FILE_BYTES, MAX_EXPANDED_NODES, MAX_DEVICES = 64 << 20, 4_000_000, 1 << 20
 """Limits of a strategy file, enough for hundreds of thousands of parameters."""
 
 
@@ -216,8 +216,8 @@ PLANNER_FIELDS = "grid", "schemes"
 _TOP_LEVEL_FIELDS = {
     "format": int,
     "builder": str,
-    "replicas": Count,
-    "servers": Count,
+    "replicas": Annotated[int, between(1, MAX_DEVICES)],
+    "servers": Annotated[int, between(1, MAX_DEVICES)],
     "parameters": dict[str, Node],
 }
 _GRID_FIELDS = dict.fromkeys(("replicas", "planes", "rows", "cols"), Count)
@@ -268,10 +268,14 @@ def _parse_parameter(name: str, node: Node, owners: int) -> tuple[ParameterSpec,
     if any(owner >= owners for owner in entry["owners"]):
         problem = f"owner {max(entry['owners'])} does not exist; owners are 0 to {owners - 1}"
         raise field_error(node, path, "owners", problem)
+    if entry["kind"] == "server" and not entry["owners"]:
+        raise field_error(node, path, "owners", "is empty; list at least one owner, or set kind: allreduce")
     entry["partition"] = _parse_partition(entry["partition"], join_path(path, "partition"), shape)
     if entry["partition"] is not None and len(entry["owners"]) != len(sizes := entry["partition"][1]):
         problem = f"{counted(len(entry['owners']), 'owner')} for {len(sizes)} parts; give one owner for each part"
         raise field_error(node, path, "owners", problem)
+    if entry["partition"] is None and len(set(entry["owners"])) < len(entry["owners"]):
+        raise field_error(node, path, "owners", "lists an owner twice; without a partition, list each owner once")
     return spec, ParameterStrategy(**entry)
 
 

@@ -186,7 +186,7 @@ def write_strategy(tmp_path, **changes):
 
 @pytest.mark.parametrize(("changes", "field", "message"), [
     ({"format": 2}, "format", "expected 1"),
-    ({"replicas": 0}, "replicas", "at least 1"),
+    ({"replicas": 0}, "replicas", "from 1 to"),
     ({"builder": 1}, "builder", "expected text"),
     ({"kind": "gossip"}, "kind", "'allreduce' or 'server'"),
     ({"owners": [0, 7]}, "owners", "owner 7"),

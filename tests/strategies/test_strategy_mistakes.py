@@ -17,6 +17,8 @@ strategy: {strategy}
 """
 SPECS = {"fc1/weights": (36, 8), "fc1/bias": (8,), "fc2/weights": (8, 3), "fc2/bias": (3,)}
 
+PARTITION_AND_OWNERS = "partition:\n      axis: 0\n      sizes: [18, 18]\n    owners: [0, 1]"
+
 
 def write_strategy(tmp_path, ranks=2, change=("", ""), **shapes):
     """Write a strategy for the experiment's model with changed shapes; None removes a parameter."""
@@ -65,6 +67,9 @@ def test_invalid_builders_name_the_line(tmp_path, strategy, message):
     ({"change": ("compressor: null", "compressor: zip")}, "fc1/weights:", "'zip'"),
     ({"change": ("compressor: null", "compressor: fp16")}, "fc1/weights:", "fp16 requires kind: allreduce"),
     ({"change": ("owners: [0, 1]", "owners: [0, 9]")}, "fc1/weights:", "owner 9 does not exist"),
+    ({"change": ("owners: [0, 1]", "owners: []")}, "fc1/weights:", "list at least one owner, or set kind: allreduce"),
+    ({"change": (PARTITION_AND_OWNERS, "partition: null\n    owners: [1, 1]")}, "fc1/weights:", "lists an owner twice"),
+    ({"change": ("replicas: 2", "replicas: 9999999999999")}, "format:", "expected an integer from 1 to 1048576"),
 ])  # fmt: skip
 def test_invalid_files_name_their_line(tmp_path, changes, entry, message):
     path, line_of = write_strategy(tmp_path, **changes)
