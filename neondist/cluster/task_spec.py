@@ -12,6 +12,7 @@ from typing import Any
 from ..comm import Transport
 from ..errors import ConfigError, LaunchError
 from ..registry import suggest
+from ..registry.arguments import type_checked
 from ..system.job import count_torchrun_ranks, detect_job, local_rank
 
 _CANONICAL_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
@@ -39,9 +40,8 @@ class TaskSpecDef:
         Index among the tasks of its type.
     trial : str, optional
         Trial of a hyperparameter search.
-    ps_hosts, worker_hosts : list of str, or comma-separated text, optional
-    master : str, optional
-        The master's address.
+    ps_hosts, worker_hosts, master : list of str, or comma-separated text, optional
+        Addresses; at most one of the master.
     num_workers : int, optional
         Number of workers, including the master, if addresses are unknown.
     generation : int
@@ -58,9 +58,10 @@ class TaskSpecDef:
     Raises
     ------
     ConfigError
-        If the type is unknown, or an index is out of range.
+        If the type is unknown, an argument has another type, or an index is out of range.
     """
 
+    @type_checked
     def __init__(
         self,
         task_type: str = "master",
@@ -68,7 +69,7 @@ class TaskSpecDef:
         trial: str | None = None,
         ps_hosts: Sequence[str] | str | None = None,
         worker_hosts: Sequence[str] | str | None = None,
-        master: str | None = None,
+        master: Sequence[str] | str | None = None,
         *,
         num_workers: int | None = None,
         generation: int = 0,
@@ -76,14 +77,18 @@ class TaskSpecDef:
         if task_type not in _CANONICAL_TYPES:
             raise ConfigError(f"task type '{task_type}' is unknown{suggest(str(task_type), _CANONICAL_TYPES)}")
         self.type, self.index, self.trial, self.generation = _CANONICAL_TYPES[task_type], index, trial, generation
-        self.ps_hosts, self.worker_hosts, self.master = (_split_hosts(ps_hosts), _split_hosts(worker_hosts), master)
+        self.ps_hosts, self.worker_hosts = _split_hosts(ps_hosts), _split_hosts(worker_hosts)
+        masters = _split_hosts(master)
+        if len(masters) > 1:
+            raise ConfigError(f"master: expected one master or chief, got {', '.join(masters)}")
+        self.master = masters[0] if masters else None
         self.num_ps = len(self.ps_hosts)
         self._worker_count = len(self.worker_hosts) if num_workers is None else num_workers
         count = {"ps": self.num_ps, "worker": self._worker_count, "master": 1}.get(self.type)
         if index < 0 or (count and index >= count):
             expected = f"from 0 to {count - 1}" if count else "at least 0"
             raise ConfigError(f"index: {index} of task type '{self.type}' is invalid; expected {expected}")
-        self.num_workers = max(1, self._worker_count + (master is not None))
+        self.num_workers = max(1, self._worker_count + len(masters))
 
     @property
     def shard_index(self) -> int | None:
@@ -210,7 +215,7 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
     Raises
     ------
     ConfigError
-        If a variable has an invalid value; the message names it.
+        If a variable has an invalid value, or the task is not in the cluster; the message names the variable.
     """
     environ = os.environ if environ is None else environ
     if environ.get("TF_CONFIG"):
@@ -222,13 +227,16 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
             index=_read_integer(environ, "TASK_INDEX", "0"),
             ps_hosts=environ.get("PS_HOSTS"),
             worker_hosts=environ.get("WORKER_HOSTS"),
-            master=environ.get("MASTER_HOST") or None,
+            master=environ.get("MASTER_HOST"),
         )
     for rank, size, restarts in _RANK_VARIABLES:
         if rank in environ and size in environ:
             index, workers = _read_integer(environ, rank), _read_integer(environ, size)
             generation = _read_integer(environ, restarts, "0") if restarts else 0
             return _create_task(rank, task_type="worker", index=index, num_workers=workers, generation=generation)
+    for name in ("WORKER_HOSTS", "PS_HOSTS"):
+        if environ.get(name):
+            raise ConfigError(f"JOB_NAME: missing, but {name} is set; set it to master, worker, ps or evaluator")
     return TaskSpecDef()
 
 
@@ -244,8 +252,10 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"TF_CONFIG: not valid JSON ({error}); expected {{'cluster': ..., 'task': ...}}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"TF_CONFIG: expected an object with cluster and task, got {type(config).__name__}")
     cluster, task = (_tf_config_section(config, name) for name in ("cluster", "task"))
-    masters = _task_addresses(cluster, "master") or _task_addresses(cluster, "chief")
+    masters = _task_addresses(cluster, "master") + _task_addresses(cluster, "chief")
     index = task.get("index", 0)
     if not isinstance(index, int) or isinstance(index, bool):
         raise ConfigError(f"TF_CONFIG: task.index: expected an integer, got {index!r}")
@@ -257,19 +267,26 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
         trial=None if trial is None else str(trial),
         ps_hosts=_task_addresses(cluster, "ps"),
         worker_hosts=_task_addresses(cluster, "worker"),
-        master=masters[0] if masters else None,
+        master=masters,
     )
 
 
 def _create_task(variable: str, **arguments: Any) -> TaskSpecDef:
     try:
-        return TaskSpecDef(**arguments)
+        task = TaskSpecDef(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{variable}: {error}") from None
+    members = {"master": task.master, "worker": task.worker_hosts, "ps": task.ps_hosts}
+    if any(members.values()) and not members.get(task.type, True):
+        raise ConfigError(
+            f"{variable}: task type '{task.type}' is not in the cluster, which has"
+            f" {', '.join(name for name, hosts in members.items() if hosts)}; add its address, or correct the type"
+        )
+    return task
 
 
-def _tf_config_section(config: Any, name: str) -> dict[str, Any]:
-    section = config.get(name, {}) if isinstance(config, dict) else None
+def _tf_config_section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name, {})
     if not isinstance(section, dict):
         raise ConfigError(f"TF_CONFIG: {name}: expected an object, got {type(section).__name__}")
     return section

@@ -57,7 +57,17 @@ def test_shards_partition_the_workers(workers, with_master, servers, last_worker
 @pytest.mark.parametrize(("environ", "variable"), [
     ({"TF_CONFIG": "[]"}, "TF_CONFIG"),
     ({"TF_CONFIG": "[" * 100_000}, "TF_CONFIG"),
+    ({"TF_CONFIG": "[]"}, "expected an object with cluster and task, got list"),
     ({"TF_CONFIG": '{"cluster": {"worker": "a:1"}}'}, "cluster.worker"),
+    ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, "TF_CONFIG: task type 'master' is not in the cluster"),
+    ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps"}}'}, "which has worker; add its address"),
+    ({"TF_CONFIG": '{"cluster": {"ps": ["a:1"]}, "task": {"type": "worker"}}'}, "'worker' is not in the cluster"),
+    ({"TF_CONFIG": '{"cluster": {"master": ["a:1", "b:1"]}}'}, "TF_CONFIG: master: expected one"),
+    ({"TF_CONFIG": '{"cluster": {"master": ["a:1"], "chief": ["b:1"]}}'}, "one master or chief, got a:1, b:1"),
+    ({"JOB_NAME": "master", "WORKER_HOSTS": "a:1"}, "JOB_NAME: task type 'master' is not in the cluster"),
+    ({"JOB_NAME": "master", "MASTER_HOST": "a:1,b:1"}, "JOB_NAME: master: expected one"),
+    ({"TASK_INDEX": "1", "WORKER_HOSTS": "a:1,b:1"}, "JOB_NAME: missing, but WORKER_HOSTS is set"),
+    ({"PS_HOSTS": "a:1"}, "JOB_NAME: missing, but PS_HOSTS is set"),
     ({"TF_CONFIG": '{"task": {"type": "worker", "index": "0"}}'}, "task.index"),
     ({"JOB_NAME": "worker", "TASK_INDEX": "x", "WORKER_HOSTS": "a:1"}, "TASK_INDEX"),
     ({"JOB_NAME": "wroker"}, "wroker"),
@@ -74,15 +84,16 @@ def test_errors_name_the_variable(environ, variable):
     (("ps", 2, None, ["a:1", "b:1"]), "index: 2 of task type 'ps' is invalid; expected from 0 to 1"),
     (("worker", -1), "index: -1 of task type 'worker' is invalid; expected at least 0"),
     (("evaluator", -1), "index: -1 of task type 'evaluator' is invalid; expected at least 0"),
+    (("worker", "1"), "index: expected an integer, got the text '1'"),
+    (("worker", 0, None, None, 5), r"worker_hosts: expected a list .* got 5"),
 ])  # fmt: skip
-def test_invalid_index_error_names_the_valid_indices(arguments, message):
+def test_errors_of_arguments(arguments, message):
     with pytest.raises(nd.ConfigError, match=message):
         nd.TaskSpecDef(*arguments)
 
 
 @pytest.mark.parametrize(("environ", "message"), [
     ({"JOB_NAME": "ps", "PS_HOSTS": "127.0.0.1:0", "WORKER_HOSTS": "b:1"}, "NEONDIST_TOKEN: expected a secret"),
-    ({"JOB_NAME": "ps", "WORKER_HOSTS": "b:1"}, "is not a parameter server of the cluster"),
     ({"JOB_NAME": "worker", "WORKER_HOSTS": "b,c"}, "'b' has no port"),
     ({"JOB_NAME": "worker", "WORKER_HOSTS": "b:1", "MASTER_HOST": "a"}, "'a' has no port"),
 ])  # fmt: skip
@@ -108,6 +119,11 @@ def test_task_with_several_mpi_ranks(monkeypatch):
 ])  # fmt: skip
 def test_tasks_without_servers(environ):
     assert nd.TaskSpec(environ).create_server() is None
+
+
+def test_master_in_a_list():
+    task = nd.TaskSpecDef("worker", 1, None, "a:1", "b:1,c:1", ["d:1"])
+    assert (task.master, task.num_workers, task.shard_index) == ("d:1", 3, 2)
 
 
 def test_device_of_a_task():
