@@ -39,7 +39,8 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
     place = read_worker_assignment(os.environ)
     if place is not None:
         ranks //= arguments.num_workers
-    arguments.ranks = ranks if ranks > 1 else None
+    starts_services = arguments.sync_policy is not None and place is None
+    arguments.ranks = ranks if ranks > 1 or starts_services else None
     if arguments.checkpoint_dir is not None and (place is None or place.index == 0):
         arguments.folder = Path(arguments.checkpoint_dir)
 
@@ -89,8 +90,6 @@ def _create_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | None:
         )
     if not (arguments.use_async or arguments.num_ps or tolerance or elastic or wait not in (1, workers)):
         return None
-    if workers == 1:
-        raise ConfigError("parameter servers need several workers; give --num-workers 2 or more, or MIN:2")
     from ..services.state import SyncPolicy
 
     return SyncPolicy(not arguments.use_async, wait, tolerance, None, modulate)

@@ -187,7 +187,8 @@ def _run_on_virtual_ranks(arguments: argparse.Namespace, run_rank: Callable[[Tra
 def needs_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Return whether ranks have to be started; LaunchError if they cannot run."""
     has_hosts = arguments.resources is not None or arguments.source is not None
-    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and not has_hosts):
+    is_single = arguments.ranks is None or (arguments.ranks == 1 and arguments.sync_policy is None)
+    if job is not None or (is_single and arguments.restarts is None and not has_hosts):
         return False
     require_mpirun(os.environ)
     if not arguments.force and not has_hosts:

@@ -95,13 +95,14 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
                 f"{option}: applies to a single MPI job, but the strategy needs servers; leave it out, {remedy}"
             )
     _check_existing_checkpoints(arguments)
-    if detect_job(os.environ) is not None or ranks == 1:
+    may_be_single = arguments.sync_policy is not None  # a worker of neondist train
+    if detect_job(os.environ) is not None or (ranks == 1 and not may_be_single):
         raise LaunchError(
             "strategy: needs servers, which neondist run FILE.yaml -n P starts if P ranks form several replicas;"
             f" {remedy[3:]}"
         )
     shape = experiment_grid_shape(experiment, ranks)
-    if shape.replicas == 1:
+    if shape.replicas == 1 and not may_be_single:
         raise LaunchError(
             f"strategy: servers are for several replicas, but {ranks} ranks form a single replica;"
             f" set grid.replicas, {remedy}"

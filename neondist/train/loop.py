@@ -136,7 +136,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 credited = master is None or master.finish_minibatch()
                 if credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
-                    totals.skipped += seen - run.samples_seen - len(batch)  # nonzero only for samples of other workers
+                    totals.elsewhere += seen - run.samples_seen - len(batch)  # 0 without other workers
                     run.samples_seen = seen
                     if math.isfinite(run.loss):
                         totals.loss += run.loss * len(batch)
@@ -152,7 +152,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
         run.stop = _STOPPED_WHILE_WAITING
     if master is not None and run.stop is not None:
         return
-    totals.skipped += len(split) - run.samples_seen
+    totals.elsewhere += len(split) - run.samples_seen
     run.samples_seen = len(split)
     if model.whole_model.remote_update is not None and run.epoch + 1 >= run.epochs:
         model.whole_model.remote_update.pull_final_values()
@@ -203,7 +203,7 @@ def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> 
 
 def record_epoch_and_reset_totals(run: TrainState, evaluation: Record) -> None:
     """Count the epoch, append its record, with the results of its evaluation, and reset the totals."""
-    totals, seen = run.totals, run.samples_seen
+    totals, trained = run.totals, run.samples_seen - run.totals.elsewhere
     sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
     scaler, scaling = run.model.whole_model.loss_scaler, {}
     if scaler is not None:
@@ -214,10 +214,10 @@ def record_epoch_and_reset_totals(run: TrainState, evaluation: Record) -> None:
         Record(
             epoch=run.epoch,
             step=run.step,
-            train_loss=totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
+            train_loss=totals.loss / (trained - totals.skipped) if trained > totals.skipped else math.nan,
             **evaluation,
             seconds=totals.seconds,
-            samples_per_second=seen / max(totals.seconds, 1e-9),
+            samples_per_second=trained / max(totals.seconds, 1e-9),
             bytes_sent=sent,
             bytes_summed=summed,
             **scaling,

@@ -63,11 +63,12 @@ class EpochTotals:
 
     Attributes
     ----------
-    loss : sum of the losses of all samples except the skipped ones
+    loss : sum of the losses of the samples
     seconds : time spent on the epoch
     sent_before_resume, summed_before_resume : bytes that all ranks sent, and reduced, before a resume
     sent, summed : bytes that this rank has sent, and reduced, since then
-    skipped : samples not included in `loss`: those of other workers, and of steps with a non-finite loss
+    skipped : samples of steps with a non-finite loss, which are not included in `loss`
+    elsewhere : samples of other workers, which are not included in `loss` either
     """
 
     loss: float = 0.0
@@ -77,6 +78,7 @@ class EpochTotals:
     skipped: int = 0
     summed_before_resume: int = 0
     summed: int = 0
+    elsewhere: int = 0
 
     def sent_and_summed_bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
         """Return the bytes that all ranks have sent and reduced. Collective."""

@@ -202,7 +202,7 @@ def test_servers_average_the_requested_gradients(project):
         "--num-ps",
         "1",
     )
-    mode = "--grads-to-wait", "2", "--sync-version-tolerance", "1"
+    mode = "--grads-to-wait", "2", "--sync-version-tolerance", "1", "--num-minibatches-per-task", "1"
     code, out, err = run_command(
         build_command(*words, *mode, "--output", "run"), project, NEONDIST_TESTS_HIDE="matplotlib"
     )
@@ -210,6 +210,31 @@ def test_servers_average_the_requested_gradients(project):
     assert "applied: 64 records in each of 2 epochs, each once" in out, err
     folder = next((project / "run/servers").glob("checkpoint-*"))
     assert read_configuration(folder, 0, 1).fields["policy"] == SyncPolicy(True, 2, 1).to_json()
+    records = [*read_records("run"), *read_records("run/worker-1")]
+    for epoch in (1, 2):  # each worker counts its own records
+        trained = [one["samples_per_second"] * one["seconds"] for one in records if one["epoch"] == epoch]
+        assert sum(trained) == pytest.approx(64)
+
+
+@needs_mpirun
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "servers"), [(["--use-async"], 1), (["--num-ps", "2"], 2), (["--num-ps", "1", "--tiles", "2x1"], 1)]
+)
+def test_servers_of_a_single_worker_match_one_process(project, options, servers):
+    words = "train", write_model(project), *DATA_OPTIONS, "--minibatch-size", "16", "--num-epochs", "2"
+    assert main([*words, "--output", "local"]) == 0
+    strategy = "--distribution-strategy", "ParameterServerStrategy"
+    code, out, err = run_command(
+        build_command(*words, *strategy, *options, "--output", "run", "--force"),
+        project,
+        NEONDIST_TESTS_HIDE="matplotlib",
+    )
+    assert code == 0, err
+    assert "applied: 64 records in each of 2 epochs, each once" in out, err
+    assert len(list(next((project / "run/servers").glob("checkpoint-*")).iterdir())) == servers
+    losses = [[record["validation_loss"] for record in read_records(folder)] for folder in ("local", "run")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +249,9 @@ def test_servers_average_the_requested_gradients(project):
         (["--num-workers", "1:2"], SyncPolicy(True, 2)),
         (["--num-workers", "1:2", "--grads-to-wait", "1"], SyncPolicy(True, 1)),
         (["--num-workers", "2:2", "--use-async"], SyncPolicy(False, 1)),
+        (["--num-workers", "1"], None),
+        (["--num-workers", "1", "--num-ps", "1"], SyncPolicy(True, 1)),
+        (["--num-workers", "1:1", "--use-async"], SyncPolicy(False, 1)),
     ],
 )
 def test_sync_policies(project, options, policy):
@@ -241,8 +269,6 @@ def test_sync_policies(project, options, policy):
     [
         (["--num-workers", "2"], "Local has one worker"),
         (["--use-async"], "--use-async applies to ParameterServerStrategy"),
-        (["--distribution-strategy", "ParameterServerStrategy", "--use-async"], "several workers"),
-        (["--distribution-strategy", "ParameterServerStrategy", "--num-ps", "2"], "give --num-workers"),
         (["--lr-staleness-modulation"], "applies to ParameterServerStrategy"),
         ([*SERVER_OPTIONS, "--lr-staleness-modulation"], "give --use-async"),
         ([*SERVER_OPTIONS, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
@@ -265,7 +291,6 @@ def test_sync_policies(project, options, policy):
         ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "empty"], "lists 0 slots, too few for 2 workers; list more slots"),
         ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "absent"], "absent: no such file"),
         ([*ELASTIC_OPTIONS, "1:99999"], "this machine has"),
-        ([*ELASTIC_OPTIONS, "1:1"], "give --num-workers 2 or more, or MIN:2"),
         ([*SERVER_OPTIONS, "--wait", "1m"], "--wait applies to a varying number of workers"),
     ],
 )

@@ -68,7 +68,7 @@ class RunProgress:
         """Return the progress of a run. Collective."""
         totals = run.totals
         sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
-        sums = EpochTotals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before_resume=summed)
+        sums = replace(totals, sent_before_resume=sent, sent=0, summed_before_resume=summed, summed=0)
         counts = run.epoch, run.step, run.samples_seen, run.epoch_size, run.model.seed or 0
         scaler = run.model.whole_model.loss_scaler
         state = None if scaler is None else scaler.state()
