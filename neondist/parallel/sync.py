@@ -163,7 +163,7 @@ class Bucketed(GradientSync):
     ) -> None:
         super().__init__(grid, buffer, spans, num_world_gradients, num_uncompressed_gradients)
         own = self._create_buckets([span for span in spans if span[0] >= num_world_gradients], "replicas")
-        common = self._create_buckets([span for span in spans if span[1] <= self.num_uncompressed_gradients], "world")
+        common = self._create_buckets([span for span in spans if span[0] < self.num_uncompressed_gradients], "world")
         first = common.pop() if common else Bucket(self.world_message, "world", 0, 0)
         self.last_bucket = Bucket(buffer[: FLAG_HEADER_LENGTH + first.stop], "world", first.start, first.stop)
         self.early_buckets = [*own, *common]

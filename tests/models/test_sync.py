@@ -96,6 +96,22 @@ def test_buckets_cover_gradients_and_flags(monkeypatch, capacity):
         values = np.arange(FLAG_HEADER_LENGTH + 60.0)
 
 
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_ranks_without_weights_of_their_own_join_the_same_sums(ranks):
+    """All weights belong to tiles, and some tiles are empty."""
+
+    def job(comm, sync):
+        layers = [nd.LocalFilteringLayerDist(2, (3, 2), bias=True), nd.LocalFilteringLayerDist(2, 1)]
+        model = nd.ConvnetDist(layers, cost=nd.MSE(), dtype="float64", sync=sync)
+        model.build((4, 2, 1), 1, nd.ProcessGrid(comm))
+        loss = model.train_batch(model.scatter(np.ones((1, 4, 2, 1))), np.ones((1, 2, 1, 2)))
+        return model.state() | {"loss": np.array([loss])}
+
+    (expected,) = loopback.run(1, lambda comm: job(comm, "allreduce"))
+    for actual in loopback.run(ranks, lambda comm: job(comm, "bucketed"), timeout=10):
+        assert max_relative_difference(actual, expected) < 1e-12
+
+
 def test_unknown_synchronisers_are_rejected():
     with pytest.raises(nd.ConfigError, match="sync: expected 'allreduce' or 'bucketed', got the text 'ring'"):
         nd.Convnet([nd.FCLayer(4)], sync="ring")
