@@ -103,8 +103,8 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     if plan.needed_bytes <= limit and rows is None:
         return plan
     best, tried = _find_fastest_stream_plan(plan, compile_stream, regions, limit, rows)
-    if best is not None:
-        return best
+    if best is not None or plan.needed_bytes <= limit:
+        return best or plan
     needed = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in tried]
     count, smallest = min([(plan.needed_bytes, plan), *needed], key=lambda pair: pair[0])
     layer = max(smallest.layers, key=lambda layer: layer.max_view_cells * layer.input_shape[-1])

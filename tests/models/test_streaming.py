@@ -240,6 +240,12 @@ def test_images_that_fit_are_not_streamed():
     assert make_chain_model(memory="8GiB").plan((512, 512, 3), nd.GridShape(1, 2)).stream is None
 
 
+@pytest.mark.parametrize("strips", [2, "auto"])
+def test_strips_and_memory_for_a_network_that_cannot_be_streamed(strips):
+    model = nd.Convnet([nd.ConvLayer(2, 3, padding=1, padding_mode="wrap")], memory=AMPLE_MEMORY, strips=strips)
+    assert model.plan((6, 5, 2)).stream is None
+
+
 def test_insufficient_memory_is_rejected():
     layers = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap"), nd.FCLayer(4)]
     with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs at least .*, .* layer 'conv2'"):
