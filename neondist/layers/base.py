@@ -6,6 +6,7 @@ makes the view: it is a SerialArray, or a GlobalArray if the mixin `Dist` is the
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -257,6 +258,18 @@ class Layer(LayerDescription):
     @abstractmethod
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view, given dy of the outputs; fill `ctx.grads` with this rank's contributions."""
+
+    def check_signatures(self) -> None:
+        """Raise ConfigError if `forward` or `backward` cannot be called with a context and an array."""
+        for name, argument in (("forward", "view"), ("backward", "dy")):
+            signature = inspect.signature(getattr(self, name))
+            try:
+                signature.bind(None, None)
+            except TypeError:
+                raise ConfigError(
+                    f"{name}{signature}: takes other arguments than the context of the call and an array; define"
+                    f" {name}(self, ctx, {argument}) (docs/adding_a_layer.md)"
+                ) from None
 
     def restore_output(self, ctx: StepContext, y: Any) -> None:
         """Write the output of `forward` into y; called if `can_restore_output`."""

@@ -45,6 +45,7 @@ class LayerModel(TrainableModel):
         if self.parameters is None:
             name = type(self).__name__
             raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
+        self.parameters.check_layers_not_rebuilt()
         return self.parameters
 
     @property
@@ -59,7 +60,8 @@ class LayerModel(TrainableModel):
 
     def ledger(self) -> Ledger:
         """Return all messages and reductions since `build`, with their counts, sizes and receivers."""
-        return collect_message_counts(self.leaves, self._named_reductions(), self.grid.replica * self.grid.shape.tiles)
+        reductions = self._named_reductions()
+        return collect_message_counts(self.leaves, reductions, self.grid.replica * self.grid.shape.tiles)
 
     @property
     def schemes(self) -> dict[str, ExchangePolicy]:
@@ -78,13 +80,14 @@ class LayerModel(TrainableModel):
 
     def enable_guards(self, seed: int) -> None:
         """Check a user's layers and border schemes in every later step of a built model; see DebugHalo."""
-        self.executor, self.last_pass = guard_executor(self.executor, self.leaves, seed), None
+        leaves = list(self.built_parameters.layers.values())
+        self.executor, self.last_pass = guard_executor(self.executor, leaves, seed), None
 
     def use_averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
-        average = self.slots.get(AVERAGE_SLOT)
+        parameters, average = self.built_parameters, self.slots.get(AVERAGE_SLOT)
         has_average = average is not None and self.step != self.steps_without_optimizer
-        return self.built_parameters.replace_values_temporarily(average) if has_average else nullcontext()
+        return parameters.replace_values_temporarily(average) if has_average else nullcontext()
 
     def wait_for_messages(self) -> None:
         """Finish pending messages of the layers. Collective."""
@@ -92,6 +95,6 @@ class LayerModel(TrainableModel):
             layer.wait_for_messages()
 
     def _named_reductions(self) -> list[tuple[str, Reductions]]:
+        parameters = self.built_parameters
         layers = [(str(layer.name), array.reductions) for layer in self.leaves for array in layer.arrays]
-        whole = [(GRADIENTS, self.parameters.reductions)] if self.parameters is not None else []
-        return [*layers, (LOSS, self.output.reductions), *whole]
+        return [*layers, (LOSS, self.output.reductions), (GRADIENTS, parameters.reductions)]

@@ -377,6 +377,7 @@ class Model(LayerModel):
             incremented, and NaN is returned.
         """
         self.last_pass = None
+        targets = targets if hasattr(targets, "shape") else np.asarray(targets)
         batch = self._global_batch_size(x, batch_size)
         # with one sample, targets of global shape may be one replica's part
         if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
@@ -394,23 +395,23 @@ class Model(LayerModel):
 
     def scatter(self, images: Any) -> Any:
         """Return this rank's tile of images (N, *spatial, C) that are the same on every rank."""
-        return self.input.scatter(images)
+        return self._built().input.scatter(images)
 
     def scatter_output(self, dy: Any) -> Any:
         """Return this rank's part of an array of the output's shape that is the same on every rank."""
-        return self.output.scatter(dy)
+        return self._built().output.scatter(dy)
 
     def gather(self, y: Any) -> Any:
         """Return the whole output on every rank. Collective."""
-        return self.output.gather(y)
+        return self._built().output.gather(y)
 
     def gather_input(self, dx: Any) -> Any:
         """Return the whole input (or its gradient) on every rank. Collective."""
-        return self.input.gather(dx)
+        return self._built().input.gather(dx)
 
     def local_targets(self, targets: Any, batch_size: int) -> Any:
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""
-        return local_targets(targets, self.output, batch_size, self.input)
+        return local_targets(targets, self._built().output, batch_size, self.input)
 
     # Saving and loading.
 
@@ -420,6 +421,7 @@ class Model(LayerModel):
         self._compare_call_across_ranks("state", {})
         return gather_arrays(arrays)
 
+    @type_checked
     def load_state(self, state: dict[str, Any]) -> None:
         """Load arrays returned by `state`; before the first build, keep them until then."""
         if self.parameters is None:
@@ -427,7 +429,7 @@ class Model(LayerModel):
         else:
             self.parameters.version += 1
             self._parts_to_compare_across_ranks.add("weights")
-            load_arrays(self.parameters.arrays(), state, "state")
+            load_arrays(self.built_parameters.arrays(), state, "state")
 
     def gradients(self) -> dict[str, Any]:
         """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks. Collective."""
@@ -441,6 +443,7 @@ class Model(LayerModel):
         self._compare_call_across_ranks("optimizer_state", {})
         return gather_arrays(slots)
 
+    @type_checked
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load arrays returned by `optimizer_state`."""
         load_arrays(self.built_parameters.slot_arrays(self.slots), state, "optimiser state")
@@ -456,6 +459,11 @@ class Model(LayerModel):
         return self
 
     # Private methods.
+
+    def _built(self) -> Model:
+        """Return the model itself; raise ConfigError before `build`."""
+        _ = self.built_parameters
+        return self
 
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}

@@ -69,6 +69,7 @@ class ModelPass:
             raise PassOrderError(
                 f"backward: {reason} since the forward pass; run fprop of the batch right before bprop"
             )
+        parameters.check_layers_not_rebuilt()
         if len(dy) != self._run.samples:
             raise ShapeError(
                 f"dy has {counted(len(dy), 'sample')}, but the forward pass had {self._run.samples}; run fprop of"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays import rng
 from ..arrays.namespace import namespace
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from ..layers import Layer, ModelContext, Parameter
 from ..strategies.shares import OwnerBoxes
 from .parameters import Parameters
@@ -115,6 +115,15 @@ class LayerParameters(Parameters):
             dict.__setitem__(self.layers[shard.layer_name].state, shard.name, value)
         for shard, value in self.arrays():
             self._fill_initial_values(shard, value)
+
+    def check_layers_not_rebuilt(self) -> None:
+        """Raise ConfigError if a layer has been built into another model since."""
+        for name, layer in self.layers.items():
+            if layer.context is not self.context:
+                raise ConfigError(
+                    f"layer '{name}' has since been built into another model, which holds its arrays; create layers"
+                    " for each model, or build this model again"
+                )
 
     def reset_gradients(self) -> None:
         """Set all gradients to zero."""

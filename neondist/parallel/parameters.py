@@ -249,7 +249,7 @@ def gather_arrays(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any
 
 
 def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], source: str) -> None:
-    """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if names or shapes differ."""
+    """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if names, shapes or dtypes differ."""
     shards = {shard.full_name: shard for shard, _ in arrays}
     missing, unknown = sorted(shards.keys() - values.keys()), sorted(values.keys() - shards.keys())
     if missing or unknown:
@@ -257,11 +257,15 @@ def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any]
             f"{source} does not fit the model: missing {', '.join(missing) or 'none'};"
             f" unknown {', '.join(unknown) or 'none'}; build the model with the layers with which it was saved"
         )
+    xp = namespace(arrays[0][1]) if arrays else np
+    values = {name: value if hasattr(value, "dtype") else xp.asarray(value) for name, value in values.items()}
     for name, shard in shards.items():
         if np.shape(values[name]) != shard.parameter.shape:
             raise ShapeError(
                 f"{source}: '{name}' has shape {np.shape(values[name])}, but the model's array has"
                 f" {shard.parameter.shape}; build the model with the sizes with which it was saved"
             )
+        if values[name].dtype.kind not in "biuf":
+            raise ShapeError(f"{source}: '{name}' has dtype {values[name].dtype}; convert it to real numbers")
     for shard, array in arrays:
         array[...] = namespace(array).asarray(shard.own_part_of(values[shard.full_name]))

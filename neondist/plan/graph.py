@@ -253,6 +253,7 @@ class GraphBuilder:
     def append_layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return its output value."""
         outer, self._current, shape = self._current, layer, self.shapes[value]
+        layer.check_signatures()
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
                 f"needs an image, but its input is a vector of shape {shape}; put this layer before the fully"

@@ -133,6 +133,23 @@ def test_dropout_rate_and_evaluation():
     np.testing.assert_array_equal(model.fprop(x, training=False), x)
 
 
+class WithoutContext(nd.Layer):
+    """Layer without the argument `ctx`."""
+
+    def forward(self, view):
+        return view
+
+    def backward(self, dy):
+        return dy
+
+
+class BackwardWithoutContext(WithoutContext):
+    """Layer without the argument `ctx` of `backward`."""
+
+    def forward(self, ctx, view):
+        return view
+
+
 class Untwinned(nd.Layer):
     """Layer without a distributed class."""
 
@@ -181,6 +198,40 @@ MISTAKES = {
     "vector": (lambda: nd.Convnet([nd.FCLayer(1)]).build((5,), 1), ShapeError, "use an MLP for vectors"),
     "mlp": (lambda: nd.MLP([nd.ConvLayer(1, 1)]).build((5, 5, 1), 1), ConfigError, "use Convnet"),
     "not built": (lambda: nd.Convnet([nd.FCLayer(1)]).fprop(np.zeros((1, 2, 2, 1))), ConfigError, "not built yet"),
+    "not built for scatter": (lambda: nd.Convnet([nd.FCLayer(1)]).scatter(np.zeros(1)), ConfigError, "not built yet"),
+    "not built for gather": (lambda: nd.Convnet([nd.FCLayer(1)]).gather(np.zeros(1)), ConfigError, "not built yet"),
+    "not built for gradients of the output": (
+        lambda: nd.Convnet([nd.FCLayer(1)]).scatter_output(np.zeros(1)),
+        ConfigError,
+        "not built yet",
+    ),
+    "not built for gradients of the input": (
+        lambda: nd.Convnet([nd.FCLayer(1)]).gather_input(np.zeros(1)),
+        ConfigError,
+        "not built yet",
+    ),
+    "not built for messages": (lambda: nd.Convnet([nd.FCLayer(1)]).ledger(), ConfigError, "not built yet"),
+    "not built for guards": (
+        lambda: nd.DebugHalo().guard(nd.Convnet([nd.FCLayer(1)])),
+        ConfigError,
+        "not built yet",
+    ),
+    "forward without context": (
+        lambda: nd.Convnet([WithoutContext()]).plan((5, 5, 1)),
+        ConfigError,
+        r"layer 0 'without_context1'.*: forward\(view\): .*; define forward\(self, ctx, view\)",
+    ),
+    "backward without context": (
+        lambda: nd.Convnet([BackwardWithoutContext()]).plan((5, 5, 1)),
+        ConfigError,
+        r"backward\(dy\): .*; define backward\(self, ctx, dy\)",
+    ),
+    "no state": (lambda: build_small_model().load_state(None), ConfigError, "state: expected a mapping, got None"),
+    "state without numbers": (
+        lambda: (model := build_small_model()).load_state(model.state() | {"fc1/bias": [None] * 3}),
+        ShapeError,
+        "state: 'fc1/bias' has dtype object; convert it to real numbers",
+    ),
     "no distributed class": (
         lambda: nd.distribute(nd.Convnet([Untwinned()])),
         ConfigError,
@@ -209,6 +260,28 @@ MISTAKES = {
 def test_error_messages(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_targets_and_state_may_be_lists():
+    model, x = build_small_model(), np.ones((2, 5, 4, 1))
+    before = model.state()
+    loss = model.train_batch(x, np.array([0, 2]))
+    model.load_state({name: array.tolist() for name, array in before.items()})
+    assert model.train_batch(x, [0, 2]) == loss
+
+
+def test_models_do_not_share_layers():
+    shared, x = nd.ConvLayer(2, 3), np.ones((1, 5, 5, 1))
+    first, second = nd.Convnet([shared]), nd.Convnet([shared, nd.FCLayer(2)])
+    first.build((5, 5, 1), 1)
+    run = first.forward(x)
+    second.build((5, 5, 1), 1)
+    second.train_batch(x, [0])
+    for use in (lambda: first.fprop(x), lambda: run.backward(run.output), first.state, lambda: first.load_state({})):
+        with pytest.raises(ConfigError, match="layer 'conv1' has since been built into another model"):
+            use()
+    first.build((5, 5, 1), 1)
+    assert np.array_equal(first.fprop(x), run.output)
 
 
 def test_rank_error_messages():
