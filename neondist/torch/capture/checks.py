@@ -100,6 +100,17 @@ def checksum_of(tensor: torch.Tensor) -> int:
     return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy().data, start))
 
 
+class _BackwardPass:
+    """State of the current backward pass, shared by the models of a grid."""
+
+    def __init__(self) -> None:
+        self.task_id = -1
+        self.output_versions = WeakIdKeyDictionary()
+        # gradients that losses, and models that read outputs of others, have sent in this pass, by the output's id;
+        # None: to tensors computed from outputs
+        self.sent_gradients: dict[int | None, list[torch.Tensor]] = {}
+
+
 class BackwardCheck:
     """Check that all ranks begin a backward pass together, and warn about losses not computed by `model.loss`.
 
@@ -114,17 +125,23 @@ class BackwardCheck:
 
     def __init__(self, grid: ProcessGrid, values: Mapping[str, Any]) -> None:
         self._grid, self._values = grid, values
-        self._autograd_task_id, self._has_warned, self._loss_count = -1, False, 0
-        self._output_versions = WeakIdKeyDictionary()
-        # gradients that losses have sent in this pass, by the output's id; None: to tensors computed from outputs
-        self._loss_gradients: dict[int | None, list[torch.Tensor]] = {}
+        self._has_warned, self._loss_count = False, 0
+        self._pass: _BackwardPass = grid.cached_objects.setdefault(_BackwardPass, _BackwardPass())
+
+    def alias_of_output(self, output: Any) -> Any:
+        """Return an alias of an output, which receives no gradients of uses of this output within the module."""
+        return output.view_as(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
 
     def check_gradient_of_output(self, output: torch.Tensor, is_target: Callable[..., Any]) -> None:
         """Check the gradient that arrives at an output; `is_target` recognises results of `scatter_target`."""
         if self._grid.size > 1 and output.requires_grad:
             key = id(output)
             output.register_hook(lambda gradient: self._check_output_gradient(gradient, key, is_target))
-            self._output_versions[output] = output._version
+            self._pass.output_versions[output] = output._version
+
+    def alias_for_model(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an input for a model to read; gradients that it sends to outputs of other models are expected."""
+        return tensor if tensor.is_leaf else self.alias_for_loss(tensor)
 
     def check_backward_of_loss(self, loss: torch.Tensor) -> None:
         """Compare `values` over all ranks when the backward pass of a loss begins."""
@@ -136,7 +153,7 @@ class BackwardCheck:
         """Return an alias of a tensor for a loss to read, and record the gradient that the loss sends back."""
         if self._grid.size == 1 or not tensor.requires_grad:
             return tensor
-        key = id(tensor) if self._output_versions.get(tensor) == tensor._version else None
+        key = id(tensor) if self._pass.output_versions.get(tensor) == tensor._version else None
         alias = tensor.view_as(tensor)
         alias.register_hook(lambda gradient: self._record_loss_gradient(gradient, key))
         return alias
@@ -148,20 +165,22 @@ class BackwardCheck:
     def _check_backward_begins(self, call: str, values: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._grid.check(call, {**self._values, **values})
         task = torch._C._current_graph_task_id()
-        if self._autograd_task_id != task:
-            self._autograd_task_id = task
-            self._loss_gradients.clear()
+        if self._pass.task_id != task:
+            self._pass.task_id = task
+            self._pass.sent_gradients.clear()
 
     def _record_loss_gradient(self, gradient: torch.Tensor, key: int | None) -> None:
-        if self._autograd_task_id != torch._C._current_graph_task_id():  # gathered output: arrives before any loss's
+        if self._pass.task_id != torch._C._current_graph_task_id():  # gathered output: arrives before any loss's
             self._check_backward_begins("backward of an output")
-        self._loss_gradients.setdefault(key, []).append(gradient)
+        sent = self._pass.sent_gradients.setdefault(key, [])
+        if key is not None:
+            sent.append(gradient)
 
     def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_target: Callable[..., Any]) -> None:
-        if self._autograd_task_id != torch._C._current_graph_task_id():
+        if self._pass.task_id != torch._C._current_graph_task_id():
             self._check_backward_begins("backward of an output")
-        sent = self._loss_gradients.pop(key, [])
-        if self._has_warned or None in self._loss_gradients or is_target(gradient):
+        sent = self._pass.sent_gradients.pop(key, [])
+        if self._has_warned or None in self._pass.sent_gradients or is_target(gradient):
             return
         if not sent or not _is_sum_of(gradient, sent):
             self._has_warned = True

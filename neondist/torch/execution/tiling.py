@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..ir.layout import (
     NeededRanges,
     axes_of,
     default_layout,
+    local_indices,
     local_shape,
     ranges_at_place,
     replicated,
@@ -29,6 +30,13 @@ from .runner import Runner
 def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
     """Attach the whole tensor's layout to a tile that no model has returned."""
     tensor.neondist_layout = layout  # type: ignore[attr-defined]
+
+
+def _is_alias(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Return whether a tensor has the same elements as another in the same memory, as the result of `detach` has."""
+    if other is None or tensor.shape != other.shape or tensor.stride() != other.stride() or not tensor.numel():
+        return False
+    return tensor.dtype == other.dtype and tensor.data_ptr() == other.data_ptr()
 
 
 class Tiling:
@@ -48,9 +56,12 @@ class Tiling:
     def __init__(self, comm: MeshComm, shapes: Iterable[Sequence[int]]) -> None:
         self.comm = comm
         self.set_input_shapes(shapes)
-        # layouts of the tensors returned to the user, by id, while these tensors exist
-        self._layouts_by_id: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
-        self._gather_runners: dict[tuple[Layout, torch.dtype], Runner] = {}
+        # of the tensors that models of this grid returned to the user: layouts by id, while these tensors exist; and
+        # all layouts, by global shape
+        self._layouts_by_id: dict[int, tuple[weakref.ref[torch.Tensor], Layout]]
+        self._returned_layouts: dict[tuple[int, ...], dict[Layout, None]]
+        self._layouts_by_id, self._returned_layouts = comm.grid.cached_objects.setdefault((Tiling, comm.mesh), ({}, {}))
+        self._runners: dict[tuple[Layout, Layout, torch.dtype], Runner] = {}
 
     def set_input_shapes(self, shapes: Iterable[Sequence[int]]) -> None:
         """Set the global shapes of the inputs of subsequent passes."""
@@ -69,15 +80,48 @@ class Tiling:
         """Remember the layout of a tensor while it exists."""
         key, layouts = id(tensor), self._layouts_by_id
         layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
+        self._returned_layouts.setdefault(shape_of(layout), {})[layout] = None
 
     def indices_without_layout(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the indices of tensors that neither the model nor `local_part` has returned."""
         return [at for at, tensor in enumerate(tensors) if self.layout_of(tensor) is None]
 
     def layout_of(self, tensor: torch.Tensor) -> Layout | None:
-        """Return the layout of a tensor that the model or `scatter` has returned; None for other tensors."""
+        """Return the layout of a tensor that a model or `scatter` has returned, or of its detach(); None for others."""
         reference, layout = self._layouts_by_id.get(id(tensor), (None, None))
-        return layout if reference is not None and reference() is tensor else getattr(tensor, "neondist_layout", None)
+        if reference is not None and reference() is tensor:
+            return layout
+        aliases = (known for reference, known in tuple(self._layouts_by_id.values()) if _is_alias(tensor, reference()))
+        return getattr(tensor, "neondist_layout", None) or next(aliases, None)
+
+    def indices_of_ambiguous_inputs(self, tiles: Sequence[Any]) -> list[int]:
+        """Return the indices of inputs of unknown layout that may be partitioned in another way than the module's."""
+        return [
+            at
+            for at, (tile, layout) in enumerate(zip(tiles, self.input_layouts, strict=False))
+            if isinstance(tile, torch.Tensor)
+            and self._returned_layouts.get(shape_of(layout), {}).keys() - {layout}
+            and self.layout_of(tile) is None
+        ]
+
+    def layouts_of_moved_inputs(self, tiles: Sequence[Any], ambiguous: Sequence[int]) -> dict[int, Layout]:
+        """Return, by index, the layouts of inputs that are partitioned in another way than the module's inputs.
+
+        Collective if there are ambiguous inputs, which are recognised by their local shapes on all ranks.
+        """
+        expected = dict(enumerate(self.input_layouts[: len(tiles)]))
+        candidates = {at: [expected[at], *self._returned_layouts[shape_of(expected[at])]] for at in ambiguous}
+        layouts = {at: self.layout_of(tiles[at]) for at in expected if isinstance(tiles[at], torch.Tensor)}
+        layouts |= {at: fitting[0] for at, fitting in self._layouts_by_shape(tiles, candidates).items() if fitting}
+        return {
+            at: layout
+            for at, layout in layouts.items()
+            if layout not in (None, expected[at]) and shape_of(layout) == shape_of(expected[at])
+        }
+
+    def redistribute_input(self, tile: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
+        """Return this rank's part of an input, given its part in another layout. Differentiable and collective."""
+        return self._runner(layout, self.input_layouts[index], tile.dtype)([tile], {}, {})[0]
 
     def local_part(self, whole: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
         """Return this rank's part of a replicated tensor or, if `ranges` is given, the larger range along each axis."""
@@ -141,27 +185,54 @@ class Tiling:
             Returns the layouts of the module's outputs.
         """
         layouts = [self.layout_of(tensor) for tensor in tensors]
-        place, world = self.comm.place, self.comm.grid.world
         unknown = [at for at, layout in enumerate(layouts) if layout is None]
         known = self._known_layouts(outputs()) if unknown else []
         candidates = {
             at: self._candidates(tensors[at], known, first_target is not None and at >= first_target) for at in unknown
         }  # the same on all ranks
-        fit = [
-            [i for i, layout in enumerate(candidates[at]) if local_shape(layout, place) == tuple(tensors[at].shape)]
-            for at in unknown
-        ]
-        every = world.allgather(fit) if unknown and world.size > 1 else [fit]
-        for k, at in enumerate(unknown):
-            common = set.intersection(*(set(other[k]) for other in every))
-            if not common:
+        for at, fitting in self._layouts_by_shape(tensors, candidates).items():
+            if not fitting:
                 raise ShapeError(
                     f"rank {self.comm.grid.rank}: no tensor of this model has a part of shape"
                     f" {tuple(tensors[at].shape)} on this rank; pass model.loss and model.gather only tensors"
                     " returned by the model, scatter or scatter_target"
                 ).on_all_ranks()
-            layouts[at] = candidates[at][min(common)]
+            layouts[at] = fitting[0]
         return [layout for layout in layouts if layout is not None]
+
+    def _layouts_by_shape(
+        self, tensors: Sequence[torch.Tensor], candidates: Mapping[int, Sequence[Layout]]
+    ) -> dict[int, list[Layout]]:
+        """Return, for some of the tensors, the candidates that have the tensor's shape on all ranks. Collective."""
+        place, world = self.comm.place, self.comm.grid.world
+        fit = {
+            at: [i for i, layout in enumerate(layouts) if local_shape(layout, place) == tuple(tensors[at].shape)]
+            for at, layouts in candidates.items()
+        }
+        every = world.allgather(fit) if fit and world.size > 1 else [fit]
+        fitting = {
+            at: [c[i] for i in fit[at] if all(i in other[at] for other in every)] for at, c in candidates.items()
+        }
+        for at, layouts in fitting.items():
+            if not all(self._has_same_parts(layout, layouts[0]) for layout in layouts):
+                raise ShapeError(
+                    f"rank {self.comm.grid.rank}: a tensor of shape {tuple(tensors[at].shape)} was computed from"
+                    " tensors partitioned in different ways; compute it in the module or in the criterion"
+                ).on_all_ranks()
+        return fitting
+
+    def _has_same_parts(self, layout: Layout, other: Layout) -> bool:
+        """Return whether every rank has the same indices in two layouts, unless these have different global shapes."""
+        places = map(self.comm.mesh.place, range(self.comm.mesh.size))
+        return (
+            layout == other
+            or shape_of(layout) != shape_of(other)
+            or all(
+                local_indices(dim, place) == local_indices(dim_of_other, place)
+                for place in places
+                for dim, dim_of_other in zip(layout, other, strict=True)
+            )
+        )
 
     def _known_layouts(self, outputs: Sequence[Layout]) -> list[Layout]:
         return [*outputs, *self.input_layouts]  # a criterion may resize an output to the extents of the image
@@ -185,19 +256,21 @@ class Tiling:
         """
         if not axes_of(layout):
             return tile if differentiable else tile.detach().clone()
-        key = layout, tile.dtype
-        if key not in self._gather_runners:
-            self._gather_runners[key] = self._plan_gather(*key)
+        runner = self._runner(layout, replicated(shape_of(layout)), tile.dtype)
         if differentiable:
-            return self._gather_runners[key]([tile], {}, {})[0]
+            return runner([tile], {}, {})[0]
         with torch.no_grad():
-            return self._gather_runners[key]([tile.detach()], {}, {})[0]
+            return runner([tile.detach()], {}, {})[0]
 
-    def _plan_gather(self, layout: Layout, dtype: torch.dtype) -> Runner:
-        mesh, rank = self.comm.mesh, self.comm.grid.rank
-        builder = PlanBuilder(mesh, rank)
-        builder.where = OperatorPosition("gather", "", "")
-        value = builder.new_input(layout, dtype)
-        whole_value = builder.gather(value)
-        plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [whole_value.id], {})
-        return Runner(self.comm, plan)
+    def _runner(self, layout: Layout, target: Layout, dtype: torch.dtype) -> Runner:
+        """Return the runner that converts tensors from a layout to another."""
+        key = layout, target, dtype
+        if key not in self._runners:
+            mesh, rank = self.comm.mesh, self.comm.grid.rank
+            builder = PlanBuilder(mesh, rank)
+            builder.where = OperatorPosition("redistribute" if axes_of(target) else "gather", "", "")
+            value = builder.new_input(layout, dtype)
+            result = builder.partition_as(value, target) if axes_of(target) else builder.gather(value)
+            plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [result.id], {})
+            self._runners[key] = Runner(self.comm, plan)
+        return self._runners[key]

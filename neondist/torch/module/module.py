@@ -89,17 +89,19 @@ class DistributedModule(nn.Module):
         self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
             state, prepared = self.programs.current_state_and_program()
-            self._check_tiles(tiles, prepared)
+            self._check_tiles(tiles, prepared, {})
             if prepared.runs_module:
                 return self._run_module(tiles, state, prepared)
         error, values = None, dict[str, Any]()
         changes: tuple[int, ...] = ()
+        moved = self._layouts_of_moved_inputs(tiles)
         try:
             prepared = self.programs.current
             parameters, buffers = self.programs.watch.named_parameters_and_buffers()
-            self._check_tiles(tiles, prepared)
+            self._check_tiles(tiles, prepared, moved)
             check_parameter_shapes(prepared.runner.plan, parameters, buffers)
             values |= self._values_to_compare(tiles, prepared, parameters)
+            values |= {f"the layout of input {at}": layout for at, layout in moved.items()}
             changes = version_counters([*parameters.values(), *buffers.values()])
             if len(self._versions) == len(changes):
                 changes = tuple(current - before for current, before in zip(changes, self._versions, strict=True))
@@ -110,13 +112,26 @@ class DistributedModule(nn.Module):
         if self.training and self.step > 0 and self.step & (self.step - 1) == 0:  # a power of two
             check_weight_drift(self.grid.world, parameters, self.step)
         self.comm.phase = Phase(self.training, self.step)
-        outputs = prepared.runner(tiles, parameters, buffers)
+        tiles = tuple(map(self.backward_check.alias_for_model, tiles))
+        tiles = tuple(
+            self.tiling.redistribute_input(tile, moved[at], at) if at in moved else tile
+            for at, tile in enumerate(tiles)
+        )
+        outputs = list(map(self.backward_check.alias_of_output, prepared.runner(tiles, parameters, buffers)))
         self.step += self.training
         if torch.is_grad_enabled():
             # torch.utils.checkpoint reruns a forward pass until it has all saved tensors: the last tensor must be saved
             # after all messages, or ranks could stop before different messages
             torch.zeros((), requires_grad=True).exp()
         return self._record_layouts(pytree.tree_unflatten(outputs, prepared.output_tree), prepared.layouts)
+
+    def _layouts_of_moved_inputs(self, tiles: Sequence[Any]) -> dict[int, Layout]:
+        """Return, by index, the layouts of inputs, such as outputs of other models, that must be redistributed."""
+        if self.execution.tiles_may_have_margins or self.grid.size == 1:
+            return {}
+        if ambiguous := self.tiling.indices_of_ambiguous_inputs(tiles):
+            self.grid.check("forward", {"the model": self._name, "the list of inputs not from a model": ambiguous})
+        return self.tiling.layouts_of_moved_inputs(tiles, ambiguous)
 
     def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
@@ -323,7 +338,7 @@ class DistributedModule(nn.Module):
     def _output_layouts(self) -> list[Layout]:
         return self.programs.current.output_layouts
 
-    def _check_tiles(self, tiles: Sequence[Any], prepared: CompiledProgram) -> None:
+    def _check_tiles(self, tiles: Sequence[Any], prepared: CompiledProgram, moved: Mapping[int, Layout]) -> None:
         count, plan = len(self.tiling.input_layouts), prepared.runner.plan
         if len(tiles) != count:
             raise ShapeError(
@@ -332,7 +347,7 @@ class DistributedModule(nn.Module):
         for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, prepared.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)
             expected = plan.values[plan.inputs[at]].local
-            if tuple(tile.shape) != expected:
+            if at not in moved and tuple(tile.shape) != expected:
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"
                     f" {shape_of(layout)} is {expected}; cut the image with model.scatter(image)"
