@@ -34,7 +34,14 @@ from .constants import remove_number_reads, track_known_values
 from .no_grad import detach_no_grad_values
 from .persistent_state import restore_after_capture
 from .regions import PartitioningConverter
-from .tracing import InputSpecs, allow_self_assignment, hide_printed_graph, tracing, user_frames
+from .tracing import (
+    InputSpecs,
+    allow_self_assignment,
+    hide_printed_graph,
+    register_dataclasses_of_outputs,
+    tracing,
+    user_frames,
+)
 
 RANDOM_KEY_STRIDE = 1000
 """Stride of random-number keys between operators; exceeds the keys of one operator."""
@@ -72,6 +79,7 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
         with (
             restore_after_capture(module, inputs) as asks,
+            register_dataclasses_of_outputs(module),
             hide_printed_graph(),
             allow_self_assignment(),
             torch.set_grad_enabled(gradients or not asks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import os
@@ -18,6 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ..ir.errors import CaptureError
@@ -41,6 +44,7 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
         torch.enable_grad(),
         _disable_autocast(),
         _disable_argument_validation(),
+        _disable_parametrization_cache(),
     ):
         try:
             yield
@@ -123,6 +127,32 @@ def _disable_argument_validation() -> Iterator[None]:
         checks(before)
 
 
+@contextmanager
+def _disable_parametrization_cache() -> Iterator[None]:
+    """Keep traced tensors out of the cache of `torch.nn.utils.parametrize.cached`, and its tensors out of the trace."""
+    cache: Any = parametrize
+    before = cache._cache_enabled, cache._cache
+    cache._cache_enabled, cache._cache = 0, {}
+    try:
+        yield
+    finally:
+        cache._cache_enabled, cache._cache = before
+
+
+@contextmanager
+def register_dataclasses_of_outputs(module: nn.Module) -> Iterator[None]:
+    """Register the dataclasses that a module returns, which torch.export and `gather` otherwise reject."""
+
+    def register(outputs: Any) -> None:
+        for leaf in pytree.tree_leaves(outputs):
+            if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                torch.export.register_dataclass(type(leaf))
+                register(leaf)
+
+    with module.register_forward_hook(lambda _module, _inputs, outputs: register(outputs)):
+        yield
+
+
 def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     input_shapes = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = user_frames("".join(_traceback_lines(error)))
@@ -135,6 +165,11 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
         why = (
             "an if, a float() or an .item() needs the value of a tensor; a module's computation may depend on the"
             " shapes of tensors, but not on their values: use torch.where instead"
+        )
+    if "DynamicOutputShape" in name:
+        why = (
+            f"the shape of a result of {first} depends on the values of tensors; a module's computation may depend on"
+            " the shapes of tensors, but not on their values"
         )
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -177,6 +178,63 @@ def test_user_output_is_printed(capsys):
     with pytest.raises(nd.ConfigError, match="needs the value of a tensor"):
         capture_module(module, [(SHAPE, torch.float32)])
     assert set(capsys.readouterr().err.split()) == {"mine"}
+
+
+def test_cached_parametrizations():
+    """With `parametrize.cached()`, one rank runs the module itself."""
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 1)))
+    image, expected = torch.ones(SHAPE), module(torch.ones(SHAPE))
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(module, SHAPE, grid)
+            return [model.gather(model(model.scatter(image))) for _ in range(2)]
+
+    for ranks in (1, 2):
+        with nn.utils.parametrize.cached():
+            results = nd.loopback.run(ranks, body)
+        for outputs in results:
+            for output in outputs:
+                torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
+
+
+@dataclass
+class Statistics:
+    mean: torch.Tensor
+    unused: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    image: torch.Tensor
+    others: list
+    name: str = "prediction"
+
+
+class Predictor(nn.Conv2d):
+    def forward(self, x):
+        y = super().forward(x)
+        return Prediction(y, [Statistics(y.mean((2, 3)))])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_dataclasses_as_outputs(ranks):
+    module = Predictor(2, 3, 3)
+    expected = module(torch.ones(SHAPE))
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(module, SHAPE, grid)
+            output = model(model.scatter(torch.ones(SHAPE)))
+            loss = model.loss(lambda y, _: y.image.sum() + y.others[0].mean.sum(), output, None)
+            return loss.detach(), model.gather(output)
+
+    for loss, output in nd.loopback.run(ranks, body):
+        assert (type(output), type(output.others[0]), output.name) == (Prediction, Statistics, "prediction")
+        assert output.others[0].unused is None
+        torch.testing.assert_close(output.image, expected.image)
+        torch.testing.assert_close(output.others[0].mean, expected.others[0].mean)
+        torch.testing.assert_close(loss, expected.image.sum() + expected.others[0].mean.sum())
 
 
 @pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel"])
