@@ -13,6 +13,7 @@ from ..errors import DataError
 
 _JPEG_CODECS, _WHOLE_JPEG_CODECS, _LERC_CODEC, _LERC_PARAMETERS_TAG = (6, 7, 34892, 33007), (7, 33007), 34887, 50674
 _BYTE_CODECS = (5, 8, 32946, 32773, 34925, 34926, 50000)  # LZW, deflate, PackBits, LZMA and Zstandard
+_GREY_CODES = (0, 1)  # MinIsWhite and MinIsBlack
 _PADDING_CODECS = (2, 3, 4, 22610, 34934)  # fax and JPEG XR, whose decoders make up missing data
 _MAX_PADDING_BYTES = 3  # bytes of padding that a segment may have
 _JPEG_START, _JPEG_END, _PROBE_BYTES = b"\xff\xd8", b"\xff\xd9", b"\x55\xaa" * 64
@@ -47,6 +48,13 @@ class SegmentDecoder:
             depth, length, width = page.tiledepth, page.tilelength, page.tilewidth
         length = length if page.is_tiled else min(length, page.shaped[2])
         self.segment_shape = (1, depth, length, width, page.shaped[4])
+        if page.compression == _LERC_CODEC and (
+            page.predictor != 1 or (page.parent.byteorder == ">" and dtype.itemsize > 1)
+        ):
+            raise DataError(
+                f"{path}: combines LERC with a predictor or with big-endian cells, which different readers decode"
+                " differently; rewrite it with deflate, with the program that wrote it"
+            )
         if page.compression in _BYTE_CODECS:
             bits = page.bitspersample if isinstance(page.bitspersample, int) else 8 * page.dtype.itemsize
             self._segment_bytes = depth * self.segment_shape[2] * -(-width * page.shaped[4] * bits // 8)
@@ -106,13 +114,21 @@ class SegmentDecoder:
         import imagecodecs
 
         key = self._keyframe
-        if key.planarconfig == 1:
+        not_colours = key.photometric in _GREY_CODES and key.samplesperpixel == 3 and not key.is_jfif
+        if key.planarconfig == 1 and not not_colours:
             return key.decode(data, index, jpegtables=page.jpegtables, jpegheader=key.jpegheader)
-        _, corner, extents = key.decode(None, index)  # tifffile assumes three channels in each colour plane
+        _, corner, extents = key.decode(None, index)
+        # tifffile assumes three channels in each colour plane, and libjpeg converts three channels without a marker
+        colours = "RGB" if key.planarconfig == 1 else None
         tile = imagecodecs.jpeg_decode(
-            data, bitspersample=key.bitspersample, tables=page.jpegtables, header=key.jpegheader
+            data,
+            bitspersample=key.bitspersample,
+            tables=page.jpegtables,
+            header=key.jpegheader,
+            colorspace=colours,
+            outcolorspace=colours,
         )
-        return tile[None, ..., None], corner, extents
+        return tile.reshape(1, *tile.shape[:2], -1), corner, extents
 
     def _decode_lerc(self, data: bytes, index: int) -> tuple[Any, Any, Any]:
         """Decode LERC; floating-point cells that are masked in LERC become NaN."""

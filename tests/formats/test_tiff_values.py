@@ -237,6 +237,19 @@ def test_slides_match_openslide(tmp_path):
     slide.close()
 
 
+@pytest.mark.parametrize(
+    ("count", "photometric"),
+    [*((n, "MINISBLACK") for n in (1, 2, 3, 4)), (3, "MINISWHITE"), (3, "RGB"), (4, "RGB"), (3, "YCBCR")],
+)
+def test_jpeg_bands(tmp_path, count, photometric):
+    """Read three bands that are not colours as they were written, without libjpeg's conversion to RGB."""
+    array = np.resize(SMOOTH, (count, *SHAPE))
+    for options in ({}, TILED, TILED | {"interleave": "band"}) if photometric != "YCBCR" else ({}, TILED):
+        write_tiff(tmp_path / "a.tif", array, compress="jpeg", photometric=photometric, **options)
+        difference = read(tmp_path / "a.tif").astype(int) - read_by_gdal(tmp_path / "a.tif")
+        assert np.abs(difference).max() <= (5 if photometric == "YCBCR" else 0)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("packing", ["lerc", "lerc_deflate", "lerc_zstd"])
 def test_lerc_masks(tmp_path, count, packing):
@@ -247,6 +260,21 @@ def test_lerc_masks(tmp_path, count, packing):
         write_tiff(tmp_path / "a.tif", array, compress=packing, **options)
         assert np.isnan(read_by_gdal(tmp_path / "a.tif")).sum() == np.isnan(array).sum()
         np.testing.assert_array_equal(read(tmp_path / "a.tif"), read_by_gdal(tmp_path / "a.tif"))
+
+
+def test_reject_lerc_with_different_readings(tmp_path):
+    """Reject predictors, which tifffile applies and GDAL does not, and GDAL's big-endian cells."""
+    tifffile.imwrite(tmp_path / "a.tif", SMOOTH[0], compression="lerc", predictor=True)
+    with pytest.raises(nd.DataError, match=r"LERC with a predictor or .* rewrite it with deflate"):
+        nd.open_source(tmp_path / "a.tif")
+    for dtype in ("uint8", "int16", "float32"):
+        array = draw_bands(1, dtype)
+        write_tiff(tmp_path / "a.tif", array, compress="lerc", endianness="big")
+        if dtype == "uint8":
+            np.testing.assert_array_equal(read(tmp_path / "a.tif"), np.moveaxis(array, 0, -1))
+        else:
+            with pytest.raises(nd.DataError, match="big-endian cells"):
+                nd.open_source(tmp_path / "a.tif")
 
 
 @pytest.mark.parametrize(
