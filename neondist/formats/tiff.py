@@ -34,8 +34,9 @@ from .tiff_tags import (
 )
 from .tiles import default_chunks
 
+_UNNAMED_PAGES = "IQ"
 _RENAMED_AXES = {"I": "Z", "Q": "Z", "R": "N"}
-"""replacements of tifffile's letters for pages of unknown meaning, which `neondist data convert` treats as depth"""
+"""tifffile's letters for pages without a name, which `neondist data convert` treats as depth, and for samples"""
 _ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = (274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8))
 _MAX_PLANES = 1_000_000
 _MASK_SUBFILE_BIT = 4  # a bit of the page's subfile type
@@ -85,10 +86,11 @@ class TIFFSource(TileSource):
         self._page_axes = [axis for axis, name in enumerate([*names, "C" if key.shaped[4] > 1 else ""]) if name]
         inner = "".join(names) + "C" * (key.shaped[4] > 1)
         full = list(zip(series.get_axes(False), series.get_shape(False), strict=True))
-        count, outer = prod(n for _, n in full) // prod(key.shaped), ""
+        count, outer, axes_known = prod(n for _, n in full) // prod(key.shaped), "", True
         while prod(leading) < count and full:
             name, n = full.pop(0)
             if n > 1:
+                axes_known &= name not in _UNNAMED_PAGES
                 name = _RENAMED_AXES.get(name, name)
                 outer += next(letter for letter in name + "NTMLKJ" if letter not in inner + outer)
                 leading.append(n)
@@ -119,8 +121,7 @@ class TIFFSource(TileSource):
             {"mask": None} if masks else {}
         )
         name = f"{path}:{name_in_file}" if name_in_file else str(path)
-        # samples per pixel are channels; unnamed pages may be samples or depth
-        axes_known = axes is not None or ("C" in inner and outer in ("", "Z"))
+        axes_known |= axes is not None or "C" in stored  # other unnamed pages may be samples, depth or channels
         super().__init__(
             name, "".join(named), shape, series.dtype, chunks, len(levels), metadata, axes_given=axes_known
         )

@@ -278,6 +278,26 @@ def test_channels_of_tiff_are_never_rows_or_columns(folder, tmp_path):
             )
 
 
+@pytest.mark.parametrize("axes", ["CYX", "TCYX", "ZCYX", "CZYX", "CTYX"])
+@pytest.mark.parametrize("name", ["a.ome.tif", "a.tif"])
+def test_channels_named_by_ome_or_shaped_metadata(folder, tmp_path, axes, name):
+    """Read channels that are pages, of an image with as many columns as channels."""
+    cells = np.random.default_rng(3).integers(0, 255, (2, 5, 6, 3), dtype=np.uint8)
+    extents = {"C": 3, "T": 2, "Z": 2, "Y": 5, "X": 6}
+    for columns in (6, 3):  # three columns as well as channels: no guess from extents
+        samples = cells[: 2 if len(axes) == 4 else 1, :, :columns]
+        order = ["NYXC".index(letter.translate(str.maketrans("TZ", "NN"))) for letter in axes]
+        stored = samples.transpose(order) if len(axes) == 4 else samples[0].transpose([n - 1 for n in order])
+        assert [extents[letter] for letter in axes][:-1] == list(stored.shape[:-1])
+        tifffile.imwrite(tmp_path / name, stored, photometric="minisblack", metadata={"axes": axes})
+        trained = TrainedModule(load_nets()["Dense"], folder / "dense.safetensors", "Dense")
+        with nd.ProcessGrid.serial() as grid:
+            predict_module(trained, tmp_path / name, tmp_path / "y.npy", grid, overwrite=True)
+            np.save(tmp_path / "samples.npy", samples)
+            predict_module(trained, tmp_path / "samples.npy", tmp_path / "z.npy", grid, overwrite=True)
+        np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.squeeze(np.load(tmp_path / "z.npy")))
+
+
 @pytest.fixture
 def grey_network(tmp_path):
     torch.manual_seed(2)

@@ -150,7 +150,8 @@ def open_images(
 def _shape_error(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
     expected = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
     actual = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
-    remedy = "" if axes else f", or the order of the axes, such as --axes C{SPATIAL_AXES[4 - len(sample_shape) :]}"
+    order = "other names" if axes else "the order"
+    remedy = f", or {order} of the axes, such as --axes C{SPATIAL_AXES[4 - len(sample_shape) :]}"
     return DataError(
         f"{path}: holds {actual}; the model takes ({expected}): give images of these axes and channels{remedy}"
     )
