@@ -12,6 +12,7 @@ from ..errors import ConfigError, DataError
 from ..io.hdf5 import (
     CheckedArray,
     DeferredErrorHDF5File,
+    array_names,
     convert_hdf5_errors,
     find_object,
     get_text_attribute,
@@ -53,9 +54,8 @@ class HDF5Source(TileSource):
                 self._name = self._resolve_name(name_in_file.strip("/")) or self._choose_default_array(path)
                 array = find_object(self._file, self._name)
                 if not _is_array(array):
-                    raise DataError(
-                        f"{path}: has no array '{self._name}'; it has {', '.join(self._array_names()) or 'none'}"
-                    )
+                    names = ", ".join(self._array_names() or array_names(self._file))
+                    raise DataError(f"{path}: has no array '{self._name}'; it has {names or 'none'}")
                 self._array = array
                 named, dtype, metadata = self._axes_dtype_metadata(array)
                 axes, name = axes or named, f"{path}:{self._name}" if name_in_file else path
@@ -90,10 +90,9 @@ class HDF5Source(TileSource):
         for name in (*_DEFAULT_ARRAY_NAMES, *(names if len(names) == 1 else ())):
             if name in names:
                 return name
-        choices = ", ".join(f"{path}:{name}" for name in names)
-
-        problem = f"several arrays; specify one of {choices}" if names else "no array; specify another file"
-        raise DataError(f"{path}: contains {problem}")
+        choices = ", ".join(f"{path}:{name}" for name in names or array_names(self._file))
+        problem = f"{'several arrays' if names else 'arrays in groups'}; specify one of {choices}"
+        raise DataError(f"{path}: contains {problem if choices else 'no array; specify another file'}")
 
     def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         """Return the axes (None if the file does not name them), the dtype of the values, and metadata for sinks."""

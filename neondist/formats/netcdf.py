@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..io.hdf5 import convert_hdf5_errors, find_object, get_text_attribute, is_numeric, iter_arrays, read_array
+from ..io.hdf5 import (
+    array_names,
+    convert_hdf5_errors,
+    find_object,
+    get_text_attribute,
+    is_numeric,
+    iter_arrays,
+    read_array,
+)
 from ..io.regular_file import open_regular
 from ..terminal.console import counted
 from . import conventions
@@ -58,7 +66,9 @@ class NetCDFSource(HDF5Source):
         if len(largest) == 1:
             return largest[0]
         if not ndims:
-            raise DataError(f"{path}: has no numeric variable of two or more dimensions; give a variable: {path}:NAME")
+            names = [name for name in array_names(self._file) if "/" in name]
+            choices = f"one in a group: {', '.join(f'{path}:{name}' for name in names)}" if names else f"{path}:NAME"
+            raise DataError(f"{path}: has no numeric variable of two or more dimensions; give a variable, {choices}")
         choices = ", ".join(f"{path}:{name}" for name in ndims)
         raise DataError(f"{path}: has several variables; specify one: {choices}")
 

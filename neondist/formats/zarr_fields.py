@@ -104,7 +104,8 @@ def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
         candidates = {key: a for key, a in candidates.items() if a.ndim == max(one.ndim for one in candidates.values())}
     if len(candidates) != 1:
         choices = ", ".join(f"{name}:{key}" for key in arrays)
-        problem = f"several arrays; specify one of {choices}" if arrays else "no array; specify another file"
+        missing = f"no array outside groups; specify one in a group, {name}:GROUP/ARRAY"
+        problem = f"several arrays; specify one of {choices}" if arrays else missing
         raise DataError(f"{name}: contains {problem}")
     return next(iter(candidates))
 

@@ -1,10 +1,12 @@
 """Sources read by boxes, and sinks written by boxes from any number of ranks."""
 
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import h5py
 import numpy as np
 import pytest
 
@@ -219,3 +221,29 @@ def test_invalid_arguments(tmp_path):
         pytest.raises(nd.ShapeError, match=r"cells of .*, got"),
     ):
         sink.write([(0, 4), (0, 4), (0, 1)], np.ones((4, 4, 1), "float32"))
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".nc", ".zarr"])
+def test_error_for_arrays_in_groups_states_a_path(tmp_path, suffix):
+    """Give a path for arrays that are only in groups, as in satellite products."""
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".h5":
+        with h5py.File(path, "w") as file:
+            file["PRODUCT/q"] = np.zeros((4, 5))
+    elif suffix == ".nc":
+        with pytest.importorskip("netCDF4", reason="made by netCDF4").Dataset(path, "w") as file:
+            group = file.createGroup("PRODUCT")
+            for name, size in (("y", 4), ("x", 5)):
+                group.createDimension(name, size)
+            group.createVariable("q", "f4", ("y", "x"))
+    else:
+        group = pytest.importorskip("zarr", reason="Zarr needs zarr").open_group(path, mode="w")
+        group.create_group("PRODUCT").create_array("q", shape=(4, 5), dtype="u1")
+    name = "GROUP/ARRAY" if suffix == ".zarr" else "PRODUCT/q"
+    with pytest.raises(nd.DataError, match=re.escape(f"{path}:{name}")):
+        nd.open_source(path)
+    if suffix != ".zarr":
+        with pytest.raises(nd.DataError, match=r"has no array .q.; it has .*PRODUCT/q"):
+            nd.open_source(f"{path}:q")
+    with nd.open_source(f"{path}:PRODUCT/q") as source:
+        assert source.shape == (4, 5, 1)
