@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ..io.files import write_text
 from ..terminal.console import counted, emit, escape_invisible
 from . import options
 
-_MASK_FOLDERS = ("masks", "labels")
+_IMAGE_FOLDERS, _MASK_FOLDERS = ("images", "imgs", "imagesTr"), ("masks", "labels", "annotations", "labelsTr")
 
 
 def add_parser(commands: Any) -> None:
@@ -87,14 +88,16 @@ def write_experiment(arguments: argparse.Namespace) -> int:
         raise DataError(f"{folder}: no such folder; specify one that contains images")
     if target.exists():
         raise OutputError(f"{target}: already exists; choose another name with --to")
-    masks = next((name for name in _MASK_FOLDERS if (folder / name).is_dir() and (folder / "images").is_dir()), None)
-    write_text(target, _segmentation_yaml(folder, masks) if masks else _classification_yaml(folder))
-    emit(f"{target}: try `neondist check {target}`, then `neondist run {target}`")
+    pairs = [(folder / images, folder / masks) for images in _IMAGE_FOLDERS for masks in _MASK_FOLDERS]
+    pair = next((pair for pair in pairs if all(sub.is_dir() for sub in pair)), None)
+    write_text(target, _segmentation_yaml(*pair) if pair else _classification_yaml(folder))
+    quoted = shlex.quote(str(target))
+    emit(f"{target}: try `neondist check {quoted}`, then `neondist run {quoted}`")
     return 0
 
 
 def _classification_yaml(folder: Path) -> str:
-    from ..data.datasets.image_lists import list_images, match_files, read_labels
+    from ..data.datasets.image_lists import list_images, match_files, read_labels, require_same_format
 
     tables = sorted(folder.glob("*.csv"))
     image_folder = folder / "images" if (folder / "images").is_dir() else folder
@@ -103,7 +106,7 @@ def _classification_yaml(folder: Path) -> str:
         images, pattern, labels = _list_images(image_folder), _image_pattern(image_folder), str(tables[0])
     elif len(classes) < 2:
         if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
-            first = nested[0]
+            first = min(nested, key=lambda sub: not sub.name.startswith("train"))
             raise DataError(f"{folder}: has no images, but {first.name}/ has image folders; run neondist init {first}")
         if any(path.suffix in (".nc", ".nc4", ".zarr") for path in folder.iterdir()):
             raise DataError(f"{folder}: has NetCDF or Zarr files; for time series, adapt examples/climate.yaml")
@@ -116,7 +119,9 @@ def _classification_yaml(folder: Path) -> str:
             [path for sub in classes for path in _list_images(sub)], _image_pattern(folder, "*"), "folders",
         )  # fmt: skip
     crop, crops_per_image = _choose_crop(images)
-    values, count, are_classes = read_labels(labels, list_images(match_files("images", pattern), len(crop)), None)
+    items = list_images(match_files("images", pattern), len(crop))
+    require_same_format(items, tuple(crop), whole_images=False)
+    values, count, are_classes = read_labels(labels, items, None)
     if values.ndim > 1:
         task, outputs, cost, metrics = "Regression: numbers per image", values.shape[1], "!MSE {}", ""
     else:
@@ -128,21 +133,20 @@ def _classification_yaml(folder: Path) -> str:
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
-        images=_quote_yaml(pattern), labels=_quote_yaml(labels), layers=_CLASSIFIER_TEMPLATE.format(outputs),
+        images=_quote_yaml(pattern), labels=_quote_yaml(labels), layers=_classifier_yaml(min(crop), outputs),
         cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
 
 
-def _segmentation_yaml(folder: Path, masks: str) -> str:
+def _segmentation_yaml(image_folder: Path, mask_folder: Path) -> str:
     import numpy as np
 
-    from ..data.datasets.image_lists import open_mask
+    from ..data.datasets.image_lists import find_masks, list_images, match_files, open_mask, require_same_format
 
-    images, mask_paths = _list_images(folder / "images"), _list_images(folder / masks)
+    images, mask_paths = _list_images(image_folder), _list_images(mask_folder)
     if not images or not mask_paths:
-        raise DataError(
-            f"{folder}: images/ has {counted(len(images), 'image')}, {masks}/ has {len(mask_paths)}; both need images"
-        )
+        problem = f"has {counted(len(images), 'image')}, {mask_folder} has {len(mask_paths)}"
+        raise DataError(f"{image_folder}: {problem}; both need images")
     classes, channels = set[int](), 0
     for path in mask_paths[:20]:
         with open_mask(str(path)) as source:
@@ -150,7 +154,8 @@ def _segmentation_yaml(folder: Path, masks: str) -> str:
                 channels = source.shape[-1]
                 break
             classes |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
-    labels = _quote_yaml(_image_pattern(folder / masks))
+    image_pattern, mask_pattern = _image_pattern(image_folder), _image_pattern(mask_folder)
+    labels = _quote_yaml(mask_pattern)
     if channels:
         task = "Regression: numbers per cell, because the masks contain floats (classes are integers)"
         outputs, cost, metrics = channels, "!MSE {}", ""
@@ -159,7 +164,8 @@ def _segmentation_yaml(folder: Path, masks: str) -> str:
         ignored = {void} & classes
         outputs = max(classes - ignored, default=0) + 1
         if outputs < 2:
-            raise DataError(f"{folder / masks}: has only the values {sorted(classes)}; number the classes 0, 1, ...")
+            values, example = sorted(classes), " (mask // 255)" if classes == {0, 255} else ""
+            raise DataError(f"{mask_folder}: has only the values {values}; number the classes 0, 1, ...{example}")
         task = f"Segmentation: a class per cell; the first masks contain 0 to {outputs - 1}"
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # other values in a mask are an error"
@@ -167,10 +173,13 @@ def _segmentation_yaml(folder: Path, masks: str) -> str:
             task += f", and {void} for unlabelled cells"
             labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
     crop, crops_per_image = _choose_crop(images)
+    items = list_images(match_files("images", image_pattern), len(crop))
+    require_same_format(items, tuple(crop), whole_images=False)
+    find_masks(mask_pattern, items, len(crop))
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
-        images=_quote_yaml(_image_pattern(folder / "images")), labels=labels,
-        layers=_SEGMENTER_TEMPLATE.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
+        images=_quote_yaml(image_pattern), labels=labels,
+        layers=_segmenter_yaml(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
 
 
@@ -236,11 +245,18 @@ _CONV_BLOCK_TEMPLATE = """\
     - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1, bias: false}}
     - !BatchNormLayerDist {{}}
     - !ActivationLayerDist {{activation: !ReLU {{}}}}"""
-_CLASSIFIER_TEMPLATE = "\n    - !MaxPoolingLayerDist {{kernel_size: 2}}\n".join(
-    [_CONV_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 32, 64)]
-    + ["    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {}}}"]
-)
-_SEGMENTER_TEMPLATE = "\n".join(
-    [_CONV_BLOCK_TEMPLATE.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 16, 32)]
-    + ["    - !ConvLayerDist {{out_channels: {}, kernel_size: 1}}"]
-)
+_POOLING_LAYER = "    - !MaxPoolingLayerDist {kernel_size: 2}"
+
+
+def _classifier_yaml(extent: int, outputs: int) -> str:
+    """Return the layers of a classifier; `extent`: cells of the shortest axis, which limit the number of poolings."""
+    layers = [_CONV_BLOCK_TEMPLATE.format(channels) for channels in (16, 32, 64)]
+    layers = [f"{layer}\n{_POOLING_LAYER}" if extent >> at > 1 else layer for at, layer in enumerate(layers)]
+    head = f"    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {outputs}}}"
+    return "\n".join([*layers, head])
+
+
+def _segmenter_yaml(outputs: int) -> str:
+    """Return the layers of a network that keeps the extent."""
+    layers = [_CONV_BLOCK_TEMPLATE.format(channels) for channels in (16, 16, 32)]
+    return "\n".join([*layers, f"    - !ConvLayerDist {{out_channels: {outputs}, kernel_size: 1}}"])

@@ -14,9 +14,13 @@ def read_csv_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
     """Return the non-empty rows of a CSV file, each with its line number; `columns` is the format named in errors."""
     try:
         lines = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())
-        return [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
+        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read ({short_reason(error)}); give a CSV file of {columns}") from error
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if rows and all(len(row) == 1 and separator in row[0] for _, row in rows):
+            raise DataError(f"{path}: separates columns with {name}; use commas, as in {columns}")
+    return rows
 
 
 def is_number(text: str) -> bool:

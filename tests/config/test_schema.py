@@ -225,6 +225,72 @@ def test_init_without_images(tmp_path, capsys):
     assert not (tmp_path / "x.yaml").exists()
 
 
+def write_picture(path, shape=(16, 16, 3), top=256):
+    image = pytest.importorskip("PIL.Image")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.fromarray(np.random.default_rng(0).integers(0, top, shape).astype("u1")).save(path)
+
+
+@pytest.mark.parametrize("extent", range(1, 10))
+def test_init_for_tiny_images(tmp_path, monkeypatch, extent):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/0", "a/1", "b/0", "b/1"):
+        write_picture(tmp_path / "mine" / f"{name}.png", (extent, 11, 3))
+    assert main(["init", "mine"]) == 0
+    load_experiment("mine.yaml").validate(1)
+
+
+@pytest.mark.parametrize("images", ["images", "imgs", "imagesTr"])
+@pytest.mark.parametrize("masks", ["masks", "labels", "annotations", "labelsTr"])
+def test_init_recognises_folders_of_masks(tmp_path, monkeypatch, images, masks):
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        write_picture(tmp_path / "mine" / images / f"{i}.png")
+        write_picture(tmp_path / "mine" / masks / f"{i}.png", (16, 16), 3)
+    assert main(["init", "mine"]) == 0
+    experiment = load_experiment("mine.yaml")
+    experiment.validate(1)
+    assert experiment.dataset.classes == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a/0.png": (16, 16, 3), "b/0.png": (16, 16)}, "convert it (neondist data convert --mode RGB), or remove it"),
+        ({"images/0.png": (16, 16), "images/1.png": (16, 16), "masks/0_mask.png": (16, 16)}, "no mask called 0"),
+        ({"images/0.png": (16, 16), "images/1.png": (16, 16), "masks/1.png": (16, 16)}, "name masks like their images"),
+        ({"images/0.png": (16, 16), "masks/0.png": (8, 8)}, "make them match"),
+        ({"test/a/0.png": (8, 8), "train/a/0.png": (8, 8), "val/a/0.png": (8, 8)}, "but train/ has image folders"),
+    ],
+)  # fmt: skip
+def test_init_checks_the_files(tmp_path, monkeypatch, capsys, files, message):
+    """Reject folders whose experiment `check` would reject, and write none."""
+    monkeypatch.chdir(tmp_path)
+    for name, shape in files.items():
+        write_picture(tmp_path / "mine" / name, shape, 2)
+    assert main(["init", "mine"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs")])
+def test_init_with_other_separators(tmp_path, monkeypatch, capsys, separator, name):
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        write_picture(tmp_path / "mine" / f"{i}.png")
+    (tmp_path / "mine" / "labels.csv").write_text("\n".join(f"{i}.png{separator}{i}" for i in range(3)))
+    assert main(["init", "mine"]) == 2
+    assert f"labels.csv: separates columns with {name}; use commas, as in FILE,CLASS" in capsys.readouterr().err
+
+
+def test_init_quotes_names_for_the_shell(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_picture(tmp_path / "my images" / name / "0.png")
+    assert main(["init", "my images"]) == 0
+    assert "`neondist check 'my images.yaml'`, then `neondist run 'my images.yaml'`" in capsys.readouterr().out
+
+
 def test_representations_of_models():
     model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
     assert "not built" in model._repr_html_()

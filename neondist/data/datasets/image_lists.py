@@ -93,7 +93,7 @@ def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], w
         if (item.shape[-1], item.dtype, len(item.shape)) != (first.shape[-1], first.dtype, len(first.shape)):
             raise DataError(
                 f"{item.name}: is {_describe(item)}, but {first.name} is {_describe(first)}; all images must have the"
-                " same channels and dtype"
+                " same channels and dtype: convert it (neondist data convert --mode RGB), or remove it"
             )
         if whole_images and item.shape != first.shape:
             raise DataError(
@@ -197,7 +197,8 @@ def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: s
         by_stem[stem_of(name)] = name
     missing = [name for name in images if stem_of(name) not in by_stem]
     if missing:
-        raise DataError(f"{missing[0]}: has no mask called {stem_of(missing[0])} among {pattern}; add the mask")
+        problem = f"has no mask called {stem_of(missing[0])} among {pattern}"
+        raise DataError(f"{missing[0]}: {problem}; add it, or name masks like their images")
     surplus = sorted(set(by_stem) - {stem_of(name) for name in images})
     if surplus:
         raise DataError(f"{by_stem[surplus[0]]}: is a mask without an image; remove it, or correct the pattern")
