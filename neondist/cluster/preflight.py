@@ -163,6 +163,19 @@ def raise_on_problems(reports: Iterable[NodeReport]) -> None:
         raise error
 
 
+def reject_shared_host_names(reports: Sequence[NodeReport]) -> None:
+    """Raise UnusableNodesError if nodes of an MPI job have the same host name, by which MPI identifies machines."""
+    first_nodes: dict[str, str] = {}
+    for report in reports:
+        name, address = report.node_info["host"], report.node.address
+        if (first := first_nodes.setdefault(name, address)) != address:
+            report.problems.append(
+                f"has the same host name as {first}, {name}, by which MPI identifies machines; list each machine once,"
+                " with all its devices, or give the machines different host names"
+            )
+    raise_on_problems(reports)
+
+
 async def _check_all_nodes(
     reports: Sequence[NodeReport], ssh_config_path: Path, check_arguments: str, env: Mapping[str, str]
 ) -> None:

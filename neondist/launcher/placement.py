@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import safe_path
 from ..cluster import ResourceSpec
 from ..cluster.hosts import ranks_per_host, slots_by_node
-from ..cluster.preflight import REPORT_COLUMNS, NodeReport, check_nodes, raise_on_problems
+from ..cluster.preflight import REPORT_COLUMNS, NodeReport, check_nodes, raise_on_problems, reject_shared_host_names
 from ..cluster.ssh_config import ssh_settings_of, write_ssh_config
 from ..errors import LaunchError
 from ..system import threads
@@ -48,7 +48,13 @@ class NodePlacement:
         """Return the command that runs `words` on every node, with its own Python and environment variables.
 
         The ranks of a node share its cores unless the user has set the number of threads.
+
+        Raises
+        ------
+        UnusableNodesError
+            Several nodes have the same host name.
         """
+        reject_shared_host_names(self.reports)
         parts: list[str] = []
         for report in self.reports:
             node_variables = self.node_variables(report, env)

@@ -88,6 +88,22 @@ def test_unreachable_nodes(folder, monkeypatch):
     assert not (folder / "out").exists() or not list((folder / "out").iterdir())
 
 
+@needs_mpirun
+def test_nodes_with_the_same_host_name(folder, tmp_path):
+    """Expect an error instead of ranks that wait for each other in the start of MPI."""
+    (tmp_path / "agent").write_text('#!/bin/sh\nshift 3\nexec sh -c "$*"\n')  # each node is this machine
+    (tmp_path / "agent").chmod(0o755)
+    write_nodes(folder, ["nodeB", "nodeC"])
+    code, _, err = run_command(
+        build_command("launch", "nodes.yaml", "script.py"), folder, PRTE_MCA_plm_ssh_agent=str(tmp_path / "agent")
+    )
+    first, *lines = err.splitlines()
+    assert (code, first) == (2, "error: 2 of 3 nodes are unusable:")
+    name = platform.node()
+    start = f"has the same host name as {name}, {name}, by which MPI identifies machines; list each machine once"
+    assert [line.strip().partition(start)[0] for line in lines] == ["nodeB: ", "nodeC: "]
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["-n", 9], "-n 9: the resource file has 3 devices"),
     (["--elastic", "1:2"], "also give --restarts"), (["--spares", 3], "and ranks need at least 1"),
