@@ -120,6 +120,9 @@ def test_table(tmp_path):
     with pytest.raises(nd.DataError, match="no database"):
         open_records(f"sqlite:///{tmp_path}/b.db")
     assert not (tmp_path / "b.db").exists()
+    with pytest.raises(nd.DataError, match=r"mysql://me:\*\*\*@localhost:1/db#t: cannot be read") as error:
+        open_records("mysql://me:secret@localhost:1/db#t")  # no driver, or no server
+    assert "secret" not in str(error.value)
 
 
 def test_hdf5_array(tmp_path):

@@ -27,12 +27,15 @@ class SQLTableRecords(RecordReader):
         try:
             import sqlalchemy
         except ImportError as error:
-            raise MissingPackageError(f"{url}: needs SQLAlchemy; pip install 'neondist[tables]'") from error
+            raise MissingPackageError(
+                f"{url.partition(':')[0]}: needs SQLAlchemy; pip install 'neondist[tables]'"
+            ) from error
         address, _, table = url.partition("#")
         self._rows: list[Any] = []
         try:
-            engine = sqlalchemy.create_engine(address)
-            self.source = f"{engine.url.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
+            parsed = sqlalchemy.make_url(address)
+            self.source = f"{parsed.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
+            engine = sqlalchemy.create_engine(parsed)
             if engine.url.get_backend_name() == "sqlite":
                 self._require_sqlite_file(engine.url.database)
             with engine.connect() as connection:
