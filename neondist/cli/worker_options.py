@@ -29,8 +29,9 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
         arguments.sync_policy = _create_sync_policy(arguments)
     else:
-        for name in ("num_ps", "use_async", "sync_version_tolerance", "lr_staleness_modulation"):
-            if getattr(arguments, name):
+        given = vars(arguments) | {"grads_to_wait": (arguments.grads_to_wait or 1) > 1}
+        for name in ("num_ps", "use_async", "grads_to_wait", "sync_version_tolerance", "lr_staleness_modulation"):
+            if given[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} applies to ParameterServerStrategy; leave it out")
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")

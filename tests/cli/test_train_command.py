@@ -152,6 +152,10 @@ def test_tiled_replicas_match_one_process(project):
             "labels: got 1 for 2 records",
         ),
         (MODEL_DEFINITION.replace("def loss(", "def loss(("), "SyntaxError"),
+        (
+            MODEL_DEFINITION.replace("def loss(labels, ", "def loss("),
+            "loss(labels, predictions) cannot be called: too many positional arguments",
+        ),
         (MODEL_DEFINITION.replace("(parameters, lr=0.1)", "(lr=0.1)").replace("SGD(parameters", "SGD([]"), "optimizer"),
         (
             MODEL_DEFINITION.replace("torch.optim.SGD(parameters, lr)", "3"),
@@ -270,6 +274,7 @@ def test_sync_policies(project, options, policy):
         (["--num-workers", "2"], "Local has one worker"),
         (["--use-async"], "--use-async applies to ParameterServerStrategy"),
         (["--lr-staleness-modulation"], "applies to ParameterServerStrategy"),
+        (["--grads-to-wait", "2"], "--grads-to-wait applies to ParameterServerStrategy"),
         ([*SERVER_OPTIONS, "--lr-staleness-modulation"], "give --use-async"),
         ([*SERVER_OPTIONS, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
         ([*SERVER_OPTIONS, "--grads-to-wait", "3"], "the job has only 2 workers; give at most 2"),

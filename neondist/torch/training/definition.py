@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -65,6 +66,13 @@ class ModelDefinition:
                 f" {', '.join(self._public_names()) or 'nothing'}. Define {', '.join(required)}"
             )
         self._loss, self._optimizer = functions["loss"], functions["optimizer"]
+        assert self._loss is not None
+        try:
+            with suppress(ValueError):  # a function in C without a signature
+                inspect.signature(self._loss).bind("labels", "predictions")
+        except TypeError as error:
+            site = self._source_line(self._loss)
+            raise ConfigError(f"{site}: loss(labels, predictions) cannot be called: {error}") from None
 
     def model(self, seed: int = 0) -> TorchModel:
         """Return the model for the training loop."""
