@@ -273,12 +273,18 @@ def _fetch_progress(master: str, token: str) -> TaskProgress | None:
 
 
 def _check_applied_once(master: str, servers: Sequence[str], token: str) -> str:
-    """Return a summary of the applied gradients; ServiceError unless each record was applied once."""
+    """Return a summary of the applied gradients; ServiceError unless each record was applied once.
+
+    A server that was restarted after the last update has no records until the master has restored it.
+    """
     summaries = []
     for address in servers:
-        samples = _call_service(address, "PServer", token, "status").number("samples")
         credits = _call_service(address, "PServer", token, "credits").mapping("credits")
-        reply = _call_service(master, "Master", token, "check", {"samples": samples, "credits": credits})
+        status = _call_service(address, "PServer", token, "status")
+        if not status.flag("initialized"):
+            raise ServiceUnavailableError(f"{address}: the server was restarted")
+        fields = {"samples": status.number("samples"), "credits": credits}
+        reply = _call_service(master, "Master", token, "check", fields)
         summaries.append(reply.text("text"))
     return summaries[0]
 

@@ -9,7 +9,10 @@ from cli_runs import build_command, run_command
 import neondist as nd
 from neondist.cli import main
 from neondist.config import load_experiment
+from neondist.errors import ServiceUnavailableError
+from neondist.launcher import workers
 from neondist.services.job_status import JobStatus
+from neondist.services.message import Message
 
 EXPERIMENT = """!FitExperiment
 dataset: !Synthetic {shape: [6, 6, 1], classes: 2, train: 48, test: 4}
@@ -101,3 +104,26 @@ def test_servers_need_several_replicas(tmp_path, capsys):
     assert f"strategy: needs servers, which {message}; use sync: true" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(nd.ConfigError, match=f"need workers and servers, which {message}; elsewhere use sync: true"):
         load_experiment(tmp_path / "job.yaml").run(nd.ProcessGrid.serial())
+
+
+@pytest.mark.parametrize("restored_by", ["credits", "status", None])
+def test_final_check_waits_for_a_restarted_server(monkeypatch, restored_by):
+    """A server killed after the last update has no records until the master has restored it from its checkpoint."""
+    called = []
+
+    def call_service(address, service, token, method, fields=None):
+        called.append(method)  # the client repeats `credits` until the server has a model
+        is_restored = restored_by in called
+        replies = {
+            "credits": {"credits": {}},
+            "status": {"initialized": is_restored, "samples": 8.0 if is_restored else 0.0},
+            "check": {"text": f"{(fields or {}).get('samples')} records"},
+        }
+        return Message(replies[method])
+
+    monkeypatch.setattr(workers, "_call_service", call_service)
+    if restored_by is None:
+        with pytest.raises(ServiceUnavailableError, match="server was restarted"):
+            workers._check_applied_once("master", ["server"], "token")
+    else:
+        assert workers._check_applied_once("master", ["server"], "token") == "8.0 records"
