@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -82,6 +83,7 @@ class CheckpointFollower:
         self.clock, self.sleep = clock, sleep
         self.deadline = math.inf if max_time is None else clock() + max_time
         self._seen_files: set[tuple[int, int]] = set()
+        self._is_waiting = False
 
     def wait_for_next(self) -> PendingCheckpoint | None:
         """Wait for the next checkpoint; None once a complete job has no more checkpoints, or at the time limit."""
@@ -94,6 +96,9 @@ class CheckpointFollower:
             checkpoint, over = self.world.bcast(result)
             if checkpoint is not None or over:
                 return checkpoint
+            if self.world.rank == 0 and self.last_step < 0 and not self._is_waiting:
+                say(f"waiting for the first checkpoint in {self.folder}", sys.stderr)
+            self._is_waiting = True
             self.sleep(max(0.0, min(self.interval, self.deadline - self.clock())))
 
     def process(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, RunProgress], None]) -> bool:

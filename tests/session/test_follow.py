@@ -182,7 +182,8 @@ def test_evaluate_command(tmp_path, capsys):
     steps = [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()]
     assert steps == [0, 2, 4, 6]
     assert run_evaluate(tmp_path / "e.yaml", "--follow", tmp_path / "none", "--max-time", "0.01") == 0
-    assert capsys.readouterr().out == ""
+    output = capsys.readouterr()
+    assert (output.out, output.err.count(f"waiting for the first checkpoint in {tmp_path / 'none'}")) == ("", 1)
 
 
 @pytest.mark.parametrize(("options", "message"), [
