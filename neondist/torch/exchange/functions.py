@@ -183,6 +183,7 @@ class SumParameterGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sums."""
         trigger_recompute(ctx)
+        gradients = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
         comm, sums = ctx.comm, list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             sizes = [shape.numel() * dtype.itemsize for shape in ctx.shapes]

@@ -339,8 +339,9 @@ def test_models_without_parameters_are_rejected():
         ndt.DistributedOptimizer(model, torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["AllReduce", "PS"])
+@pytest.mark.parametrize("strategy", ["AllReduce", "PS", None])
 def test_sparse_gradients_match_dense_ones(strategy):
+    """Also with PyTorch's own optimizer (None)."""
     ids, labels = torch.arange(18).reshape(6, 3) * 7 % 11, torch.arange(6) % 3
 
     def train(call, module, optimizer, loss_of):
@@ -357,7 +358,10 @@ def test_sparse_gradients_match_dense_ones(strategy):
     def body(world):
         module = build(True)
         model = ndt.distribute(module, (6, 3), nd.ProcessGrid(world, replicas=2), dtype=torch.int64, spatial=0)
-        optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1, momentum=0.9)
+        if strategy is None:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        else:
+            optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1, momentum=0.9)
         target = model.scatter_target(labels)
         return train(
             lambda: model(model.scatter(ids)),
