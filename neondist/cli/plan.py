@@ -45,6 +45,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """Print the table and the choice; write the strategy to --to, if given."""
     from ..cluster import ResourceSpec
     from ..plan import search
+    from ..strategies import AutoStrategy
     from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
 
@@ -52,13 +53,19 @@ def plan(arguments: argparse.Namespace) -> int:
         experiment = load_from_arguments(arguments)
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
     ranks = arguments.ranks or (resources.replicas if resources is not None else 1)
-    machine = Machine.default() if arguments.machine is None else read_machine(arguments.machine)
+    auto = experiment.model.strategy if isinstance(experiment.model.strategy, AutoStrategy) else None
+    if arguments.machine is not None:
+        machine = read_machine(arguments.machine)
+    else:
+        machine = Machine.default() if auto is None else auto.machine
     try:
         if not experiment.dist_flag:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
         limit, within = _memory_limit_and_planner(experiment, ranks, machine)
         builders = _candidate_builders(experiment.model)
         candidates = search.sort_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
+        if auto is not None:
+            candidates = auto.select_fitting(candidates, list(map(search.held_parameter_bytes, candidates)))
         choice, runner_up, rejected = search.choose_fastest(candidates, limit, within)
     except UserError as error:
         raise add_location(error) from None

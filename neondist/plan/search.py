@@ -60,6 +60,13 @@ class GridChoice:
         return self.step_seconds, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
 
 
+class _DeviceCounts(NamedTuple):
+    """Devices of a resource spec that a number of ranks can use."""
+
+    replicas: int
+    servers: int
+
+
 def candidate_grids(
     ranks: int, fixed_factors: dict[str, int], batch_size: int, extent: Sequence[int]
 ) -> list[GridShape]:
@@ -101,9 +108,15 @@ def sort_choices(
         for number, builder in enumerate(builders):
             key = str(number), specs
             if key not in strategies:
-                is_built = isinstance(builder, Strategy)
-                strategies[key] = builder if is_built else builder.build(specs, resources or ranks)  # type: ignore[union-attr, assignment]
+                if isinstance(builder, Strategy):
+                    strategies[key] = builder
+                elif resources is None:
+                    strategies[key] = builder.build(specs, ranks)
+                else:
+                    counts = _DeviceCounts(min(resources.replicas, ranks), min(resources.servers, ranks))
+                    strategies[key] = builder.build(specs, counts)
                 strategies[key].check_parameters_match(specs)
+                strategies[key].check_owners_exist(ranks)
             sync = estimate_sync_costs(strategies[key].parameters, shared, ranks, slots, machine)
             seconds = dict(zip(STEP_PARTS, (*_step_part_seconds(load, plan.grid, machine), sync.seconds), strict=True))
             strategy = replace(strategies[key], grid=_grid_factors(plan.grid), schemes=schemes)
@@ -162,6 +175,14 @@ def max_needed_bytes(choice: GridChoice) -> int:
     load = choice.plan.workload
     replicated = sum(spec.nbytes for spec in load.untiled_specs) * (2 + load.parameters.slots_per_parameter)
     return choice.plan.max_training_memory - replicated + choice.sync.held_bytes
+
+
+def held_parameter_bytes(choice: GridChoice) -> int:
+    """Return the bytes of parameters, gradients and slots on the first rank, as if it owned the most parameters."""
+    load = choice.plan.workload
+    tiled = load.parameters.num_parameters_on(0) - sum(spec.size for spec in load.untiled_specs)
+    slots = load.parameters.slots_per_parameter
+    return choice.sync.held_bytes + tiled * load.parameters.dtype.itemsize * (2 + slots)
 
 
 def choice_label(choice: GridChoice) -> str:

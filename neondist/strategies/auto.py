@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import ConfigError
 from ..system.machine import Machine, read_machine
@@ -15,6 +16,8 @@ from .parameter_spec import ParameterSpec
 from .partition import part_sizes
 from .server import PS, PSLoadBalancing
 from .strategy import ParameterStrategy, Strategy
+
+Choice = TypeVar("Choice")
 
 DEFAULT_SLOTS_PER_PARAMETER = 2
 """Number of slots assumed if the optimiser is unknown: two, as for Adam."""
@@ -101,13 +104,20 @@ class AutoStrategy(StrategyBuilder):
             name: estimate_sync_costs(rules, specs, ranks, DEFAULT_SLOTS_PER_PARAMETER, self.machine)
             for name, rules in assignments.items()
         }
-        fitting = [name for name, cost in costs.items() if self.limit is None or cost.held_bytes <= self.limit]
-        if not fitting:
-            least = format_bytes(min(cost.held_bytes for cost in costs.values()))
-            raise ConfigError(
-                f"strategy: Auto: every strategy needs at least {least} per rank; raise memory or add ranks"
-            )
+        fitting = self.select_fitting(list(costs), [cost.held_bytes for cost in costs.values()])
         return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
+
+    def select_fitting(self, choices: Sequence[Choice], held_bytes: Sequence[int]) -> list[Choice]:
+        """Return the choices within the memory limit, given the bytes of each; ConfigError if there is none."""
+        fitting = [
+            choice for choice, held in zip(choices, held_bytes, strict=True) if self.limit is None or held <= self.limit
+        ]
+        if not fitting:
+            raise ConfigError(
+                f"strategy: Auto: every strategy needs at least {format_bytes(min(held_bytes))} per rank; raise memory"
+                " or add ranks"
+            )
+        return fitting
 
 
 def resolve_grid(strategy: Strategy | StrategyBuilder | None, grid: dict[str, int]) -> dict[str, int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..geometry import Box, part_range
-from ..terminal.console import counted
 from .strategy import ParameterStrategy, Strategy
 
 Shape = tuple[int, ...]
@@ -40,11 +39,7 @@ def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | N
         If there are more owners than ranks.
     """
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
-    owners = 1 + max((owner for entry in strategy.parameters.values() for owner in entry.owners), default=-1)
-    if owners > ranks:
-        raise strategy.create_error(
-            f"has {counted(owners, 'owner')}, but the job has {counted(ranks, 'rank')}; build the strategy for {ranks}"
-        )
+    strategy.check_owners_exist(ranks)
     devices = min(max(strategy.replicas, strategy.servers), ranks)
     owner_ranks = [owner * ranks // devices for owner in range(devices)]
     sliced = [name for name, entry in chosen.items() if len(entry.owners) > 1 and entry.partition is None]

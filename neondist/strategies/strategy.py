@@ -136,6 +136,13 @@ class Strategy:
                     f"parameter '{name}' is not in the model; build the strategy for this model", name
                 )
 
+    def check_owners_exist(self, ranks: int) -> None:
+        """Raise ConfigError if there are more owners than ranks."""
+        owners = 1 + max((owner for entry in self.parameters.values() for owner in entry.owners), default=-1)
+        if owners > ranks:
+            problem = f"has {counted(owners, 'owner')}, but the job has {counted(ranks, 'rank')}"
+            raise self.create_error(f"{problem}; build the strategy for {ranks}")
+
     @property
     def needs_servers(self) -> bool:
         """Whether updates of any parameter do not wait for all replicas."""

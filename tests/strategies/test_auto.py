@@ -130,6 +130,29 @@ def test_auto_depends_on_the_field(tmp_path):
     assert as_builder("Auto(memory='1GiB')").arguments() == {"memory": "1GiB", "machine": None}
 
 
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["-n", "2", "--resources", "cpus.yaml"], ""),
+    (["--resources", "gpu.yaml"], ""),
+    (["-n", "2", "--resources", "gpu.yaml"], ""),
+    (["-n", "2", "--strategy", "three.yaml"], "has 3 owners, but the job has 2 ranks; build the strategy for 2"),
+    (["-n", "2", "--set", "strategy=!Auto {memory: 1kB}"], "strategy: Auto: every strategy needs at least"),
+])  # fmt: skip
+def test_plan_honours_ranks_and_limits(tmp_path, capsys, monkeypatch, arguments, message):
+    """Resources with more devices than ranks; strategies with more owners; the memory limit of Auto."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(FILE)
+    (tmp_path / "cpus.yaml").write_text("nodes: [{address: localhost, cpus: [0, 1, 2]}]")
+    (tmp_path / "gpu.yaml").write_text("nodes: [{address: localhost, gpus: [0], cpus: [0, 1, 2]}]")
+    assert main(["plan", "one.yaml", "-n", "3", "--strategy", "PSLoadBalancing", "--to", "three.yaml"]) == 0
+    text = (tmp_path / "three.yaml").read_text().splitlines(keepends=True)
+    (tmp_path / "three.yaml").write_text("".join(line for line in text if not line.startswith(("grid:", "schemes:"))))
+    capsys.readouterr()
+    assert main(["plan", "one.yaml", *arguments]) == (2 if message else 0)
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert message or "choice" in printed.out
+
+
 def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.yaml").write_text(FILE)
