@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import index
 
 import numpy as np
 
@@ -40,9 +41,13 @@ class ParameterSpec:
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
             raise ConfigError(f"parameter: invalid name {self.name!r}; expected a non-empty string")
-        shape = tuple(int(n) for n in self.shape)
-        if any(n < 0 for n in shape):
-            raise ConfigError(f"parameter '{self.name}': invalid shape {shape}; extents must be at least 0")
+        try:
+            shape = tuple(map(index, self.shape))
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
+            problem = f"invalid shape {self.shape!r}; expected a sequence of integers of at least 0"
+            raise ConfigError(f"parameter '{self.name}': {problem}")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "dtype", str(self.dtype))
         _itemsize(self)

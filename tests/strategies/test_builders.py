@@ -164,6 +164,8 @@ def test_greedy_balance_bound():
     (lambda: strategies.PS().build([ParameterSpec("a", (2,))] * 2, 2), "'a': given twice"),
     (lambda: strategies.PS().build([], 0), "replicas"),
     (lambda: ParameterSpec("a", (2, -1)), "shape"),
+    (lambda: ParameterSpec("a", (2.5, 3)), "shape"),
+    (lambda: ParameterSpec("a", 3), "shape"),
     (lambda: ParameterSpec("a", (2,), "float33"), "float33"),
     (lambda: ParameterSpec("", (2,)), "name"),
 ])  # fmt: skip
