@@ -145,6 +145,9 @@ class LayerTask(Task):
         calls = [self.begin_backward(run, dy, needed) for run, dy in zip(passes, dys, strict=True)]
         known = [results[self.index] for run in passes if (results := run.known_backward_reductions) is not None]
         self._reduce("backward", calls, known)
+        for run, (ctx, _) in zip(passes, calls, strict=True):
+            # the strips that computed the reduction stopped before `backward`
+            ctx.needs_weight_gradients = self.index <= run.accumulated_from_step
         return [[self._finish_backward(run, *call)] for run, call in zip(passes, calls, strict=True)]
 
     def begin_backward(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:

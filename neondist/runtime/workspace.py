@@ -104,7 +104,8 @@ class SectionPass:
     first_new_step : int
         Steps before this one have already run, and change no state.
     accumulated_from_step : int
-        Steps from this index on have already accumulated their weight gradients.
+        Steps from this index on have already accumulated their weight gradients, except those that the step at
+        this index computes in `backward`, since only its `reduce_backward` has run.
     """
 
     known_backward_reductions: list[Any] | None = None

@@ -18,6 +18,40 @@ AMPLE_MEMORY = "1TiB"
 """with `strips`, all streamable layers are streamed although everything fits"""
 
 
+class ScaledCenterLayerDist(nd.Dist, nd.Layer):
+    """Subtraction of each channel's mean, and a trained factor, whose gradient is computed in `backward`."""
+
+    reduces_over_image = True
+
+    def parameters_for(self, input_shape):
+        return {"factor": nd.Parameter(input_shape[-1:], nd.Constant(2.0))}
+
+    def reductions_for(self, input_shape):
+        return [
+            nd.Reduction(way, "tiles", result_elements_per_sample=input_shape[-1]) for way in ("forward", "backward")
+        ]
+
+    def reduce(self, ctx, view):
+        return ctx.kernels.sample_sum(ctx.owned(view))
+
+    def forward(self, ctx, view):
+        ctx.save(centered=view - self.means(ctx.reduced))
+        return ctx.centered * ctx.params["factor"]
+
+    def reduce_backward(self, ctx, dy):
+        return ctx.kernels.sample_sum(dy * ctx.params["factor"])
+
+    def backward(self, ctx, dy):
+        ctx.grads["factor"] = ctx.kernels.channel_sum(dy * ctx.centered)
+        dx = dy * ctx.params["factor"]
+        owned = ctx.owned(dx)
+        owned -= self.means(ctx.reduced)
+        return dx
+
+    def means(self, sums):
+        return (sums / np.prod(self.input_shape[:-1])).reshape(len(sums), 1, 1, -1)
+
+
 def make_residual_model(**options):
     """Return a network of convolutions, reduction_steps norms, dropout, residual blocks and fully connected layers."""
     relu = nd.ReLU()
@@ -233,6 +267,29 @@ def test_streamed_networks(network, nodes, ranks, rows):
         return actual
 
     for actual in loopback.run(ranks, job):
+        assert max_relative_difference(actual, expected) < 1e-10
+
+
+@pytest.mark.parametrize("rows", [1, 3, "auto"])
+def test_weight_gradients_of_layers_with_reductions(rows):
+    """A layer may compute them in `backward`, after the strips have computed its reduction."""
+
+    def run(comm, **options):
+        layers = [
+            ScaledCenterLayerDist(),
+            nd.ConvLayerDist(2, 3, padding=1, bias=False),
+            ScaledCenterLayerDist(),
+            nd.FCLayerDist(2),
+        ]
+        model = nd.ConvnetDist(layers, dtype="float64", **options)
+        model.build((7, 5, 2), 2, nd.ProcessGrid(comm))
+        model.fprop(model.scatter(np.random.default_rng(0).normal(size=(2, 7, 5, 2))))
+        model.bprop(np.array([[1.0, -2.0], [0.5, 1.0]]))
+        assert (model.compiled.stream is None) == (not options)
+        return model.gradients()
+
+    (expected,) = loopback.run(1, run)
+    for actual in loopback.run(2, lambda comm: run(comm, memory=AMPLE_MEMORY, strips=rows)):
         assert max_relative_difference(actual, expected) < 1e-10
 
 
