@@ -73,7 +73,8 @@ class Node(Registered, ABC):
 
     def _class_name_in_snake_case(self) -> str:
         """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
-        word = serial_class(type(self)).__name__.removesuffix("Layer")
+        serial = serial_class(type(self)).__name__.removesuffix("Layer")  # '' if there is only a distributed class
+        word = serial or type(self).__name__.removesuffix("Dist").removesuffix("Layer")
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
 
 

@@ -32,6 +32,19 @@ def test_layers_are_named_after_their_class():
     assert nd.ConvnetDist([nd.ConvLayerDist(1, 1)]).layers[0].name == "conv1"
 
 
+def test_layers_without_a_serial_class_are_named_after_their_own_class():
+    class OnlyTiledLayerDist(nd.Dist, Untwinned):
+        """Distributed layer of a serial one."""
+
+    class BareLayerDist(nd.Dist, nd.Layer):
+        """Distributed layer without a serial one."""
+
+        forward, backward = Untwinned.forward, Untwinned.backward
+
+    model = nd.ConvnetDist([OnlyTiledLayerDist(), BareLayerDist(), BareLayerDist()])
+    assert [layer.name for layer in model.layers] == ["untwinned1", "bare1", "bare2"]
+
+
 def test_assigning_a_parameter_copies_it():
     model = build_small_model()
     model.layers[0].params["bias"] = np.array([7.0, 8.0])
