@@ -51,9 +51,11 @@ def _compose_yaml_graph(text: str, locate: Locator, path: str) -> yaml.Node | No
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark, start = error.problem_mark or error.context_mark, error.context_mark
         line = mark.line if mark else 0
         problem = error.problem or "unreadable"
+        if start and start.line != line and str(error.context).startswith("while"):
+            problem += f", {error.context} that starts in line {start.line + 1}"
         remedy = "; indent with spaces, not tabs" if "'\\t'" in problem else "; check indentation, brackets and colons"
         raise ConfigError(format_message(locate(line), path, f"not valid YAML: {problem}{remedy}")) from None
     except yaml.reader.ReaderError as error:

@@ -181,8 +181,13 @@ CASES = {
     ),
     "open bracket": (
         "!ToyExperiment\nepochs: [1,\nmodel: 2\n",
-        "exp.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>'; check indentation, brackets and"
-        " colons",
+        "exp.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>', while parsing a flow sequence that"
+        " starts in line 2; check indentation, brackets and colons",
+    ),
+    "open quote": (
+        "!ToyExperiment\nepochs: 'a\nmodel: 2\nanything: 3\n",
+        "exp.yaml:5: not valid YAML: found unexpected end of stream, while scanning a quoted scalar that starts in line"
+        " 2; check indentation, brackets and colons",
     ),
     "a tab": (
         "!ToyExperiment\nmodel: !ToyModel\n\tlayers: []",
