@@ -107,10 +107,10 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
         return best or plan
     needed = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in tried]
     count, smallest = min([(plan.needed_bytes, plan), *needed], key=lambda pair: pair[0])
-    layer = max(smallest.layers, key=lambda layer: layer.max_view_cells * layer.input_shape[-1])
+    largest, _ = max(smallest.memory_by_layer(), key=lambda pair: pair[1])
     raise ConfigError(
         f"memory: a rank may use {format_bytes(limit)}, but needs at least {format_bytes(count)}, most of it for layer"
-        f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
+        f" '{largest}'; give more memory, or use more ranks or smaller batches"
     )
 
 

@@ -304,9 +304,12 @@ def test_strips_and_memory_for_a_network_that_cannot_be_streamed(strips):
 
 
 def test_insufficient_memory_is_rejected():
-    layers = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap"), nd.FCLayer(4)]
+    convolutions = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap")]
+    layers = [*convolutions, nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)]
     with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs at least .*, .* layer 'conv2'"):
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
+    with pytest.raises(nd.ConfigError, match="most of it for layer 'fc1'"):
+        nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(10**9)], memory="8GiB").plan((12, 12, 3))
     with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each rank needs 629 MB before it loads"):
         make_chain_model(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
     for invalid in ("8 parsecs", "", "-3GB", "GiB", 0, "1e99999GB"):
