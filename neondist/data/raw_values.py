@@ -25,7 +25,9 @@ def fill_missing(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray
     if not missing.any():
         return cells
     if fill is None:
-        raise DataError(f"{name}: has missing values (NaN); replace them in the file, or set the data set's fill")
+        raise DataError(
+            f"{name}: has missing values (NaN); replace them in the file, or set the fill of an experiment's data set"
+        )
     return np.where(missing, fill, cells).astype(cells.dtype)
 
 
