@@ -25,6 +25,7 @@ from .axes import Cells
 from .base import TileSource
 from .conventions import AuxiliaryVariable, VariableMetadata, list_metadata_names, referenced_variables, split_words
 from .hdf5 import HDF5Sink, HDF5Source
+from .in_place import CellLayout
 from .packing import Packing
 
 _DIMENSION_IDS, _DIMENSION_ID, _USERS_LIST = ("_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST")
@@ -244,6 +245,11 @@ class NetCDFSink(HDF5Sink):
     def one_array_per_channel(self) -> bool:
         """Whether the file has a variable for each channel."""
         return self._options["variables"] is not None
+
+    def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
+        if self.dtype == np.float16:  # other readers crash
+            raise ConfigError(f"{self.path}: NetCDF files cannot store {self.dtype}; choose another dtype")
+        return super()._create_layout(draft, like)
 
     def _new_array_names(self) -> list[str]:
         if not self.one_array_per_channel:

@@ -179,8 +179,8 @@ def create_sink(
             f"{path}: axes '{axes}' do not fit shape {list(extents)}; give one letter per axis, in order {AXIS_ORDER},"
             " ending with C"
         )
-    if dtype.kind not in "fiub":
-        raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
+    if dtype.kind not in "fiub" or dtype.itemsize > 8:
+        raise ConfigError(f"{path}: {dtype} is not numeric, or has more than 8 bytes; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
             raise ConfigError(f"{path}: chunks {[*chunks]} do not fit shape {[*extents]}; give one extent > 0 per axis")

@@ -38,7 +38,7 @@ _UNNAMED_PAGES = "IQ"
 _RENAMED_AXES = {"I": "Z", "Q": "Z", "R": "N"}
 """tifffile's letters for pages without a name, which `neondist data convert` treats as depth, and for samples"""
 _ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = (274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8))
-_MAX_PLANES = 1_000_000
+_MAX_PLANES, _NON_OME_DTYPES = 1_000_000, ("float16", "int64", "uint64")
 _MASK_SUBFILE_BIT = 4  # a bit of the page's subfile type
 _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints tifffile's warnings about unusual files
 
@@ -240,6 +240,10 @@ class TIFFSink(InPlaceSink):
         axes, shape = self.axes[: None if channels else -1], self.shape[: None if channels else -1]
         rgb = extents["C"] in (3, 4) and self.dtype in (np.uint8, np.uint16)
         ome = self.path.name.lower().endswith((".ome.tif", ".ome.tiff"))
+        if self.dtype.kind == "b" or (ome and self.dtype.name in _NON_OME_DTYPES):
+            raise ConfigError(
+                f"{self.path}: {'OME-TIFF' if ome else 'TIFF'} files cannot store {self.dtype}; choose another dtype"
+            )
         if ome and "N" in axes:
             raise ConfigError(f"{self.path}: OME-TIFF has no axis for samples; name the axis T or Z")
         place, tags, calibration = self._copy_metadata(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()

@@ -247,3 +247,29 @@ def test_error_for_arrays_in_groups_states_a_path(tmp_path, suffix):
             nd.open_source(f"{path}:q")
     with nd.open_source(f"{path}:PRODUCT/q") as source:
         assert source.shape == (4, 5, 1)
+
+
+DTYPES = ["bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)), "float16", "float32"]
+UNSUPPORTED_DTYPES = {
+    ".tif": ("bool",), ".ome.tif": ("bool", "float16", "int64", "uint64"), ".nc": ("float16",),
+    ".nii": ("bool", "float16"), ".nii.gz": ("bool", "float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "longdouble", "complex64"])
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".ome.tif"])
+def test_dtypes_of_formats(tmp_path, suffix, dtype):
+    """Return what was written, or reject a dtype that a format does not have, without a file."""
+    array = (np.random.default_rng(0).random((5, 6, 1)) * 100).astype(dtype)
+    path = tmp_path / f"a{suffix}"
+    if dtype in (*UNSUPPORTED_DTYPES.get(suffix, ()), "longdouble", "complex64"):
+        with pytest.raises(nd.ConfigError, match="choose another dtype"):
+            nd.create_sink(path, array.shape, dtype, "YXC")
+        assert list(tmp_path.iterdir()) == []
+        return
+    with nd.create_sink(path, array.shape, dtype, "YXC") as sink:
+        sink.write(nd.Box.of(array.shape), array)
+        sink.commit()
+    with nd.open_source(path) as source:
+        np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)).squeeze(), array.squeeze())
+        assert source.dtype == array.dtype
