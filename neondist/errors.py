@@ -30,7 +30,7 @@ class UserError(NeondistError):
     def __init__(self, *args: object) -> None:
         super().__init__(*(_shorten_middle(one) if isinstance(one, str) else one for one in args))
 
-    def on_all_ranks(self: _UserErrorType) -> _UserErrorType:
+    def mark_raised_on_all_ranks(self: _UserErrorType) -> _UserErrorType:
         """Mark this error as raised on every rank, and return it."""
         self.raised_on_all_ranks = True
         return self

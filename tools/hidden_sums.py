@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 
 import neondist as nd
-from neondist.bench.model.dry_run import DryRunTransport, MessageLog
+from neondist.bench.model.dry_run import DryRunMessageLog, DryRunTransport
 from neondist.comm import ReduceOp, Request, Transport
 from neondist.layers import ConvLayerDist, FCLayerDist, GlobalAvgPoolingLayerDist, MaxPoolingLayerDist, ReLU
 
@@ -83,7 +83,7 @@ class SlowTransport(DryRunTransport):
     """Transport of a single rank, whose reductions take as long as on the simulated link."""
 
     def __init__(self, rank: int, size: int, link: Link) -> None:
-        super().__init__(rank, size, MessageLog())
+        super().__init__(rank, size, DryRunMessageLog())
         self.link = link
 
     def split_by(self, color: Callable[[int], int]) -> Transport:

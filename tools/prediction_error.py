@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from neondist.bench.model.calibrate import VALIDATION_NETWORKS
 from neondist.bench.model.predict import fastest_grid, predict_step
-from neondist.bench.model.rank_profile import prepare_step, profile_busiest_rank, time_step
+from neondist.bench.model.rank_profile import prepare_busiest_rank_step, profile_busiest_rank, time_step
 from neondist.bench.networks import NETWORKS
 from neondist.bench.sleeping_barrier import sleeping_barrier
 from neondist.bench.step import load_own_batch
@@ -170,7 +170,7 @@ def predict_and_measure(
     shape = fastest_grid(world.size, experiment, machine) if world.rank == 0 else None
     shape = world.bcast(shape)
     if world.rank == 0:
-        profile, (alone, *_) = profile_busiest_rank(experiment(), shape), prepare_step(experiment(), shape)
+        profile, (alone, *_) = profile_busiest_rank(experiment(), shape), prepare_busiest_rank_step(experiment(), shape)
     sleeping_barrier(world)
     predicted, measured = [], []
     with ProcessGrid(world, **asdict(shape)) as grid:

@@ -114,7 +114,7 @@ class LossScaler:
                 raise NonFiniteError(
                     "precision: float16: the loss scale has fallen below 1, and gradients still overflow; lower"
                     " the learning rate, normalise the data, or set precision: bfloat16"
-                ).on_all_ranks()
+                ).mark_raised_on_all_ranks()
             return
         self.finite_steps += 1
         if self.finite_steps == GROWTH_INTERVAL_STEPS:

@@ -6,11 +6,19 @@ gomp. torch: PyTorch's kernels, for operations that are not compiled. cupy: kern
 device_kernels, which read device_tables; cupy_torch: CuPy's and PyTorch's kernels. gpus: GPUs of this machine.
 """
 
-from .backend import Availability, Backend, available, backend_name, get_backend, memory_per_rank, precision_note
+from .backend import Backend, BackendAvailability, available, backend_name, get_backend, memory_per_rank, precision_note
 from .cells import Normalisation, load_compiled_kernels
 from .kernels import Kernels
 
 __all__ = [
-    "Availability", "Backend", "Kernels", "Normalisation", "available", "backend_name", "get_backend",
-    "load_compiled_kernels", "memory_per_rank", "precision_note",
+    "Backend",
+    "BackendAvailability",
+    "Kernels",
+    "Normalisation",
+    "available",
+    "backend_name",
+    "get_backend",
+    "load_compiled_kernels",
+    "memory_per_rank",
+    "precision_note",
 ]  # fmt: skip

@@ -76,7 +76,7 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Availability:
+class BackendAvailability:
     """Name of a backend, whether it is usable here, and why."""
 
     name: str
@@ -84,9 +84,9 @@ class Availability:
     reason: str
 
 
-def available() -> list[Availability]:
+def available() -> list[BackendAvailability]:
     """Return all backends in the order of preference of `auto`; imports PyTorch and CuPy, if installed."""
-    return [_cupy_availability(), _torch_availability(), Availability("numpy", True, "always available")]
+    return [_cupy_availability(), _torch_availability(), BackendAvailability("numpy", True, "always available")]
 
 
 @type_checked
@@ -102,7 +102,7 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     """
     if isinstance(name, Backend):
         return name
-    name = _preferred_name() if name == "auto" else name
+    name = _preferred_backend_name() if name == "auto" else name
     if name in _BACKEND_FACTORIES:
         return _BACKEND_FACTORIES[name]()
     backend = getattr(sys.modules.get(name), "backend", None)
@@ -117,7 +117,7 @@ def get_backend(name: str | Backend = "auto") -> Backend:
 
 def backend_name(name: str | Backend) -> str:
     """Return the name of a backend, without creating its kernels if possible."""
-    name = _preferred_name() if name == "auto" else name
+    name = _preferred_backend_name() if name == "auto" else name
     return name if isinstance(name, str) and name in _BACKEND_FACTORIES else get_backend(name).name
 
 
@@ -131,13 +131,13 @@ def memory_per_rank(name: str | Backend) -> Callable[[int], int | None]:
     ConfigError
         As in `get_backend`.
     """
-    if name == "cupy" or (name == "auto" and _preferred_name() == "cupy"):
+    if name == "cupy" or (name == "auto" and _preferred_backend_name() == "cupy"):
         _require_cupy()
         return gpus.max_gpu_bytes_per_rank
     return get_backend(name).kernels.available_memory
 
 
-def _preferred_name() -> str:
+def _preferred_backend_name() -> str:
     host = "torch" if importlib.util.find_spec("torch") else "numpy"
     return host if gpus.find_cupy_problem() else "cupy"
 
@@ -163,14 +163,14 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
     )
 
 
-def _torch_availability() -> Availability:
+def _torch_availability() -> BackendAvailability:
     if importlib.util.find_spec("torch") is None:
-        return Availability("torch", False, "not installed; pip install 'neondist[torch]'")
+        return BackendAvailability("torch", False, "not installed; pip install 'neondist[torch]'")
     try:
         import torch
     except Exception as error:  # a broken installation fails in many ways
-        return Availability("torch", False, f"cannot be imported: {type(error).__name__}: {error}")
-    return Availability("torch", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
+        return BackendAvailability("torch", False, f"cannot be imported: {type(error).__name__}: {error}")
+    return BackendAvailability("torch", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
 
 
 def _make_torch_backend() -> Backend:
@@ -181,9 +181,9 @@ def _make_torch_backend() -> Backend:
     return Backend("torch", TorchKernels())
 
 
-def _cupy_availability() -> Availability:
+def _cupy_availability() -> BackendAvailability:
     problem = gpus.find_cupy_problem()
-    return Availability("cupy", not problem, problem or gpus.describe_gpus())
+    return BackendAvailability("cupy", not problem, problem or gpus.describe_gpus())
 
 
 def _require_cupy() -> None:
@@ -195,7 +195,7 @@ def _make_cupy_backend() -> Backend:
     _require_cupy()
     from . import cupy, cupy_torch
 
-    table = cupy_torch.CudaTorchKernels if cupy_torch.is_usable() else cupy.CupyKernels
+    table = cupy_torch.CudaTorchKernels if cupy_torch.is_torch_cuda_usable() else cupy.CupyKernels
     return Backend("cupy", table(gpus.load_cupy()))
 
 

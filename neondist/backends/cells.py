@@ -199,24 +199,26 @@ class CompiledCells(CellKernels):
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the values of `source` into `target`."""
-        if source.size < _MIN_THREADED_COPY_ELEMENTS or not self._run_compiled("clip", source, target):
+        if source.size < _MIN_THREADED_COPY_ELEMENTS or not self._try_compiled_kernel("clip", source, target):
             super().copy(source, target)
 
     def relu(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y."""
-        if not self._run_compiled("clip", z, y, minimum=0):
+        if not self._try_compiled_kernel("clip", z, y, minimum=0):
             super().relu(z, y)
 
     def relu_backward(self, y: np.ndarray, dy: np.ndarray, dz: np.ndarray | None = None) -> np.ndarray:
         """Return dy where y is positive, in dz."""
         dz = np.empty(dy.shape, dy.dtype) if dz is None else dz
-        return dz if self._run_compiled("clip_back", y, dy, dz, minimum=0) else super().relu_backward(y, dy, dz)
+        return dz if self._try_compiled_kernel("clip_back", y, dy, dz, minimum=0) else super().relu_backward(y, dy, dz)
 
     def add(self, parts: Sequence[np.ndarray], y: np.ndarray, fused_relu: bool = False) -> None:
         """Write the sum of all parts into y."""
         first, *rest = parts
         for at, part in enumerate(rest, start=1):
-            if not self._run_compiled("add", first, part, y, minimum=0 if fused_relu and at == len(rest) else -inf):
+            if not self._try_compiled_kernel(
+                "add", first, part, y, minimum=0 if fused_relu and at == len(rest) else -inf
+            ):
                 super().add(parts, y, fused_relu)
                 return
             first = y
@@ -226,23 +228,25 @@ class CompiledCells(CellKernels):
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over all axes but the channels."""
         sums = np.empty((1, 1, x.shape[-1]))
-        return sums[0, 0].astype(x.dtype) if self._run_compiled("total", x, sums=sums) else super().channel_sum(x)
+        return (
+            sums[0, 0].astype(x.dtype) if self._try_compiled_kernel("total", x, sums=sums) else super().channel_sum(x)
+        )
 
     def sample_sum(self, x: np.ndarray) -> np.ndarray:
         """Return each sample's sum over its cells."""
         sums = np.empty((len(x), 1, x.shape[-1]))
-        return sums[:, 0].astype(x.dtype) if self._run_compiled("total", x, sums=sums) else super().sample_sum(x)
+        return sums[:, 0].astype(x.dtype) if self._try_compiled_kernel("total", x, sums=sums) else super().sample_sum(x)
 
     def moments(self, x: np.ndarray, by_sample: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return means, and sums of squared differences from the means."""
         sums = np.empty((len(x) if by_sample else 1, 2, x.shape[-1]))
-        if not self._run_compiled("moments", x, sums=sums):
+        if not self._try_compiled_kernel("moments", x, sums=sums):
             return super().moments(x, by_sample)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
     def normalise(self, x: np.ndarray, norm: Normalisation, y: np.ndarray) -> None:
         """Write the normalised cells into y."""
-        if not self._run_compiled("normalise", x, y, group_values=norm[:3], minimum=_minimum(norm)):
+        if not self._try_compiled_kernel("normalise", x, y, group_values=norm[:3], minimum=_output_lower_bound(norm)):
             super().normalise(x, norm, y)
 
     def normalise_gradient_sums(
@@ -250,7 +254,9 @@ class CompiledCells(CellKernels):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of dz and of dz * (x - mean)."""
         sums = np.empty((len(norm.mean), 2, x.shape[-1]))
-        if not self._run_compiled("normalise_sums", x, dy, group_values=norm[:3], sums=sums, minimum=_minimum(norm)):
+        if not self._try_compiled_kernel(
+            "normalise_sums", x, dy, group_values=norm[:3], sums=sums, minimum=_output_lower_bound(norm)
+        ):
             return super().normalise_gradient_sums(x, dy, norm)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
@@ -258,12 +264,12 @@ class CompiledCells(CellKernels):
         self, x: np.ndarray, dy: np.ndarray, norm: Normalisation, coefficients: Sequence[np.ndarray], dx: np.ndarray
     ) -> None:
         """Write a * dz + b * (x - mean) + c into dx."""
-        if not self._run_compiled(
-            "normalise_back", x, dy, dx, group_values=(*norm[:3], *coefficients), minimum=_minimum(norm)
+        if not self._try_compiled_kernel(
+            "normalise_back", x, dy, dx, group_values=(*norm[:3], *coefficients), minimum=_output_lower_bound(norm)
         ):
             super().normalise_backward(x, dy, norm, coefficients, dx)
 
-    def _run_compiled(
+    def _try_compiled_kernel(
         self, kernel: str, *arrays: np.ndarray, group_values: Any = None, sums: Any = None, minimum: float = -inf
     ) -> bool:
         if self.compiled is None:
@@ -273,7 +279,7 @@ class CompiledCells(CellKernels):
         return done
 
 
-def _minimum(norm: Normalisation) -> float:
+def _output_lower_bound(norm: Normalisation) -> float:
     return 0 if norm.fused_relu else -inf
 
 

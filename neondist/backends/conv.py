@@ -15,7 +15,7 @@ from .windows import Sides, all_windows, crop_sides, output_extent, split_into_b
 Ints = Sequence[int]
 
 
-class Convolution:
+class ConvolutionKernels:
     """Kernels of convolutions, over the arrays of `xp`."""
 
     xp: Any

@@ -32,8 +32,8 @@ from .device_kernels import (
     SUMS_KIND,
     specialise_source,
 )
-from .device_tables import boxes_table, coalesced_strides_table, copy_each_table, depthwise_table, pool_table
-from .kernels import CapturedGraph, Kernels
+from .device_tables import boxes_table, coalesced_strides_table, copy_each_table, depthwise_table, pool_geometry_table
+from .kernels import CapturedCudaGraph, Kernels
 from .narrow import HalfPrecisionKernels
 from .windows import Sides, crop_sides, output_extent
 
@@ -119,7 +119,7 @@ class CupyKernels(Kernels):
         if groups != x.shape[-1] or groups == 1 or not self._has_window_kernel(x.dtype, kernel, shape):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         y, pool = (self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _strides(x)))
-        table, index = self._device_table(depthwise_table(pool_table(*pool), dilation, channels), x, y)
+        table, index = self._device_table(depthwise_table(pool_geometry_table(*pool), dilation, channels), x, y)
         arguments = x, self.xp.ascontiguousarray(weights), y, table
         self._launch(DEPTHWISE, C_TYPES[str(x.dtype)], "depthwise", y.size, *arguments, index_type=index)
         return y if bias is None else self.xp.add(y, bias, out=y)
@@ -132,7 +132,7 @@ class CupyKernels(Kernels):
         if groups != shape[-1] or groups == 1 or not self._has_window_kernel(dy.dtype, kernel, (*shape, dy.size)):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         dx = self.xp.empty(shape, dy.dtype)
-        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, groups, _strides(dx))
+        pool = pool_geometry_table(extent, dy.shape[1:-1], kernel, stride, groups, _strides(dx))
         table, index = self._device_table(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
         arguments = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
         self._launch(DEPTHWISE_BACK, C_TYPES[str(dy.dtype)], "depthwise_back", dx.size, *arguments, index_type=index)
@@ -145,7 +145,7 @@ class CupyKernels(Kernels):
             return super().max_pool(x, kernel, stride)
         best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
         table, index = self._device_table(
-            pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _strides(x)), x, best
+            pool_geometry_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _strides(x)), x, best
         )
         self._launch(MAX_POOL, C_TYPES[str(x.dtype)], "max_pool", best.size, x, best, place, table, index_type=index)
         return best, place
@@ -156,7 +156,7 @@ class CupyKernels(Kernels):
         if not self._has_window_kernel(dy.dtype, kernel, (*shape, dy.size)):
             return super().max_pool_backward(dy, max_positions, extent, kernel, stride)
         dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
-        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _strides(dx))
+        pool = pool_geometry_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _strides(dx))
         (table, index), number = self._device_table(pool, dx, dy), C_TYPES[str(dy.dtype)]
         self._launch(MAX_POOL_BACK, number, "max_pool_back", dx.size, dy, max_positions, dx, table, index_type=index)
         return dx
@@ -319,18 +319,18 @@ class CupyKernels(Kernels):
         arguments = [self.xp.int64(argument) if isinstance(argument, int) else argument for argument in (*args, total)]
         kernel((min(-(-total // _THREADS_PER_BLOCK), _MAX_BLOCKS_PER_LAUNCH),), (_THREADS_PER_BLOCK,), tuple(arguments))
 
-    def capture(
-        self, function: Callable[[], Any], pool_graph: CapturedGraph | None = None
-    ) -> tuple[Any, CapturedGraph]:
+    def capture_graph(
+        self, function: Callable[[], Any], pool_graph: CapturedCudaGraph | None = None
+    ) -> tuple[Any, CapturedCudaGraph]:
         """Return a function's result and a graph of its launches, which keeps alive the tables that they read."""
         self._captured_tables.append([])
         try:
             result, launches = self._capture_launches(function, pool_graph)
         finally:
             kept = self._captured_tables.pop()
-        return result, CapturedGraph(launches, kept)
+        return result, CapturedCudaGraph(launches, kept)
 
-    def _capture_launches(self, function: Callable[[], Any], pool_graph: CapturedGraph | None) -> tuple[Any, Any]:
+    def _capture_launches(self, function: Callable[[], Any], pool_graph: CapturedCudaGraph | None) -> tuple[Any, Any]:
         """Return a function's result, and an object with `replay`."""
         raise NotImplementedError
 

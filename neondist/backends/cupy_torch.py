@@ -11,7 +11,7 @@ from typing import Any
 
 from ..arrays.precision import FLOAT32, ComputePrecision
 from .cupy import CupyKernels
-from .kernels import CapturedGraph, Kernels
+from .kernels import CapturedCudaGraph, Kernels
 from .torch import HalfPrecisionTorchMixin, TorchKernelMixin
 
 Ints = Sequence[int]
@@ -47,7 +47,7 @@ class CupyTorchKernels(TorchKernelMixin, CupyKernels):
         return self._prefers_torch_conv(x, out)
 
 
-def is_usable() -> bool:
+def is_torch_cuda_usable() -> bool:
     """Return whether PyTorch is built for CUDA and finds a GPU."""
     try:
         import torch
@@ -93,7 +93,7 @@ class CudaTorchKernels(CupyTorchKernels):
             self.xp, precision
         )
 
-    def _capture_launches(self, function: Callable[[], Any], pool_graph: CapturedGraph | None) -> tuple[Any, Any]:
+    def _capture_launches(self, function: Callable[[], Any], pool_graph: CapturedCudaGraph | None) -> tuple[Any, Any]:
         """Return a function's result and PyTorch's graph, which owns a part of the pool."""
         graph, pool = self._cuda.CUDAGraph(), None if pool_graph is None else pool_graph.library_graph.pool()
         with ExitStack() as during:

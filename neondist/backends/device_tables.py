@@ -46,7 +46,9 @@ def boxes_table(
     return tuple(table)
 
 
-def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints) -> tuple[int, ...]:
+def pool_geometry_table(
+    extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints
+) -> tuple[int, ...]:
     """Return the table of `max_pool` and `max_pool_back`, for up to three spatial axes.
 
     Parameters

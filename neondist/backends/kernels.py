@@ -17,8 +17,8 @@ from ..arrays.precision import ComputePrecision
 from ..errors import ConfigError
 from ..system.memory import free_bytes_per_rank
 from .cells import CellKernels
-from .conv import Convolution
-from .pool import Pooling
+from .conv import ConvolutionKernels
+from .pool import PoolingKernels
 from .windows import (
     Sides,
     StripAccumulator,
@@ -32,7 +32,7 @@ from .windows import (
 Ints = Sequence[int]
 
 
-class CapturedGraph(NamedTuple):
+class CapturedCudaGraph(NamedTuple):
     """Captured launches that a device replays together.
 
     Attributes
@@ -49,7 +49,7 @@ class CapturedGraph(NamedTuple):
         self.library_graph.replay()
 
 
-class Kernels(CellKernels, Convolution, Pooling):
+class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
     """Kernels with which layers compute.
 
     Parameters
@@ -111,9 +111,9 @@ class Kernels(CellKernels, Convolution, Pooling):
     def release_cached_memory(self, byte_limit: int) -> None:
         """Return cached memory to the system, if this process holds more bytes than a limit."""
 
-    def capture(
-        self, function: Callable[[], Any], pool_graph: CapturedGraph | None = None
-    ) -> tuple[Any, CapturedGraph]:
+    def capture_graph(
+        self, function: Callable[[], Any], pool_graph: CapturedCudaGraph | None = None
+    ) -> tuple[Any, CapturedCudaGraph]:
         """Return a function's result and a graph of its launches; none runs before `replay`.
 
         Arrays that the function reads must stay in place while the graph exists; numbers on the host are frozen.
@@ -121,7 +121,7 @@ class Kernels(CellKernels, Convolution, Pooling):
 
         Parameters
         ----------
-        pool_graph : CapturedGraph, optional
+        pool_graph : CapturedCudaGraph, optional
             Graph that is always replayed before this one; both share memory.
         """
         raise NotImplementedError
@@ -158,7 +158,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         for strip in split_into_strips(
             x, y, kernel, stride, dilation, self._conv_strip_size(x, y, weights, stride, dilation)
         ):
-            zeros = strip.zero_rows(rows, x), *columns
+            zeros = strip.zero_row_counts(rows, x), *columns
             part = self.conv_forward(x[strip.index_in_view], weights, *conv_args, bias, zeros)
             write_output(part, y[strip.output_index])
 
@@ -212,7 +212,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         ):
             dz, seen = output_gradient(strip.output_index), x[strip.index_in_view]
             conv_args = stride, dilation, groups
-            zeros = strip.zero_rows(rows, x), *columns
+            zeros = strip.zero_row_counts(rows, x), *columns
             if needs_weights:
                 part = self.conv_backward_weights(seen, dz, kernel, *conv_args, zeros)
                 by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)

@@ -12,7 +12,7 @@ Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
 
 
-class Pooling:
+class PoolingKernels:
     """Kernels that process each channel in the same way, over the arrays of `xp`."""
 
     xp: Any

@@ -216,7 +216,7 @@ class RowKernels(CompiledCells, Kernels):
             return False
         axes = zip(dx.shape[1:-1], weights.shape[:-2], stride, dilation, crop, strict=True)
         transposed = weights.swapaxes(-1, -2)
-        for phase in product(*(_backward_phases(*axis) for axis in axes)):
+        for phase in product(*(_stride_phases(*axis) for axis in axes)):
             cells, seen, before = zip(*phase, strict=True)
             part, part_weights = dx[(slice(None), *cells)], transposed[seen]
             if 0 in part_weights.shape:
@@ -265,9 +265,7 @@ def has_vector_aligned_channels(cells: np.ndarray) -> bool:
     return cells.shape[-1] * cells.itemsize % VECTOR_BYTES == 0 and cells.strides[-1] == cells.itemsize
 
 
-def _backward_phases(
-    extent: int, kernel: int, step: int, dilation: int, crop: int
-) -> Iterator[tuple[slice, slice, int]]:
+def _stride_phases(extent: int, kernel: int, step: int, dilation: int, crop: int) -> Iterator[tuple[slice, slice, int]]:
     """Yield, for each phase of the stride, its cells of dx, the kernel cells that see them, and the offset in dy."""
     for first in range(min(step, extent)):
         skipped, start = divmod(first + crop, step)

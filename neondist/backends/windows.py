@@ -54,18 +54,20 @@ def window_cells(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Itera
         yield place, (slice(None), *spans)
 
 
-def split_into_blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (samples, out[0]) into even blocks of at most about `budget` cells: whole samples, or rows of one sample.
+def split_into_blocks(
+    samples: int, out: Ints, cells_per_row: int, max_block_cells: int
+) -> Iterator[tuple[slice, slice]]:
+    """Cut (samples, out[0]) into even blocks of about `max_block_cells` cells or fewer: whole samples, or rows of one.
 
     `cells_per_row` is the size of one index of out[0].
     """
     rows = out[0]
     if samples * rows * cells_per_row == 0:
         return
-    if samples * rows * cells_per_row <= budget:
+    if samples * rows * cells_per_row <= max_block_cells:
         yield slice(0, samples), slice(0, rows)
         return
-    per_block = max(1, budget // cells_per_row)
+    per_block = max(1, max_block_cells // cells_per_row)
     if per_block >= rows:
         count = _even_block_size(samples, per_block // rows)
         for start in range(0, samples, count):
@@ -99,7 +101,7 @@ class Strip(NamedTuple):
         """Index into arrays of the view's shape."""
         return self.samples, self.view_rows
 
-    def zero_rows(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
+    def zero_row_counts(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
         """Return how many of the view's first `rows[0]` and last `rows[1]` rows this strip uses."""
         before, after = rows[0] - self.view_rows.start, self.view_rows.stop - (x.shape[1] - rows[1])
         return max(0, before), max(0, after)

@@ -54,6 +54,6 @@ class CoreSpeed:
         share = 1.0 if cores is None else ranks / cores
         return share * self.seconds_lower_bound(workload.flops, workload.memory_traffic)
 
-    def seconds_lower_bound(self, flops: float, moved_bytes: float = 0.0) -> float:
+    def seconds_lower_bound(self, flops: float, memory_traffic: float = 0.0) -> float:
         """Return the minimum seconds that one core takes for the work of a plan."""
-        return float(max(flops / MAX_SAVED_PRODUCTS / self.flops, moved_bytes / self.bandwidth))
+        return float(max(flops / MAX_SAVED_PRODUCTS / self.flops, memory_traffic / self.bandwidth))

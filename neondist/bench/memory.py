@@ -15,7 +15,7 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def reset_peak() -> None:
+def reset_peak_memory() -> None:
     """Reset the peak, if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -42,7 +42,7 @@ def module_table(results: Results) -> RenderableType:
             [Column(head, [row[at] for row in rows], align_right=at > left) for at, head in enumerate(heads)],
             split_at=7,
         )
-        for (heads, rows), left in ((_step_time_table(results), 1), (_breakdown_table(results), 1))
+        for (heads, rows), left in ((_step_time_table(results), 1), (_time_breakdown_table(results), 1))
         if rows
     ]
     parts = [
@@ -55,7 +55,7 @@ def module_table(results: Results) -> RenderableType:
 
 def module_markdown(results: Results) -> str:
     """Return the results in Markdown."""
-    steps, places = _step_time_table(results), _breakdown_table(results)
+    steps, places = _step_time_table(results), _time_breakdown_table(results)
     parts = [
         f"{head_text(results)}.", markdown_table(*steps), "\n".join(f"* {line}" for line in _note_lines(results)),
         LEGEND,
@@ -91,7 +91,7 @@ def _step_time_table(results: Results) -> Table:
     return heads, rows
 
 
-def _breakdown_table(results: Results) -> Table:
+def _time_breakdown_table(results: Results) -> Table:
     rows = []
     for row in results["networks"]:
         for variant, label in VARIANT_LABELS.items():

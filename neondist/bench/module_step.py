@@ -150,7 +150,7 @@ def measure_module(
     variant, factory, shape, world, compiled : as for TimedModuleStep
     """
     empty = memory.resident_bytes()
-    memory.reset_peak()
+    memory.reset_peak_memory()
     step = TimedModuleStep(variant, factory, shape, world, compiled)
     if progress is not None:
         progress.set_total_parts(1 + steps + profile)

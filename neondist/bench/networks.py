@@ -31,7 +31,7 @@ from ..train import FitExperiment
 Nodes = list[Node]
 
 
-class NetworkCase(NamedTuple):
+class BenchmarkNetwork(NamedTuple):
     """A network and its training data.
 
     Attributes
@@ -95,10 +95,10 @@ def _unet_levels(channels: int, levels_below: int) -> Nodes:
     return [*two_convolutions(), Concat([[], down]), *two_convolutions()]
 
 
-def _separable_convs(widths: Iterable[tuple[int, int, int]]) -> Nodes:
+def _separable_convs(inputs_channels_strides: Iterable[tuple[int, int, int]]) -> Nodes:
     return [
         layer
-        for inputs, channels, stride in widths
+        for inputs, channels, stride in inputs_channels_strides
         for layer in (*_conv_norm(inputs, 3, stride, inputs), _relu(), *_conv_norm(channels, 1), _relu())
     ]
 
@@ -108,14 +108,16 @@ def _pool() -> MaxPoolingLayerDist:
 
 
 MAIN_NETWORKS = {
-    "plain": NetworkCase(
+    "plain": BenchmarkNetwork(
         1, (2048, 2048, 3), lambda: [_conv(16), _conv(32, stride=2), _conv(64), _pool(), *_classifier()]
     ),
-    "vgg": NetworkCase(
+    "vgg": BenchmarkNetwork(
         1, (512, 512, 3), lambda: [_conv(64), _conv(64), _pool(), _conv(128), _conv(128), _pool(), *_classifier()]
     ),
-    "mnist": NetworkCase(128, (28, 28, 1), lambda: [_conv(16, 5), _pool(), _conv(32, 5), _pool(), FCLayerDist(10)]),
-    "resnet": NetworkCase(
+    "mnist": BenchmarkNetwork(
+        128, (28, 28, 1), lambda: [_conv(16, 5), _pool(), _conv(32, 5), _pool(), FCLayerDist(10)]
+    ),
+    "resnet": BenchmarkNetwork(
         4,
         (512, 512, 3),
         lambda: [
@@ -123,20 +125,20 @@ MAIN_NETWORKS = {
             *(*_residual(64, 64), *_residual(64, 64), *_residual(64, 128, 2), *_residual(128, 128), *_classifier()),
         ],
     ),
-    "unet": NetworkCase(1, (1024, 1024, 3), lambda: [*_unet_levels(16, 2), ConvLayerDist(2, 1)], classes=2),
-    "vol": NetworkCase(
+    "unet": BenchmarkNetwork(1, (1024, 1024, 3), lambda: [*_unet_levels(16, 2), ConvLayerDist(2, 1)], classes=2),
+    "vol": BenchmarkNetwork(
         1, (96, 96, 96, 4), lambda: [_conv(16), _conv(32, stride=2), _conv(32), _pool(), *_classifier()]
     ),
 }
 """the networks of the tables in docs/measured.md"""
 OTHER_NETWORKS = {
-    "wide": NetworkCase(
+    "wide": BenchmarkNetwork(
         1, (512, 512, 8), lambda: [_conv(32, 5), _conv(64, 5, 2), _conv(64, 5), _pool(), *_classifier()]
     ),
-    "dilated": NetworkCase(
+    "dilated": BenchmarkNetwork(
         1, (512, 512, 3), lambda: [_conv(32), *(_conv(32, dilation=d) for d in (2, 4, 8)), ConvLayerDist(2, 1)], 2
     ),
-    "separable": NetworkCase(
+    "separable": BenchmarkNetwork(
         4,
         (256, 256, 3),
         lambda: [
@@ -146,13 +148,13 @@ OTHER_NETWORKS = {
             *_classifier(),
         ],
     ),
-    "unet3d": NetworkCase(1, (64, 64, 64, 1), lambda: [*_unet_levels(8, 2), ConvLayerDist(2, 1)], 2),
-    "lcn": NetworkCase(
+    "unet3d": BenchmarkNetwork(1, (64, 64, 64, 1), lambda: [*_unet_levels(8, 2), ConvLayerDist(2, 1)], 2),
+    "lcn": BenchmarkNetwork(
         16,
         (128, 128, 3),
         lambda: [LCNLayerDist(9), LocalFilteringLayerDist(8, 8, 4), L2PoolingLayerDist(3, 1), FCLayerDist(10)],
     ),
-    "deep": NetworkCase(1, (512, 512, 3), lambda: [*(_conv(8) for _ in range(24)), *_classifier()]),
+    "deep": BenchmarkNetwork(1, (512, 512, 3), lambda: [*(_conv(8) for _ in range(24)), *_classifier()]),
 }
 """networks of other kinds"""
 NETWORKS = MAIN_NETWORKS | OTHER_NETWORKS

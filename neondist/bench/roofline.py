@@ -50,7 +50,7 @@ def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, f
     """
     work = {
         name: _flops_and_bytes(plans, model.batch_size, model.dtype.itemsize)
-        for name, plans in model.compiled.layer_groups.items()
+        for name, plans in model.compiled.execution_units.items()
     }
     extended = []
     for row in rows:

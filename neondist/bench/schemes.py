@@ -18,7 +18,7 @@ from ..halo import as_scheme
 from ..io.files import append_text, has_matplotlib, make_folder, write_figure, write_text
 from ..terminal.console import counted, emit
 from ..terminal.progress_line import ProgressLine, first_rank_progress
-from ..train import Hook, Record, TrainState
+from ..train import EpochRecord, Hook, TrainState
 from .least_time import CoreSpeed
 from .tables import markdown_table
 
@@ -56,7 +56,7 @@ class RunProgressReporter(Hook):
 
 def bench_schemes(
     world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]], cores: int | None = None
-) -> list[Record]:
+) -> list[EpochRecord]:
     """Train all runs without a result in `folder`, and return all results. Collective.
 
     Parameters
@@ -67,7 +67,7 @@ def bench_schemes(
     cores : int, optional
         Number of cores that the ranks share, for the estimate before the first step ends; default: one per rank.
     """
-    rows: list[Record] = []
+    rows: list[EpochRecord] = []
     with first_rank_progress(world.rank, sys.stderr, len(runs), "run", delay=0) as progress:
         speed = None if progress is None else CoreSpeed.measure()
         for description, load in runs:
@@ -80,7 +80,7 @@ def bench_schemes(
                     progress.begin_part(f"{description.scheme}, seed {description.seed}")
                 step = 0.0 if speed is None else speed.step_seconds_lower_bound(experiment, world.size, cores)
                 summary = _train_and_summarise(experiment, world, RunProgressReporter(progress, len(runs), step))
-                row = Record(key=key, scheme=description.scheme, seed=description.seed, **summary)
+                row = EpochRecord(key=key, scheme=description.scheme, seed=description.seed, **summary)
                 if world.rank == 0:
                     make_folder(folder)
                     append_text(folder / RESULTS_FILE, json.dumps(row) + "\n")
@@ -96,7 +96,7 @@ def bench_schemes(
     return rows
 
 
-def write_report(rows: Sequence[Record], folder: Path) -> str:
+def write_report(rows: Sequence[EpochRecord], folder: Path) -> str:
     """Write schemes.md, schemes.png and, for several numbers of tiles, tiles.png; return the table in Markdown."""
     summary = summarise_by_scheme(rows)
     table = schemes_table(summary)
@@ -115,7 +115,7 @@ def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgres
         raise ConfigError(
             f"bench schemes compares classification errors, but the {last.selection_split} split has no classes;"
             " give an experiment with class labels"
-        ).on_all_ranks()  # all ranks have the same history
+        ).mark_raised_on_all_ranks()  # all ranks have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),
         "ranks": grid.size,
@@ -127,7 +127,7 @@ def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgres
     }
 
 
-def read_results(file: Path) -> list[Record]:
+def read_results(file: Path) -> list[EpochRecord]:
     """Return the existing results; incomplete lines are skipped."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
@@ -135,15 +135,15 @@ def read_results(file: Path) -> list[Record]:
             rows.append(json.loads(line))
         except ValueError:
             continue
-    return [Record(row) for row in rows if isinstance(row, dict) and "key" in row]
+    return [EpochRecord(row) for row in rows if isinstance(row, dict) and "key" in row]
 
 
-def count_tiles(row: Record) -> int:
+def count_tiles(row: EpochRecord) -> int:
     """Return the number of tiles of an image."""
     return int(prod(row["grid"][1:]))
 
 
-def summarise_by_scheme(rows: Sequence[Record]) -> list[Row]:
+def summarise_by_scheme(rows: Sequence[EpochRecord]) -> list[Row]:
     """Return one row for each scheme and number of tiles: means over the seeds, deviations, and the Pareto front.
 
     A scheme is on the front unless another, on as many tiles, is better in mean error or bytes and worse in neither.

@@ -42,13 +42,13 @@ def measure_seam_errors(
     """
     approximate.load_state(exact.state())
     profiles: dict[str, ErrorsByDistance] = {}
-    traced, compared = (_record_arrays(model, batches, seed) for model in (exact, approximate))
+    traced, compared = (_record_outputs_and_gradients(model, batches, seed) for model in (exact, approximate))
     for layer in exact.leaves:
         name = str(layer.name)
         shapes = {"output": layer.output_shape, "gradient": layer.input_shape}
         profiles[name] = {
             kind: _error_by_distance(
-                exact.grid, shape[:-1], *(_own_part(layer, kind, a[name, kind]) for a in (traced, compared))
+                exact.grid, shape[:-1], *(_crop_to_own_cells(layer, kind, a[name, kind]) for a in (traced, compared))
             )
             for kind, shape in shapes.items()
             if len(shape) > 1 and traced.get((name, kind)) is not None
@@ -58,7 +58,7 @@ def measure_seam_errors(
     return {name: profile for name, profile in profiles.items() if profile}
 
 
-class _ArrayRecorder(Observer):
+class _OutputAndGradientRecorder(Observer):
     """Copies of all outputs and input gradients of the last batch."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class _ArrayRecorder(Observer):
             self.arrays[str(layer.name), KIND_BY_ARRAY_NAME[name]] = None if array is None else array.copy()
 
 
-def _record_arrays(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
+def _record_outputs_and_gradients(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
     """Return copies of all outputs and input gradients of the last batch, without changing weights."""
-    recorder, step = _ArrayRecorder(), model.step
+    recorder, step = _OutputAndGradientRecorder(), model.step
     try:
         with model.grid.observers.watched_by(recorder):
             for number, x in enumerate(batches):
@@ -86,7 +86,7 @@ def _record_arrays(model: Model, batches: Sequence[Any], seed: int) -> dict[tupl
     return recorder.arrays
 
 
-def _own_part(layer: Layer, kind: str, array: Any) -> Any:
+def _crop_to_own_cells(layer: Layer, kind: str, array: Any) -> Any:
     """Return the part of an output that no other rank has; return gradients unchanged."""
     if kind == "gradient":
         return array

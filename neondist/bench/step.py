@@ -85,7 +85,7 @@ def bench_step(
     model, dataset, empty = experiment.model, experiment.dataset, memory.resident_bytes()
     plan = model.fit_plan_to_memory(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
     batch_size, (x, targets) = experiment.batch_size, load_own_batch(experiment, grid, plan)
-    memory.reset_peak()
+    memory.reset_peak_memory()
     model.build(dataset.sample_shape, batch_size, grid, plan)
     model.restrict_cost_to_local_cells(dataset.fields)
     results = {"bench": "step", "batch_size": batch_size, "steps": steps, "sample_shape": list(dataset.sample_shape)}
@@ -243,7 +243,7 @@ def _layer_rows(model: TrainableModel, grid: ProcessGrid, train: Any, count: int
     plan, clock, before = model.compiled, Clock(), model.ledger()
     with grid.observers.watched_by(clock):
         train()
-    names, seconds, moved = plan.benchmark_rows, Counter[tuple[str, str]](), Counter[str]()
+    names, seconds, moved = plan.class_by_benchmark_row, Counter[tuple[str, str]](), Counter[str]()
     for (name, kind), taken in clock.seconds.items():
         seconds[plan.benchmark_row_of(name), kind] += taken  # type: ignore[assignment]
     for account, number in (model.ledger() - before).items():

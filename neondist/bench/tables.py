@@ -36,7 +36,7 @@ def step_table(results: dict[str, Any]) -> RenderableType:
                 [format_size(row["bytes_sent"]) for row in rows],
                 format_size(sum(r["bytes_sent"] for r in rows)),
             ),
-            *_limit_columns(results),
+            *_roofline_columns(results),
         ],
         split_at=4,
     )
@@ -53,7 +53,7 @@ def share_text(share: float | None) -> str:
     return f"{share:.0%}" if share <= _MAX_SHOWN_SHARE else "-"
 
 
-def _limit_columns(results: dict[str, Any]) -> list[Column]:
+def _roofline_columns(results: dict[str, Any]) -> list[Column]:
     if "machine" not in results:
         return []
     shares = [row.get("share_of_limit") for row in results["layers"]]

@@ -58,7 +58,7 @@ class TorchTwin:
 
     def __init__(self, model: Model, state: Arrays, trained: list[str], x: np.ndarray, targets: np.ndarray) -> None:
         self.empty_process_bytes = memory.resident_bytes()
-        memory.reset_peak()
+        memory.reset_peak_memory()
         _name_of_torch_counterpart(model.cost, SUPPORTED_COSTS)
         self.model, self.shape = model, x.shape[1:]
         self.module = module_with_weights(model, self.shape, state)

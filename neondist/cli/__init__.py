@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     and signals are handled until it exits.
     """
     if argv is not None:
-        signals = SignalRecorder().install_handlers()
+        signals = SignalRecorder().install_signal_handlers()
         try:
             return _run_and_flush(argv, signals)
         finally:
-            signals.restore_handlers()
-    signals = find_command_signal_recorder() or SignalRecorder(owns_process=True).install_handlers()
+            signals.restore_signal_handlers()
+    signals = find_command_signal_recorder() or SignalRecorder(owns_process=True).install_signal_handlers()
     die_with_launcher(os.environ)
     end_with_supervisor(os.environ)
     send_to_supervisor(os.environ, "listens")
@@ -86,7 +86,7 @@ def _run_command(argv: Sequence[str], signals: SignalRecorder) -> int:
     arguments = command_parser.parse_args(argv)
     arguments.signals = signals
     if not arguments.stops:
-        signals.restore_default_actions()
+        signals.restore_signal_defaults()
         signals.needs_cleanup = True
     try:
         return arguments.command(arguments)

@@ -53,10 +53,10 @@ def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: in
                 f" most {replicas * cells} ranks, or more replicas; {FORCE_HINT}"
             )
 
-    return load_on_all_ranks(arguments, world, check)
+    return load_experiment_on_all_ranks(arguments, world, check)
 
 
-def load_on_all_ranks(
+def load_experiment_on_all_ranks(
     arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None
 ) -> Any:
     """Return the experiment of the file after `check` on every rank. Collective."""
@@ -125,7 +125,7 @@ def _import_name_or_file(name: str, message_prefix: str) -> str:
         if is_file:
             _import_file(path)
         else:
-            _add_to_path(Path.cwd())
+            _add_to_sys_path(Path.cwd())
             importlib.import_module(name)
     except (Exception, SystemExit) as error:
         sys.modules.pop(path.stem if is_file else name, None)
@@ -141,7 +141,7 @@ def _import_file(path: Path) -> None:
     loaded_module = sys.modules.get(path.stem)
     if getattr(loaded_module, "__file__", None) == str(path.absolute()):
         return  # reloading would define different classes of the same names
-    _add_to_path(path.resolve().parent)  # Python also adds the folder of a script to the path
+    _add_to_sys_path(path.resolve().parent)  # Python also adds the folder of a script to the path
     spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     assert spec is not None
     assert spec.loader is not None
@@ -150,7 +150,7 @@ def _import_file(path: Path) -> None:
     spec.loader.exec_module(module)
 
 
-def _add_to_path(folder: Path) -> None:
+def _add_to_sys_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

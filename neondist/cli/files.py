@@ -118,7 +118,7 @@ def _classification_yaml(folder: Path) -> str:
         images, pattern, labels = (
             [path for sub in classes for path in _list_images(sub)], _image_pattern(folder, "*"), "folders",
         )  # fmt: skip
-    crop, crops_per_image = _choose_crop(images)
+    crop, crops_per_image = _choose_crop_size_and_count(images)
     items = list_images(match_files("images", pattern), len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     values, count, are_classes = read_labels(labels, items, None)
@@ -172,7 +172,7 @@ def _segmentation_yaml(image_folder: Path, mask_folder: Path) -> str:
         if ignored:
             task += f", and {void} for unlabelled cells"
             labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
-    crop, crops_per_image = _choose_crop(images)
+    crop, crops_per_image = _choose_crop_size_and_count(images)
     items = list_images(match_files("images", image_pattern), len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     find_masks(mask_pattern, items, len(crop))
@@ -201,7 +201,7 @@ def _quote_yaml(text: str) -> str:
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
 
 
-def _choose_crop(paths: list[Path]) -> tuple[list[int], int]:
+def _choose_crop_size_and_count(paths: list[Path]) -> tuple[list[int], int]:
     """Return crop extents that fit in all images and can be halved, and the number of crops to draw from each image."""
     from ..formats import open_source
 

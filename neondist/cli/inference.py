@@ -20,7 +20,7 @@ from ..launcher.ranks import run_on_ranks
 from ..system.job import LAUNCHED_RANKS_VARIABLE, detect_job
 from ..terminal.console import emit, say
 from . import options
-from .experiment import load_and_validate, load_factory, load_on_all_ranks
+from .experiment import load_and_validate, load_experiment_on_all_ranks, load_factory
 from .run import parse_duration_seconds
 
 DEFAULT_CHECKPOINT_POLL_SECONDS = 30.0
@@ -160,17 +160,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
                 experiment, arguments.checkpoint, *files, grid, arguments.block, samples, arguments.axes
             )
 
-        def read_names() -> Sequence[str]:
+        def read_class_names() -> Sequence[str]:
             path = Path(arguments.checkpoint)
             trained = read_checkpoint_class_names(path) or experiment.dataset.class_names
             return trained or read_run_class_names(path.parent)  # for checkpoints without class names
 
-        _print_results(arguments, grid, arguments.file, arguments.checkpoint, results, samples, read_names)
+        _print_results(arguments, grid, arguments.file, arguments.checkpoint, results, samples, read_class_names)
 
     load = (
         partial(load_and_validate, arguments)
         if None in files
-        else lambda world, ranks: load_on_all_ranks(arguments, world)
+        else lambda world, ranks: load_experiment_on_all_ranks(arguments, world)
     )
     return _run_with_experiment(arguments, load, work)
 
@@ -241,12 +241,12 @@ def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Write the outputs for new images; the experiment's data set is not needed."""
-    with _note_unfinished_output(Path(arguments.output)):
+    with _resume_hint_on_failure(Path(arguments.output)):
         return _predict_module(arguments) if arguments.weights is not None else _predict_experiment(arguments)
 
 
 @contextmanager
-def _note_unfinished_output(path: Path) -> Iterator[None]:
+def _resume_hint_on_failure(path: Path) -> Iterator[None]:
     """Print once how to resume a failed or interrupted command from its completed blocks."""
     part, job = unfinished(path), detect_job(os.environ)
     journal = part.with_name(f"{part.name}.journal")
@@ -284,7 +284,7 @@ def _predict_experiment(arguments: argparse.Namespace) -> int:
             ),
         )
 
-    return _run_with_experiment(arguments, lambda world, ranks: load_on_all_ranks(arguments, world), work)
+    return _run_with_experiment(arguments, lambda world, ranks: load_experiment_on_all_ranks(arguments, world), work)
 
 
 def _predict_module(arguments: argparse.Namespace) -> int:

@@ -66,7 +66,7 @@ def plan(arguments: argparse.Namespace) -> int:
         candidates = search.sort_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
         if auto is not None:
             candidates = auto.select_fitting(candidates, list(map(search.held_parameter_bytes, candidates)))
-        choice, runner_up, rejected = search.choose_fastest(candidates, limit, within)
+        choice, runner_up, rejected = search.choose_fastest_grid(candidates, limit, within)
     except UserError as error:
         raise add_location(error) from None
     Console(soft_wrap=True).print(search.choice_table(choice, runner_up, rejected, _describe_prediction_error(machine)))

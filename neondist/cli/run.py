@@ -14,7 +14,7 @@ from ..comm import Transport
 from ..config import dump
 from ..errors import LaunchError
 from ..launcher.ranks import create_watchdog, run_on_ranks, run_script_on_ranks
-from ..launcher.workers import check_worker_options, read_worker_assignment, run_workers
+from ..launcher.workers import check_worker_options, read_worker_spec, run_workers
 from ..system.job import JOB_START_TIME_VARIABLE, detect_job
 from ..terminal.progress_line import preparation_progress
 from ..train import Hook
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         outputs = {
             "output": arguments.folder, "yaml_text": dump(experiment), "snapshot": arguments.snapshot or None,
         }  # fmt: skip
-        worker = read_worker_assignment(os.environ) if experiment.server_strategy is not None else None
+        worker = read_worker_spec(os.environ) if experiment.server_strategy is not None else None
         hooks = create_hooks(arguments)
         result = experiment.run(experiment.open_grid(world), **outputs, hooks=hooks, **start, worker=worker)
         if world.rank == 0:

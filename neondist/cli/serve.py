@@ -76,7 +76,7 @@ def serve_parameters(arguments: argparse.Namespace) -> int:
 
 def serve_master(arguments: argparse.Namespace) -> int:
     """Run the master of a job until the process is terminated."""
-    from ..services.group import ServerGroup
+    from ..services.group import ServerConnections
     from ..services.master import Master
     from ..services.recovery import ServerRecovery
     from ..services.wire import ServiceHost, read_token
@@ -84,7 +84,7 @@ def serve_master(arguments: argparse.Namespace) -> int:
     token, folder = read_token(os.environ), arguments.checkpoint_dir
     make_folder(folder)
     master = Master(arguments.num_minibatches_per_task, path=folder / TASKS)
-    group = ServerGroup(arguments.servers, token, timeout=60.0, retry_seconds=1.0)
+    group = ServerConnections(arguments.servers, token, timeout=60.0, retry_seconds=1.0)
     recovery = ServerRecovery(group, folder, master, arguments.checkpoint_steps)
     with closing(master), group, ServiceHost([master, recovery], arguments.address, token) as host, recovery:
         say(f"Master at {host.address}")

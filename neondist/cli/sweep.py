@@ -180,7 +180,7 @@ class _RunningTrial:
     def __init__(self, trial: Trial, process: Any, folder: Path) -> None:
         self.trial, self.process, self.folder = trial, process, folder
         self.pruned = self._terminated = False
-        self._read_size = 0
+        self._metrics_size_at_last_read = 0
         self._reported_epochs = len(trial.study.trials[trial.number].intermediate_values)
 
     def terminate(self) -> None:
@@ -189,12 +189,12 @@ class _RunningTrial:
             self._terminated = True
             self.process.terminate()
 
-    def report_epochs(self, best: Best) -> None:
+    def report_epochs_to_optuna(self, best: Best) -> None:
         """Report new epochs to Optuna one by one, and terminate the run if it should be pruned."""
         path = self.folder / "metrics.jsonl"
         with suppress(DataError, FileNotFoundError):  # no file yet, or an incomplete line
-            previous, self._read_size = self._read_size, path.stat().st_size
-            if self.pruned or self._read_size == previous:
+            previous, self._metrics_size_at_last_read = self._metrics_size_at_last_read, path.stat().st_size
+            if self.pruned or self._metrics_size_at_last_read == previous:
                 return
             records = read_epoch_records(path)
             name = best.metric_name(records)
@@ -235,7 +235,7 @@ def _run_trials(
         for run in list(running):
             code = run.process.poll()
             if arguments.prune:
-                run.report_epochs(best)
+                run.report_epochs_to_optuna(best)
             if arguments.signals.received_signals or stopped:
                 run.terminate()
             if code is None:
@@ -352,7 +352,7 @@ def _describe_result(trial: FrozenTrial, folder: Path) -> str:
     return f"failed: {_last_log_line(_trial_folder(folder, trial.number))}"
 
 
-def _best_point(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
+def _best_trial_plot_point(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
     """Return the point of the best trial in the plot of a field; None if the field is not a number."""
     position, value = trial.params[key], trial.value
     return (position, value) if is_plottable(position) and value is not None else None
@@ -397,7 +397,7 @@ def _report_results(study: Study, folder: Path) -> int:
         ),
         *(line_plot_svg(head[1], {head[1]: values}, points_only=True,
                logarithmic_x=getattr(trials[0].distributions[key], "log", False),
-               best_point=_best_point(trials[0], key), x_label=key)
+               best_point=_best_trial_plot_point(trials[0], key), x_label=key)
           for key, values in points.items() if values),
         table_html(head, rows), f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
     ]))  # fmt: skip

@@ -16,7 +16,7 @@ from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.ranks import run_on_ranks
-from ..launcher.workers import check_worker_options, open_job_fork_server, read_worker_assignment, run_workers
+from ..launcher.workers import check_worker_options, open_job_fork_server, read_worker_spec, run_workers
 from ..terminal.console import counted, emit
 from . import options
 from .definition import DEFINABLE_NAMES, create_experiment, create_samples, load_definition, parse_tiles, parse_workers
@@ -156,14 +156,14 @@ def train(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, prepared: tuple[Any, Any]) -> int:
         definition, experiment = prepared
-        hooks = [*_extra_hooks(arguments, experiment), *definition.callbacks()]
+        hooks = [*_task_and_evaluation_hooks(arguments, experiment), *definition.callbacks()]
         result = experiment.run(
             experiment.open_grid(world),
             output=arguments.folder,
             resume=arguments.resume,
             overwrite=arguments.overwrite,
             hooks=[*create_hooks(arguments), *hooks],
-            worker=read_worker_assignment(os.environ) if experiment.server_strategy is not None else None,
+            worker=read_worker_spec(os.environ) if experiment.server_strategy is not None else None,
         )
         if world.rank == 0:
             options.print_written([*result.files, *_copy_results(arguments)])
@@ -245,7 +245,7 @@ def _positional_arguments(words: list[str]) -> list[str]:
     return [word for word, value in zip(words, is_value, strict=False) if not (value or word.startswith("-"))]
 
 
-def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
+def _task_and_evaluation_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
     from ..train.callbacks.periodic_evaluation import PeriodicEvaluation
     from ..train.callbacks.task_queue_hook import TaskQueueHook
 

@@ -12,7 +12,7 @@ from ..cluster.hosts import HostSource
 from ..errors import ConfigError
 from ..launcher.scaling import reject_unreachable_maximum
 from ..launcher.slots import WorkerBounds
-from ..launcher.workers import read_worker_assignment
+from ..launcher.workers import read_worker_spec
 from ..strategies import PSLoadBalancing
 from ..terminal.console import counted
 
@@ -37,7 +37,7 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
         raise ConfigError("--evaluation-steps needs --validation-data; give it as well")
-    place = read_worker_assignment(os.environ)
+    place = read_worker_spec(os.environ)
     if place is not None:
         ranks //= arguments.num_workers
     starts_services = arguments.sync_policy is not None and place is None
@@ -60,10 +60,10 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
             f"--num-workers {low}:{high}: a varying number of workers needs parameter servers; use"
             " --distribution-strategy ParameterServerStrategy, or give one number"
         )
-    if read_worker_assignment(os.environ) is None:
+    if read_worker_spec(os.environ) is None:
         if arguments.slots_from is not None:
             arguments.slots_from = source = HostSource(arguments.slots_from)
-            if source.is_resources and any(node.ssh_config for node in ResourceSpec(source.path).nodes):
+            if source.is_resource_file and any(node.ssh_config for node in ResourceSpec(source.path).nodes):
                 raise ConfigError(
                     f"--hosts-from {source.path}: its SSH settings apply to neondist launch and run only; give a"
                     " list of HOST:SLOTS, with these settings in ~/.ssh/config"

@@ -40,10 +40,10 @@ def add_parser(commands: Any) -> None:
         metavar="DIR",
         help="output folder (default: the current folder)",
     )
-    cmd.set_defaults(command=write_project)
+    cmd.set_defaults(command=write_model_project)
 
 
-def write_project(arguments: argparse.Namespace) -> int:
+def write_model_project(arguments: argparse.Namespace) -> int:
     """Write the files; existing ones are not replaced."""
     template = read_bytes(Path(__file__).with_name("model_definition.txt")).decode()
     texts = {"model.py": template, "README.md": _README}

@@ -84,8 +84,8 @@ class HostSource:
         self.path = Path(path)
         if not self.path.is_file():
             raise ConfigError(f"{path}: no such file; give a host file, a resource file, or an executable script")
-        self.is_resources = self.path.suffix in (".yaml", ".yml")
-        self.is_script = not self.is_resources and os.access(self.path, os.X_OK)
+        self.is_resource_file = self.path.suffix in (".yaml", ".yml")
+        self.is_script = not self.is_resource_file and os.access(self.path, os.X_OK)
 
     @cached_property
     def slots_at_start(self) -> dict[str, int]:
@@ -100,7 +100,7 @@ class HostSource:
         ConfigError
             The script fails, or the file is invalid.
         """
-        if self.is_resources:
+        if self.is_resource_file:
             return slots_by_node(ResourceSpec(self.path))
         if self.is_script:
             return parse_hosts(self._run_host_script(), f"{self.path}: output")
@@ -154,9 +154,9 @@ class HostPool:
     Attributes
     ----------
     listed_slots : dict of str to int
-        Slots of each host, as of the last successful `refresh`.
+        Slots of each host, as of the last successful `refresh_host_list`.
     refresh_error : str
-        Reason why the last `refresh` failed and kept the old list; '' if it succeeded.
+        Reason why the last `refresh_host_list` failed and kept the old list; '' if it succeeded.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class HostPool:
         self._excluded_until: dict[str, float] = {}
         self._reported_reasons: dict[str, str] = {}
 
-    def refresh(self) -> None:
+    def refresh_host_list(self) -> None:
         """Reread the list."""
         try:
             self.listed_slots, self.refresh_error = self._read_slots(), ""
         except ConfigError as error:
             self.refresh_error = str(error)
 
-    def record_failure(self, host: str) -> None:
+    def exclude_temporarily(self, host: str) -> None:
         """Exclude a host until the end of its cooldown."""
         self._excluded_until[host] = self._clock() + self.cooldown
 
@@ -183,7 +183,7 @@ class HostPool:
         """Exclude unusable hosts, as failed ones; return a message for each host with a new reason."""
         new = {host: reason for host, reason in reasons.items() if self._reported_reasons.get(host) != reason}
         for host in reasons:
-            self.record_failure(host)
+            self.exclude_temporarily(host)
         self._reported_reasons.update(reasons)
         return [f"hosts: {host} {reason}; the host is left out" for host, reason in new.items()]
 
@@ -249,8 +249,8 @@ def find_unusable_hosts(hosts: Iterable[str], env: Mapping[str, str]) -> dict[st
             await process.wait()
             return None
 
-    async def check_all() -> list[int | None]:
+    async def check_all_hosts() -> list[int | None]:
         return await asyncio.gather(*map(check, hosts))
 
-    codes = zip(hosts, asyncio.run(check_all()), strict=True)
+    codes = zip(hosts, asyncio.run(check_all_hosts()), strict=True)
     return {host: _REASON_BY_EXIT_CODE.get(code, UNREACHABLE_TEXT) for host, code in codes if code != 0}

@@ -140,9 +140,9 @@ class ResourceSpec:
         entries = typed_value(top["nodes"], "nodes", list, "a list")
         if not entries:
             raise node_error(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
-        is_single = len(entries) == 1
+        is_only_node = len(entries) == 1
         self.nodes = [
-            self._parse_node(node, join_path("nodes", index), is_single) for index, node in enumerate(entries)
+            self._parse_node(node, join_path("nodes", index), is_only_node) for index, node in enumerate(entries)
         ]
         self._check_chief(top["nodes"], entries)
         self._check_addresses(entries)
@@ -168,7 +168,7 @@ class ResourceSpec:
         """Number of devices that can own parameters: CPUs, at least one per node."""
         return sum(len(node.cpus) for node in self.nodes)
 
-    def _parse_node(self, node: yaml_nodes.Node, path: str, is_single: bool) -> Node:
+    def _parse_node(self, node: yaml_nodes.Node, path: str, is_only_node: bool) -> Node:
         fields = convert_fields(node, path, _NODE_FIELDS, ["address"])
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", str(fields["address"])):
             raise field_error(node, path, "address", f"'{fields['address']}' is not a host name or IP address")
@@ -176,7 +176,7 @@ class ResourceSpec:
             indices = fields.get(kind, ())
             if repeated := [index for index in indices if indices.count(index) > 1]:
                 raise field_error(node, path, kind, f"device {repeated[0]} is listed twice; list each once")
-        fields["chief"] = fields.get("chief", False) or is_single
+        fields["chief"] = fields.get("chief", False) or is_only_node
         fields["ssh_config"] = self._choose_ssh_config(node, fields, path)
         fields["cpus"] = fields.get("cpus") or (0,)
         return Node(**fields | {"address": str(fields["address"])})

@@ -28,12 +28,12 @@ def raise_if_any_failed(transport: Transport, error: Exception | None) -> None:
     report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
     failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
     if error is not None:
-        raise error.on_all_ranks() if isinstance(error, errors.UserError) else error
+        raise error.mark_raised_on_all_ranks() if isinstance(error, errors.UserError) else error
     if failures:
         rank, (kind, is_user_error, message) = failures[0]
         if is_user_error:
             error_class: type[errors.UserError] = getattr(errors, kind, errors.UserError)
-            raise error_class(message).on_all_ranks()
+            raise error_class(message).mark_raised_on_all_ranks()
         raise errors.RemoteError(f"rank {rank} failed: {kind}: {message}")
 
 
@@ -106,7 +106,7 @@ def check_equal_on_ranks(
                 raise errors.ConfigError(
                     f"rank {rank}: {name} is {_abbreviate(other.get(name))}, but"
                     f" {_abbreviate(first.get(name))} on rank 0; all ranks must make the same call"
-                ).on_all_ranks()
+                ).mark_raised_on_all_ranks()
     return False
 
 

@@ -17,7 +17,7 @@ from ..observer import Observers
 from ..registry.arguments import type_checked
 from . import mpi
 from .agreement import CALL_KEY, check_equal_on_ranks, checksum_of
-from .process_hooks import ProcessHooks
+from .process_hooks import ExceptionAndExitHooks
 from .single import SingleTransport
 from .transport import CLOSED, Transport
 
@@ -88,7 +88,7 @@ class ProcessGrid:
         if self._owns_world:  # a caller's transport stays open, and the process unchanged
             self._close_callbacks.callback(self.world.close)
             if self.size > 1:
-                self._close_callbacks.callback(ProcessHooks.add_grid(self.world).remove_grid, self.world)
+                self._close_callbacks.callback(ExceptionAndExitHooks.add_grid(self.world).remove_grid, self.world)
         for group in (self.tile_comm, self.replica_comm):
             self._close_callbacks.callback(group.close)
 

@@ -76,7 +76,7 @@ class _SharedState:
             for box in [box for box, sender in self._sender_by_waiting_box.items() if sender == rank]:
                 self._wake_receiver(box)
 
-    def fail_all(self) -> None:
+    def fail_waiting_ranks(self) -> None:
         """Record that a rank has failed, and wake the ranks that wait, which then raise RemoteError."""
         with self.turns.lock:
             self.failed = True
@@ -158,7 +158,9 @@ class LoopbackTransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks with the same colour, ordered by key."""
-        group = self._combine_on_root((color, key, self.rank, self.group.world_ranks[self.rank]), _make_groups)[color]
+        group = self._allreduce_via_root((color, key, self.rank, self.group.world_ranks[self.rank]), _make_groups)[
+            color
+        ]
         return LoopbackTransport(self.world, group, group.parent_ranks.index(self.rank), len(group.parent_ranks))
 
     def close(self) -> None:
@@ -173,7 +175,7 @@ class LoopbackTransport(Transport):
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Replace the array by its sum, or maximum, over all ranks, computed in rank order."""
         combine = {"sum": np.add, "max": np.maximum}[op]
-        array[...] = self._combine_on_root(array.copy(), lambda arrays: reduce(combine, arrays))
+        array[...] = self._allreduce_via_root(array.copy(), lambda arrays: reduce(combine, arrays))
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace the array by its sum over all ranks, computed in rank order."""
@@ -184,7 +186,7 @@ class LoopbackTransport(Transport):
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, stacked."""
-        return self._combine_on_root(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
+        return self._allreduce_via_root(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Send an array to every rank, and return what every rank sent to this one."""
@@ -198,14 +200,14 @@ class LoopbackTransport(Transport):
 
     def allgather(self, value: Any) -> list[Any]:
         """Return copies of every rank's value, in rank order."""
-        return [pickle.loads(data) for data in self._combine_on_root(pickle.dumps(value), list)]
+        return [pickle.loads(data) for data in self._allreduce_via_root(pickle.dumps(value), list)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value of rank `root`."""
         data = pickle.dumps(value) if self.rank == root else None
-        return pickle.loads(self._combine_on_root(data, lambda values: list(values)[root]))
+        return pickle.loads(self._allreduce_via_root(data, lambda values: list(values)[root]))
 
-    def _combine_on_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
+    def _allreduce_via_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
         """Return the values of all ranks combined on rank 0, which takes 2 P messages instead of P².
 
         All ranks receive the same object, and must modify neither that object nor their own value.
@@ -220,7 +222,7 @@ class LoopbackTransport(Transport):
 
     def abort(self, code: int) -> None:
         """End all virtual ranks."""
-        self.world.fail_all()
+        self.world.fail_waiting_ranks()
         raise SystemExit(code)
 
 
@@ -299,7 +301,7 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
             world.end_rank(rank)
         except BaseException as error:
             errors.append(error)
-            world.fail_all()
+            world.fail_waiting_ranks()
         finally:
             turns.end_turn()
 

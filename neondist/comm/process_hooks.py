@@ -13,7 +13,7 @@ from .agreement import CALL_KEY, check_equal_on_ranks
 from .transport import Transport
 
 
-class ProcessHooks:
+class ExceptionAndExitHooks:
     """Python's excepthook, and the number of threads, while grids of several ranks are open.
 
     An uncaught exception prints its traceback and ends the job on all ranks, so that no rank waits forever; the same
@@ -34,7 +34,7 @@ class ProcessHooks:
         atexit.register(self.check_exit)
 
     @classmethod
-    def add_grid(cls, transport: Transport) -> ProcessHooks:
+    def add_grid(cls, transport: Transport) -> ExceptionAndExitHooks:
         """Return the hooks of this process, after adding a grid."""
         hooks = sys.excepthook if isinstance(sys.excepthook, cls) else cls(transport)
         hooks.open_worlds.append(transport)

@@ -6,6 +6,6 @@ converted to the constructor's type hints. Only registered classes are instantia
 
 from .dump import dump
 from .load import load_experiment
-from .source import add_location, describe_location
+from .source import add_location, describe_yaml_location
 
-__all__ = ["add_location", "describe_location", "dump", "load_experiment"]
+__all__ = ["add_location", "describe_yaml_location", "dump", "load_experiment"]

@@ -14,7 +14,7 @@ from ..registry.names import classes_by_name, classes_by_short_name, subclasses
 from ..registry.type_hints import describe_hint, registered_classes_in_hint
 from ..yaml_nodes.convert import convert_node
 from ..yaml_nodes.tree import Node, join_path, node_error
-from .source import SourcePosition, add_location, describe_location, set_source
+from .source import SourcePosition, add_location, describe_yaml_location, set_source
 
 TORCH_TAGS = "TorchLoss", "TorchModel", "TorchOptimizer"
 """Tags whose classes need PyTorch, which takes seconds to import."""
@@ -63,7 +63,7 @@ class ObjectBuilder:
         """Return the object of a tagged node, or the function that a node without a tag names; build fields first."""
         if node.tag is None:
             return self._find_function(node, path)
-        cls = self._choose_counterpart(find_class(node, path, hint), node, path)
+        cls = self._serial_or_dist_class(find_class(node, path, hint), node, path)
         nodes = node.value if isinstance(node.value, dict) else {}
         params = constructor_fields(cls)
         for name, child in nodes.items():
@@ -84,7 +84,7 @@ class ObjectBuilder:
         try:
             obj = cls(**arguments)
         except UserError as error:
-            if describe_location(getattr(error, "subject", None)):  # the error concerns a part built earlier
+            if describe_yaml_location(getattr(error, "subject", None)):  # the error concerns a part built earlier
                 raise add_location(error) from None
             error.args = (source.message(str(error)),)
             raise
@@ -105,7 +105,7 @@ class ObjectBuilder:
             raise node_error(node, path, f"'{node.value}' is defined in {owner}; name a function defined in {module}")
         return NamedFunction(str(node.value), function)
 
-    def _choose_counterpart(self, cls: type, node: Node, path: str) -> type:
+    def _serial_or_dist_class(self, cls: type, node: Node, path: str) -> type:
         if not self.distributed:
             return serial_class(cls)
         if issubclass(cls, DistributedMixin):

@@ -45,7 +45,7 @@ def set_source(obj: Any, source: SourcePosition) -> None:
         object.__setattr__(obj, "_source", source)
 
 
-def describe_location(obj: Any) -> str:
+def describe_yaml_location(obj: Any) -> str:
     """Return 'FILE:LINE: path' of an object built from a file, otherwise ''."""
     source = getattr(obj, "_source", None)
     return format_message(source.place, source.path, "") if isinstance(source, SourcePosition) else ""

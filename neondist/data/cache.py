@@ -208,8 +208,8 @@ def check_path_template(template: object) -> None:
         raise ConfigError(f"serialized_path: {template!r} is not a path; give one, {_PATH_EXAMPLE}")
     text = os.fspath(template)
     try:
-        unknown = _field_names(text) - {"rank", "size"}
-        fields = _parse_fields(text)
+        unknown = _template_field_names(text) - {"rank", "size"}
+        fields = _parse_template_fields(text)
         wide = [spec for _, _, spec, conversion in fields if conversion or not _FORMAT_SPEC.fullmatch(spec or "")]
         if wide:
             raise ValueError(f"'{wide[0]}' is not a valid format width")
@@ -230,7 +230,7 @@ def resolve_cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> P
     """Return the path of this rank's cache; ConfigError if ranks would share one, even ranks of different replicas."""
     check_path_template(template)
     text = os.fspath(template)
-    if grid.size > 1 and "rank" not in _field_names(text):
+    if grid.size > 1 and "rank" not in _template_field_names(text):
         raise ConfigError(
             f"serialized_path: {text!r} has no {{rank}}, but each of the {grid.size} ranks needs a file of its own; add"
             f" {{rank}} to the name, {_PATH_EXAMPLE}"
@@ -238,11 +238,11 @@ def resolve_cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> P
     return Path(os.path.expanduser(text.format(rank=grid.rank, size=grid.size)))
 
 
-def _field_names(text: str) -> set[str]:
-    return {name for _, name, _, _ in _parse_fields(text)}
+def _template_field_names(text: str) -> set[str]:
+    return {name for _, name, _, _ in _parse_template_fields(text)}
 
 
-def _parse_fields(text: str) -> list[tuple[str, str, str | None, str | None]]:
+def _parse_template_fields(text: str) -> list[tuple[str, str, str | None, str | None]]:
     """Return literal text, name, width and conversion of each field."""
     return [
         (literal, name, spec, conversion)

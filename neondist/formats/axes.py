@@ -44,7 +44,7 @@ class Axes:
         """Return extents of the stored array (shape or chunks) in the order of `channels_last_letters`."""
         return (*(int(stored[axis]) for axis in self._channels_last_order), *(1,) * self._lacks_channel_axis)
 
-    def to_stored(self, extents: Sequence[Any]) -> tuple[Any, ...]:
+    def to_stored_order(self, extents: Sequence[Any]) -> tuple[Any, ...]:
         """Return extents, or slices, in stored order."""
         stored: list[Any] = [None] * len(self.letters)
         for axis, extent in zip(self._channels_last_order, extents, strict=False):

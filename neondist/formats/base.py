@@ -134,7 +134,7 @@ class TileSource(ABC):
 
     def _read_channels_last(self, cells: Cells) -> np.ndarray:
         shape = [cut.stop - cut.start for cut in cells]
-        array = self.stored_axes.from_file(np.asarray(self._read(self.stored_axes.to_stored(cells))))
+        array = self.stored_axes.from_file(np.asarray(self._read(self.stored_axes.to_stored_order(cells))))
         if list(array.shape) != shape:
             raise DataError(
                 f"{self.path}: a box of {shape} was read as {list(array.shape)}; restore the file from a good copy"
@@ -263,7 +263,7 @@ class TileSink(ABC):
         """Give the file its final name after all boxes are written. Collective over the sink's grid, if any."""
         with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             self.flush()
-        self._finish_cells()
+        self._on_all_cells_written()
         with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             if self.grid is None or self.grid.rank == 0:
                 self._publish()
@@ -276,7 +276,7 @@ class TileSink(ABC):
     def flush(self) -> None:
         """Flush to disk everything that this rank has written."""
 
-    def _finish_cells(self) -> None:  # noqa: B027 - optional
+    def _on_all_cells_written(self) -> None:  # noqa: B027 - optional
         """Finish the file after all cells are written, on every rank."""
 
     @abstractmethod

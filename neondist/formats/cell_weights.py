@@ -30,7 +30,7 @@ def check_cell_weights(weights: str, extent: Sequence[int], fields: FieldMetadat
     if weights == COSINE:
         _require_latitude(extent, fields)
     else:
-        _WeightVariable(weights, extent).close()
+        _CellWeightVariable(weights, extent).close()
 
 
 def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> np.ndarray:
@@ -47,7 +47,7 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMet
         cosine = np.maximum(cosine, 0.0)  # rounding may give negative cosines at the poles
         whole = np.broadcast_to(cosine[:, None] if cosine.ndim == 1 else cosine, tuple(extent))
         return np.ascontiguousarray((whole[box.slices] / cosine.mean())[..., None])
-    variable = _WeightVariable(weights, extent)
+    variable = _CellWeightVariable(weights, extent)
     try:
         return (variable.read(box) / variable.mean())[..., None]
     finally:
@@ -77,7 +77,7 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
     return fields.latitude
 
 
-class _WeightVariable:
+class _CellWeightVariable:
     """A variable of weights (Y, X), or (Y,) for all columns."""
 
     def __init__(self, name: str, extent: Sequence[int]) -> None:

@@ -102,7 +102,7 @@ class AuxiliaryVariable:
     unreadable_attributes: tuple[str, ...] = ()
 
 
-def unreadable_attribute_text(attribute: str, variable: str) -> str:
+def unreadable_attribute_message(attribute: str, variable: str) -> str:
     """Return the error text, with its remedy, for an attribute of variable-length text."""
     return (
         f"{attribute} as variable-length text, which is not supported; write it as characters, for instance: ncatted -a"
@@ -190,7 +190,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
         by_name = _letters_from_name(name) or (_letters_from_long_name(own.attributes) if own is not None else set())
         unread = [key for key in AXIS_ATTRIBUTES if own.attributes.get(key, "") is None] if own is not None else []
         if unread and not (declared or auxiliary or by_name):
-            raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_text(unread[0], name)}")
+            raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_message(unread[0], name)}")
         if name.lower() == "height" and "width" in lower:  # extents of pictures
             by_name = {"Y"}
         ranked = [*((one, 0) for one in declared), *((one, 1) for one in auxiliary if len(auxiliary) == 1)]

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import DataError
 from .base import TileSource
 from .cf_time import seconds_of_cf_times
-from .conventions import AuxiliaryVariable, attribute_text, unreadable_attribute_text
+from .conventions import AuxiliaryVariable, attribute_text, unreadable_attribute_message
 from .packing import PACKING_ATTRIBUTES, Packing
 
 
@@ -36,7 +36,7 @@ def text_attribute(attributes: Any, name: str) -> str:
 def unpacked_values(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     """Return the unpacked values of a coordinate; DataError if attributes of its packing cannot be read."""
     assert coord.values is not None
-    _require_readable(where, coord, *sorted(PACKING_ATTRIBUTES))
+    _require_readable_attributes(where, coord, *sorted(PACKING_ATTRIBUTES))
     attributes = {
         name: text_attribute({name: v}, name) if isinstance(v, bytes) else v for name, v in coord.attributes.items()
     }
@@ -56,7 +56,7 @@ def times_in_seconds(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     DataError
         If the coordinate has no units of time.
     """
-    _require_readable(where, coord, "units", "calendar")
+    _require_readable_attributes(where, coord, "units", "calendar")
     units = text_attribute(coord.attributes, "units")
     if " since " not in units.lower():
         raise DataError(
@@ -69,10 +69,12 @@ def times_in_seconds(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     return seconds_of_cf_times(f"{where}:{coord.name}", values, units, calendar_of(coord))
 
 
-def _require_readable(where: str, coord: AuxiliaryVariable, *names: str) -> None:
+def _require_readable_attributes(where: str, coord: AuxiliaryVariable, *names: str) -> None:
     """Raise DataError for an unreadable attribute, without which values would be misinterpreted."""
     if unread := [name for name in names if name in coord.unreadable_attributes]:
-        raise DataError(f"{where}: its coordinate {coord.name} has {unreadable_attribute_text(unread[0], coord.name)}")
+        raise DataError(
+            f"{where}: its coordinate {coord.name} has {unreadable_attribute_message(unread[0], coord.name)}"
+        )
 
 
 def _missing_mask(coord: AuxiliaryVariable) -> np.ndarray:
@@ -95,7 +97,7 @@ def latitudes_of(source: TileSource, variables: Sequence[AuxiliaryVariable]) -> 
             continue
         values = np.asarray(unpacked_values(source.path, coord), np.float64)
         if not (np.abs(values) > np.pi / 2).any():  # larger values must be in degrees
-            _require_readable(source.path, coord, "units")
+            _require_readable_attributes(source.path, coord, "units")
         values = np.rad2deg(values) if units in ("radian", "radians", "rad") else values
         if coord.dimensions == (rows,) and values.shape == (extent["Y"],):
             return values

@@ -52,7 +52,7 @@ class FieldMetadata:
     input_units : sequence of str
     lead_steps : int
         Number of time steps from the last input to the target.
-    step_seconds : float
+    time_step_seconds : float
         Length of a time step in seconds.
     month_step : MonthStep, optional
         The time step in calendar months, if it is constant.
@@ -70,7 +70,7 @@ class FieldMetadata:
     input_names: Sequence[str] = ()
     input_units: Sequence[str] = ()
     lead_steps: int = 0
-    step_seconds: float = 0.0
+    time_step_seconds: float = 0.0
     month_step: MonthStep | None = None
     coordinate_directions: tuple[str, str] = ("", "")
 

@@ -54,12 +54,12 @@ class HDF5Source(TileSource):
                 self._name = self._resolve_name(name_in_file.strip("/")) or self._choose_default_array(path)
                 array = find_object(self._file, self._name)
                 if not _is_array(array):
-                    names = ", ".join(self._array_names() or array_names(self._file))
+                    names = ", ".join(self._root_array_names() or array_names(self._file))
                     raise DataError(f"{path}: has no array '{self._name}'; it has {names or 'none'}")
                 self._array = array
                 named, dtype, metadata = self._axes_dtype_metadata(array)
                 axes, name = axes or named, f"{path}:{self._name}" if name_in_file else path
-                shape, chunks = self._readable_shape(array), array.chunks
+                shape, chunks = self._shape_as_read(array), array.chunks
                 super().__init__(
                     name,
                     axes or guess_axes(shape, name),
@@ -81,12 +81,12 @@ class HDF5Source(TileSource):
         """Return the full name of an array in the file, from the name given by the user."""
         return name
 
-    def _array_names(self) -> list[str]:
+    def _root_array_names(self) -> list[str]:
         """Return the names of the arrays in the root group."""
         return [name for name, _ in iter_arrays(self._file)]
 
     def _choose_default_array(self, path: Path) -> str:
-        names = self._array_names()
+        names = self._root_array_names()
         for name in (*_DEFAULT_ARRAY_NAMES, *(names if len(names) == 1 else ())):
             if name in names:
                 return name
@@ -102,7 +102,7 @@ class HDF5Source(TileSource):
         metadata = {name: None for name in array.attrs if name not in _OWN_ATTRIBUTES}
         return named if len(named) == len({*named}) == array.ndim else None, array.dtype, metadata
 
-    def _readable_shape(self, array: Any) -> tuple[int, ...]:
+    def _shape_as_read(self, array: Any) -> tuple[int, ...]:
         """Return the shape of the array as it is read."""
         return tuple(array.shape)
 

@@ -97,7 +97,7 @@ class InPlaceSink(DraftSink):
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
         stored = self._stored_axes.to_file(array)
-        for inner, offsets, size in self._cell_layout.byte_runs(self._stored_axes.to_stored(cells)):
+        for inner, offsets, size in self._cell_layout.byte_runs(self._stored_axes.to_stored_order(cells)):
             values = np.ascontiguousarray(stored[inner], self._cell_layout.dtype)
             rest = memoryview(values.reshape(-1).view(np.uint8).data)
             for offset in offsets.tolist():

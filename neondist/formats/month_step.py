@@ -56,14 +56,14 @@ class MonthStep:
             if not (1 <= month <= 12 and least <= days <= greatest and 0 <= seconds <= days * _DAY):
                 raise ValueError(f"{month}, {days}, {seconds}: expected a calendar month, its days, and seconds in it")
 
-    def matches(self, times: np.ndarray, calendar: str) -> bool:
+    def matches_times(self, times: np.ndarray, calendar: str) -> bool:
         """Return whether times in seconds have this step."""
         origin, (least, greatest), max_difference = _ORIGINS[self.place]
         numbers, offsets = [], []
         for time in times.tolist():
             first = self._first_month(time, calendar)
             numbers.append(first)
-            offsets.append(time - start_of_month(first, calendar) - origin(self._length(first, calendar)))
+            offsets.append(time - start_of_month(first, calendar) - origin(self._period_seconds(first, calendar)))
         return (
             bool((np.diff(numbers) == self.months).all())
             and max(offsets) - min(offsets) <= max_difference
@@ -78,7 +78,7 @@ class MonthStep:
         stamps = {(month, days): seconds for month, days, seconds in self.stamps}
         for time in times.tolist():
             first = self._first_month(time, calendar)
-            key = first % 12 + 1, round(self._length(first, calendar) / _DAY)
+            key = first % 12 + 1, round(self._period_seconds(first, calendar) / _DAY)
             stamps.pop(key, None)  # the latest stamp comes last
             stamps[key] = time - start_of_month(first, calendar)
         return replace(self, stamps=tuple((*key, seconds) for key, seconds in stamps.items()))
@@ -92,12 +92,12 @@ class MonthStep:
         origin, *_ = _ORIGINS[self.place]
         first = self._first_month(time, calendar)
         later = first + steps * self.months
-        length = self._length(later, calendar)
+        length = self._period_seconds(later, calendar)
         if self.stamps:
             number, days = later % 12 + 1, length / _DAY
             nearest = min(reversed(self.stamps), key=lambda s: (s[0] != number, abs(s[1] - days), -s[1]))
             return start_of_month(later, calendar) + nearest[2]
-        offset = time - start_of_month(first, calendar) - origin(self._length(first, calendar)) + origin(length)
+        offset = time - start_of_month(first, calendar) - origin(self._period_seconds(first, calendar)) + origin(length)
         if self.place == "start" and offset >= length:
             offset = length - _DAY + offset % _DAY
         return start_of_month(later, calendar) + offset
@@ -109,11 +109,11 @@ class MonthStep:
             return month
 
         def distance(first: int) -> float:
-            return abs(time - start_of_month(first, calendar) - self._length(first, calendar) / 2)
+            return abs(time - start_of_month(first, calendar) - self._period_seconds(first, calendar) / 2)
 
         return min(range(month - self.period // 2 - 1, month - self.period // 2 + 2), key=distance)
 
-    def _length(self, first: int, calendar: str) -> float:
+    def _period_seconds(self, first: int, calendar: str) -> float:
         return start_of_month(first + self.period, calendar) - start_of_month(first, calendar)
 
 
@@ -126,5 +126,5 @@ def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
     places = [place for place in _ORIGINS if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE]
     periods = {place: {1, second - first} if "middle" in place else {1} for place in places if second > first}
     steps = [MonthStep(second - first, place, period=n) for place in periods for n in sorted(periods[place])]
-    step = next((step for step in steps if step.matches(times, calendar)), None)
+    step = next((step for step in steps if step.matches_times(times, calendar)), None)
     return None if step is None else step.with_stamps(times, calendar)

@@ -59,7 +59,7 @@ class NetCDFSource(HDF5Source):
         return hidden if find_object(self._file, hidden) is not None else name
 
     def _choose_default_array(self, path: Path) -> str:
-        arrays = {name: self._file[name] for name in self._array_names()}
+        arrays = {name: self._file[name] for name in self._root_array_names()}
         named = {other for one in arrays.values() for other in referenced_variables(_all_attributes(one))}
         ndims = {name: a.ndim for name, a in arrays.items() if a.ndim > 1 and is_numeric(a) and name not in named}
         ndims = {name: n for name, n in ndims.items() if not name.endswith(("_bnds", "_bounds"))}
@@ -100,7 +100,7 @@ class NetCDFSource(HDF5Source):
             )
         return axes, self._packing.dtype, {"dimensions": list(names)}
 
-    def _readable_shape(self, array: Any) -> tuple[int, ...]:
+    def _shape_as_read(self, array: Any) -> tuple[int, ...]:
         """Return the extents of the dimensions; a variable may be shorter than an unlimited dimension."""
         import h5py
 

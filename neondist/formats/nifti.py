@@ -102,7 +102,9 @@ class NIfTISink(InPlaceSink):
         except nibabel.spatialimages.HeaderDataError:
             raise ConfigError(f"{self.path}: NIfTI files cannot store {self.dtype}; choose another dtype") from None
         header.set_data_shape(full)
-        self._write_calibration(header, like, [name for name in _NIFTI_AXES if name in extents and name in self.axes])
+        self._write_header_metadata(
+            header, like, [name for name in _NIFTI_AXES if name in extents and name in self.axes]
+        )
         start = -(-(int(header["sizeof_hdr"]) + 4) // 16) * 16
         header.set_data_offset(start)
         header.set_slope_inter(1, 0)
@@ -114,7 +116,7 @@ class NIfTISink(InPlaceSink):
         axes = names.replace("T", "N") if "N" in self.axes else names
         return CellLayout(axes, self.dtype.str, shape, shape, (start,))
 
-    def _write_calibration(self, header: Any, like: TileSource | None, axes: list[str]) -> None:
+    def _write_header_metadata(self, header: Any, like: TileSource | None, axes: list[str]) -> None:
         """Write metadata of the `like` image into a header: voxel sizes, units, affine, times."""
         units, sizes = ({} if like is None else like.metadata.get(name, {}) for name in ("units", "scale"))
         for candidates, base, standard in (("XYZ", "m", "micrometer"), ("T", "s", "second")):

@@ -47,7 +47,7 @@ class Format:
         factory = self.source if role == "source" else self.sink
         if factory is None:
             verb = "read" if role == "source" else "written"
-            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_list_suffixes(role)}")
+            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_describe_formats(role)}")
         if not _is_installed(self):
             raise MissingPackageError(f"{path}: {self.name} needs {self.package}: pip install 'neondist[files]'")
         if callable(factory):
@@ -57,7 +57,7 @@ class Format:
         return imported
 
 
-def _built_in(
+def _create_built_in_format(
     name: str, suffixes: str, module: str, class_prefix: str, writable: bool = True, package: str = ""
 ) -> Format:
     place = f"{__package__}.{module}:{class_prefix}"
@@ -65,15 +65,15 @@ def _built_in(
 
 
 _PICTURE_SUFFIXES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # .tif, .tiff: if tifffile is not installed
-_FOLDER_FORMAT = _built_in("a folder of images", "", "pictures", "Folder", writable=False)
+_FOLDER_FORMAT = _create_built_in_format("a folder of images", "", "pictures", "Folder", writable=False)
 BUILT_IN_FORMATS = (
-    _built_in("HDF5", ".h5 .hdf5", "hdf5", "HDF5"),
-    _built_in("NetCDF-4", ".nc .nc4", "netcdf", "NetCDF"),
-    _built_in("NIfTI", ".nii .nii.gz", "nifti", "NIfTI", package="nibabel"),
-    _built_in("NPY", ".npy", "npy", "NPY"),
-    _built_in("TIFF", ".tif .tiff .svs .ndpi .scn .btf", "tiff", "TIFF", package="tifffile"),
-    _built_in("PNG, JPEG", _PICTURE_SUFFIXES, "pictures", "Picture", package="PIL"),
-    _built_in("Zarr", ".zarr", "zarr_files", "Zarr", package="zarr"),
+    _create_built_in_format("HDF5", ".h5 .hdf5", "hdf5", "HDF5"),
+    _create_built_in_format("NetCDF-4", ".nc .nc4", "netcdf", "NetCDF"),
+    _create_built_in_format("NIfTI", ".nii .nii.gz", "nifti", "NIfTI", package="nibabel"),
+    _create_built_in_format("NPY", ".npy", "npy", "NPY"),
+    _create_built_in_format("TIFF", ".tif .tiff .svs .ndpi .scn .btf", "tiff", "TIFF", package="tifffile"),
+    _create_built_in_format("PNG, JPEG", _PICTURE_SUFFIXES, "pictures", "Picture", package="PIL"),
+    _create_built_in_format("Zarr", ".zarr", "zarr_files", "Zarr", package="zarr"),
 )
 
 
@@ -106,10 +106,10 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     if level is None and not os.path.exists(text) and (match := re.fullmatch(r"(.+)#(\d+)", text)):
         text, level = match[1], int(match[2])
     file, inside = _split_array_name(text)
-    kind = _format_by_suffix(file) or _format_by_content(file)
+    kind = _format_by_suffix(file) or _format_of_folder(file)
     if kind is None:
         problem = (
-            f"unknown file type; choose from {_list_suffixes('source')}" if os.path.exists(file) else "no such file"
+            f"unknown file type; choose from {_describe_formats('source')}" if os.path.exists(file) else "no such file"
         )
         raise DataError(f"{text}: {problem}")
     if not os.path.exists(file):  # unlike Path.exists, it does not raise for names that are too long
@@ -170,7 +170,7 @@ def create_sink(
     """
     path, kind = Path(path), _format_by_suffix(Path(path))
     if kind is None:
-        raise ConfigError(f"{path}: unknown file type; choose from {_list_suffixes('sink')}")
+        raise ConfigError(f"{path}: unknown file type; choose from {_describe_formats('sink')}")
     make = kind.import_factory("sink", path)
     extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
     ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
@@ -242,7 +242,7 @@ def _format_by_suffix(path: Path) -> Format | None:
     return None
 
 
-def _format_by_content(path: Path) -> Format | None:
+def _format_of_folder(path: Path) -> Format | None:
     """Return the format of a folder by its content: a Zarr group or array, or images."""
     inside_zarr = any(os.path.isfile(path / name) for name in ("zarr.json", ".zarray", ".zgroup"))
     if inside_zarr:
@@ -262,7 +262,7 @@ def _is_installed(kind: Format) -> bool:
     return not kind.package or find_spec(kind.package) is not None
 
 
-def _list_suffixes(role: str) -> str:
+def _describe_formats(role: str) -> str:
     kinds = [kind for kind in iter_formats() if getattr(kind, role) is not None]
     missing = sorted({kind.package for kind in kinds if not _is_installed(kind)})
     listed = ", ".join(f"{kind.name} ({' '.join(kind.suffixes)})" for kind in kinds)

@@ -25,7 +25,7 @@ from .tiff_tags import (
     CENTIMETER_UNIT_CODE,
     GEOREFERENCE_TAGS,
     check_colour_space,
-    check_pages_alike,
+    check_same_page_tags,
     check_side_file_nodata,
     image_metadata,
     nodata_value,
@@ -80,7 +80,7 @@ class TIFFSource(TileSource):
         check_colour_space(path, key)
         self._pages: list[Any] = list(series)
         self._decoder = SegmentDecoder(path, key, series.dtype)
-        check_pages_alike(path, key, self._pages)
+        check_same_page_tags(path, key, self._pages)
         leading: list[int] = []
         names = ["C" if key.shaped[0] > 1 else "", "Z" if key.shaped[1] > 1 else "", "Y", "X"]
         self._page_axes = [axis for axis, name in enumerate([*names, "C" if key.shaped[4] > 1 else ""]) if name]
@@ -175,7 +175,7 @@ class TIFFSource(TileSource):
     def _read(self, cells: Cells) -> np.ndarray:
         stored = list(cells)
         for axis in self._flipped_axes:
-            n = self.stored_axes.to_stored(self.shape)[axis]
+            n = self.stored_axes.to_stored_order(self.shape)[axis]
             stored[axis] = slice(n - cells[axis].stop, n - cells[axis].start)
         array = np.flip(self._read_stored(tuple(stored)), tuple(self._flipped_axes))
         if self._nodata is not None:

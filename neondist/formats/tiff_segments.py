@@ -76,7 +76,7 @@ class SegmentDecoder:
         if key.compression == _LERC_CODEC:
             return self._decode_lerc(data, index)
         if key.compression in _JPEG_CODECS:
-            return self._decode_whole_jpeg(data, index, page)
+            return self._decode_complete_jpeg(data, index, page)
         if key.compression in _BYTE_CODECS:
             return self._unpacked_page.decode(self._decompress(data, index), index)
         tile, corner, extents = key.decode(data, index)
@@ -96,7 +96,7 @@ class SegmentDecoder:
             raise self._damage_error(index, f"unpacks to more than its {self._segment_bytes} bytes")
         return unpacked
 
-    def _decode_whole_jpeg(self, data: bytes, index: int, page: Any) -> tuple[Any, Any, Any]:
+    def _decode_complete_jpeg(self, data: bytes, index: int, page: Any) -> tuple[Any, Any, Any]:
         """Decode a JPEG; DataError if it is incomplete, that is, if appended bytes change its cells."""
         segment = self._decode_jpeg(data, index, page)
         if (

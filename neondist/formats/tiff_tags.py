@@ -68,7 +68,7 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
         metadata["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in metadata["scale"].items()}
     elif not place and (sizes := sizes_from_resolution(metadata.get("resolution"))):
         metadata |= {"scale": sizes, "units": dict.fromkeys(sizes, "micrometer")}
-    if {"X", "Y"} <= metadata.get("scale", {}).keys() and _has_equal_resolution(metadata, file.is_imagej):
+    if {"X", "Y"} <= metadata.get("scale", {}).keys() and _is_resolution_redundant(metadata, file.is_imagej):
         del metadata["resolution"]  # sinks that write the scale lose nothing
     metadata |= {f"{name} metadata": None for name in sorted({*file.flags} - _SUPPORTED_PAGE_KINDS)}
     for suffix in _SIDE_FILE_SUFFIXES:
@@ -98,7 +98,7 @@ def resolution_from_sizes(metadata: Mapping[str, Any]) -> tuple[float, float] | 
     return counts[0], counts[1]
 
 
-def _has_equal_resolution(metadata: Mapping[str, Any], is_imagej: bool) -> bool:
+def _is_resolution_redundant(metadata: Mapping[str, Any], is_imagej: bool) -> bool:
     """Return whether the resolution tags only repeat the scale of an image."""
     if (resolution := metadata.get("resolution")) is None:
         return False
@@ -175,7 +175,7 @@ def check_colour_space(path: Path, keyframe: Any) -> None:
         )
 
 
-def check_pages_alike(path: Path, keyframe: Any, pages: Sequence[Any]) -> None:
+def check_same_page_tags(path: Path, keyframe: Any, pages: Sequence[Any]) -> None:
     """Raise DataError for an image whose pages differ in orientation or nodata value."""
 
     def tags_of(page: Any) -> tuple[Any, ...]:

@@ -125,7 +125,7 @@ def _find_in_scope(array_path: Path, name: str) -> Any:
             store = FolderStore(folder / name, read_only=True)
             array = zarr.open(store, mode="r")
             if isinstance(array, zarr.Array):
-                store.limit_chunks_to(array)
+                store.limit_chunk_sizes_to(array)
                 return array
     return None
 

@@ -64,7 +64,7 @@ class ZarrSource(TileSource):
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
             require_no_pickle(name, array)
-            store.limit_chunks_to(array)
+            store.limit_chunk_sizes_to(array)
             metadata = dict[str, Any]()
             self._packing, self._array_path = None, path / name_in_file.strip("/") / at
             if image.names:
@@ -156,7 +156,11 @@ class ZarrSink(DraftSink):
         while True:
             ax = Axes(axes)
             self._create_level(
-                f"{self._temp_path}/{len(levels)}", axes, ax.to_stored(shape), ax.to_stored(self.chunks), version
+                f"{self._temp_path}/{len(levels)}",
+                axes,
+                ax.to_stored_order(shape),
+                ax.to_stored_order(self.chunks),
+                version,
             )
             levels.append(str(len(levels)))
             if max(shape[axis] for axis in halved) <= _MAX_LAST_LEVEL_CELLS:
@@ -221,7 +225,7 @@ class ZarrSink(DraftSink):
         import zarr
 
         self._levels = [zarr.open_array(str(self._temp_path / name), mode="r+") for name in open_arguments["levels"]]
-        self._stored_axes, self._nearest = Axes(open_arguments["axes"]), open_arguments["nearest"]
+        self._stored_axes, self._uses_nearest_neighbour = Axes(open_arguments["axes"]), open_arguments["nearest"]
         self._lock_fd = os.open(
             str(self._temp_path) + LOCK_SUFFIX, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644
         )
@@ -237,7 +241,11 @@ class ZarrSink(DraftSink):
         return self._temp_path
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
-        target, stored, whole = (self._levels[0], self._stored_axes.to_file(array), self._stored_axes.to_stored(cells))
+        target, stored, whole = (
+            self._levels[0],
+            self._stored_axes.to_file(array),
+            self._stored_axes.to_stored_order(cells),
+        )
         for part, complete in _split_by_chunks(whole, target.chunks, target.shape):
             inner = relative_slices(part, whole)
             if complete:
@@ -246,7 +254,7 @@ class ZarrSink(DraftSink):
                 with _lock_chunks(self._lock_fd):
                     target[part] = stored[inner]
 
-    def _finish_cells(self) -> None:
+    def _on_all_cells_written(self) -> None:
         """Write the pyramid; chunks of each level are distributed over ranks."""
         rank, size = (0, 1) if self.grid is None else (self.grid.rank, self.grid.size)
         for finer, coarser in zip(self._levels, self._levels[1:], strict=False):
@@ -256,7 +264,7 @@ class ZarrSink(DraftSink):
                     if number % size == rank:
                         bounds = zip(place, coarser.chunks, coarser.shape, strict=True)
                         box = tuple(slice(at * c, min(n, at * c + c)) for at, c, n in bounds)
-                        coarser[box] = _downsample(finer, box, coarser.shape, self._nearest)
+                        coarser[box] = _downsample(finer, box, coarser.shape, self._uses_nearest_neighbour)
 
 
 def _find_image(name: str, group: Any, level: int) -> tuple[Any, MultiscaleImage]:

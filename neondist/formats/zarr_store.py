@@ -31,7 +31,7 @@ class FolderStore(LocalStore):
         self.compressor_name, self.max_chunk_bytes = "", 0
         self.shard_index: ShardIndex | None = None
 
-    def limit_chunks_to(self, array: Any) -> None:
+    def limit_chunk_sizes_to(self, array: Any) -> None:
         """From now on, reject chunks that are empty, or that decompress to much more than those of an array."""
         metadata = array.metadata
         codecs = list(metadata.codecs) if metadata.zarr_format == 3 else []

@@ -14,24 +14,23 @@ from .index_map import IndexMap
 from .lattice import AxisCells, Lattice, Range, clip_ranges, group_into_ranges, hull_of, shift_range, to_slice
 from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
 from .plan import (
-    AxisPartKeys,
     HaloPlan,
     KeyDetail,
+    PartClassKeys,
     RepartitionPlan,
     TransferPlan,
     fold_index,
     sources_within,
     total_halo_volume,
 )
-from .regions import OverlappingPartition, hull_of_ranges, hull_partition, source_cells, view_cells
-from .transfer import DimRequest, Piece, Transfer
+from .regions import OverlappingPartition, hull_of_ranges, hull_partition, needed_image_cells, view_cells
+from .transfer import DimRequest, MeshTransfer, Piece
 from .upsampling import Upsampling
 from .window import Window, same_padding
 
 __all__ = [
     "Atom",
     "AxisCells",
-    "AxisPartKeys",
     "Box",
     "DimRequest",
     "GradientWindow",
@@ -40,14 +39,15 @@ __all__ = [
     "IndexMap",
     "KeyDetail",
     "Lattice",
+    "MeshTransfer",
     "OverlappingPartition",
+    "PartClassKeys",
     "Partition",
     "Piece",
     "Place",
     "Range",
     "RepartitionPlan",
     "StripGrid",
-    "Transfer",
     "TransferPlan",
     "Upsampling",
     "Window",
@@ -61,10 +61,10 @@ __all__ = [
     "hull_of_ranges",
     "hull_partition",
     "index_of",
+    "needed_image_cells",
     "part_range",
     "same_padding",
     "shift_range",
-    "source_cells",
     "sources_within",
     "to_slice",
     "total_halo_volume",

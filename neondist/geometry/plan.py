@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from .box import Box
 from .lattice import AxisCells, Lattice, Range, group_into_ranges, hull_of, shift_range
 from .partition import Partition
-from .transfer import AxisOverlap, DimRequest, Piece, Transfer
+from .transfer import AxisOverlap, DimRequest, MeshTransfer, Piece
 from .window import Window
 
 KeyDetail: TypeAlias = Literal["messages", "extents", "all"]
@@ -125,7 +125,7 @@ class HaloPlan(TransferPlan):
         def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
             if partition.may_overlap or not axes:  # overlapping tiles have all cells that they need; so do vectors
                 return [], [], []
-            transfer = Transfer(partition.parts, tuple(axis.request for axis in axes))
+            transfer = MeshTransfer(partition.parts, tuple(axis.request for axis in axes))
             needed = transfer.receives(tile)
             local = [piece for piece in needed if piece.peer == tile]
             return [piece for piece in needed if piece.peer != tile], transfer.sends(tile), local
@@ -137,7 +137,7 @@ class HaloPlan(TransferPlan):
     @lru_cache(maxsize=512)
     def kinds(
         cls, cells: Partition, window: Window, outputs: Partition | None = None, level: KeyDetail = "all"
-    ) -> AxisPartKeys:
+    ) -> PartClassKeys:
         """Return the kinds of parts: tiles whose parts have the same kinds have equal plans.
 
         Parameters
@@ -147,16 +147,16 @@ class HaloPlan(TransferPlan):
             everything except position.
         """
         axes = _axis_plans(cells, window, outputs)
-        return AxisPartKeys(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
+        return PartClassKeys(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
 
 
 def total_halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
-    counts = [axis.request.total_and_own_cell_counts for axis in _axis_plans(partition, window)]
+    counts = [axis.request.sent_received_kept_counts for axis in _axis_plans(partition, window)]
     return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
 
 
-class AxisPartKeys(NamedTuple):
+class PartClassKeys(NamedTuple):
     """Kinds of the parts of each axis.
 
     Attributes

@@ -50,7 +50,7 @@ def view_cells(outputs: Partition, window: Window, extent: tuple[int, ...]) -> O
     return OverlappingPartition(extent, outputs.parts, outputs.num_copies_of_vector, ranges)
 
 
-def source_cells(
+def needed_image_cells(
     outputs: Partition, window: Window, extent: tuple[int, ...], owners: Partition | None = None
 ) -> OverlappingPartition:
     """Return the cells of an image that each part of `outputs` depends on; the nearest cell if there are none.

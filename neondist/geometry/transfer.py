@@ -116,7 +116,7 @@ class DimRequest:
         return sent
 
     @cached_property
-    def total_and_own_cell_counts(self) -> tuple[list[int], list[int], list[int]]:
+    def sent_received_kept_counts(self) -> tuple[list[int], list[int], list[int]]:
         """Number of cells that each part sends, receives (itself included) and keeps; defined for at most one axis.
 
         If all parts need the same cells, the cost is linear in the number of parts.
@@ -157,7 +157,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MeshTransfer:
     """Views of a tensor that all ranks of a mesh need; among ranks with the same data, the nearest one sends.
 
     Attributes

@@ -7,7 +7,7 @@ layers, which recompute cells of other tiles, with an exact exchange. redistribu
 """
 
 from .exchange import HaloExchange, PackedExchange, Phase
-from .fusion import Auto, DeepHalo, Fusion, OverlapTile
+from .fusion import Auto, DeepHalo, FusionScheme, OverlapTile
 from .global_array import GlobalArray, SerialArray
 from .policies.base import ExchangePolicy
 from .policies.every import Every
@@ -24,7 +24,7 @@ __all__ = [
     "DeepHalo",
     "Every",
     "ExchangePolicy",
-    "Fusion",
+    "FusionScheme",
     "GlobalArray",
     "Halo",
     "HaloExchange",

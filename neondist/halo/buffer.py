@@ -133,7 +133,7 @@ class HaloBuffer:
     def create_exchange(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
         """Return a new exchange of messages, and record it."""
         owner, elements = self.owner, [self.cells[cells].size for _, cells in halo.sends]
-        owner.policy.check_messages(elements, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
+        owner.policy.check_message_sizes(elements, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
         exchange = owner.grid.tile_comm.create_exchange(sends, receives)
         exchange.observers = owner.grid.observers
         owner.recorded_exchanges.append((halo.direction, exchange))
@@ -147,7 +147,7 @@ class HaloBuffer:
             return
         before = self._count_started_exchanges(direction)
         run(halo)
-        policy.check_exchanges(self._count_started_exchanges(direction) - before, direction)
+        policy.check_exchange_count(self._count_started_exchanges(direction) - before, direction)
 
     def _count_started_exchanges(self, direction: str) -> int:
         """Return the number of started exchanges of the array, over all its buffers."""

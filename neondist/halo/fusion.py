@@ -17,7 +17,7 @@ from .policies.base import ExchangePolicy
 from .policies.halo import Halo
 
 
-class Fusion(Halo):
+class FusionScheme(Halo):
     """Base class of schemes for layers that recompute cells of other tiles, so that only the first input is exchanged.
 
     Attributes
@@ -48,12 +48,12 @@ class Fusion(Halo):
         return None
 
 
-def fusion_scheme_or_none(scheme: ExchangePolicy | None) -> Fusion | None:
+def fusion_scheme_or_none(scheme: ExchangePolicy | None) -> FusionScheme | None:
     """Return the scheme if it fuses layers, else None."""
-    return scheme if isinstance(scheme, Fusion) else None
+    return scheme if isinstance(scheme, FusionScheme) else None
 
 
-class DeepHalo(Fusion):
+class DeepHalo(FusionScheme):
     """One wide halo exchange for several layers, and one return of gradients.
 
     Halo cells of the layers in between are computed redundantly by every tile that needs them.
@@ -73,7 +73,7 @@ class DeepHalo(Fusion):
         self.layers = layers
 
 
-class OverlapTile(Fusion):
+class OverlapTile(FusionScheme):
     """Overlapping tiles: each tile is read with all cells that its outputs depend on, and nothing is exchanged.
 
     Applies to the first layers of a model, up to the first layer with another scheme or a fully connected layer.

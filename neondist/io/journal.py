@@ -15,7 +15,7 @@ from .regular_file import read_bytes
 _FILE_TITLE = "neondist journal 1"
 
 
-class Journal:
+class ProgressJournal:
     """Text file with a description of the job and one line per completed part.
 
     Each line ends with its own checksum, so that incomplete lines are ignored.

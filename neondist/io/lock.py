@@ -55,8 +55,8 @@ class FileLock:
         while not self._acquire():
             if time.monotonic() >= end:
                 raise OutputError(
-                    f"{target}: in use by another run ({_describe_holder(path)}); wait until it ends, or choose another"
-                    f" {alternative}"
+                    f"{target}: in use by another run ({_describe_lock_holder(path)}); wait until it ends, or choose"
+                    f" another {alternative}"
                 )
             time.sleep(0.1)
 
@@ -126,7 +126,7 @@ def _read_holder(path: Path) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _describe_holder(path: Path) -> str:
+def _describe_lock_holder(path: Path) -> str:
     holder = {"process": "unknown", "host": "unknown", "since": "unknown"} | _read_holder(path)
     return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
 

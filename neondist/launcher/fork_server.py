@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol
 
 from ..safe_path import terminate_with_parent
-from ..system.collector import freeze_new_objects
+from ..system.collector import exempt_new_objects_from_gc
 from ..system.signals import SignalRecorder
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
@@ -147,7 +147,7 @@ class ForkServer:
             os.close(reading)
         return None
 
-    def reap_abandoned(self) -> None:
+    def reap_late_process(self) -> None:
         """Reap a process that was forked too late; call once the fork server has exited."""
         if self._abandoned_channel is None:
             return
@@ -210,7 +210,7 @@ def open_fork_server(
         except subprocess.TimeoutExpired:  # the fork server is stopped
             process.kill()
             process.wait()
-        server.reap_abandoned()
+        server.reap_late_process()
 
 
 def _import_and_check_forking(import_modules: Callable[[], object]) -> bool:
@@ -218,7 +218,7 @@ def _import_and_check_forking(import_modules: Callable[[], object]) -> bool:
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
     try:
-        with freeze_new_objects():
+        with exempt_new_objects_from_gc():
             import_modules()
     except ImportError:  # the code that needs the module reports the error
         return False
@@ -274,7 +274,7 @@ def _run_command(request: Mapping[str, Any], output: int) -> NoReturn:
     os.close(output)
     os.environ.clear()
     os.environ.update(request["env"])
-    SignalRecorder(owns_process=True).install_handlers()
+    SignalRecorder(owns_process=True).install_signal_handlers()
     sys.argv = ["neondist", *request["words"]]
     code: Any = 0
     try:

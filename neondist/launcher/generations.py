@@ -23,8 +23,8 @@ from . import restarts
 from .launch import launch, monitor_addresses, report_failure
 from .members import (
     HOST_WAIT_SECONDS,
+    GenerationMembers,
     HostWatcher,
-    Members,
     RankRoster,
     describe_rank_shortage,
     make_rank_count_check,
@@ -57,13 +57,13 @@ def run_generations(
     log = None if experiment is None else RunEventLog(arguments.folder, bool(arguments.resume))
     addresses = monitor_addresses(os.environ) if arguments.source is None else list_own_addresses()
     with SnapshotKeepers(addresses) as snapshot_keepers:
-        run = _SupervisedRun(arguments, experiment, log, snapshot_keepers, start, sleep)
+        run = _MultiGenerationRun(arguments, experiment, log, snapshot_keepers, start, sleep)
         code = run.run()
         run.log_event("end", code=code)
     return code
 
 
-class _SupervisedRun:
+class _MultiGenerationRun:
     """Job of several generations."""
 
     def __init__(
@@ -123,7 +123,7 @@ class _SupervisedRun:
         """Whether restarts remain."""
         return self.restarts < (self.arguments.restarts or 0)
 
-    def run_generation(self, members: Members) -> JobEnding:
+    def run_generation(self, members: GenerationMembers) -> JobEnding:
         """Run a generation to its end."""
         fields: dict[str, Any] = {"ranks": members.ranks, "hosts": members.hosts, "resources": self.roster.resources}
         fields |= {"generation": self.generation, "words": self.words, "begun": self.start_time}
@@ -135,12 +135,12 @@ class _SupervisedRun:
             "start", ranks=members.ranks, grid=self.grid_factors(members.ranks), hosts=members.hosts, **spares
         )
         say(f"generation {self.generation}: {members}{self.describe_spares(members)}")
-        self.roster.keep_size_of(members)
+        self.roster.keep_rank_count_of(members)
         variables = {GENERATION_VARIABLE: str(self.generation), **self.snapshot_keepers.environment}
         with HostWatcher(self.roster, members) as watcher:
             return self.start(arguments, self.received_signals, variables, watcher.should_end_generation)
 
-    def report_failure(self, members: Members, ending: JobEnding) -> None:
+    def report_failure(self, members: GenerationMembers, ending: JobEnding) -> None:
         """Report a loss, and what the next generation resumes from."""
         self.restarts += 1
         self.is_failure_counted = True
@@ -152,7 +152,7 @@ class _SupervisedRun:
             excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cooldown:g} s"
         say(f"{number}: {ending.failure_message}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
-    def report_host_change(self, members: Members) -> None:
+    def report_host_change(self, members: GenerationMembers) -> None:
         """Report a change of hosts, and what the next generation resumes from."""
         slots = self.roster.host_pool.list_usable_hosts() if self.roster.host_pool is not None else {}
         before = members.hosts or {}
@@ -165,7 +165,7 @@ class _SupervisedRun:
     def describe_next_ranks(self) -> str:
         """Describe the number of ranks of the next generation, as far as it is known."""
         if self.roster.host_pool is not None:
-            self.roster.host_pool.refresh()
+            self.roster.host_pool.refresh_host_list()
         members = self.roster.choose_members()
         return (
             f"{counted(self.roster.min_ranks, 'rank')} or more, once enough hosts are available"
@@ -173,7 +173,7 @@ class _SupervisedRun:
             else counted(members.ranks, "rank")
         )
 
-    def describe_spares(self, members: Members) -> str:
+    def describe_spares(self, members: GenerationMembers) -> str:
         """Describe the spare slots, if any were requested."""
         before, self.spares = self.spares, members.spares
         if not self.roster.spares:

@@ -25,7 +25,7 @@ _HOST_LIST_OPTIONS = {"cooldown": "--cooldown", "wait": "--wait"}
 
 
 @dataclass(frozen=True)
-class Members:
+class GenerationMembers:
     """Ranks of a generation.
 
     Attributes
@@ -104,7 +104,7 @@ def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
     if getattr(arguments, "virtual", None) is not None:
         raise LaunchError("--hosts-from: --virtual runs all ranks in this process; give only one of the two")
     arguments.source = HostSource(arguments.hosts_from)
-    if arguments.source.is_resources:
+    if arguments.source.is_resource_file:
         arguments.resources = ResourceSpec(arguments.hosts_from)
 
 
@@ -155,7 +155,7 @@ class RankRoster:
     def __init__(self, arguments: argparse.Namespace, is_valid_rank_count: Callable[[int], bool]) -> None:
         self.elastic = arguments.elastic is not None
         self.min_ranks, self.max_ranks = arguments.elastic or (arguments.ranks, arguments.ranks)
-        self.ranks, self.spares, self._size_to_keep = arguments.ranks, arguments.spares, self.min_ranks
+        self.ranks, self.spares, self._rank_count_to_keep = arguments.ranks, arguments.spares, self.min_ranks
         self.resources: ResourceSpec | None = arguments.resources
         self._host_source: Any = arguments.source
         self._is_valid_rank_count, self._validity_by_rank_count = is_valid_rank_count, dict[int, bool]()
@@ -166,22 +166,24 @@ class RankRoster:
         )
         self._slot_read_count = 0
 
-    def choose_members(self) -> Members | None:
+    def choose_members(self) -> GenerationMembers | None:
         """Return the largest possible set of ranks on the usable hosts; None if these have too few slots."""
         if self.host_pool is None:
             return self._largest_members_within(self.ranks)
         usable = self.host_pool.list_usable_hosts()
         slots = sum(usable.values())
-        members = self._largest_members_within(max(slots - self.spares, min(self._size_to_keep, slots)))
-        return members and Members(
+        members = self._largest_members_within(max(slots - self.spares, min(self._rank_count_to_keep, slots)))
+        return members and GenerationMembers(
             members.ranks, ranks_per_host(usable, members.ranks), min(self.spares, slots - members.ranks)
         )
 
-    def keep_size_of(self, members: Members) -> None:
+    def keep_rank_count_of(self, members: GenerationMembers) -> None:
         """Keep this generation's number of ranks in later generations, using spare slots, if there are enough hosts."""
-        self._size_to_keep = members.ranks
+        self._rank_count_to_keep = members.ranks
 
-    def record_loss(self, members: Members, lost_nodes: tuple[str, ...], silent_ranks: tuple[int, ...]) -> list[str]:
+    def record_loss(
+        self, members: GenerationMembers, lost_nodes: tuple[str, ...], silent_ranks: tuple[int, ...]
+    ) -> list[str]:
         """Record a loss; return the hosts that are excluded from now on.
 
         If a run of fixed size cannot continue without a lost host, that host is not excluded.
@@ -197,7 +199,7 @@ class RankRoster:
         for host in dict.fromkeys(hosts):
             remaining = sum(slots for other, slots in self.host_pool.list_usable_hosts().items() if other != host)
             if host and host != self._chief_address and (self.elastic or remaining >= self.min_ranks):
-                self.host_pool.record_failure(host)
+                self.host_pool.exclude_temporarily(host)
                 excluded.append(host)
         return excluded
 
@@ -207,10 +209,10 @@ class RankRoster:
             return []
         excluded = [host for host in hosts if host != self._chief_address]
         for host in excluded:
-            self.host_pool.record_failure(host)
+            self.host_pool.exclude_temporarily(host)
         return excluded
 
-    def should_end_generation(self, members: Members) -> bool:
+    def should_end_generation(self, members: GenerationMembers) -> bool:
         """Whether a generation should end: a host was removed, or more ranks are possible."""
         if self.host_pool is None or members.hosts is None:
             return False
@@ -219,7 +221,7 @@ class RankRoster:
         better = self.choose_members()
         return better is not None and better.ranks > members.ranks
 
-    def find_unusable_hosts(self, members: Members) -> dict[str, str]:
+    def find_unusable_hosts(self, members: GenerationMembers) -> dict[str, str]:
         """Return unusable hosts with reasons; nodes of a resource file are checked at the start of a job."""
         if self.host_pool is None or members.hosts is None or self.resources is not None:
             return {}
@@ -232,7 +234,7 @@ class RankRoster:
         return self.resources.chief.address if self.resources is not None else ""
 
     def _read_slots(self) -> dict[str, int]:
-        if self._host_source.is_resources:
+        if self._host_source.is_resource_file:
             self.resources = ResourceSpec(self._host_source.path)
             return slots_by_node(self.resources)
         self._slot_read_count += 1
@@ -241,12 +243,12 @@ class RankRoster:
         )
         return slots
 
-    def _largest_members_within(self, slots: int) -> Members | None:
+    def _largest_members_within(self, slots: int) -> GenerationMembers | None:
         for ranks in range(min(self.max_ranks, slots), self.min_ranks - 1, -1):
             if ranks not in self._validity_by_rank_count:
                 self._validity_by_rank_count[ranks] = self._is_valid_rank_count(ranks)
             if self._validity_by_rank_count[ranks]:
-                return Members(ranks)
+                return GenerationMembers(ranks)
         return None
 
 
@@ -256,13 +258,13 @@ class HostWatcher:
     Parameters
     ----------
     roster : RankRoster
-    members : Members
+    members : GenerationMembers
         Members of the generation.
     """
 
-    def __init__(self, roster: RankRoster, members: Members) -> None:
+    def __init__(self, roster: RankRoster, members: GenerationMembers) -> None:
         self._roster, self._members = roster, members
-        self._end, self._changed = threading.Event(), threading.Event()
+        self._end, self._hosts_changed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._poll, name="hosts", daemon=True)
 
     def __enter__(self) -> HostWatcher:
@@ -277,23 +279,23 @@ class HostWatcher:
 
     def should_end_generation(self) -> bool:
         """Whether the generation should end."""
-        return self._changed.is_set()
+        return self._hosts_changed.is_set()
 
     def _poll(self) -> None:
         host_pool, times = self._roster.host_pool, 0
         assert host_pool is not None
         reported = host_pool.refresh_error
         while not self._end.wait(HOST_LIST_POLL_SECONDS):
-            host_pool.refresh()
+            host_pool.refresh_host_list()
             if host_pool.refresh_error not in ("", reported):
                 say(f"hosts: {host_pool.refresh_error}; keeping the last list")
             reported = host_pool.refresh_error
             times = times + 1 if self._roster.should_end_generation(self._members) else 0
-            if times >= 2 and not self._exclude_unusable():  # a partially written list has fewer hosts
-                self._changed.set()
+            if times >= 2 and not self._exclude_unusable_hosts():  # a partially written list has fewer hosts
+                self._hosts_changed.set()
                 return
 
-    def _exclude_unusable(self) -> bool:
+    def _exclude_unusable_hosts(self) -> bool:
         """Exclude unusable new hosts, and report each once; return whether there were any."""
         better = self._roster.choose_members()
         reasons = {} if better is None else self._roster.find_unusable_hosts(better)
@@ -310,7 +312,7 @@ def wait_for_members(
     report: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
     is_first: bool = False,
-) -> Members | None:
+) -> GenerationMembers | None:
     """Wait for the members of the next generation; return None after `limit` seconds or if `is_stopped()`.
 
     Progress is printed immediately and every 30 seconds.
@@ -323,7 +325,7 @@ def wait_for_members(
     start, reports = time.monotonic(), -1
     while True:
         if roster.host_pool is not None:
-            roster.host_pool.refresh()
+            roster.host_pool.refresh_host_list()
         members = roster.choose_members()
         if members is not None:
             reasons = roster.find_unusable_hosts(members)

@@ -257,14 +257,14 @@ class _Connection:
             while not self.closed:
                 chunk = self.socket.recv(1 << 12)
                 self._data += chunk
-                self.closed = not chunk or not self._process_lines(monitor)
+                self.closed = not chunk or not self._handle_received_lines(monitor)
                 self.idle_seconds = 0.0
         except BlockingIOError:
             pass
         except OSError:
             self.closed = True
 
-    def _process_lines(self, monitor: Monitor) -> bool:
+    def _handle_received_lines(self, monitor: Monitor) -> bool:
         """Process complete lines; return False if they are not those of a rank."""
         if not self._authenticated:
             if len(self._data) < PROOF_BYTES:

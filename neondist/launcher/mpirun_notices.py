@@ -65,7 +65,7 @@ class NoticeFilter:
         for piece in chunk.replace(b"\0", b"").splitlines(keepends=True):  # mpirun ends a message with a NUL
             self.partial_line += piece
             if piece.endswith(b"\n"):
-                out += self._process_line()
+                out += self._filter_line()
             elif not self.held_lines and not self._may_be_notice():
                 out += self._flush_partial_line()  # an unfinished line, such as a progress bar, must not wait
         self.has_output |= bool(out.strip())
@@ -92,7 +92,7 @@ class NoticeFilter:
         out, self.partial_line, self.dropped_last_block = self.partial_line, b"", False
         return out
 
-    def _process_line(self) -> bytes:
+    def _filter_line(self) -> bytes:
         rule = self.partial_line.startswith(_DASHED_LINE)
         if not self.held_lines and not rule:
             fatal = _FATAL_LINE.match(self.partial_line)

@@ -101,7 +101,7 @@ class NodePlacement:
 
 
 @dataclass
-class HostPlacement:
+class HostListPlacement:
     """Placement on listed hosts, in order of their ranks.
 
     Attributes
@@ -165,7 +165,7 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
 @contextmanager
 def open_job_placement(
     arguments: argparse.Namespace, mpirun: Mpirun, ranks: int
-) -> Iterator[NodePlacement | HostPlacement | None]:
+) -> Iterator[NodePlacement | HostListPlacement | None]:
     """Yield the placement of ranks, or None if mpirun decides; nodes of a resource file are checked and printed.
 
     Raises
@@ -182,7 +182,7 @@ def open_job_placement(
             f"several machines require Open MPI's mpirun, but {mpirun.path} is of another MPI; {INSTALL_REMEDY}"
         )
     if resources is None:
-        yield HostPlacement(arguments.hosts)
+        yield HostListPlacement(arguments.hosts)
         return
     counts = assign_ranks(resources, ranks) if arguments.hosts is None else arguments.hosts
     with tempfile.TemporaryDirectory(prefix="neondist-", dir=_temporary_folder()) as folder:

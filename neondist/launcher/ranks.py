@@ -16,8 +16,8 @@ from typing import TypeVar
 from ..comm import Transport
 from ..errors import LaunchError, RemoteError, UserError
 from ..system import threads
-from ..system.collector import freeze_new_objects
-from ..system.heartbeat import connection_descriptor
+from ..system.collector import exempt_new_objects_from_gc
+from ..system.heartbeat import supervisor_descriptor
 from ..system.job import Job, detect_job
 from ..terminal.console import say
 from ..terminal.progress_line import preparation_progress
@@ -66,7 +66,7 @@ def run_on_ranks(
         with preparation_progress(world.rank, owns_process):
             return prepare(world, ranks)
 
-    prepare_rank = freeze_new_objects()(prepare_with_progress) if owns_process else prepare_with_progress
+    prepare_rank = exempt_new_objects_from_gc()(prepare_with_progress) if owns_process else prepare_with_progress
 
     def run_rank(world: Transport) -> int:
         return _run_and_report_errors(world, prepare_rank, work)
@@ -83,7 +83,7 @@ def run_on_ranks(
         if watchdog is not None:
             watchdog.open()
         try:
-            prepared = prepare_rank(SingleTransport(), _get_minimum_ranks(arguments))
+            prepared = prepare_rank(SingleTransport(), _rank_count_to_validate(arguments))
         finally:
             if watchdog is not None:
                 watchdog.stop_watching()
@@ -197,7 +197,7 @@ def needs_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     return True
 
 
-def _get_minimum_ranks(arguments: argparse.Namespace) -> int:
+def _rank_count_to_validate(arguments: argparse.Namespace) -> int:
     """Return the number of ranks for which to validate the input: the minimum if the hosts determine it."""
     if arguments.elastic is not None and arguments.source is not None:
         return int(arguments.elastic[0])
@@ -240,7 +240,7 @@ def _limit_stall(job: Job, watchdog: Watchdog | None, place: str) -> AbstractCon
 @contextmanager
 def _exit_if_longer_than(seconds: float, text: str) -> Iterator[None]:
     """End this process with exit code 1 and print `text` if the block takes longer than `seconds`."""
-    supervisor, null = connection_descriptor(os.environ), subprocess.DEVNULL
+    supervisor, null = supervisor_descriptor(os.environ), subprocess.DEVNULL
     reporter = subprocess.Popen(
         ["/bin/sh", "-c", _STALL_REPORT_SCRIPT, text],
         stdin=subprocess.PIPE,

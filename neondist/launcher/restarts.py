@@ -23,7 +23,7 @@ def checkpoint_versions(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def restore_newest_checkpoint(folder: Path) -> Path:
     """Return the newest intact checkpoint of a run, after copying it over a damaged newer one."""
-    from ..io.checkpoint import checkpoints_by_step
+    from ..io.checkpoint import list_step_checkpoints
     from ..io.checkpoint.checksum import verify_checksum
     from ..io.files import atomic_replacement
     from ..io.output import CHECKPOINT
@@ -31,7 +31,7 @@ def restore_newest_checkpoint(folder: Path) -> Path:
 
     stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_stage_number)
     path = folder / CHECKPOINT if (folder / CHECKPOINT).exists() or not stages else stages[-1]
-    for candidate in (path, *checkpoints_by_step(path)):
+    for candidate in (path, *list_step_checkpoints(path)):
         with suppress(DataError):
             verify_checksum(candidate)
             if candidate != path:

@@ -15,7 +15,7 @@ from ..system import threads
 from ..terminal.console import counted, say
 from .members import HOST_COOLDOWN_SECONDS, HOST_LIST_POLL_SECONDS, HOST_WAIT_SECONDS
 from .monitor import LOOPBACK_ADDRESS
-from .slots import SlotTable, WorkerBounds
+from .slots import SharedSlotTable, WorkerBounds
 
 LOCAL_HOST = "localhost"
 SLOT_CHECK_SECONDS = 0.25
@@ -64,7 +64,7 @@ class ElasticSlots:
 
     Parameters
     ----------
-    table : SlotTable
+    table : SharedSlotTable
     read_hosts : callable
         Returns the current number of slots of each host.
     exclude_host : callable
@@ -77,7 +77,7 @@ class ElasticSlots:
 
     def __init__(
         self,
-        table: SlotTable,
+        table: SharedSlotTable,
         read_hosts: Callable[[], Mapping[str, int]],
         exclude_host: Callable[[str], None] = lambda host: None,
         wait_limit: float = HOST_WAIT_SECONDS,
@@ -133,7 +133,7 @@ class ElasticSlots:
         return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job is waiting"
 
     def free_worker_slots(self, host: str, permanently: bool) -> None:
-        """Free the slots of a worker, as `SlotTable.free_worker_slots` does."""
+        """Free the slots of a worker, as `SharedSlotTable.free_worker_slots` does."""
         self._table.free_worker_slots(host, permanently)
 
     def free_slots_on_lost_host(self, host: str) -> None:
@@ -181,7 +181,7 @@ def open_elastic_slots(
         nonlocal hosts
         reported, shrunk = "", 0
         while not closed.wait(HOST_LIST_POLL_SECONDS):
-            pool.refresh()
+            pool.refresh_host_list()
             if pool.refresh_error not in ("", reported):
                 say(f"hosts: {pool.refresh_error}; keeping the last list", sys.stderr)
             reported = pool.refresh_error
@@ -191,16 +191,16 @@ def open_elastic_slots(
             if joined_hosts := hosts.keys() - checked - pool.list_excluded_hosts().keys():
                 check(joined_hosts)
 
-    with SlotTable(bounds) as table:
+    with SharedSlotTable(bounds) as table:
         if source is not None:
             threading.Thread(target=watch, name="hosts", daemon=True).start()
         try:
-            yield ElasticSlots(table, usable, pool.record_failure, wait_limit, pool.list_excluded_hosts)
+            yield ElasticSlots(table, usable, pool.exclude_temporarily, wait_limit, pool.list_excluded_hosts)
         finally:
             closed.set()
 
 
-def describe_change(before: int, after: int, reason: str) -> str:
+def describe_worker_count_change(before: int, after: int, reason: str) -> str:
     """Describe a change of the number of workers."""
     return f"workers: {before} -> {after} ({reason})"
 

@@ -108,7 +108,7 @@ class _JobEntry:
         return cls(order, WorkerBounds(low, high, width), held) if all(map(_is_count, counts)) else None
 
 
-class SlotTable:
+class SharedSlotTable:
     """Slots of a job in competition with other jobs; a context manager.
 
     Parameters
@@ -128,7 +128,7 @@ class SlotTable:
         self._own_path = self._folder / f"job-{os.getpid()}-{secrets.token_hex(4)}.json"
         self._own_entry, self._own_descriptor = _JobEntry(0, bounds), -1
 
-    def __enter__(self) -> SlotTable:
+    def __enter__(self) -> SharedSlotTable:
         with _convert_errors(self._folder), self._hold_lock() as locked:
             if not locked:
                 raise LaunchError(
@@ -168,7 +168,7 @@ class SlotTable:
         list of str
             The host of each worker; empty if the job would remain below its minimum.
         """
-        with self._update_entries() as others:
+        with self._update_own_entry() as others:
             if others is None:
                 return []
             assigned = self._hosts_of_new_workers(hosts, others)
@@ -177,7 +177,7 @@ class SlotTable:
 
     def has_free_slots(self, hosts: Mapping[str, int]) -> bool:
         """Whether `take_slots` would return any host."""
-        with self._update_entries() as others:
+        with self._update_own_entry() as others:
             return bool(others is not None and self._hosts_of_new_workers(hosts, others))
 
     def free_worker_slots(self, host: str, permanently: bool = False) -> None:
@@ -187,19 +187,19 @@ class SlotTable:
         if permanently:
             low, high = (min(bound, self.workers) for bound in (self.bounds.min_workers, self.bounds.max_workers))
             self._own_entry.bounds = WorkerBounds(low, high, self.bounds.slots_per_worker)
-        with self._update_entries():
+        with self._update_own_entry():
             pass
 
     def surplus_workers(self, hosts: Mapping[str, int]) -> int:
         """Return the number of workers above the fair share; the minimum is always kept."""
-        with self._update_entries() as others:
+        with self._update_own_entry() as others:
             if others is None:
                 return 0
             return max(0, self.workers - max(self.bounds.min_workers, self._fair_share(hosts, others)))
 
     def describe_slot_usage(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
-        with self._update_entries() as others:
+        with self._update_own_entry() as others:
             used = sum(entry.workers_by_host.total() * entry.bounds.slots_per_worker for entry in others or [])
         total, count = sum(hosts.values()), sum(1 for entry in others or [])
         jobs = "another job" if count == 1 else f"{count} other jobs"
@@ -220,7 +220,7 @@ class SlotTable:
         return next(share for share, entry in zip(shares, entries, strict=True) if entry is self._own_entry)
 
     @contextmanager
-    def _update_entries(self) -> Iterator[list[_JobEntry] | None]:
+    def _update_own_entry(self) -> Iterator[list[_JobEntry] | None]:
         """Yield the entries of other jobs, and write that of this job on exit.
 
         Yields None while the files are locked or if they were removed; a running job then stays as it is.

@@ -15,7 +15,7 @@ from ..terminal.console import counted, say
 from .fork_server import Process
 from .job_nodes import JobNodes
 from .remote import UNREACHABLE_EXIT_CODE, describe_exit_cause
-from .scaling import ElasticSlots, choose_workers_to_release, describe_change
+from .scaling import ElasticSlots, choose_workers_to_release, describe_worker_count_change
 from .service_process import ServiceProcess
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class WorkerProcesses:
             self._unreported_workers = {
                 index for index in self._unreported_workers - self._workers.keys() if not self._report_lost(index)
             }
-            if not self._workers and (ended := self._exit_code_or_refill()) is not None:
+            if not self._workers and (ended := self._exit_code_or_new_workers()) is not None:
                 return ended
             if self._elastic_slots is not None and self._elastic_slots.is_check_due():
                 self._adjust_worker_count(self._elastic_slots)
@@ -141,7 +141,7 @@ class WorkerProcesses:
                     raise
                 time.sleep(0.1)
 
-    def _exit_code_or_refill(self) -> int | None:
+    def _exit_code_or_new_workers(self) -> int | None:
         """Return the exit code of a job without workers; None if hosts for new workers were found."""
         if self._exit_codes or self._elastic_slots is None:
             return max(self._exit_codes.values())
@@ -243,7 +243,7 @@ class WorkerProcesses:
 
     def _report_change(self, change: int, reason: str) -> None:
         before = sum(worker.deadline is None for worker in self._workers.values())
-        say(describe_change(before, before + change, reason), sys.stderr)
+        say(describe_worker_count_change(before, before + change, reason), sys.stderr)
         self._log_event("scale", workers=before + change, before=before, reason=reason)
 
     def _start_worker(self, host: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
 from ..io.output import SERVER_FOLDER, has_results, remove_run_files
 from ..io.run_event_log import RunEventLog
-from ..system.collector import freeze_new_objects
+from ..system.collector import exempt_new_objects_from_gc
 from ..system.job import detect_job
 from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
@@ -34,7 +34,7 @@ from .worker_processes import TaskProgress, WorkerProcesses, worker_indices
 
 if TYPE_CHECKING:
     from ..services.message import Message
-    from ..services.training import WorkerAssignment
+    from ..services.training import AsyncWorkerSpec
 
 SERVERS_VARIABLE = "NEONDIST_SERVERS"
 DEFAULT_MAX_SERVERS = 4
@@ -63,18 +63,18 @@ def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManage
     if arguments.sync_policy is not None and SERVERS_VARIABLE not in os.environ:
         return open_fork_server(_preload_worker_modules)
     if "torch" not in sys.modules:  # not forked
-        with suppress(ImportError), freeze_new_objects():  # the code that needs the modules reports the error
+        with suppress(ImportError), exempt_new_objects_from_gc():  # the code that needs the modules reports the error
             _preload_worker_modules()
     return nullcontext()
 
 
-def read_worker_assignment(environ: Mapping[str, str]) -> WorkerAssignment | None:
+def read_worker_spec(environ: Mapping[str, str]) -> AsyncWorkerSpec | None:
     """Return the assignment of this process in an asynchronous job; None if the process is not a worker."""
     if SERVERS_VARIABLE not in environ:
         return None
-    from ..services.training import WorkerAssignment
+    from ..services.training import AsyncWorkerSpec
 
-    return WorkerAssignment.from_environment(environ)
+    return AsyncWorkerSpec.from_environment(environ)
 
 
 def end_with_supervisor(environ: Mapping[str, str]) -> None:
@@ -192,7 +192,7 @@ def _run_job(
     log: RunEventLog,
 ) -> int:
     """Run servers, master and workers, whose processes end with `stack`; return the exit code."""
-    from ..services.training import WorkerAssignment
+    from ..services.training import AsyncWorkerSpec
     from ..services.wire import TOKEN_VARIABLE, create_token
 
     shape, token, folder = (
@@ -223,7 +223,7 @@ def _run_job(
     master.wait_until_listening()
 
     def start_worker(index: int, node: str, is_restart: bool) -> Process:
-        place = WorkerAssignment(index, addresses, master.address, token, arguments.sync_policy)
+        place = AsyncWorkerSpec(index, addresses, master.address, token, arguments.sync_policy)
         command = _worker_arguments(arguments, index, shape.tiles, is_restart or bool(arguments.resume))
         output = subprocess.DEVNULL if index else None
         variables = secret | place.environment | YIELD_WHEN_IDLE_VARIABLES

@@ -129,7 +129,7 @@ class LayerDescription(Node):
             return None
         return self.window_for(input_shape) or Window.for_pointwise(len(input_shape) - 1)
 
-    def channels_for(self, input_shape: Shape) -> int:
+    def output_channels_for(self, input_shape: Shape) -> int:
         """Return the number of output channels."""
         return input_shape[-1]
 
@@ -140,7 +140,7 @@ class LayerDescription(Node):
         if window is not None:
             window.check(extent)
             extent = window.output_extent(extent)
-        return *extent, self.channels_for(input_shape)
+        return *extent, self.output_channels_for(input_shape)
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
         """Return the arrays whose halos are exchanged in a step: global shape without the batch, and window."""
@@ -211,9 +211,9 @@ class Layer(LayerDescription):
         Set in the class that defines `forward` and `backward`.
     in_place : bool
         Whether `backward` may overwrite the view with its gradient. Set in the class that defines `backward`.
-    can_restore_output : bool
-        Whether `restore_output` can recompute the output of `forward` from saved arrays. Set in the class that defines
-        `forward`.
+    can_recompute_output : bool
+        Whether `recompute_output` can recompute the output of `forward` from saved arrays. Set in the class that
+        defines `forward`.
     tolerates_rounded_view : bool
         Whether the view, and output gradients of other tiles, are only used as operands in the model's precision.
         Set in the class that defines `forward`.
@@ -237,7 +237,7 @@ class Layer(LayerDescription):
     fusible_activation_kind = ""
     can_apply_input_relu_gradient = False
     in_place = False
-    can_restore_output = False
+    can_recompute_output = False
     is_activation_only = False
     tolerates_rounded_view = False
     gathered_gradient_array: GlobalArray | None = None
@@ -272,8 +272,8 @@ class Layer(LayerDescription):
                     f" {name}(self, ctx, {argument}) (docs/adding_a_layer.md)"
                 ) from None
 
-    def restore_output(self, ctx: StepContext, y: Any) -> None:
-        """Write the output of `forward` into y; called if `can_restore_output`."""
+    def recompute_output(self, ctx: StepContext, y: Any) -> None:
+        """Write the output of `forward` into y; called if `can_recompute_output`."""
         raise NotImplementedError
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:

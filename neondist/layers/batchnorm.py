@@ -37,7 +37,7 @@ class BatchNormLayer(NormLayer):
     fusible_activation_kind = "is_relu"
     saved_bytes_and_elements = (0, 0)
     reduce_needed_in_recomputation = False
-    can_restore_output = in_place = True
+    can_recompute_output = in_place = True
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of the batch, and the sums of the gradients."""

@@ -48,7 +48,7 @@ class BuiltLayer(Protocol):
     def output_tile(self) -> Box:
         """The cells of the output that this rank computes."""
 
-    def restore_output(self, ctx: Any, y: Any) -> None:
+    def recompute_output(self, ctx: Any, y: Any) -> None:
         """Write the output of `forward` into y."""
 
 
@@ -138,9 +138,9 @@ class StepContext:
         self._saved = {name: view if kept is self.view_to_rebuild else kept for name, kept in self._saved.items()}
         self.view_to_rebuild = view
 
-    def restore_output(self, y: Any) -> None:
+    def recompute_output(self, y: Any) -> None:
         """Write the output of `forward` into y."""
-        self._layer.restore_output(self, y)
+        self._layer.recompute_output(self, y)
 
     def restore_saved_arrays(self, view: Any, saved: dict[str, Any]) -> None:
         """Restore the result of `saved_arrays_without_view` of an earlier call, with `view` as the view."""

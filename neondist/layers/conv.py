@@ -81,7 +81,7 @@ class ConvLayer(Layer):
             padding = same_padding(input_shape[:-1], bare.kernel, bare.stride, bare.dilation)
         return Window(self.kernel_size, self.stride, padding, dilation=self.dilation, mode=self.padding_mode, ndim=ndim)
 
-    def channels_for(self, input_shape: Shape) -> int:
+    def output_channels_for(self, input_shape: Shape) -> int:
         """Return out_channels."""
         return self.out_channels
 

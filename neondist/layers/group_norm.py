@@ -29,7 +29,7 @@ class SampleNormLayer(NormLayer):
     fusible_activation_kind = "is_relu"
     saved_bytes_and_elements = (0, 0)
     reduce_needed_in_recomputation = False
-    can_restore_output = in_place = True
+    can_recompute_output = in_place = True
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name=name)

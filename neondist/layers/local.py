@@ -76,7 +76,7 @@ class LocalFilteringLayer(Layer):
         """Return the window."""
         return Window(self.kernel_size, self.stride, self.padding, ndim=len(input_shape) - 1)
 
-    def channels_for(self, input_shape: Shape) -> int:
+    def output_channels_for(self, input_shape: Shape) -> int:
         """Return out_channels."""
         return self.out_channels
 
@@ -85,7 +85,7 @@ class LocalFilteringLayer(Layer):
         window, channels = self.window_for(input_shape), input_shape[-1]
         out = window.output_extent(input_shape[:-1])
         fan_in, fan_out = prod(window.kernel) * channels, prod(window.kernel) * self.out_channels
-        block = self.block_extent_for(out)
+        block = self.shared_filter_extent_for(out)
         blocks = out if block is None else tuple(-(-n // b) for n, b in zip(out, block, strict=True))
         shape = (*blocks, *window.kernel, channels, self.out_channels)
         tiled = Tiled(len(out))
@@ -94,7 +94,7 @@ class LocalFilteringLayer(Layer):
         bias = {"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {}
         return parameters | bias
 
-    def block_extent_for(self, outputs: Shape) -> Shape | None:
+    def shared_filter_extent_for(self, outputs: Shape) -> Shape | None:
         """Return the number of cells that share a filter along each axis for an output of this extent, or None."""
         if self.shared is False:
             return None
@@ -109,7 +109,7 @@ class LocalFilteringLayer(Layer):
 
     def prepare_for_tile(self) -> None:
         """Determine the filters of this rank's cells."""
-        block, kernels = self.block_extent_for(self.output_shape[:-1]), self.kernels
+        block, kernels = self.shared_filter_extent_for(self.output_shape[:-1]), self.kernels
         self.filters: FilterOperator = PerCellFilters(kernels, self.window)
         if block is not None:
             self.filters = PerBlockFilters(kernels.exact, self.window, self.output_tile, block)

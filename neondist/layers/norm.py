@@ -24,7 +24,7 @@ class NormLayer(Layer):
         ctx.save(view=view, norm=norm)
         return y
 
-    def restore_output(self, ctx: StepContext, y: Any) -> None:
+    def recompute_output(self, ctx: StepContext, y: Any) -> None:
         """Write the output of `forward` into y."""
         self.kernels.normalise(ctx.view, ctx.norm, y)
 

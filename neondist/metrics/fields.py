@@ -15,7 +15,7 @@ from .base import Meter, Metric, MetricValue
 from .output_layout import OutputLayout
 
 
-class FieldMetric(Metric):
+class PerChannelMetric(Metric):
     """Base class of metrics per output channel: a value named such as 'rmse_t2m' for fields, otherwise a list.
 
     Parameters
@@ -64,7 +64,7 @@ class FieldMetric(Metric):
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
         """Return the accumulator of one evaluation."""
-        return _FieldMetricMeter(self, outputs)
+        return _PerChannelMeter(self, outputs)
 
     def _sums_or_nan(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
@@ -74,12 +74,12 @@ class FieldMetric(Metric):
         return self.channel_sums(y.astype("f8"), targets.astype("f8"), weights)
 
 
-class _FieldMetricMeter(Meter):
+class _PerChannelMeter(Meter):
     """Accumulator of a metric over this rank's cells, in physical units."""
 
-    metric: FieldMetric
+    metric: PerChannelMetric
 
-    def __init__(self, metric: FieldMetric, outputs: OutputLayout) -> None:
+    def __init__(self, metric: PerChannelMetric, outputs: OutputLayout) -> None:
         super().__init__(metric, outputs)
         self.fields, self.weights = outputs.fields, np.ones((1, 1))
         extent = outputs.shape[:-1]
@@ -107,7 +107,7 @@ class _FieldMetricMeter(Meter):
         return y.astype("f8") * std + mean, targets.astype("f8") * std + mean
 
 
-class RMSE(FieldMetric):
+class RMSE(PerChannelMetric):
     """Root of the mean squared error of each variable, over all times and cells, in the variable's units."""
 
     name = "rmse"
@@ -121,7 +121,7 @@ class RMSE(FieldMetric):
         return np.sqrt(super().values_from_sums(sums))
 
 
-class MeanAbsoluteError(FieldMetric):
+class MeanAbsoluteError(PerChannelMetric):
     """Mean absolute error of each variable, in the variable's units; `!MAE` in the metrics of a YAML file."""
 
     name = "mae"
@@ -132,7 +132,7 @@ class MeanAbsoluteError(FieldMetric):
         return _sums_and_divisor(np.abs(y - targets), weights)
 
 
-class Bias(FieldMetric):
+class Bias(PerChannelMetric):
     """Mean of output minus target of each variable, in the variable's units."""
 
     name = "bias"
@@ -142,7 +142,7 @@ class Bias(FieldMetric):
         return _sums_and_divisor(y - targets, weights)
 
 
-class R2(FieldMetric):
+class R2(PerChannelMetric):
     """Coefficient of determination of each variable: 1 - (squared errors) / (squared differences from the mean target).
 
     The mean target is taken over all times and cells of the evaluated split, as in `sklearn.metrics.r2_score`.
@@ -167,12 +167,12 @@ class R2(FieldMetric):
         return _NormalisedUnitsMeter(self, outputs)
 
 
-class _NormalisedUnitsMeter(_FieldMetricMeter):
+class _NormalisedUnitsMeter(_PerChannelMeter):
     def to_physical_units(self, y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return y, targets
 
 
-class ACC(FieldMetric):
+class ACC(PerChannelMetric):
     """Anomaly correlation coefficient of each variable against the training climatology, averaged over all times.
 
     For each time it is sum(f o) / sqrt(sum(f²) sum(o²)) over cells, where f and o are the output and the target minus
@@ -207,7 +207,7 @@ class ACC(FieldMetric):
         return _CorrelationMeter(self, outputs)
 
 
-class _CorrelationMeter(_FieldMetricMeter):
+class _CorrelationMeter(_PerChannelMeter):
     """Accumulator of the correlations of samples over all their tiles."""
 
     def add(self, y: Any, targets: Any) -> None:

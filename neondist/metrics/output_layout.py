@@ -24,7 +24,7 @@ class OutputLayout:
         (*spatial, C), global.
     allreduce : callable
         Function that sums counts over all ranks; None on a single rank.
-    counts_own_outputs : bool
+    owns_outputs : bool
         Whether this rank counts its outputs; False if another rank already counts these outputs.
     fields : FieldMetadata, optional
         Metadata of the channels, if they are physical fields.
@@ -35,10 +35,10 @@ class OutputLayout:
         grid: ProcessGrid,
         shape: Sequence[int],
         allreduce: Callable[..., Any] | None = None,
-        counts_own_outputs: bool = True,
+        owns_outputs: bool = True,
         fields: FieldMetadata | None = None,
     ) -> None:
-        self.grid, self.shape, self.counts_own_outputs, self.fields = grid, tuple(shape), counts_own_outputs, fields
+        self.grid, self.shape, self.owns_outputs, self.fields = grid, tuple(shape), owns_outputs, fields
         self._allreduce, self._view_arrays = allreduce, dict[tuple[Window, int, bool], GlobalArray]()
         self._reductions = Reductions(grid)
 
@@ -75,6 +75,6 @@ class OutputLayout:
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False
-        if local == self.grid.tile_box(extent).shape and self.counts_own_outputs:
+        if local == self.grid.tile_box(extent).shape and self.owns_outputs:
             return True
         raise ShapeError(f"outputs of spatial shape {local} are not tiles of {extent}; leave this metric out")

@@ -93,7 +93,7 @@ class _ROCMeter(Meter):
 
     def result(self) -> dict[str, MetricValue]:
         outputs = self.outputs
-        counts = outputs.counts_own_outputs and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
+        counts = outputs.owns_outputs and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
         own = self.score_tables if counts and self.is_classification and self.fits_in_memory else None
         gathered = outputs.grid.world.allgather((self.is_classification, self.fits_in_memory, own))
         classification, fit, tables = zip(*gathered, strict=True)
@@ -105,7 +105,7 @@ class _ROCMeter(Meter):
             raise DataError(
                 f"ROCAUC: more than {MAX_DISTINCT_SCORES_PER_CLASS:,} distinct scores, which would not fit in memory;"
                 " quantise them with bins: 65536"
-            ).on_all_ranks()
+            ).mark_raised_on_all_ranks()
         areas = np.array([_area_under_curve(*table) for table in merged])
         if len(areas) == 1:
             return {self.metric.name: float(areas[0])}

@@ -16,7 +16,7 @@ from ..parallel import ControlFlag, ParameterShard, are_all_finite
 from ..plan import LayerPlan, micro_batch_ranges
 from .model import Model
 from .reconstruction import AutoencoderReconstruction, ReconstructionCost
-from .train_step import LayerStep
+from .train_step import LayerModelStep
 
 
 class Autoencoder:
@@ -163,7 +163,7 @@ class Autoencoder:
         return [(self.weights_shard.slot_shard(name), slot.reshape(shape)) for name, slot in self.slots.items()]
 
 
-class PretrainingStep(LayerStep):
+class PretrainingStep(LayerModelStep):
     """A step of pretraining, whose gradients are float32."""
 
     trainable: Autoencoder
@@ -176,8 +176,10 @@ class PretrainingStep(LayerStep):
         cost_and_flags = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.own_flags)])
         cost_and_flags[1 + ControlFlag.NON_FINITE] = xp.logical_not(are_all_finite(stage.layer.grads["weights"]))
         cost = to_host(stage.output.reductions.allreduce("world", cost_and_flags))
-        flags.rank_counts[...] = cost[1:]
-        return float(cost[0] / batch_size), bool(np.isfinite(cost[0])) and not flags.rank_counts[ControlFlag.NON_FINITE]
+        flags.num_ranks_by_flag[...] = cost[1:]
+        return float(cost[0] / batch_size), bool(np.isfinite(cost[0])) and not flags.num_ranks_by_flag[
+            ControlFlag.NON_FINITE
+        ]
 
     def update_parameters(self) -> None:
         """Update the weights with the optimiser."""

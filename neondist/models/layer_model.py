@@ -78,7 +78,7 @@ class LayerModel(TrainableModel):
         """The last layer."""
         return self.layers[-1]
 
-    def enable_guards(self, seed: int) -> None:
+    def enable_debug_checks(self, seed: int) -> None:
         """Check a user's layers and border schemes in every later step of a built model; see DebugHalo."""
         leaves = list(self.built_parameters.layers.values())
         self.executor, self.last_pass = guard_executor(self.executor, leaves, seed), None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 MODEL_CLASS_SELECTOR: ContextVar[Callable[[type], type] | None] = ContextVar("model_class_in_scope", default=None)
-"""Function from the class of a model to the class to create; set by `model_scope`."""
+"""Function from the class of a model to the class to create; set by `distribute_created_models`."""
 
 
 def model_class_in_scope(cls: type) -> type:

@@ -20,8 +20,8 @@ class ControlFlagSync:
 
     def publish_flags(self) -> None:
         """Sum the flags of all ranks. Collective."""
-        self.flags.rank_counts[:] = self.flags.own_flags
-        self.grid.world.allreduce(self.flags.rank_counts)
+        self.flags.num_ranks_by_flag[:] = self.flags.own_flags
+        self.grid.world.allreduce(self.flags.num_ranks_by_flag)
 
 
 class TrainingScriptAdapter:

@@ -76,7 +76,7 @@ class TrainStep(ABC):
             if not finite:
                 location = self.describe_first_nonfinite(x, targets, batch_size)
                 restore()
-            model.nonfinite_monitor.record_step(trainable.step, model.nonfinite, location)
+            model.nonfinite_monitor.record_step_finiteness(trainable.step, model.nonfinite, location)
             if finite and self.loss_scaler is not None:
                 self.loss_scaler.update(overflow=False)
         trainable.step += 1
@@ -86,7 +86,7 @@ class TrainStep(ABC):
         return loss
 
 
-class LayerStep(TrainStep):
+class LayerModelStep(TrainStep):
     """Training step of a LayerModel."""
 
     def __init__(self, trainable: Trainable) -> None:
@@ -111,7 +111,7 @@ class LayerStep(TrainStep):
         return find_first_nonfinite(self.trainable.grid, x, lambda: self.compute_gradients(x, targets, batch_size))
 
 
-class ModelStep(LayerStep):
+class ModelStep(LayerModelStep):
     """Training step that updates the parameters in `model.trained_parameters`."""
 
     def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:

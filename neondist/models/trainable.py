@@ -183,7 +183,7 @@ class TrainableModel(Registered, Trainable, ABC):
         return self
 
     @abstractmethod
-    def enable_guards(self, seed: int) -> None:
+    def enable_debug_checks(self, seed: int) -> None:
         """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
 
     def array_backend(self) -> Backend:

@@ -17,7 +17,9 @@ from .scope import MODEL_CLASS_SELECTOR
 
 
 @contextmanager
-def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, created: list[Model]) -> Iterator[None]:
+def distribute_created_models(
+    grid: ProcessGrid, strategy: StrategyBuilder | Strategy, created: list[Model]
+) -> Iterator[None]:
     """Distribute the serial models that this thread creates over a grid with a strategy; append them to `created`."""
     token = MODEL_CLASS_SELECTOR.set(partial(_whole_batch_class, grid, strategy, created))
     try:

@@ -149,6 +149,6 @@ class LAMB(Adam):
                 grads[block] *= factors[at]
                 params[block] -= grads[block]
 
-    def num_reduced_norms(self, num_partitioned: int) -> int:
+    def num_reduced_norms(self, num_partitioned_parameters: int) -> int:
         """Return the number of reduced norms: those of any optimiser, and two per partitioned parameter."""
-        return super().num_reduced_norms(num_partitioned) + 2 * num_partitioned
+        return super().num_reduced_norms(num_partitioned_parameters) + 2 * num_partitioned_parameters

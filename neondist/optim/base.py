@@ -137,7 +137,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
             norm = xp.sqrt(layout.global_square_norms(grads).sum())
             self._multiply_in_place(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
         scratch = xp.empty(min(elements_per_block(params), params.size), params.dtype)
-        for block, decays in layout.parameter_blocks(params, self.decay_all or not self.weight_decay):
+        for block, decays in layout.blocks_with_decay_flags(params, self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
             buffer = scratch[: p.size]
             decays = decays and self.weight_decay > 0
@@ -186,18 +186,18 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
     def update_whole_parameters(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
         """Update all parameters after `apply` has processed all blocks, for rules that need whole parameters."""
 
-    def num_reduced_norms(self, num_partitioned: int) -> int:
+    def num_reduced_norms(self, num_partitioned_parameters: int) -> int:
         """Return the number of float64 values that a step reduces over the tiles."""
-        return num_partitioned * (self.clip_norm is not None)
+        return num_partitioned_parameters * (self.clip_norm is not None)
 
     def _multiply_in_place(self, array: Any, layout: FlatLayout, factor: Any) -> None:
         factor = factor.astype(array.dtype)
-        for block, _ in layout.parameter_blocks(array, decay_all=True):
+        for block, _ in layout.blocks_with_decay_flags(array, decay_all=True):
             array[block] *= factor
 
     def _update_parameter_average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
         decay_rate = self.ema if step else 0.0
-        for block, _ in layout.parameter_blocks(params, decay_all=True):
+        for block, _ in layout.blocks_with_decay_flags(params, decay_all=True):
             update_running_mean(average[block], params[block], decay_rate or 0.0, scratch[: params[block].size])
 
 

@@ -24,7 +24,7 @@ class FlatLayout:
         Span of each parameter, in order.
     decays : tuple of bool
         Whether weight decay applies by default: False for biases and normalisation parameters.
-    num_replicated : int
+    num_replicated_parameters : int
         Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
     sum_over_parts : callable, optional
         Function that sums values over the ranks with the other parts. Collective. None: no other rank has parts.
@@ -32,7 +32,7 @@ class FlatLayout:
 
     spans: tuple[tuple[int, int], ...]
     decays: tuple[bool, ...]
-    num_replicated: int
+    num_replicated_parameters: int
     sum_over_parts: Callable[[Any], Any] | None = None
 
     @classmethod
@@ -40,7 +40,7 @@ class FlatLayout:
         """Return the layout of a single parameter of `size` elements on one rank."""
         return cls(((0, size),), (True,), 1)
 
-    def parameter_blocks(self, array: Any, decay_all: bool) -> Iterator[tuple[slice, bool]]:
+    def blocks_with_decay_flags(self, array: Any, decay_all: bool) -> Iterator[tuple[slice, bool]]:
         """Yield blocks of the parameters in an array, and whether weight decay applies.
 
         Parameters
@@ -63,8 +63,8 @@ class FlatLayout:
         xp = namespace(array)
         norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
         sums = xp.stack(norms) if norms else xp.zeros(0)
-        if self.num_replicated < len(self.spans) and self.sum_over_parts is not None:
-            sums[self.num_replicated :] = self.sum_over_parts(sums[self.num_replicated :].copy())
+        if self.num_replicated_parameters < len(self.spans) and self.sum_over_parts is not None:
+            sums[self.num_replicated_parameters :] = self.sum_over_parts(sums[self.num_replicated_parameters :].copy())
         return sums
 
 

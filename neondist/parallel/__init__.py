@@ -5,7 +5,7 @@ its part on a rank. subset: some of the parameters. sync: sums over ranks. flags
 compressors: sums in fewer bytes. rows: sums of sparse parameters. compressed: gradients summed in these two ways.
 """
 
-from .compressors import SyncState, smaller_compressed_bytes
+from .compressors import SyncState, compressed_bytes_if_smaller
 from .flags import FLAG_HEADER_LENGTH, ControlFlag, ControlFlags
 from .layer_parameters import LayerParameters
 from .parameters import Parameters, gather_arrays, load_arrays
@@ -29,8 +29,8 @@ __all__ = [
     "SyncState",
     "TrainedSubset",
     "are_all_finite",
+    "compressed_bytes_if_smaller",
     "gather_arrays",
     "load_arrays",
     "row_message_bytes",
-    "smaller_compressed_bytes",
 ]  # fmt: skip

@@ -238,7 +238,7 @@ def create_compressor(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -
     return kind(shapes, share_or_rank, dtype)
 
 
-def smaller_compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
+def compressed_bytes_if_smaller(text: str, shape: Shape, itemsize: int) -> int | None:
     """Return the bytes of a parameter's compressed gradient; None if compression does not reduce them."""
     kind, share_or_rank = _parse_compressor(text)
     nbytes = kind.contribution_bytes(shape, share_or_rank, itemsize)

@@ -30,13 +30,13 @@ class ControlFlags:
     ----------
     own_flags : array (FLAG_HEADER_LENGTH,)
         1 for each flag that this rank sets, until reset to 0. A signal handler may set flags.
-    rank_counts : array (FLAG_HEADER_LENGTH,)
+    num_ranks_by_flag : array (FLAG_HEADER_LENGTH,)
         Sums over all ranks in the last training step.
     """
 
     def __init__(self) -> None:
-        self.own_flags, self.rank_counts = np.zeros(FLAG_HEADER_LENGTH), np.zeros(FLAG_HEADER_LENGTH)
+        self.own_flags, self.num_ranks_by_flag = np.zeros(FLAG_HEADER_LENGTH), np.zeros(FLAG_HEADER_LENGTH)
 
     def count_ranks(self, flag: ControlFlag) -> int:
         """Return the number of ranks that set the flag in the last step."""
-        return int(self.rank_counts[flag])
+        return int(self.num_ranks_by_flag[flag])

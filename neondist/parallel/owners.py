@@ -85,7 +85,7 @@ class OwnedParts:
         ]
 
     @property
-    def own_size(self) -> int:
+    def num_owned_elements(self) -> int:
         """Number of elements that this rank owns."""
         return self.sizes_by_rank[self.rank]
 

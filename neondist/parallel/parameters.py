@@ -194,7 +194,7 @@ class Parameters:
 
     def create_slots(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's arrays for the elements that this rank updates."""
-        return optimizer.create_slots(self.values[: self.owned_start + self.owners.own_size])
+        return optimizer.create_slots(self.values[: self.owned_start + self.owners.num_owned_elements])
 
     def flat_layout(self, update_mask: Sequence[bool] | None = None) -> FlatLayout:
         """Return the layout, in flat arrays, of the parameters that this rank updates, or of those in `update_mask`."""
@@ -226,8 +226,8 @@ class Parameters:
         xp, sync = namespace(self.grads), self.sync
         all_finite = are_all_finite(self.grads[: self.num_world_gradients]).reshape(1)
         message = to_host(xp.concatenate([sync.flag_header, all_finite, device_loss]))
-        sync.flags.rank_counts[...] = message[:FLAG_HEADER_LENGTH]
-        nonfinite_ranks = sync.flags.rank_counts[ControlFlag.NON_FINITE]
+        sync.flags.num_ranks_by_flag[...] = message[:FLAG_HEADER_LENGTH]
+        nonfinite_ranks = sync.flags.num_ranks_by_flag[ControlFlag.NON_FINITE]
         return float(message[-1]), bool(message[FLAG_HEADER_LENGTH]) and not nonfinite_ranks
 
     def slot_arrays(self, flat_slots: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:

@@ -16,7 +16,7 @@ from .model_plan import ModelPlan
 from .parameters import ParameterPlan
 from .plan import GRADIENTS, LOSS, Plan, TrainingSettings, max_micro_batch_size, micro_batch_ranges
 from .section import PlannedSection
-from .stream import Stream
+from .stream import StripwisePlan
 
 __all__ = [
     "GRADIENTS",
@@ -30,7 +30,7 @@ __all__ = [
     "Plan",
     "PlannedSection",
     "Step",
-    "Stream",
+    "StripwisePlan",
     "TrainingSettings",
     "compile_plan",
     "max_micro_batch_size",

@@ -115,9 +115,9 @@ class BlockPlan(OutputBlocks):
         return tuple(kinds[at] for kinds, at in zip(self._block_kinds, self.coords(number), strict=True))
 
     @cached_property
-    def max_block_elements(self) -> int:
+    def max_block_memory_elements(self) -> int:
         """Elements that the largest block needs: arrays of the network, the image and the output."""
-        return max(self._block_elements(number) for number in self.possibly_largest_blocks)
+        return max(self._block_memory_elements(number) for number in self.possibly_largest_blocks)
 
     @cached_property
     def max_network_array_elements(self) -> int:
@@ -138,7 +138,7 @@ class BlockPlan(OutputBlocks):
         step = max(steps, key=lambda s: sum(self._value_elements(value, 0) for value in (*s.inputs, s.output_value)))
         return str(step.layer.name) if step.layer is not None else ""
 
-    def _block_elements(self, number: int) -> int:
+    def _block_memory_elements(self, number: int) -> int:
         added = [
             (cells.need.size + cells.buffer.size) * channels
             for cells, channels in self.section.output_halo_plans(number)
@@ -261,10 +261,12 @@ def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: i
     """
     periods = [_common_period(ratios) for ratios in scale_factors(graph)]
     extent = graph.shapes[graph.output_value][:-1]
-    return shrink_to_fit(lambda size: BlockPlan(graph, size, overlap), extent, size, max_elements, itemsize, periods)
+    return shrink_blocks_to_fit(
+        lambda size: BlockPlan(graph, size, overlap), extent, size, max_elements, itemsize, periods
+    )
 
 
-def shrink_to_fit(
+def shrink_blocks_to_fit(
     blocks: Callable[[Sequence[int]], Any],
     extent: Extent,
     size: Sequence[int],
@@ -277,14 +279,14 @@ def shrink_to_fit(
     size = [_round_down(*axis) for axis in zip(size, extent, periods, strict=True)]
     while True:
         plan = blocks(size)
-        if plan.max_block_elements <= max_elements:
+        if plan.max_block_memory_elements <= max_elements:
             return plan
         halves = [_round_down((n + 1) // 2, *bounds) for n, *bounds in zip(size, extent, periods, strict=True)]
         axis = max(range(len(size)), key=lambda axis: (size[axis] - halves[axis], -axis))
         if halves[axis] == size[axis]:
             raise ConfigError(
                 f"memory: even a block of {' x '.join(map(str, size))} takes"
-                f" {format_bytes(plan.max_block_elements * itemsize)}, most of it for layer"
+                f" {format_bytes(plan.max_block_memory_elements * itemsize)}, most of it for layer"
                 f" '{plan.layer_with_largest_arrays()}', but only"
                 f" {format_bytes(max(0, max_elements) * itemsize)} are available; give more memory, or use fewer ranks"
             )

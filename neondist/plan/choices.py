@@ -13,8 +13,14 @@ from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
 from ..system.machine import Machine, MachineProfile
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, halo_seconds_if_gathered, overhead_seconds
-from .segments import Chain, is_pointwise, place_layers, windowed_layer
+from .planner import (
+    LayerWithRegions,
+    can_compute_halo_cells,
+    cheapest_ranges,
+    halo_seconds_if_gathered,
+    overhead_seconds,
+)
+from .segments import Chain, is_pointwise, layers_with_regions, windowed_layer
 
 Shape = tuple[int, ...]
 
@@ -28,13 +34,13 @@ class SchemeChoice:
     layer : name of the layer
     scheme : the scheme as text
     seconds : time of its exchange and redundant computation in a training step
-    halo_seconds : the same time with the scheme `halo`
+    halo_scheme_seconds : the same time with the scheme `halo`
     """
 
     layer: str
     scheme: str
     seconds: float
-    halo_seconds: float
+    halo_scheme_seconds: float
 
 
 def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: MachineProfile) -> list[SchemeChoice]:
@@ -47,8 +53,8 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
     return [
         choice
         for number, links in chains
-        for halo_indices in _runs_of_joinable_layers(links, grid)
-        for choice in _SegmentSearch(links, halo_indices, grid, profile, first=number == 0).choose_layer_schemes()
+        for halo_layers in _runs_of_joinable_layers(links, grid)
+        for choice in _SegmentSearch(links, halo_layers, grid, profile, first=number == 0).choose_layer_schemes()
     ]
 
 
@@ -93,57 +99,63 @@ def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
 
 def _runs_of_joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int]]:
     """Yield the indices of layers with halos that may be in one segment."""
-    halo_indices: list[int] = []
+    halo_layers: list[int] = []
     for at, (node, shape) in enumerate(links):
         if windowed_layer(node, shape, grid) is not None:
-            halo_indices.append(at)
-        elif halo_indices and not is_pointwise(node, shape, grid):
-            yield halo_indices
-            halo_indices = []
-    if halo_indices:
-        yield halo_indices
+            halo_layers.append(at)
+        elif halo_layers and not is_pointwise(node, shape, grid):
+            yield halo_layers
+            halo_layers = []
+    if halo_layers:
+        yield halo_layers
 
 
 class _SegmentSearch:
-    """Search for the cheapest division of one chain's layers with halos, at `halo_indices`, into segments."""
+    """Search for the cheapest division of one chain's layers with halos, at `halo_layers`, into segments."""
 
     def __init__(
-        self, links: Chain, halo_indices: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
+        self, links: Chain, halo_layers: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
     ) -> None:
-        self.links, self.halo_indices, self.grid, self.profile, self.first = links, halo_indices, grid, profile, first
-        self.can_join = [can_recompute(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
-        self.reads_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: halo_indices[0]])
+        self.links, self.halo_layers, self.grid, self.profile, self.first = links, halo_layers, grid, profile, first
+        self.can_join_segment = [
+            can_compute_halo_cells(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links
+        ]
+        self.reads_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: halo_layers[0]])
 
     def choose_layer_schemes(self) -> list[SchemeChoice]:
         """Return the choice of each layer."""
-        choices, count = [], len(self.halo_indices)
+        choices, count = [], len(self.halo_layers)
         for first, last in cheapest_ranges(lambda a, b: sum(self._best_segment_scheme(a, b)[1]), count):
             text, seconds = self._best_segment_scheme(first, last)
-            for at, cost in zip(self.halo_indices[first : last + 1], seconds, strict=True):
+            for at, cost in zip(self.halo_layers[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
-                alone = [PlacedLayer(node.leaves[0], shape)]
-                halo_seconds = sum(overhead_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at)))
-                choices.append(SchemeChoice(str(node.name), text, cost, halo_seconds))
+                alone = [LayerWithRegions(node.leaves[0], shape)]
+                halo_scheme_seconds = sum(
+                    overhead_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at))
+                )
+                choices.append(SchemeChoice(str(node.name), text, cost, halo_scheme_seconds))
         return choices
 
     def _best_segment_scheme(self, first: int, last: int) -> tuple[str, list[float]]:
         """Return the best scheme of a segment and the cost of each of its layers with a halo."""
-        begin, end = self.halo_indices[first], self.halo_indices[last] + 1
+        begin, end = self.halo_layers[first], self.halo_layers[last] + 1
         segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
-            alone = place_layers(segment, self.grid, alone=True)
+            alone = layers_with_regions(segment, self.grid, alone=True)
             options.append(("halo", overhead_seconds(self.profile, alone, self.grid, backward)))
             if backward:
                 options.append(("halo(backward=gather)", [halo_seconds_if_gathered(self.profile, alone[0], self.grid)]))
-        elif all(self.can_join[begin:end]):
-            costs = overhead_seconds(self.profile, place_layers(segment, self.grid, wide=False), self.grid, backward)
+        elif all(self.can_join_segment[begin:end]):
+            costs = overhead_seconds(
+                self.profile, layers_with_regions(segment, self.grid, wide=False), self.grid, backward
+            )
             options.append(
                 (f"deep_halo(layers={last - first + 1})", self._costs_per_halo_layer(costs, begin, first, last))
             )
-        if self.reads_image and first == 0 and all(self.can_join[:end]):
+        if self.reads_image and first == 0 and all(self.can_join_segment[:end]):
             wide = self.links[:end]
             text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
-            costs = overhead_seconds(self.profile, place_layers(wide, self.grid, wide=True), self.grid, backward)
+            costs = overhead_seconds(self.profile, layers_with_regions(wide, self.grid, wide=True), self.grid, backward)
             options.append((text, self._costs_per_halo_layer(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
@@ -153,7 +165,7 @@ class _SegmentSearch:
 
     def _costs_per_halo_layer(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""
-        bounds = [begin, *self.halo_indices[first + 1 : last + 1], begin + len(costs)]
+        bounds = [begin, *self.halo_layers[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..geometry import AxisPartKeys, Partition
+from ..geometry import PartClassKeys, Partition
 
 T = TypeVar("T")
 
@@ -36,12 +36,12 @@ class TileClasses(NamedTuple):
         return [values[number] for number in self.class_by_tile.tolist()]
 
 
-def tile_classes(tiles: int, kinds: Iterable[AxisPartKeys], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
+def tile_classes(tiles: int, kinds: Iterable[PartClassKeys], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
     """Group tiles, numbered row-major, into the fewest classes whose members have the same kinds.
 
     Parameters
     ----------
-    kinds : iterable of AxisPartKeys
+    kinds : iterable of PartClassKeys
         For each image that is partitioned into these tiles, the keys of its parts along each axis.
     extra_keys : sequence of arrays (tiles,)
         Further numbers that distinguish tiles.
@@ -66,17 +66,17 @@ def tile_classes(tiles: int, kinds: Iterable[AxisPartKeys], extra_keys: Sequence
 
 
 @lru_cache(maxsize=256)
-def axis_part_keys(cells: Partition) -> AxisPartKeys:
+def part_class_keys(cells: Partition) -> PartClassKeys:
     """Return the extent of each part along each axis, and the ends of the image that it touches."""
     axes = [[(hi - lo, lo == 0, hi == n) for lo, hi in cells.ranges_along(a)] for a, n in enumerate(cells.extent)]
-    return AxisPartKeys(cells.parts[: len(axes)], axes)
+    return PartClassKeys(cells.parts[: len(axes)], axes)
 
 
-def tile_keys_from_strips(kinds: AxisPartKeys, strips: int) -> AxisPartKeys:
+def tile_keys_from_strips(kinds: PartClassKeys, strips: int) -> PartClassKeys:
     """Return the kinds of tiles from the kinds of their strips; each tile has `strips` strips along the first axis."""
     first, *others = kinds.by_axis
     tiles = [tuple(first[at : at + strips]) for at in range(0, len(first), strips)]
-    return AxisPartKeys((len(tiles), *kinds.parts[1:]), [tiles, *others])
+    return PartClassKeys((len(tiles), *kinds.parts[1:]), [tiles, *others])
 
 
 def _combine_codes(first: np.ndarray, second: np.ndarray) -> np.ndarray:

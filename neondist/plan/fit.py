@@ -16,10 +16,10 @@ from .layer import LayerPlan
 from .plan import Plan, TrainingSettings
 from .section import Rows
 from .segments import LayerRegions, find_regions
-from .stream import Stream, work_per_sample
+from .stream import StripwisePlan, multiplications_per_sample
 
 Shape = tuple[int, ...]
-StreamCompiler = Callable[[Stream], Plan]
+StreamCompiler = Callable[[StripwisePlan], Plan]
 MIN_STEP_BYTES_TO_HALVE = 64 << 20  # smallest memory of a step that is halved
 MAX_WORK_FACTOR_OF_HALVING = 1.3  # maximum factor by which the work may grow to halve the memory of a step
 
@@ -44,7 +44,7 @@ def compile_plan(
     with _prefix_errors_with_layer(chain):
         regions = find_regions(chain, graph, grid, samples)
 
-    def compile_stream(stream: Stream | None = None) -> Plan:
+    def compile_stream(stream: StripwisePlan | None = None) -> Plan:
         whole, layer_regions = graph, regions
         if stream is not None:
             whole, layer_regions = stream.with_replicated_output(graph), regions | stream.regions
@@ -65,7 +65,9 @@ def compile_plan(
                             " 'split: inputs' as the next layers; otherwise use 'split: inputs' in this layer"
                         )
                     plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, cuts))
-        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream, skipped_nodes=idle)
+        return Plan(
+            whole, plans, grid, batch_size or grid.replicas, training, stream=stream, num_nodes_without_backward=idle
+        )
 
     plan = compile_stream()
     if training.memory is not None:
@@ -126,14 +128,14 @@ def halve_memory_if_cheap(plan: Plan, compile_stream: StreamCompiler, regions: L
         or plan.needed_bytes < MIN_STEP_BYTES_TO_HALVE
     ):
         return plan
-    limit, most = plan.needed_bytes // 2, MAX_WORK_FACTOR_OF_HALVING * work_per_sample(plan.graph, None)
+    limit, most = plan.needed_bytes // 2, MAX_WORK_FACTOR_OF_HALVING * multiplications_per_sample(plan.graph, None)
     best, _ = _find_fastest_stream_plan(plan, compile_stream, regions, limit, None, most)
     return best or plan
 
 
 def _find_fastest_stream_plan(
     plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions, limit: int, rows: Rows | None, most: float = inf
-) -> tuple[Plan | None, list[tuple[Plan, Stream]]]:
+) -> tuple[Plan | None, list[tuple[Plan, StripwisePlan]]]:
     """Return the plan of the fastest stream within the limit, and the plans and streams that were tried.
 
     With given rows per strip, the longest stream is chosen.
@@ -143,10 +145,14 @@ def _find_fastest_stream_plan(
     most : float
         Streams that need at least this work are ignored.
     """
-    graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
-    ends = [nodes for nodes in range(len(graph.node_ends) - 1, 0, -1) if _can_stream(graph, nodes, plan.grid, regions)]
-    whole = {nodes: Stream.of(graph, nodes, plan.grid, 1) for nodes in ends}
-    least = {nodes: work_per_sample(graph, _with_all_checkpoints(stream)) for nodes, stream in whole.items()}
+    graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, StripwisePlan]](), isinstance(rows, int)
+    ends = [
+        nodes
+        for nodes in range(len(graph.node_ends) - 1, 0, -1)
+        if _can_run_nodes_in_strips(graph, nodes, plan.grid, regions)
+    ]
+    whole = {nodes: StripwisePlan.of(graph, nodes, plan.grid, 1) for nodes in ends}
+    least = {nodes: multiplications_per_sample(graph, _with_all_checkpoints(stream)) for nodes, stream in whole.items()}
     for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
         if least[nodes] >= most:
             continue
@@ -165,17 +171,17 @@ def _find_fastest_stream_plan(
     return best, tried
 
 
-def _can_stream(graph: Graph, num_nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
+def _can_run_nodes_in_strips(graph: Graph, num_nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
     """Return whether the first nodes can run in strips without dividing a segment of `find_regions`."""
     steps, value = graph.node_ends[num_nodes]
     if not any(step.layer is not None for step in graph.steps[:steps]) or any(
-        not _is_streamable(step, graph, grid, last=step.output_value == value) for step in graph.steps[:steps]
+        not _can_run_step_in_strips(step, graph, grid, last=step.output_value == value) for step in graph.steps[:steps]
     ):
         return False
     return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in graph.steps[steps:])
 
 
-def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
+def _can_run_step_in_strips(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
     """Return whether a step has a bounded window or a reduction, and position-dependent weights only at the end."""
     layer, shape = step.layer, graph.shapes[step.inputs[0]]
     if len(graph.shapes[step.output_value]) < 2 and not last:
@@ -196,11 +202,13 @@ def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> boo
     )
 
 
-def _with_all_checkpoints(stream: Stream) -> Stream:
+def _with_all_checkpoints(stream: StripwisePlan) -> StripwisePlan:
     return stream.with_checkpoints(stream.grid.strips, tuple(stream.possible_cuts()))
 
 
-def _fitting_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed: bool) -> list[tuple[float, Stream]]:
+def _fitting_streams(
+    plan: Plan, stream: StripwisePlan, limit: int, most: float, fixed: bool
+) -> list[tuple[float, StripwisePlan]]:
     """Return (work, stream) for the stream's number of strips or more, with as many checkpoints as fit; best first.
 
     Parameters
@@ -217,13 +225,13 @@ def _fitting_streams(plan: Plan, stream: Stream, limit: int, most: float, fixed:
         Whether the number of strips is fixed.
     """
     tiles, itemsize, samples = plan.tile_classes_with(stream).representatives, plan.itemsize, plan.max_live_samples(0)
-    options: list[tuple[float, Stream]] = []
+    options: list[tuple[float, StripwisePlan]] = []
 
-    def add(stream: Stream) -> None:
-        if (work := work_per_sample(plan.graph, stream)) < most:
+    def add(stream: StripwisePlan) -> None:
+        if (work := multiplications_per_sample(plan.graph, stream)) < most:
             options.append((work, stream))
 
-    while work_per_sample(plan.graph, _with_all_checkpoints(stream)) < most:
+    while multiplications_per_sample(plan.graph, _with_all_checkpoints(stream)) < most:
         strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_bytes_with(stream)
         if left < 0:
             break
@@ -253,7 +261,7 @@ def _count_strips_that_fit(strips: int, needed: int, room: int) -> int:
     return strips if needed <= room else strips * max(0, room) // needed
 
 
-def _stream_with_fewest_strips(plan: Plan, stream: Stream, limit: int, most: int) -> Stream:
+def _stream_with_fewest_strips(plan: Plan, stream: StripwisePlan, limit: int, most: int) -> StripwisePlan:
     """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory."""
     base = plan.needed_bytes_with(None)
     strips, room, previous = stream.grid.strips, limit - base, (0, 0)

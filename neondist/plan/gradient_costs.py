@@ -7,7 +7,7 @@ from math import prod
 
 from ..geometry import GridShape
 from ..layers import Parameter
-from ..parallel import ROWS_COMPRESSOR, row_message_bytes, smaller_compressed_bytes
+from ..parallel import ROWS_COMPRESSOR, compressed_bytes_if_smaller, row_message_bytes
 from ..strategies import Strategy
 from ..strategies.shares import OwnerBoxes
 
@@ -23,7 +23,7 @@ def gradient_encodings(strategy: Strategy, parameters: Mapping[str, Parameter], 
             continue
         if parameter.max_rows_per_sample:
             compressors[name] = ROWS_COMPRESSOR
-        elif rule.compressor and smaller_compressed_bytes(rule.compressor, parameter.shape, itemsize) is not None:
+        elif rule.compressor and compressed_bytes_if_smaller(rule.compressor, parameter.shape, itemsize) is not None:
             compressors[name] = rule.compressor
     return compressors
 
@@ -33,7 +33,7 @@ def compressed_reduction_bytes(
 ) -> int:
     """Return the bytes that a rank contributes to reductions of compressed gradients."""
     chosen = [(kind, parameters[name].shape) for name, kind in compressors.items() if kind != ROWS_COMPRESSOR]
-    return sum(smaller_compressed_bytes(kind, shape, itemsize) or 0 for kind, shape in chosen)
+    return sum(compressed_bytes_if_smaller(kind, shape, itemsize) or 0 for kind, shape in chosen)
 
 
 def max_sparse_bytes_sent(

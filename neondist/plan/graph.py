@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
-from ..geometry import Partition, hull_partition, part_range, source_cells
+from ..geometry import Partition, hull_partition, needed_image_cells, part_range
 from ..layers import Branches, Layer, Node, Shard, declared_with
 
 Shape = tuple[int, ...]
@@ -67,19 +67,19 @@ class Graph:
     deferred_relu_gradients : dict of step to step
         Steps whose max(z, 0) is differentiated by the step after them (a pooling, which stores no position of
         non-positive maxima, or a convolution, whose view holds the output), so that they need not reread their output.
-    recomputing_steps : dict of step to step
+    input_recomputation_steps : dict of step to step
         Readers of a normalisation's output, each with the step that recomputes it in the backward pass.
-    always_replicated_id : int
+    always_replicated_value : int
         The vector that stays replicated even if its readers need only a shard.
     sharded_vectors : set of int
         Vectors of which each rank of a replica holds only its own range, because no reader needs more.
     """
 
     def __init__(
-        self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], replicated_id: int = 0
+        self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], replicated_value: int = 0
     ) -> None:
         self.steps, self.shapes, self.node_ends = list(steps), list(shapes), list(ends)
-        self.always_replicated_id = replicated_id
+        self.always_replicated_value = replicated_value
         self.output_value = self.node_ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
         for at, step in enumerate(self.steps):
@@ -88,11 +88,13 @@ class Graph:
         self.fused_activations = {at: at - 1 for at in range(1, len(self.steps)) if self._is_fused(at)}
         pairs = map(self._find_deferred_relu_gradient, range(1, len(self.steps)))
         self.deferred_relu_gradients = dict(filter(None, pairs))
-        self.recomputing_steps: dict[int, int] = {}
+        self.input_recomputation_steps: dict[int, int] = {}
         for at in range(len(self.steps)):
             host = self._find_input_recomputation_step(at)
-            if host is not None and host not in self.recomputing_steps:  # the host recomputes from its own input
-                self.recomputing_steps[at] = host
+            if (
+                host is not None and host not in self.input_recomputation_steps
+            ):  # the host recomputes from its own input
+                self.input_recomputation_steps[at] = host
         self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
 
     def _is_fused(self, index: int) -> bool:
@@ -133,12 +135,12 @@ class Graph:
             return None
         name = "saved_bytes_and_elements"
         saves_input_only = layer.saved_bytes_and_elements == (0, 0) == declared_with(layer, name, "forward")
-        restores = maker.can_restore_output and declared_with(maker, "can_restore_output", "forward")
+        restores = maker.can_recompute_output and declared_with(maker, "can_recompute_output", "forward")
         return host if saves_input_only and restores else None
 
     def _stays_sharded(self, step: Step) -> bool:
         readers = self.readers[step.output_value]
-        vector = len(self.shapes[step.output_value]) == 1 and step.output_value != self.always_replicated_id
+        vector = len(self.shapes[step.output_value]) == 1 and step.output_value != self.always_replicated_value
         gives = vector and step.layer is not None and step.layer.output_may_stay_sharded
         return gives and bool(readers) and all(self.reads_only_own_shard(self.steps[at]) for at in readers)
 
@@ -221,7 +223,7 @@ def needed_cells(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Pa
     assert reach is not None
     if reach.pointwise:
         return outputs  # empty stays empty: an activation's output may be its input
-    return source_cells(outputs, reach, shape[:-1])
+    return needed_image_cells(outputs, reach, shape[:-1])
 
 
 class GraphBuilder:
@@ -238,11 +240,11 @@ class GraphBuilder:
         self.shapes = [input_shape]
         self.node_ends = [(0, 0)]
         for index, node in enumerate(nodes):
-            self._current: Node = node
+            self._current_node: Node = node
             try:
                 value = node.lower(self, self.node_ends[-1][1])
             except UserError as error:
-                raise prefix_error_with_layer(error, index, self._current) from error
+                raise prefix_error_with_layer(error, index, self._current_node) from error
             self.node_ends.append((len(self.steps), value))
 
     @property
@@ -252,7 +254,7 @@ class GraphBuilder:
 
     def append_layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return its output value."""
-        outer, self._current, shape = self._current, layer, self.shapes[value]
+        outer, self._current_node, shape = self._current_node, layer, self.shapes[value]
         layer.check_signatures()
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
@@ -260,7 +262,7 @@ class GraphBuilder:
                 " connected or global pooling layer"
             )
         output = self._append(layer, None, (value,), layer.output_shape_for(shape))
-        self._current = outer
+        self._current_node = outer
         return output
 
     def append_join(self, join: Branches, values: Sequence[int], shape: Shape) -> int:

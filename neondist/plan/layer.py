@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from ..comm.argument_text import format_arguments
 from ..errors import PlanMismatchError, ShapeError
-from ..geometry import AxisPartKeys, Box, GridShape, HaloPlan, KeyDetail, Partition, Piece, Window
+from ..geometry import Box, GridShape, HaloPlan, KeyDetail, PartClassKeys, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
 from ..layers import Layer
-from .classes import TileClasses, axis_part_keys, tile_classes
+from .classes import TileClasses, part_class_keys, tile_classes
 from .graph import VectorRedistribution
 
 Shape = tuple[int, ...]
@@ -68,7 +68,7 @@ class PlannedExchange(NamedTuple):
         """Return the plan of a tile."""
         return HaloPlan.of(self.cells, self.window, tile, self.outputs)
 
-    def tile_class_keys(self, level: KeyDetail = "all") -> AxisPartKeys:
+    def tile_class_keys(self, level: KeyDetail = "all") -> PartClassKeys:
         """Return the keys that distinguish the plans of tiles."""
         return HaloPlan.kinds(self.cells, self.window, self.outputs, level)
 
@@ -197,13 +197,13 @@ class LayerPlan:
         """Return the number of parameter elements on a tile's rank: all, or only the elements of the tile."""
         return sum(p.elements_on(self.grid, tile) for p in self.trained_parameters.values())
 
-    def tile_class_keys(self, level: KeyDetail) -> list[AxisPartKeys]:
+    def tile_class_keys(self, level: KeyDetail) -> list[PartClassKeys]:
         """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
         arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         arrays += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
         extents = [extent for p in self.trained_parameters.values() if (extent := p.layout.partitioned_extent(p.shape))]
         cells = [self.output_partition, *map(self.grid.partition, extents)]
-        return [*(exchange.tile_class_keys(level) for exchange in arrays), *map(axis_part_keys, cells)]
+        return [*(exchange.tile_class_keys(level) for exchange in arrays), *map(part_class_keys, cells)]
 
     @cached_property
     def classes(self) -> TileClasses:
@@ -234,7 +234,7 @@ class LayerPlan:
     def representative_tiles(self) -> list[int]:
         """Tiles among which all extents of views and outputs occur along each axis."""
         inputs = self._view.tile_class_keys("extents")
-        return sorted({*inputs.representative_tiles, *axis_part_keys(self.output_partition).representative_tiles})
+        return sorted({*inputs.representative_tiles, *part_class_keys(self.output_partition).representative_tiles})
 
     @cached_property
     def max_view_cells(self) -> int:

@@ -145,7 +145,7 @@ def plan_memory(
     # values that never exist in memory
     absorbed = {steps[host].output_value for host in graph.fused_activations.values()}
     plan = MemoryPlan(len(steps))
-    restored = graph.recomputing_steps if backward and may_recompute else {}
+    restored = graph.input_recomputation_steps if backward and may_recompute else {}
     saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
 
     def owns_gradient(value: int) -> bool:

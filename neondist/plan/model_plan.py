@@ -97,7 +97,7 @@ class ModelPlan(Protocol):
         """Maximum bytes of a rank in training, if all ranks hold the whole optimiser state."""
 
     @property
-    def benchmark_rows(self) -> Mapping[str, str]:
+    def class_by_benchmark_row(self) -> Mapping[str, str]:
         """Rows of a benchmark's table, and the class of each."""
 
     def benchmark_row_of(self, name: str) -> str:

@@ -80,7 +80,7 @@ class ParameterPlan:
         return parameter.layout.is_partitioned and self.grid.tiles > 1
 
     @cached_property
-    def partly_updated_count(self) -> int:
+    def num_split_parameters(self) -> int:
         """Number of parameters that several ranks update in parts."""
         return sum(map(self.is_tiled, self.parameters.values())) + len(self.shares)
 
@@ -89,7 +89,7 @@ class ParameterPlan:
         return sum(share.boxes[rank].size for share in self.shares.values())
 
     @cached_property
-    def total_owned_elements(self) -> int:
+    def num_elements_with_owners(self) -> int:
         """Number of elements of all parameters with owners."""
         return sum(prod(share.shape) for share in self.shares.values())
 
@@ -117,7 +117,7 @@ class ParameterPlan:
         )
         shared -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
         packed = compressed_reduction_bytes(self.compressors, self.untiled, self.dtype.itemsize) * (self.grid.size > 1)
-        summed = (FLAG_HEADER_LENGTH + shared - self.total_owned_elements) * (self.grid.size > 1) + own * (
+        summed = (FLAG_HEADER_LENGTH + shared - self.num_elements_with_owners) * (self.grid.size > 1) + own * (
             self.grid.replicas > 1
         )
         several = (self.grid.size if self.shares else self.grid.tiles) > 1
@@ -137,7 +137,7 @@ class ParameterPlan:
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimiser state on a rank."""
-        remote = self.total_owned_elements - self.elements_owned_by(rank)
+        remote = self.num_elements_with_owners - self.elements_owned_by(rank)
         feedback = sum(
             prod(self.untiled[name].shape) for name, kind in self.compressors.items() if kind != ROWS_COMPRESSOR
         )

@@ -21,14 +21,14 @@ from ..optim import Optimizer
 from ..registry import serial_class
 from ..strategies import Strategy, StrategyBuilder
 from . import report
-from .classes import TileClasses, axis_part_keys, tile_classes
+from .classes import TileClasses, part_class_keys, tile_classes
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
 from .model_plan import Workload
 from .parameters import ParameterPlan
 from .planner import recompute_cuts
 from .section import PlannedSection, Rows, Segment, group_into_segments
-from .stream import Stream, work_per_sample
+from .stream import StripwisePlan, multiplications_per_sample
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -73,7 +73,7 @@ class Plan(Sequence[LayerPlan]):
         For each pretraining stage, the elements per sample that each tile sends in a step.
     stream : Stream or None
         Leading nodes, which read the image and are executed in strips so that the step fits in memory.
-    skipped_nodes : int
+    num_nodes_without_backward : int
         Number of leading nodes that the backward pass skips, because they have no parameters.
     """
 
@@ -83,8 +83,8 @@ class Plan(Sequence[LayerPlan]):
     batch_size: int
     training: TrainingSettings
     pretraining_elements_sent: dict[str, list[int]] = field(default_factory=dict)
-    stream: Stream | None = None
-    skipped_nodes: int = 0
+    stream: StripwisePlan | None = None
+    num_nodes_without_backward: int = 0
     _bytes_per_sample_by_tile: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
@@ -140,7 +140,7 @@ class Plan(Sequence[LayerPlan]):
         return self.output_shape[:-1]
 
     @cached_property
-    def layer_groups(self) -> dict[str, list[LayerPlan]]:
+    def execution_units(self) -> dict[str, list[LayerPlan]]:
         """Units executed one after the other, by name: layers, and segments of layers."""
         segments = {id(plan.layer): segment for segment in self.segments for plan in segment.plans}
         units: dict[str, list[LayerPlan]] = {}
@@ -150,10 +150,10 @@ class Plan(Sequence[LayerPlan]):
         return units
 
     @property
-    def benchmark_rows(self) -> dict[str, str]:
+    def class_by_benchmark_row(self) -> dict[str, str]:
         """Rows of a benchmark's table, by name: the class of a layer, or the number of layers of a segment."""
         kinds = (
-            (name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.layer_groups.items()
+            (name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.execution_units.items()
         )
         return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
 
@@ -168,7 +168,7 @@ class Plan(Sequence[LayerPlan]):
 
     def benchmark_row_of(self, name: str) -> str:
         """Return the table row of a layer; other names have their own rows."""
-        return next((row for row, plans in self.layer_groups.items() if name in [plan.name for plan in plans]), name)
+        return next((row for row, plans in self.execution_units.items() if name in [plan.name for plan in plans]), name)
 
     # Communication, in bytes per training step.
 
@@ -193,7 +193,7 @@ class Plan(Sequence[LayerPlan]):
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
         calls = len(micro_batch_ranges(samples, self.training.accumulate))
         nbytes = {plan.name: plan.reduction_bytes_per_rank(samples, size, ranks, calls) for plan in self}
-        norms = self.training.optimizer.num_reduced_norms(self.parameters.partly_updated_count)
+        norms = self.training.optimizer.num_reduced_norms(self.parameters.num_split_parameters)
         nbytes[GRADIENTS] = self.parameters.reduction_bytes(rank, norms)
         tiled = len(self.output_shape) > 1
         batch_group, sample_group = (reduction_group(tiled, over_replicas) for over_replicas in (True, False))
@@ -238,7 +238,9 @@ class Plan(Sequence[LayerPlan]):
             2 * samples * (3 if plan.needs_input_gradient else 2) * plan.forward_multiplications(0) for plan in self
         )
         overhead = (
-            1.0 if self.stream is None else work_per_sample(self.graph, self.stream) / work_per_sample(self.graph, None)
+            1.0
+            if self.stream is None
+            else multiplications_per_sample(self.graph, self.stream) / multiplications_per_sample(self.graph, None)
         )
         moved = self.memory_traffic(0) - self.parameters.memory_traffic(0)
         sent = sum(
@@ -253,7 +255,7 @@ class Plan(Sequence[LayerPlan]):
         summed = sum(count for name, count in self.reduction_bytes(0).items() if name not in (GRADIENTS, LOSS))
         return Workload(flops * overhead, moved * overhead, messages, sent, sums, summed, self.parameters)
 
-    def pretraining_bytes(self) -> list[tuple[str, int, int]]:
+    def pretraining_bytes_sent(self) -> list[tuple[str, int, int]]:
         """Return each pretraining stage with the bytes per step sent by the busiest rank and by all ranks."""
         samples, size = self.samples(0), self.itemsize
         stages = self.pretraining_elements_sent.items()
@@ -277,7 +279,7 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         elements = 0
-        for at, plans in enumerate(self.layer_groups.values()):
+        for at, plans in enumerate(self.execution_units.values()):
             view = plans[0].view(tile).buffer.size * plans[0].input_shape[-1]
             output = plans[-1].tile(tile).size * plans[-1].output_shape[-1]
             elements += self.samples(replica) * ((2 + (at > 0)) * view + 2 * output)
@@ -291,7 +293,7 @@ class Plan(Sequence[LayerPlan]):
         stream = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
         return self._bytes_outside_stream(replica, tile) + stream * self.max_live_samples(replica)
 
-    def needed_bytes_with(self, stream: Stream | None) -> int:
+    def needed_bytes_with(self, stream: StripwisePlan | None) -> int:
         """Return the bytes of the rank that needs the most, with a stream (None: without a stream)."""
 
         def bytes_of(tile: int) -> int:
@@ -300,14 +302,14 @@ class Plan(Sequence[LayerPlan]):
 
         return max(map(bytes_of, self.tile_classes_with(stream).representatives))
 
-    def tile_classes_with(self, stream: Stream | None) -> TileClasses:
+    def tile_classes_with(self, stream: StripwisePlan | None) -> TileClasses:
         """Return the classes of tiles, given a stream; tiles of one class differ only in position."""
         values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
         values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
         values |= {cells for section in self.sections for cells in section.regions.values()}
         level: KeyDetail = "extents" if stream is None and not self.segments else "all"
         kinds = [kind for plan in self for kind in plan.tile_class_keys(level)]
-        kinds += map(axis_part_keys, values)
+        kinds += map(part_class_keys, values)
         kinds += [] if stream is None else stream.tile_class_keys
         tiles = range(self.grid.tiles if self.parameters.shares else 0)
         owned = [self.parameters.max_memory_of(tile) for tile in tiles]
@@ -418,7 +420,9 @@ class Plan(Sequence[LayerPlan]):
             "sent in redistributions": self.redistribution_bytes(0),
         }
         streamed = "" if self.stream is None else str(self.stream)
-        return report.layer_table(self, self.costs(), self.peak_arena_bytes, sums, self.pretraining_bytes(), streamed)
+        return report.layer_table(
+            self, self.costs(), self.peak_arena_bytes, sums, self.pretraining_bytes_sent(), streamed
+        )
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.describe())}</pre>"

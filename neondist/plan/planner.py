@@ -16,7 +16,7 @@ MAX_SEGMENT_LAYERS = 12  # maximum number of layers with windows in a segment
 TRAINING_COST_FACTOR = 3  # cost of a training step, in units of fprop
 
 
-class PlacedLayer(NamedTuple):
+class LayerWithRegions(NamedTuple):
     """A layer of a segment: the shape of its input, and the regions of its input and output."""
 
     layer: Layer
@@ -60,7 +60,7 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
 
 
 def overhead_seconds(
-    profile: MachineProfile, segment: Sequence[PlacedLayer], grid: GridShape, backward: bool = True
+    profile: MachineProfile, segment: Sequence[LayerWithRegions], grid: GridShape, backward: bool = True
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
@@ -82,7 +82,7 @@ def overhead_seconds(
     return seconds
 
 
-def halo_seconds_if_gathered(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
+def halo_seconds_if_gathered(profile: MachineProfile, placed: LayerWithRegions, grid: GridShape) -> float:
     """Return the seconds of a layer's exchanges if it gathers gradients in bprop; inf if this is not possible."""
     layer, shape, _ = placed
     gathers = layer.gradient_shape_and_window_if_gathered(shape)
@@ -96,13 +96,13 @@ def halo_seconds_if_gathered(profile: MachineProfile, placed: PlacedLayer, grid:
     return total
 
 
-def can_recompute(layer: Layer, input_shape: Shape) -> bool:
+def can_compute_halo_cells(layer: Layer, input_shape: Shape) -> bool:
     """Return whether a layer can compute cells of other tiles."""
     window = layer.window_for(input_shape)
     return not layer.recompute_blocker and (window is None or not window.wraps)
 
 
-def _redundant_computation_seconds(profile: MachineProfile, placed: PlacedLayer, grid: GridShape) -> float:
+def _redundant_computation_seconds(profile: MachineProfile, placed: LayerWithRegions, grid: GridShape) -> float:
     """Return the seconds that the largest tile of a layer spends on cells beyond its own."""
     layer, shape, (_, outputs) = placed
     if outputs is None:

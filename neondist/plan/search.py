@@ -13,7 +13,7 @@ from ..geometry import GridShape, grid_shape
 from ..geometry.partition import factorisations
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.auto import SyncCosts, estimate_sync_costs
-from ..strategies.builder import Resources
+from ..strategies.builder import DeviceCounts
 from ..system.machine import Machine
 from ..system.memory import format_bytes
 from . import report
@@ -96,7 +96,7 @@ def sort_choices(
     plans: Iterable[ModelPlan | PlanWithSchemes],
     builders: Sequence[StrategyBuilder | Strategy],
     machine: Machine,
-    resources: Resources | None = None,
+    resources: DeviceCounts | None = None,
 ) -> list[GridChoice]:
     """Return every combination of plan and strategy, fastest first; each strategy contains the schemes of its plan."""
     strategies: dict[tuple[str, tuple[ParameterSpec, ...]], Strategy] = {}
@@ -124,7 +124,7 @@ def sort_choices(
     return sorted(candidates, key=lambda choice: choice.sort_key)
 
 
-def choose_fastest(
+def choose_fastest_grid(
     candidates: Sequence[GridChoice], limit: int | None, fit_plan: Callable[[ModelPlan, int], ModelPlan] | None = None
 ) -> tuple[GridChoice, GridChoice | None, list[str]]:
     """Return the fastest choice within the memory limit, the runner-up, and the reasons for excluding faster choices.

@@ -11,15 +11,15 @@ from math import prod
 from typing import Literal
 
 from ..geometry import (
-    AxisPartKeys,
     Box,
     GridShape,
     HaloPlan,
     KeyDetail,
     OverlappingPartition,
+    PartClassKeys,
     Partition,
     Window,
-    source_cells,
+    needed_image_cells,
     view_cells,
 )
 from ..layers import Activation, Layer, Shard, declared_with
@@ -110,7 +110,7 @@ class PlannedSection:
         elements = [prod(shape) for shape in self.tile_shapes(tile)]
         plan_args = self.graph, view_elements, has_window, in_place, elements, self.needs_input_gradient, self.backward
         kept = plan_memory(*plan_args)
-        if not (self.may_recompute and self.backward and self.graph.recomputing_steps):
+        if not (self.may_recompute and self.backward and self.graph.input_recomputation_steps):
             return kept
         restored = plan_memory(*plan_args, may_recompute=True)
         return restored if restored.num_elements < _MAX_MEMORY_FRACTION * kept.num_elements else kept
@@ -167,7 +167,7 @@ class Segment:
 
     saves_input, saves_output, must_keep_output, output_may_stay_sharded, layout = True, True, False, False, None
     splits_outputs = False
-    is_activation_only = can_apply_input_relu_gradient = in_place = can_restore_output = False
+    is_activation_only = can_apply_input_relu_gradient = in_place = can_recompute_output = False
     saves_activated, activation, saved_bytes_and_elements = True, None, None
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
@@ -183,7 +183,7 @@ class Segment:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
 
-    def tile_class_keys(self, level: KeyDetail) -> list[AxisPartKeys]:
+    def tile_class_keys(self, level: KeyDetail) -> list[PartClassKeys]:
         """Return the keys that distinguish tiles."""
         return [kind for plan in self.plans for kind in plan.tile_class_keys(level)]
 
@@ -213,7 +213,7 @@ class Segment:
         if value == 0:
             return view_cells(outputs, window, extent)  # the segment's view includes cells outside the image
         none = OverlappingPartition(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
-        return source_cells(outputs, window, extent, none)  # empty for strips that read no cell
+        return needed_image_cells(outputs, window, extent, none)  # empty for strips that read no cell
 
     def can_fuse_activation(self, activation: Activation) -> bool:
         """Return False: a segment ends with its last layer."""

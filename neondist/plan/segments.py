@@ -7,12 +7,12 @@ from math import inf
 from typing import TypeAlias
 
 from ..errors import ConfigError
-from ..geometry import GridShape, Partition, Window, source_cells
-from ..halo.fusion import Fusion, fusion_scheme_or_none
+from ..geometry import GridShape, Partition, Window, needed_image_cells
+from ..halo.fusion import FusionScheme, fusion_scheme_or_none
 from ..layers import Layer, Node
 from ..system.machine import MachineProfile
 from .graph import Graph
-from .planner import PlacedLayer, can_recompute, cheapest_ranges, overhead_seconds
+from .planner import LayerWithRegions, can_compute_halo_cells, cheapest_ranges, overhead_seconds
 
 Shape = tuple[int, ...]
 Chain: TypeAlias = Sequence[tuple[Node, Shape]]
@@ -88,25 +88,27 @@ def _segment_end(links: Chain, at: int, first: Layer, max_layers: int, grid: Gri
 
 def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape, backward: bool) -> Iterator[Chain]:
     """Yield the segments into which a planner divides layers with the same scheme."""
-    halo_indices = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
-    can_join = [can_recompute(node.leaves[0], shape) for node, shape in links]
+    halo_layers = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
+    can_join_segment = [can_compute_halo_cells(node.leaves[0], shape) for node, shape in links]
 
     def cost(first: int, last: int) -> float:
-        if last > first and not all(can_join[halo_indices[first] : halo_indices[last] + 1]):
+        if last > first and not all(can_join_segment[halo_layers[first] : halo_layers[last] + 1]):
             return inf
-        segment = place_layers(links[halo_indices[first] : halo_indices[last] + 1], grid, alone=last == first)
+        segment = layers_with_regions(links[halo_layers[first] : halo_layers[last] + 1], grid, alone=last == first)
         return sum(overhead_seconds(profile, segment, grid, backward or first > 0))
 
-    for first, last in cheapest_ranges(cost, len(halo_indices)):
+    for first, last in cheapest_ranges(cost, len(halo_layers)):
         if last > first:
-            yield links[halo_indices[first] : halo_indices[last] + 1]
+            yield links[halo_layers[first] : halo_layers[last] + 1]
 
 
-def place_layers(segment: Chain, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[PlacedLayer]:
+def layers_with_regions(
+    segment: Chain, grid: GridShape, alone: bool = False, wide: bool | None = None
+) -> list[LayerWithRegions]:
     """Return the layers of a segment with their regions; `alone`: a single layer without recomputation."""
     regions = {} if alone else regions_of(segment, grid, wide)
     layers = [(node.leaves[0], shape) for node, shape in segment]
-    return [PlacedLayer(layer, shape, regions.get(id(layer), (None, None))) for layer, shape in layers]
+    return [LayerWithRegions(layer, shape, regions.get(id(layer), (None, None))) for layer, shape in layers]
 
 
 def windowed_layer(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
@@ -147,8 +149,8 @@ def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> Lay
         window = layer.window_for(shape) or Window.for_pointwise(len(shape) - 1)
         inputs: Partition | None = None
         if place or wide:
-            _check_recomputable(layer, segment, window)
-            inputs = source_cells(outputs, window, shape[:-1], grid.partition(shape[:-1]))
+            _check_halo_computable(layer, segment, window)
+            inputs = needed_image_cells(outputs, window, shape[:-1], grid.partition(shape[:-1]))
         elif layer.recompute_blocker:
             raise _scheme_error(
                 layer, f"computes cells of other tiles, but this layer cannot do so: {layer.recompute_blocker}"
@@ -158,7 +160,7 @@ def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> Lay
     return regions
 
 
-def _check_recomputable(layer: Layer, segment: Chain, window: Window) -> None:
+def _check_halo_computable(layer: Layer, segment: Chain, window: Window) -> None:
     """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
     reason = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
     if reason:
@@ -173,7 +175,7 @@ def _check_recomputable(layer: Layer, segment: Chain, window: Window) -> None:
         )
 
 
-def _fusion_schemes(segment: Chain) -> list[Fusion]:
+def _fusion_schemes(segment: Chain) -> list[FusionScheme]:
     fusions = (fusion_scheme_or_none(layer.scheme) for node, _ in segment for layer in node.leaves)
     return [fusion for fusion in fusions if fusion is not None]
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from math import prod
 from operator import ge, lt
 
-from ..geometry import AxisPartKeys, Box, GridShape, OverlappingPartition, Partition, StripGrid, hull_partition
+from ..geometry import Box, GridShape, OverlappingPartition, PartClassKeys, Partition, StripGrid, hull_partition
 from ..layers import Layer, declared_with
 from ..terminal.console import counted
-from .classes import axis_part_keys, tile_keys_from_strips
+from .classes import part_class_keys, tile_keys_from_strips
 from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .planner import TRAINING_COST_FACTOR, forward_operations_per_cell
 from .section import PlannedSection
@@ -25,7 +25,7 @@ CALL_COST_IN_MULTIPLICATIONS = 15 * 10**6
 
 
 @dataclass(frozen=True)
-class Stream:
+class StripwisePlan:
     """Nodes from the image to one value, executed for one strip of a tile at a time.
 
     Strips divide a tile as tiles divide an image under `overlap_tile`: each is computed from all image cells that it
@@ -61,14 +61,16 @@ class Stream:
     precomputed_cells: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, graph: Graph, num_nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0) -> Stream:
+    def of(
+        cls, graph: Graph, num_nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0
+    ) -> StripwisePlan:
         """Return the stream of the first nodes of a network, with `strips` strips per tile."""
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
         return cls(graph.subgraph(0, num_nodes), num_nodes, cut, min(strips, checkpointed_strips))
 
     def with_checkpoints(
         self, checkpointed_strips: int, cuts: tuple[int, ...] = (), num_strips_kept_at_cut: int | None = None
-    ) -> Stream:
+    ) -> StripwisePlan:
         """Return the same strips with other checkpoints and cuts."""
         return replace(
             self,
@@ -78,9 +80,9 @@ class Stream:
             precomputed_cells=self.strip_cells,
         )
 
-    def with_strips(self, strips: int) -> Stream:
+    def with_strips(self, strips: int) -> StripwisePlan:
         """Return the same nodes with another number of strips per tile, without checkpoints."""
-        return Stream(self.graph, self.num_nodes, replace(self.grid, strips=strips))
+        return StripwisePlan(self.graph, self.num_nodes, replace(self.grid, strips=strips))
 
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
@@ -91,7 +93,7 @@ class Stream:
 
     def with_replicated_output(self, graph: Graph) -> Graph:
         """Return the network's graph in which the output of the stream is replicated."""
-        return Graph(graph.steps, graph.shapes, graph.node_ends, replicated_id=self.graph.output_value)
+        return Graph(graph.steps, graph.shapes, graph.node_ends, replicated_value=self.graph.output_value)
 
     @property
     def rows(self) -> int:
@@ -104,22 +106,24 @@ class Stream:
     def training_multiplications(self) -> float:
         """Multiplications per sample and training step, on all tiles, including the overlap of strips."""
         forward = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
-        total = self._work_for_counts([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
+        total = self._multiplications_for_counts(
+            [sum(end >= at for end in forward) for at in range(len(self.graph.steps))]
+        )
         for part in self.parts:
             cut = (
                 0.0
                 if part.stream_below_cut is None
                 else part._num_strips_kept / (part.grid.num_last_strips or part.grid.strips)
             )
-            total += cut * part._backward_work(part.sweep_stops) + (1 - cut) * part._backward_work(
-                part._backward_sweep_ends_without_cuts
-            )
+            total += cut * part._backward_multiplications(part.backward_sweep_stops) + (
+                1 - cut
+            ) * part._backward_multiplications(part._backward_sweep_ends_without_cuts)
         return total
 
-    def _backward_work(self, sweeps: Sequence[int]) -> float:
+    def _backward_multiplications(self, sweeps: Sequence[int]) -> float:
         """Return the multiplications per sample of a backward pass of all strips with these sweeps."""
         saved_share = self.checkpointed_strips / self.grid.strips
-        return self._work_for_counts(
+        return self._multiplications_for_counts(
             [
                 (1 if at in self.recomputed_steps else 1 - saved_share) * len(sweeps)
                 + sum(end < at for end in sweeps)
@@ -128,7 +132,7 @@ class Stream:
             ]
         )
 
-    def _work_for_counts(self, counts: Sequence[float]) -> float:
+    def _multiplications_for_counts(self, counts: Sequence[float]) -> float:
         """Return the multiplications per sample if the strips of step i are computed counts[i] times."""
         graph, total, share = self.graph, 0.0, (self.grid.num_last_strips or self.grid.strips) / self.grid.strips
         for at, (count, step) in enumerate(zip(counts, graph.steps, strict=True)):
@@ -149,7 +153,7 @@ class Stream:
         return len(self.graph.shapes[self.graph.output_value]) < 2
 
     @cached_property
-    def stream_below_cut(self) -> Stream | None:
+    def stream_below_cut(self) -> StripwisePlan | None:
         """Stream of the nodes below the last cut."""
         if not self.cuts:
             return None
@@ -158,7 +162,9 @@ class Stream:
         cells = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
         extended_output = hull_partition(*(self._union_over_strips(part, self._num_strips_kept) for part in cells))
         grid = replace(self.grid, num_last_strips=self._num_strips_kept)
-        return Stream(self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output)
+        return StripwisePlan(
+            self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output
+        )
 
     @property
     def _num_strips_kept(self) -> int:
@@ -170,12 +176,12 @@ class Stream:
         return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._num_strips_kept :]
 
     @property
-    def parts(self) -> list[Stream]:
+    def parts(self) -> list[StripwisePlan]:
         """This stream and the streams below each cut, in backward order."""
         return [self, *([] if self.stream_below_cut is None else self.stream_below_cut.parts)]
 
     @property
-    def sweep_stops(self) -> list[int]:
+    def backward_sweep_stops(self) -> list[int]:
         """Step at which each backward sweep stops; -1: the image.
 
         The last sweep crosses the next cut, if any, and continues to the layer with a reduction below it.
@@ -236,7 +242,7 @@ class Stream:
             if value in graph.producers
             and (graph.producer_reads_output(value) or any(steps[at].saves_input for at in graph.readers[value]))
         ]
-        needed = {at for at, step in enumerate(steps) if not _declares_saves(step)}
+        needed = {at for at, step in enumerate(steps) if not _declares_saved_bytes(step)}
         head = steps[-1].layer if len(graph.shapes[graph.output_value]) < 2 else None
         if head is not None:
             needed.add(len(steps) - 1)
@@ -379,13 +385,13 @@ class Stream:
         return most + self.saved_bytes(tile, itemsize) + self.kept_gradient_elements(tile) * itemsize
 
     @property
-    def tile_class_keys(self) -> list[AxisPartKeys]:
+    def tile_class_keys(self) -> list[PartClassKeys]:
         """Keys that distinguish tiles: their strips, and their parts of partitioned values."""
         parts = self.parts
         plans = [plan for part in parts for plan in part.section.placed.values()]
         strips = [kind for plan in plans for kind in plan.tile_class_keys("all")]
-        strips += [axis_part_keys(cells) for part in parts for cells in part.strip_cells]
-        extended_output = [axis_part_keys(part.extended_output) for part in parts if part.extended_output is not None]
+        strips += [part_class_keys(cells) for part in parts for cells in part.strip_cells]
+        extended_output = [part_class_keys(part.extended_output) for part in parts if part.extended_output is not None]
         return [*(tile_keys_from_strips(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
 
     def kept_gradient_elements(self, tile: int) -> int:
@@ -404,7 +410,7 @@ def forward_multiplications_per_cell(graph: Graph, step_index: int) -> float:
     return computed + ACCESS_COST_IN_MULTIPLICATIONS * graph.shapes[step.output_value][-1]
 
 
-def work_per_sample(graph: Graph, stream: Stream | None) -> float:
+def multiplications_per_sample(graph: Graph, stream: StripwisePlan | None) -> float:
     """Return the multiplications per sample of a training step."""
     first = 0 if stream is None else len(stream.graph.steps)
     rest = sum(
@@ -414,6 +420,6 @@ def work_per_sample(graph: Graph, stream: Stream | None) -> float:
     return TRAINING_COST_FACTOR * rest + (0 if stream is None else stream.training_multiplications)
 
 
-def _declares_saves(step: Step) -> bool:
+def _declares_saved_bytes(step: Step) -> bool:
     """Return whether the arrays that a step saves are declared."""
     return step.layer is None or declared_with(step.layer, "saved_bytes_and_elements", "forward") is not None

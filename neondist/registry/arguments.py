@@ -111,10 +111,10 @@ def _predicate_for_member(hint: Any) -> Predicate:
         return lambda value: isinstance(value, str | os.PathLike)
     if kind is collections.abc.Callable:
         return callable
-    item = predicate_for_hint(args[-1]) if args and (issubclass(kind, Mapping) or _takes_lists(hint)) else None
+    item = predicate_for_hint(args[-1]) if args and (issubclass(kind, Mapping) or _is_list_hint(hint)) else None
     if issubclass(kind, Mapping):
         return lambda value: isinstance(value, Mapping) and (item is None or all(map(item, value.values())))
-    if _takes_lists(hint):
+    if _is_list_hint(hint):
         accepts_iterators = kind is collections.abc.Iterable  # includes generators
 
         def check_list(value: Any) -> bool:
@@ -139,7 +139,7 @@ def _locate_mismatch(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
     containers = [
         member
         for member in union_members(hint)
-        if typing.get_args(member) and (_takes_mappings if mapping else _takes_lists)(member)
+        if typing.get_args(member) and (_is_mapping_hint if mapping else _is_list_hint)(member)
     ]
     if (mapping or _is_sequence(value)) and len(containers) == 1:
         item_hint = typing.get_args(containers[0])[-1]
@@ -149,13 +149,13 @@ def _locate_mismatch(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
     return path, value, hint
 
 
-def _takes_mappings(hint: Any) -> bool:
+def _is_mapping_hint(hint: Any) -> bool:
     kind = typing.get_origin(hint) or hint
     return isinstance(kind, type) and issubclass(kind, Mapping)
 
 
 @cache_by_hint
-def _takes_lists(hint: Any) -> bool:
+def _is_list_hint(hint: Any) -> bool:
     """Return whether a type hint is a list of items of one type."""
     kind = typing.get_origin(hint) or hint
     listed = isinstance(kind, type) and kind.__module__ in ("builtins", "collections.abc")

@@ -54,7 +54,7 @@ class BlockPool:
         """Reserve, before the first pass, the elements per sample of a section."""
         self.elements_per_sample = max(self.elements_per_sample, elements_per_sample)
 
-    def acquire(self) -> int:
+    def acquire_block(self) -> int:
         """Return the lowest number of an unused block, so that most passes use the same memory."""
         if self.max_held_bytes is not None:
             self.backend.kernels.release_cached_memory(self.max_held_bytes)
@@ -105,7 +105,7 @@ class Arena:
         return self.blocks.block(self.block_number, samples, self.num_elements)
 
     @contextmanager
-    def retain_for_backward(self, samples: int) -> Iterator[None]:
+    def preserve_saved_arrays(self, samples: int) -> Iterator[None]:
         """On exit, restore the saved arrays of the forward pass that a backward pass in the context has overwritten.
 
         Arrays share memory with later arrays, so a backward pass overwrites the arrays that it has used.

@@ -13,7 +13,7 @@ from ..plan.blocks import MAX_CACHED_BLOCK_KINDS, BlockPlan
 from .arena import BlockPool
 from .layer_task import LayerTask
 from .section import Section
-from .strips import section_on_part
+from .strips import section_of_strip_or_block
 
 
 class BlockwiseExecutor:
@@ -60,7 +60,7 @@ class BlockwiseExecutor:
         if length > self._pool.elements_per_sample:
             self._pool, self._sections = BlockPool(1, context.dtype, context.backend), {}
             self._pool.reserve(max(length, self.planned.max_network_array_elements))
-        return section_on_part(planned, context, number, self._pool, _ReductionRejectingTask)
+        return section_of_strip_or_block(planned, context, number, self._pool, _ReductionRejectingTask)
 
 
 class _ReductionRejectingTask(LayerTask):

@@ -15,8 +15,8 @@ from .arena import BlockPool
 from .layer_task import LayerTask
 from .replay import PassGraphCache, PassGraphs
 from .section import Section
-from .stream import StreamPass, StreamSection
-from .strips import StripExecutor
+from .stream import StripwisePass, StripwiseSection
+from .strips import SegmentExecutor
 from .workspace import SectionPass
 
 
@@ -30,13 +30,13 @@ class Pass:
     phase : Phase
     samples : int
         Samples of this rank.
-    last_section_pass : SectionPass or StreamPass
+    last_section_pass : SectionPass or StripwisePass
         Pass through the last section, complete in memory.
     checkpoints : list
         Checkpoints from which the earlier sections are run again.
     """
 
-    def __init__(self, current: SectionPass | StreamPass, checkpoints: list[Any]) -> None:
+    def __init__(self, current: SectionPass | StripwisePass, checkpoints: list[Any]) -> None:
         self.last_section_pass, self.checkpoints = current, checkpoints
         self.output, self.phase, self.samples = current.output, current.phase, current.samples
 
@@ -83,9 +83,9 @@ class Executor:
         )
         self.sections: list[Any] = []
         if compiled.stream is not None:
-            self.sections.append(StreamSection(compiled.stream, context, shared, layer_task))
+            self.sections.append(StripwiseSection(compiled.stream, context, shared, layer_task))
         for planned in compiled.sections:
-            strips = {at: StripExecutor(segment, context, shared) for at, segment in planned.segments.items()}
+            strips = {at: SegmentExecutor(segment, context, shared) for at, segment in planned.segments.items()}
             self.sections.append(Section(planned, context, context.grid.tile, self.blocks, strips, layer_task))
         #: whether a step needs all samples of a batch at once, so that micro-batches are run together
         self.spans_batch = any(section.spans_batch for section in self.sections)
@@ -137,7 +137,7 @@ class Executor:
         first : int
             Node at which the backward pass stops; the result is the gradient of its input.
         """
-        with run.last_section_pass.retain_for_backward():
+        with run.last_section_pass.preserve_saved_arrays():
             (dx,) = self.backward_together([run], [dy], first, need_dx=True, close=False)
             return dx.copy()
 
@@ -162,7 +162,7 @@ class Executor:
             Whether the passes' memory is released as soon as possible.
         """
         current, at = [run.last_section_pass for run in passes], len(passes[0].checkpoints)
-        first = first if need_dx else max(first, self.compiled.skipped_nodes)
+        first = first if need_dx else max(first, self.compiled.num_nodes_without_backward)
         while True:
             section = self.sections[at]
             begin, continues = section.first_node, section.first_node > first

@@ -13,7 +13,7 @@ from ..halo import GlobalArray
 from ..layers import Layer, Reduction, Shard, StepContext, declared_with
 from ..plan import Graph
 from ..terminal.console import counted
-from .reduce import combine_ranks, merge_batches
+from .reduce import combine_micro_batches, combine_ranks
 from .tasks import Task
 from .workspace import Passes, SectionPass
 
@@ -37,12 +37,12 @@ class LayerTask(Task):
         )
         self.has_window = not self.input_array.plan.trivial
         #: step that can recompute the input
-        self.input_recomputation_step = graph.recomputing_steps.get(index)
+        self.input_recomputation_step = graph.input_recomputation_steps.get(index)
         self.reductions = {reduction.direction: reduction for reduction in layer.reductions_for(layer.input_shape)}
         self.spans_batch = any(reduction.spans_batch for reduction in self.reductions.values())
         #: whether partial results are recomputed although the result is known, because computing them saves arrays
         methods = {"forward": "reduce", "backward": "reduce_backward"}
-        self._repeats_partial_result = {
+        self._recomputes_partial_result = {
             direction: declared_with(layer, "reduce_needed_in_recomputation", methods[direction]) is not False
             for direction in self.reductions
         }
@@ -115,9 +115,9 @@ class LayerTask(Task):
         y = self.call_forward(ctx, view)
         if layer.scattered_output_array is not None:
             y = layer.output_from_summed_contributions(ctx, ctx.scatter_add(layer.scattered_output_array, y))
-        return self._place_output(ctx, view, y)
+        return self._activate_in_reserved_memory(ctx, view, y)
 
-    def _place_output(self, ctx: StepContext, view: Any, y: Any) -> Any:
+    def _activate_in_reserved_memory(self, ctx: StepContext, view: Any, y: Any) -> Any:
         """Return the activated outputs in memory that stays reserved until they are read."""
         layer = self.layer
         if y is not ctx.accessed_out and ctx.accessed_out is not None:
@@ -147,7 +147,7 @@ class LayerTask(Task):
         self._reduce("backward", calls, known)
         for run, (ctx, _) in zip(passes, calls, strict=True):
             # the strips that computed the reduction stopped before `backward`
-            ctx.needs_weight_gradients = self.index <= run.accumulated_from_step
+            ctx.needs_weight_gradients = self.index <= run.first_accumulated_step
         return [[self._finish_backward(run, *call)] for run, call in zip(passes, calls, strict=True)]
 
     def begin_backward(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
@@ -157,10 +157,12 @@ class LayerTask(Task):
         if self.index in space.plan.rebuilt_view_ranges and self.input_recomputation_step is not None:
             producer = run.contexts[self.input_recomputation_step]
             assert producer is not None
-            ctx.replace_saved_view(space.rebuild_view(self.index, self.inputs[0], run.samples, producer.restore_output))
+            ctx.replace_saved_view(
+                space.rebuild_view(self.index, self.inputs[0], run.samples, producer.recompute_output)
+            )
         if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_left_to_next_layer):
             dy = ctx.activation.bprop(ctx.activation_output, dy)
-        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.index < run.accumulated_from_step
+        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.index < run.first_accumulated_step
         if self.input_gather is not None:
             shape = run.samples, *self.input_gather.plan.own.shape
             ctx.set_out_allocator(partial(ctx.xp.empty, shape, layer.context.dtype))
@@ -229,7 +231,7 @@ class LayerTask(Task):
             for ctx, _ in calls:
                 ctx.reduced = None
             return
-        skips = known and not self._repeats_partial_result[direction]
+        skips = known and not self._recomputes_partial_result[direction]
         partials = [] if skips else [self.compute_partial_result(direction, ctx, array) for ctx, array in calls]
         if known:
             for (ctx, _), reduced in zip(calls, known, strict=True):
@@ -251,7 +253,7 @@ class LayerTask(Task):
         """
         reduction = self.reductions[direction]
         if reduction.spans_batch:
-            partials = [merge_batches(reduction, partials)] * len(partials)
+            partials = [combine_micro_batches(reduction, partials)] * len(partials)
         self._check_partial_sizes(reduction, partials, counts)
         if partials[0] is not None and reduction.group is not None:
             self.input_array.reductions.direction = direction

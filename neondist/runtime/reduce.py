@@ -10,7 +10,7 @@ from ..comm import Reductions
 from ..layers import Reduction
 
 
-def merge_batches(reduction: Reduction, partials: Sequence[Any]) -> Any:
+def combine_micro_batches(reduction: Reduction, partials: Sequence[Any]) -> Any:
     """Return the combined partial results of this rank's micro-batches; None if there are no partial results."""
     if len(partials) == 1 or partials[0] is None:
         return partials[0]

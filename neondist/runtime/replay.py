@@ -31,10 +31,10 @@ class PassGraphs:
 
     def __init__(self, kernels: Kernels, forward: Callable[[Any], Any], backward: Callable[[Any, Any], Any], x: Any):
         self._kernels, self._x = kernels, x.copy()
-        run, self._forward = kernels.capture(lambda: forward(self._x))
+        run, self._forward = kernels.capture_graph(lambda: forward(self._x))
         try:
             self._output, self._dy = run.output, kernels.xp.zeros_like(run.output)
-            _, self._backward = kernels.capture(lambda: backward(run, self._dy), self._forward)
+            _, self._backward = kernels.capture_graph(lambda: backward(run, self._dy), self._forward)
         finally:
             run.close()
 

@@ -68,7 +68,7 @@ class Section:
 
     def acquire_workspace(self) -> Workspace:
         """Return unused memory for a pass."""
-        number = self.blocks.acquire()
+        number = self.blocks.acquire_block()
         if number not in self.workspaces:
             arena = Arena(self.plan, self.blocks, number)
             self.workspaces[number] = Workspace(arena, self.shapes, [task.input_array for task in self.tasks])

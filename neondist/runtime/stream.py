@@ -11,18 +11,18 @@ from ..errors import PassOrderError
 from ..geometry import Box
 from ..halo import Phase
 from ..layers import Layer, ModelContext
-from ..plan import Graph, Stream
+from ..plan import Graph, StripwisePlan
 from .arena import BlockPool
 from .layer_task import LayerTask
-from .reduce import merge_batches
+from .reduce import combine_micro_batches
 from .section import Section
-from .strips import section_on_part
+from .strips import section_of_strip_or_block
 from .workspace import SectionPass
 
 CellIndex = tuple[slice, ...]
 
 
-class StreamPass:
+class StripwisePass:
     """One pass through a stream: its input, the results of its reductions, and the last strip, if kept.
 
     Attributes
@@ -44,7 +44,7 @@ class StreamPass:
         self.is_closed = False
 
     @contextmanager
-    def retain_for_backward(self) -> Iterator[None]:
+    def preserve_saved_arrays(self) -> Iterator[None]:
         """Do nothing: a backward pass inside the block overwrites no part of this pass."""
         yield
 
@@ -59,12 +59,12 @@ class StreamPass:
 class _BackwardGroup(NamedTuple):
     """Strips of a part of a stream that run backward together, and the output gradient of each pass."""
 
-    part: StreamSection
+    part: StripwiseSection
     strip_numbers: Sequence[int]
     dys: Sequence[Any]
 
 
-class StreamSection:
+class StripwiseSection:
     """Executor of the nodes of a stream on this rank.
 
     Parameters
@@ -81,7 +81,7 @@ class StreamSection:
 
     def __init__(
         self,
-        planned: Stream,
+        planned: StripwisePlan,
         context: ModelContext,
         blocks: BlockPool,
         layer_task: Callable[[int, Graph, Layer], LayerTask],
@@ -106,7 +106,7 @@ class StreamSection:
         below = planned.stream_below_cut
         #: executor of the nodes below the last value whose gradient is kept
         args = context, blocks, layer_task, self._image_box
-        self.section_below = None if below is None else StreamSection(below, *args)
+        self.section_below = None if below is None else StripwiseSection(below, *args)
         layers = [task.name for task in self.tasks.values()]
         self.name = f"{layers[0]} to {layers[-1]}"
 
@@ -115,22 +115,22 @@ class StreamSection:
         """Whether a step needs all samples of a batch at once."""
         return any(task.spans_batch for task in self.tasks.values())
 
-    def checkpoint(self, x: Any, run: StreamPass) -> StreamPass:
+    def checkpoint(self, x: Any, run: StripwisePass) -> StripwisePass:
         """Return the checkpoint of a completed pass: the pass itself."""
         return run
 
-    def recompute(self, checkpoints: Sequence[StreamPass], phases: Sequence[Phase]) -> Sequence[StreamPass]:
+    def recompute(self, checkpoints: Sequence[StripwisePass], phases: Sequence[Phase]) -> Sequence[StripwisePass]:
         """Return the passes of these checkpoints."""
         return checkpoints
 
-    def forward(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[StreamPass]:
+    def forward(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[StripwisePass]:
         """Return passes that execute each step at the same time."""
         if num_nodes not in (None, self.stop_node):
             raise PassOrderError(
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
                 " memory for whole images"
             )
-        passes = [StreamPass(x, phase, self.num_steps) for x, phase in zip(xs, phases, strict=True)]
+        passes = [StripwisePass(x, phase, self.num_steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.observe("layer", self.name, "forward"):
             first_new_step = 0
             for step in self.planned.reduction_steps("forward"):
@@ -142,7 +142,7 @@ class StreamSection:
 
     def backward(
         self,
-        passes: Sequence[StreamPass],
+        passes: Sequence[StripwisePass],
         dys: Sequence[Any],
         first: int = 0,
         need_dx: bool = True,
@@ -169,7 +169,7 @@ class StreamSection:
                     on_layer_done(layer)
         return dxs
 
-    def _run_to_reduction(self, passes: Sequence[StreamPass], reduction_step: int, first_new_step: int) -> None:
+    def _run_to_reduction(self, passes: Sequence[StripwisePass], reduction_step: int, first_new_step: int) -> None:
         """Run all strips up to a step's `reduce`, and combine the results; steps before `first_new_step` have run.
 
         If the step is the last of a stream with a vector output, its outputs are computed as well.
@@ -201,7 +201,7 @@ class StreamSection:
 
     def _run_back_to_reduction(
         self,
-        passes: Sequence[StreamPass],
+        passes: Sequence[StripwisePass],
         group: _BackwardGroup,
         at: int,
         before: int,
@@ -212,7 +212,7 @@ class StreamSection:
 
         At a cut, the strips' gradients of the cut value are summed and kept.
         """
-        below = self.section_below if at == self.planned.sweep_stops[-1] else None
+        below = self.section_below if at == self.planned.backward_sweep_stops[-1] else None
         if below is None:
             kept, rest, after = [None] * len(passes), group.strip_numbers, []
         else:
@@ -237,13 +237,13 @@ class StreamSection:
     def _zero_image_gradient(self, samples: int) -> Any:
         return self.context.backend.xp.zeros((samples, *self._image_shape), self.context.dtype)
 
-    def _add_gradient_at_cut(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
+    def _add_gradient_at_cut(self, number: int, below: StripwiseSection, total: Any, dy: Any) -> None:
         """Add a strip's gradient of the output of `below`."""
         cells = self.planned.strip_cells[below.planned.graph.output_value].box(number)
         total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
 
     def _run_back_to_image(
-        self, passes: Sequence[StreamPass], group: _BackwardGroup, before: int, dxs: Sequence[Any]
+        self, passes: Sequence[StripwisePass], group: _BackwardGroup, before: int, dxs: Sequence[Any]
     ) -> None:
         """Run strips backward to the image, and sum the gradients of cells that several strips share."""
         for number, run, dx, dy in self._backward_order(group.strip_numbers, passes, dxs, group.dys):
@@ -255,7 +255,7 @@ class StreamSection:
         self._release_scatter_buffers()
 
     def _backward_order(
-        self, strip_numbers: Sequence[int], passes: Sequence[StreamPass], *items: Sequence[Any]
+        self, strip_numbers: Sequence[int], passes: Sequence[StripwisePass], *items: Sequence[Any]
     ) -> Iterator[tuple[Any, ...]]:
         """Yield (strip, run, *items of the run), last strip first, because the last strip's pass may be kept."""
         for number in reversed(strip_numbers):
@@ -263,15 +263,15 @@ class StreamSection:
                 yield number, *entry
 
     def _combine_reductions(
-        self, direction: str, at: int, passes: Sequence[StreamPass], parts: Sequence[Sequence[Any]]
+        self, direction: str, at: int, passes: Sequence[StripwisePass], parts: Sequence[Sequence[Any]]
     ) -> None:
         task = self.tasks[at]
-        partials = [merge_batches(task.reductions[direction], part) for part in parts]
+        partials = [combine_micro_batches(task.reductions[direction], part) for part in parts]
         results = task.combine_partials(direction, partials, [run.samples for run in passes])
         for run, reduced in zip(passes, results, strict=True):
             run.reduced[direction][at] = reduced
 
-    def _compute_output_strips(self, passes: Sequence[StreamPass], first_new_step: int) -> None:
+    def _compute_output_strips(self, passes: Sequence[StripwisePass], first_new_step: int) -> None:
         """Write the output, strip by strip; steps before `first_new_step` have already run."""
         for run in passes:
             shape = run.samples, *self._output_shape
@@ -291,7 +291,7 @@ class StreamSection:
                 else:
                     inner.close()
 
-    def _rerun_strip(self, number: int, run: StreamPass, before: int) -> tuple[Section, SectionPass]:
+    def _rerun_strip(self, number: int, run: StripwisePass, before: int) -> tuple[Section, SectionPass]:
         """Return a strip's section and a completed forward pass; steps from `before` on have accumulated gradients."""
         section, inner = self._section(number), run.last_strip_pass
         if number != self.strip_numbers[-1] or inner is None:
@@ -300,10 +300,10 @@ class StreamSection:
             saved = run.saved_states_by_strip.get(number) if checkpointed else None
             section.run_forward(inner, self._image_of_strip(run.x, number), saved)
         run.last_strip_pass = None
-        inner.accumulated_from_step = before
+        inner.first_accumulated_step = before
         return section, inner
 
-    def _new_strip_pass(self, section: Section, run: StreamPass, first_new_step: int) -> SectionPass:
+    def _new_strip_pass(self, section: Section, run: StripwisePass, first_new_step: int) -> SectionPass:
         end = section.graph.node_ends[-1]
         inner = SectionPass(section.acquire_workspace(), run.phase, run.samples, end, run.reduced["forward"])
         inner.known_backward_reductions, inner.first_new_step = run.reduced["backward"], first_new_step
@@ -317,7 +317,7 @@ class StreamSection:
         self._current_strip = number
         if number not in self._sections:
             args = self.planned.section, self.context, number, self.blocks, self.layer_task
-            self._sections[number] = section_on_part(*args)
+            self._sections[number] = section_of_strip_or_block(*args)
         return self._sections[number]
 
     def _release_scatter_buffers(self) -> None:

@@ -18,7 +18,7 @@ from .section import Section
 Slices = tuple[slice, ...]
 
 
-class StripExecutor:
+class SegmentExecutor:
     """Executor of the layers of a segment on this rank.
 
     Parameters
@@ -45,7 +45,7 @@ class StripExecutor:
             seen = planned.placed[id(first)].view(at).need.relative_to(self.input.need)
             cells = planned.placed[id(last)].tile(at).relative_to(self.output_tile)
             index = (slice(None), *seen.slices), (slice(None), *cells.slices)
-            self.strips.append((index, section_on_part(planned, context, at, blocks)))
+            self.strips.append((index, section_of_strip_or_block(planned, context, at, blocks)))
 
     def reductions_for(self, input_shape: tuple[int, ...]) -> list[Any]:
         """Return an empty list: no layer of a segment has reductions."""
@@ -76,7 +76,7 @@ class StripExecutor:
         return dview
 
 
-def section_on_part(
+def section_of_strip_or_block(
     planned: PlannedSection,
     context: ModelContext,
     part: int,

@@ -82,7 +82,7 @@ class JoinTask(Task):
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
         #: for inputs with more cells than the output: their shape, and the cells to join
         cells = boxes[self.output_value]
-        self.wider_inputs = {
+        self.inputs_with_extra_cells = {
             place: (boxes[value].shape, (slice(None), *cells.relative_to(boxes[value]).slices))
             for place, value in enumerate(self.inputs)
             if boxes[value] != cells
@@ -93,7 +93,8 @@ class JoinTask(Task):
         outputs = [run.workspace.value_array(self.result_value(run), run.samples) for run in passes]
         for run, values, y in zip(passes, inputs, outputs, strict=True):
             cells = [
-                value[self.wider_inputs[at][1]] if at in self.wider_inputs else value for at, value in enumerate(values)
+                value[self.inputs_with_extra_cells[at][1]] if at in self.inputs_with_extra_cells else value
+                for at, value in enumerate(values)
             ]
             if self.fused_activation(run) is None:
                 self.join.combine(self.kernels, cells, y)
@@ -109,7 +110,7 @@ class JoinTask(Task):
             list(self.join.split(self._dy_of_join(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
         ]
         for parts in gradients:
-            for at, (shape, cells) in self.wider_inputs.items():
+            for at, (shape, cells) in self.inputs_with_extra_cells.items():
                 part = parts[at]
                 parts[at] = self.kernels.xp.zeros((len(part), *shape, self.channels[at]), part.dtype)
                 parts[at][cells] = part

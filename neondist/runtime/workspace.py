@@ -103,7 +103,7 @@ class SectionPass:
         Whether saved states are kept when the pass is closed, so that another pass can skip steps.
     first_new_step : int
         Steps before this one have already run, and change no state.
-    accumulated_from_step : int
+    first_accumulated_step : int
         Steps from this index on have already accumulated their weight gradients, except those that the step at
         this index computes in `backward`, since only its `reduce_backward` has run.
     """
@@ -117,7 +117,7 @@ class SectionPass:
         self._workspace: Workspace | None = workspace
         self.phase, self.samples, self.known_forward_reductions = phase, samples, reduced
         self.num_steps, self.output_value = end
-        self.first_new_step, self.accumulated_from_step = 0 if reduced is None else self.num_steps, self.num_steps
+        self.first_new_step, self.first_accumulated_step = 0 if reduced is None else self.num_steps, self.num_steps
         self.contexts: list[StepContext | None] = [None] * self.num_steps
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
@@ -142,9 +142,9 @@ class SectionPass:
         return [None if ctx is None else ctx.reduced for ctx in self.contexts]
 
     @contextmanager
-    def retain_for_backward(self) -> Iterator[None]:
+    def preserve_saved_arrays(self) -> Iterator[None]:
         """Restore the pass after a backward pass inside the block."""
-        with self.workspace.arena.retain_for_backward(self.samples):
+        with self.workspace.arena.preserve_saved_arrays(self.samples):
             contexts = self.contexts[:]
             yield
             self.contexts = contexts

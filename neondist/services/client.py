@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ServiceError
 from ..terminal.console import counted
 from .dense import DENSE_PREFIX
-from .group import ServerGroup
+from .group import ServerConnections
 from .message import Message, MessageArray
 from .placement import EmbeddingTableSpec, ServerLayout
 from .progress import AppliedMinibatches, MinibatchId
@@ -112,8 +112,11 @@ class ParameterClient:
                 " one address per server"
             )
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
-        self._server_group = ServerGroup(addresses, token, timeout, retry_seconds)
-        self._clients, self._call_all = self._server_group.clients, self._server_group.call_all
+        self._server_connections = ServerConnections(addresses, token, timeout, retry_seconds)
+        self._clients, self._call_on_all_servers = (
+            self._server_connections.clients,
+            self._server_connections.call_on_all_servers,
+        )
         # one thread per direction: preserves the order of a worker's pushes
         self._push_thread, self._pull_thread = (ThreadPoolExecutor(1, name) for name in ("push", "pull"))
         self._client_id, self._push_count = f"{worker}/{secrets.token_hex(4)}", 0
@@ -121,7 +124,7 @@ class ParameterClient:
         self._required_versions = [0] * len(addresses)
         self._sync_policy = SyncPolicy()
         self._tables = {table.name: table for layout in layouts for table in layout.tables}
-        self._call_all(lambda index: self._clients[index].check_version())
+        self._call_on_all_servers(lambda index: self._clients[index].check_service_version())
 
     def initialize(self, values: Mapping[str, np.ndarray], optimizer: Any, policy: SyncPolicy | None = None) -> bool:
         """Push a model to the servers that have none; return whether the values of this worker were used.
@@ -141,8 +144,10 @@ class ParameterClient:
             A server holds another model, or cannot apply the optimiser.
         """
         self._sync_policy = policy or SyncPolicy()
-        models = [self._describe_model(layout, optimizer) for layout in self.layouts]
-        replies = self._call_all(lambda at: self._clients[at].call("push_model", {**models[at], "values": False}))
+        models = [self._server_configuration(layout, optimizer) for layout in self.layouts]
+        replies = self._call_on_all_servers(
+            lambda at: self._clients[at].call("push_model", {**models[at], "values": False})
+        )
         empty = [index for index, reply in enumerate(replies) if not reply.flag("initialized")]
 
         def push_values(index: int) -> bool:
@@ -154,8 +159,8 @@ class ParameterClient:
                 arrays |= {IDS_PREFIX + name: ids, ROWS_PREFIX + name: values[name][ids]}
             return self._clients[index].call("push_model", {**models[index], "values": True}, arrays).flag("taken")
 
-        taken = self._call_all(push_values)
-        self._call_all(lambda index: self._clients[index].call("join", {"worker": self.worker}))
+        taken = self._call_on_all_servers(push_values)
+        self._call_on_all_servers(lambda index: self._clients[index].call("join", {"worker": self.worker}))
         return any(taken)
 
     def pull(self, arrays: Mapping[str, np.ndarray]) -> bool:
@@ -169,7 +174,9 @@ class ParameterClient:
 
     def pull_async(self) -> Future[PulledValues]:
         """Pull in another thread."""
-        return self._pull_thread.submit(lambda: PulledValues(self.layouts, self._call_all(self._pull_from_server)))
+        return self._pull_thread.submit(
+            lambda: PulledValues(self.layouts, self._call_on_all_servers(self._pull_from_server))
+        )
 
     def pull_rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return rows (n, dim) of a table; each row is transferred once."""
@@ -184,7 +191,7 @@ class ParameterClient:
             reply = self._clients[index].call("pull_embedding_vector", {"name": name}, {"ids": ids_by_server[index]})
             return reply.array("rows", table.dtype, [len(ids_by_server[index]), table.dim])
 
-        parts = self._call_all(call)
+        parts = self._call_on_all_servers(call)
         rows = np.empty((len(distinct), self._tables[name].dim), self._tables[name].dtype)
         for index, part in enumerate(parts):
             rows[distinct % servers == index] = part
@@ -233,7 +240,7 @@ class ParameterClient:
             server_fields = {"version": max(0, versions[index]), "incarnation": incarnations[index]}
             return self._clients[index].call("push_gradient", fields | server_fields, arrays)
 
-        return self._push_thread.submit(lambda: self._combine_push_replies(self._call_all(push_to_server)))
+        return self._push_thread.submit(lambda: self._combine_push_replies(self._call_on_all_servers(push_to_server)))
 
     def wait_for_staleness_bound(self) -> None:
         """Wait until the staleness bound permits this worker to continue."""
@@ -248,11 +255,11 @@ class ParameterClient:
 
     def leave(self) -> None:
         """Leave the job, so that other workers do not wait for this one."""
-        self._call_all(lambda index: self._clients[index].call("leave", {"worker": self.worker}))
+        self._call_on_all_servers(lambda index: self._clients[index].call("leave", {"worker": self.worker}))
 
     def remove_lost_worker(self, worker: str) -> None:
         """Remove a lost worker, so that others do not wait for it."""
-        self._call_all(lambda index: self._clients[index].call("leave", {"worker": worker}))
+        self._call_on_all_servers(lambda index: self._clients[index].call("leave", {"worker": worker}))
 
     def count_departed_workers(self) -> int:
         """Return the number of workers that have left."""
@@ -260,15 +267,15 @@ class ParameterClient:
 
     def finish_round(self) -> None:
         """Apply the gradients of an incomplete round, such as at the end of an epoch."""
-        self._call_all(lambda index: self._clients[index].call("finish_round"))
+        self._call_on_all_servers(lambda index: self._clients[index].call("finish_round"))
 
     def finish_epoch(self, epoch: int) -> None:
         """Drop the records of a completed epoch on all servers, which then reject gradients of that epoch."""
-        self._call_all(lambda index: self._clients[index].call("finish_epoch", {"epoch": epoch}))
+        self._call_on_all_servers(lambda index: self._clients[index].call("finish_epoch", {"epoch": epoch}))
 
     def applied_minibatches(self) -> AppliedMinibatches:
         """Return the minibatches applied by all servers."""
-        return AppliedMinibatches.intersection(self._server_group.applied_minibatches_by_server())
+        return AppliedMinibatches.intersection(self._server_connections.applied_minibatches_by_server())
 
     def save(self, name: str, timeout: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint of all servers; return the minibatches in it.
@@ -281,24 +288,24 @@ class ParameterClient:
             Servers have not applied the same gradients within `timeout` seconds, such as after a worker was lost
             between pushes; try again once the minibatch of that worker has been recomputed.
         """
-        return self._server_group.save_checkpoint(name, timeout)
+        return self._server_connections.save_checkpoint(name, timeout)
 
     def load(self, name: str, optimizer: Any, policy: SyncPolicy | None = None) -> None:
         """Load a checkpoint of any number of servers on all servers, replacing their contents."""
         self._sync_policy = policy or SyncPolicy()
-        requests = [{**self._describe_model(layout, optimizer), "name": name} for layout in self.layouts]
-        self._call_all(lambda index: self._clients[index].call("load_checkpoint", requests[index]))
-        self._call_all(lambda index: self._clients[index].call("join", {"worker": self.worker}))
+        requests = [{**self._server_configuration(layout, optimizer), "name": name} for layout in self.layouts]
+        self._call_on_all_servers(lambda index: self._clients[index].call("load_checkpoint", requests[index]))
+        self._call_on_all_servers(lambda index: self._clients[index].call("join", {"worker": self.worker}))
 
     def status(self) -> list[dict[str, Any]]:
         """Return the status of each server, such as its version and its numbers of samples and workers."""
-        return self._server_group.status()
+        return self._server_connections.status()
 
     def close(self) -> None:
         """Close all connections once running calls have finished."""
         for pool in (self._push_thread, self._pull_thread):
             pool.shutdown(wait=True, cancel_futures=True)
-        self._server_group.close()
+        self._server_connections.close()
 
     def __enter__(self) -> ParameterClient:
         return self
@@ -306,7 +313,7 @@ class ParameterClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _describe_model(self, layout: ServerLayout, optimizer: Any) -> dict[str, Any]:
+    def _server_configuration(self, layout: ServerLayout, optimizer: Any) -> dict[str, Any]:
         return {
             "layout": layout.to_json(),
             "optimizer": describe_optimizer(optimizer),

@@ -65,7 +65,7 @@ class TaskDatabase:
             raise ConfigError(f"{path}: cannot be used as a task queue ({error}); specify another file") from error
 
     def _check_queue_parameters(self, parameters: Mapping[str, int]) -> None:
-        stored_text = self._read_value("facts")
+        stored_text = self._read_fact("facts")
         if stored_text is None:
             self._connection.execute("INSERT INTO facts VALUES ('facts', ?)", (json.dumps(dict(parameters)),))
             return
@@ -100,7 +100,7 @@ class TaskDatabase:
 
     def load_note(self, name: str) -> str | None:
         """Return a note; None if there is none of that name."""
-        return self._read_value(f"note {name}")
+        return self._read_fact(f"note {name}")
 
     # Tasks.
 
@@ -111,7 +111,7 @@ class TaskDatabase:
 
     def count_begun_rounds(self, kind: str) -> int:
         """Return the number of rounds of a kind that have begun."""
-        return int(self._read_value(f"rounds {kind}") or 0)
+        return int(self._read_fact(f"rounds {kind}") or 0)
 
     def first_unassigned_task(self, kind: str) -> TaskRow | None:
         """Return the first unassigned task."""
@@ -194,7 +194,7 @@ class TaskDatabase:
             "INSERT INTO tasks (kind, epoch, start, stop, applied, state) VALUES (?, ?, ?, ?, ?, 'todo')", rows
         )
 
-    def _read_value(self, name: str) -> str | None:
+    def _read_fact(self, name: str) -> str | None:
         row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])
 

@@ -15,11 +15,11 @@ from .wire import ServiceClient
 T = TypeVar("T")
 
 
-class UnequalServersError(ServiceError):
+class DivergedServersError(ServiceError):
     """Servers have applied different gradients; they agree once workers have repeated the missing pushes."""
 
 
-class ServerGroup:
+class ServerConnections:
     """Connections to all servers of a job; a context manager.
 
     Parameters
@@ -44,7 +44,7 @@ class ServerGroup:
     def __len__(self) -> int:
         return len(self.clients)
 
-    def call_all(self, function: Callable[[int], T]) -> list[T]:
+    def call_on_all_servers(self, function: Callable[[int], T]) -> list[T]:
         """Call a function with the index of each server, in parallel; raise the first error once all have finished."""
         futures = [self._threads.submit(function, index) for index in range(len(self.clients))]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -54,20 +54,22 @@ class ServerGroup:
 
     def status(self) -> list[dict[str, Any]]:
         """Return the status of each server, such as its version and its numbers of samples and workers."""
-        return [dict(reply.fields) for reply in self.call_all(lambda index: self.clients[index].call("status"))]
+        return [
+            dict(reply.fields) for reply in self.call_on_all_servers(lambda index: self.clients[index].call("status"))
+        ]
 
     def applied_minibatches_by_server(self) -> list[AppliedMinibatches]:
         """Return the minibatches that each server has applied, in the order of the servers."""
-        replies = self.call_all(lambda index: self.clients[index].call("credits"))
+        replies = self.call_on_all_servers(lambda index: self.clients[index].call("credits"))
         return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]
 
     def save_checkpoint(self, name: str, timeout: float = 60.0) -> AppliedMinibatches:
-        """Write a checkpoint as `ParameterClient.save` does; UnequalServersError if the servers do not agree."""
+        """Write a checkpoint as `ParameterClient.save` does; DivergedServersError if the servers do not agree."""
         try:
             applied, end = self._hold_gradients(AppliedMinibatches()), time.monotonic() + timeout
             while any(minibatches.to_json() != applied[0].to_json() for minibatches in applied):
                 if time.monotonic() > end:
-                    raise UnequalServersError(
+                    raise DivergedServersError(
                         f"checkpoint {name}: servers have not applied the same gradients; try again later"
                     )
                 union = applied[0]
@@ -76,7 +78,7 @@ class ServerGroup:
                 time.sleep(0.02)
                 applied = self._hold_gradients(union)
             fields = {"name": name, "save": secrets.token_hex(8)}
-            self.call_all(lambda index: self.clients[index].call("save_checkpoint", fields))
+            self.call_on_all_servers(lambda index: self.clients[index].call("save_checkpoint", fields))
         finally:
             self.accept_gradients_again()
         return applied[0]
@@ -90,12 +92,12 @@ class ServerGroup:
             reply = self.clients[index].call("load_checkpoint", fields)
             return AppliedMinibatches.parse(reply.mapping("credits")), reply.text("incarnation")
 
-        loaded = self.call_all(load)
+        loaded = self.call_on_all_servers(load)
         return loaded[0][0], [incarnation for _, incarnation in loaded]
 
     def accept_gradients_again(self) -> None:
         """Let all servers accept gradients again."""
-        self.call_all(lambda index: self.clients[index].call("release"))
+        self.call_on_all_servers(lambda index: self.clients[index].call("release"))
 
     def close(self) -> None:
         """Close all connections once running calls have finished."""
@@ -103,7 +105,7 @@ class ServerGroup:
         for client in self.clients:
             client.close()
 
-    def __enter__(self) -> ServerGroup:
+    def __enter__(self) -> ServerConnections:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -111,5 +113,5 @@ class ServerGroup:
 
     def _hold_gradients(self, admitted: AppliedMinibatches) -> list[AppliedMinibatches]:
         fields = {"admitted": admitted.to_json()}
-        replies = self.call_all(lambda index: self.clients[index].call("hold", fields))
+        replies = self.call_on_all_servers(lambda index: self.clients[index].call("hold", fields))
         return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]

@@ -34,7 +34,7 @@ class JobService(Service):
     def __init__(self, on_worker_lost: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_worker_lost, self._clock = on_worker_lost, clock
         self._condition = threading.Condition()
-        self._start_time, self._heartbeats = clock(), dict[str, float]()
+        self._start_time, self._last_heartbeat_times = clock(), dict[str, float]()
         self._first_step: int | None = None
         self._stopping = self._has_ended = self._any_worker_joined = False
 
@@ -46,7 +46,7 @@ class JobService(Service):
     def record_heartbeat(self, request: Message) -> Message:
         """Record a heartbeat of a worker; return whether the master has requested all workers to stop."""
         with self._condition:
-            self._heartbeats[request.text("worker")] = self._clock()
+            self._last_heartbeat_times[request.text("worker")] = self._clock()
             self._any_worker_joined = True
             return Message({"stopping": self._stopping})
 
@@ -98,10 +98,12 @@ class JobService(Service):
         """Remove lost workers, and return whether the job is over; LaunchError if no worker is left."""
         with self._condition:
             now = self._clock()
-            lost_workers = [name for name, last in self._heartbeats.items() if now - last > WORKER_LEASE_SECONDS]
+            lost_workers = [
+                name for name, last in self._last_heartbeat_times.items() if now - last > WORKER_LEASE_SECONDS
+            ]
             for worker in lost_workers:
-                del self._heartbeats[worker]
-            over, is_empty = self._has_ended, not self._heartbeats
+                del self._last_heartbeat_times[worker]
+            over, is_empty = self._has_ended, not self._last_heartbeat_times
         for worker in lost_workers:
             self._on_worker_lost(worker)
         if not over and is_empty and self._any_worker_joined:
@@ -127,7 +129,7 @@ def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None)
     """
     server = ParameterServer()
     job = JobService(lambda worker: server.remove_worker(Message({"worker": worker})))
-    signals = SignalRecorder().install_handlers()
+    signals = SignalRecorder().install_signal_handlers()
     try:
         with create_parameter_server(task, environ, services=[server, job]) as host:
             say(f"PServer at {host.address}")
@@ -136,5 +138,5 @@ def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     finally:
-        signals.restore_handlers()
+        signals.restore_signal_handlers()
     return 0

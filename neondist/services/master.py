@@ -148,7 +148,7 @@ class Master(Service):
 
     def get_progress(self, request: Message) -> Message:
         """Return the number of unassigned tasks (1 before their creation), and the workers that have requested one."""
-        todo = self.task_counts_by_state()["todo"] if self.is_configured else 1
+        todo = self.task_counts_by_state()["todo"] if self.has_training_parameters else 1
         return Message({"todo": todo, "workers": self.workers})
 
     def verify_server_gradients(self, request: Message) -> Message:
@@ -162,11 +162,11 @@ class Master(Service):
         return sorted([*self._workers])
 
     @property
-    def is_configured(self) -> bool:
+    def has_training_parameters(self) -> bool:
         """Whether a worker has reported its training parameters."""
         return self._queue is not None
 
-    def read_incarnations(self) -> list[str] | None:
+    def read_matching_incarnations(self) -> list[str] | None:
         """Return the incarnations of the servers last recorded as matching the queue; None if there are none."""
         note = None if self._queue is None else self._queue.load_note(_INCARNATIONS_NOTE)
         return None if note is None else list(json.loads(note))
@@ -191,7 +191,7 @@ class Master(Service):
         """Return the number of tasks by state."""
         return self._require_queue().counts()
 
-    def is_done(self) -> bool:
+    def all_tasks_done(self) -> bool:
         """Whether all tasks are done."""
         if self._queue is None:
             return False

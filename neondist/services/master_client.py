@@ -79,14 +79,14 @@ class MasterClient:
         with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._master = ServiceClient(address, Master.name, token, retry_seconds=RETRY_SECONDS)
-                self._master.check_version()
+                self._master.check_service_version()
                 reply = self._master.call("report_training_params", parameters)
                 self._records_per_task = reply.integer("records_per_task", 1)
                 pause = reply.number("lease") / 3
                 threading.Thread(target=self._send_heartbeats, args=(pause,), name="heartbeat", daemon=True).start()
         self._records_per_task = world.bcast(self._records_per_task)
 
-    def next_epoch(self, should_stop: Callable[[], bool] = lambda: False) -> int | None:
+    def epoch_of_next_task(self, should_stop: Callable[[], bool] = lambda: False) -> int | None:
         """Wait for the next task; return its epoch, or None if all are done or the wait is interrupted. Collective.
 
         Parameters

@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import ServiceError, ServiceUnavailableError, UserError
 from ..terminal.console import say
 from .checkpoint import has_all_server_files
-from .group import ServerGroup, UnequalServersError
+from .group import DivergedServersError, ServerConnections
 from .job_status import JobStatus, ServerStatus
 from .master import Master
 from .message import Message
@@ -45,7 +45,7 @@ class ServerRecovery(Service):
 
     Parameters
     ----------
-    group : ServerGroup
+    group : ServerConnections
     folder : Path
         Folder of the checkpoints, shared by all servers.
     master : Master
@@ -56,13 +56,13 @@ class ServerRecovery(Service):
 
     name = "Recovery"
 
-    def __init__(self, group: ServerGroup, folder: Path, master: Master, steps: int = 0) -> None:
+    def __init__(self, group: ServerConnections, folder: Path, master: Master, steps: int = 0) -> None:
         self._group, self._folder, self._master, self._steps_between_saves = group, folder, master, steps
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._saved_versions: list[int] | None = None
-        self._next_save_time, self._gradients_are_released = 0.0, False
+        self._next_save_time, self._servers_accept_gradients = 0.0, False
         self._server_status: list[dict[str, Any]] = []
-        self._sample_history: deque[tuple[float, float]] = deque()
+        self._applied_sample_history: deque[tuple[float, float]] = deque()
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def methods(self) -> Mapping[str, ServiceMethod]:
@@ -84,13 +84,13 @@ class ServerRecovery(Service):
         `saved` is false if workers ended while only some servers had applied a gradient; the last checkpoint is kept.
         """
         with self._lock:
-            versions = self._read_matching_versions()
+            versions = self._read_versions_matching_queue()
             if versions is None:
                 raise ServiceUnavailableError("servers are being restored; try again")
             try:
                 if versions != self._saved_versions:
                     self._save_checkpoint(versions)
-            except UnequalServersError:
+            except DivergedServersError:
                 return Message({"saved": False})
             return Message({"saved": True})
 
@@ -103,23 +103,23 @@ class ServerRecovery(Service):
             A server does not respond, or servers have applied different gradients; call the method again.
         """
         with self._lock:
-            if not self._gradients_are_released:
+            if not self._servers_accept_gradients:
                 self._group.accept_gradients_again()  # a killed master may have left gradients held back
-                self._gradients_are_released = True
-            versions = self._read_matching_versions()
+                self._servers_accept_gradients = True
+            versions = self._read_versions_matching_queue()
             if versions is None:
                 self._restore_servers()
                 return
             self._master.servers_match_queue = True  # before the checkpoint, which may wait for a gradient
-            is_done = self._master.is_done()
-            if versions != self._saved_versions and (is_done or self._is_checkpoint_due(versions)):
+            all_tasks_done = self._master.all_tasks_done()
+            if versions != self._saved_versions and (all_tasks_done or self._is_checkpoint_due(versions)):
                 self._save_checkpoint(versions)
             were_saved = self._master.results_saved
-            self._master.results_saved = is_done and self._saved_versions == versions
-            last_report = self._sample_history[-1][0] if self._sample_history else 0.0
+            self._master.results_saved = all_tasks_done and self._saved_versions == versions
+            last_report = self._applied_sample_history[-1][0] if self._applied_sample_history else 0.0
             is_status_due = time.monotonic() - last_report >= STATUS_INTERVAL_SECONDS
             if self._master.results_saved is not were_saved or is_status_due:
-                self._write_status()
+                self._write_job_status()
 
     def __enter__(self) -> ServerRecovery:
         self._thread.start()
@@ -135,7 +135,7 @@ class ServerRecovery(Service):
             try:
                 self.restore_or_save_servers()
                 failures = 0
-            except (ServiceUnavailableError, UnequalServersError):  # resolved by restarts and recomputed minibatches
+            except (ServiceUnavailableError, DivergedServersError):  # resolved by restarts and recomputed minibatches
                 pass
             except UserError as error:
                 failures += 1
@@ -145,23 +145,23 @@ class ServerRecovery(Service):
                 traceback.print_exc()
                 os._exit(1)
 
-    def _read_matching_versions(self) -> list[int] | None:
+    def _read_versions_matching_queue(self) -> list[int] | None:
         """Return the versions of the servers; None if they do not agree with the queue."""
         status = self._server_status = self._group.status()
-        if [server["incarnation"] for server in status] != self._master.read_incarnations():
+        if [server["incarnation"] for server in status] != self._master.read_matching_incarnations():
             return None
         return [int(server["version"]) for server in status]
 
-    def _write_status(self) -> None:
+    def _write_job_status(self) -> None:
         """Write the status of the job for `neondist top`."""
         now = time.monotonic()
-        self._sample_history.append((now, self._min_applied_samples()))
-        while self._sample_history[0][0] < now - THROUGHPUT_WINDOW_SECONDS:
-            self._sample_history.popleft()
+        self._applied_sample_history.append((now, self._min_applied_samples()))
+        while self._applied_sample_history[0][0] < now - THROUGHPUT_WINDOW_SECONDS:
+            self._applied_sample_history.popleft()
         self._job_status(now).write(self._folder)
 
     def _job_status(self, now: float) -> JobStatus:
-        start, start_samples = self._sample_history[0] if self._sample_history else (now, 0.0)
+        start, start_samples = self._applied_sample_history[0] if self._applied_sample_history else (now, 0.0)
         rate = max(0.0, self._min_applied_samples() - start_samples) / (now - start) if now > start else 0.0
         servers = [ServerStatus.from_reply(server) for server in self._server_status]
         counts, workers = self._master.task_counts_by_state(), dict(self._server_status[0]["workers"])
@@ -173,7 +173,7 @@ class ServerRecovery(Service):
     def _restore_servers(self) -> None:
         """Restore the servers from the newest checkpoint; without one, start once the servers have the model."""
         self._master.servers_match_queue = self._master.results_saved = False
-        if not self._master.is_configured:
+        if not self._master.has_training_parameters:
             return
         checkpoints = list_complete_checkpoints(self._folder)
         if not checkpoints:

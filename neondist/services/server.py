@@ -46,8 +46,8 @@ class ParameterServer(Service):
         self._sync_policy, self._staleness_bound = SyncPolicy(), StalenessBound(None)
         self._pending_gradients: list[PushedGradient] = []
         self._gradients_in_round = 0
-        self._last_pushes: dict[str, int] = {}
-        self._encoded_values: tuple[int, list[bytes]] | None = None
+        self._last_push_numbers: dict[str, int] = {}
+        self._cached_values_reply: tuple[int, list[bytes]] | None = None
         self._hold_deadline, self._admitted_minibatches, self._running_saves = 0.0, AppliedMinibatches(), 0
         self._rejected_count, self._departed_workers = 0, set[str]()
 
@@ -81,14 +81,14 @@ class ParameterServer(Service):
         """
         configured = None
         if self._state is None and request.flag("values"):  # without the lock: may import PyTorch
-            configured = _parse_model(request)
+            configured = _parse_server_configuration(request)
             configured[0].set_values(request)
         with self._condition:
             taken = configured is not None and self._state is None
             if configured is not None and taken:
                 self._install_model(*configured)
             elif self._state is not None:
-                self._check_model(request)
+                self._require_same_configuration(request)
             return Message({"initialized": self._state is not None, "taken": taken})
 
     def pull_variable(self, request: Message) -> Reply:
@@ -102,12 +102,12 @@ class ParameterServer(Service):
             fields = {"version": state.version, "incarnation": self._incarnation}
             if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
-            if self._encoded_values is None or self._encoded_values[0] != state.version:
-                self._encoded_values = (
+            if self._cached_values_reply is None or self._cached_values_reply[0] != state.version:
+                self._cached_values_reply = (
                     state.version,
                     list(encode(Message(fields, state.dense_parameters.message_arrays()))),
                 )
-            return self._encoded_values[1]
+            return self._cached_values_reply[1]
 
     def pull_embedding_vector(self, request: Message) -> Message:
         """Return rows of a table by ids, created at their first use."""
@@ -129,17 +129,17 @@ class ParameterServer(Service):
             self._condition.wait_for(lambda: self._may_apply(gradient), MAX_HOLD_SECONDS)
             state = self._require_state()
             if incarnation != self._incarnation:
-                return self._rejection_reply("stale")
+                return self._reject_gradient("stale")
             self._staleness_bound.add_worker(gradient.worker)
             if self._is_repeated_push(gradient):
-                return self._rejection_reply("duplicate")
+                return self._reject_gradient("duplicate")
             if self._has_gradient_of_minibatch(gradient):
                 self._count_gradient_in_round()  # otherwise the rounds of two servers could deadlock
-                return self._rejection_reply("duplicate")
+                return self._reject_gradient("duplicate")
             staleness = max(0, state.version - gradient.values_version)
             if self._sync_policy.sync and staleness > self._sync_policy.version_tolerance:
-                return self._rejection_reply("stale")
-            self._last_pushes[gradient.client_id] = gradient.push_number
+                return self._reject_gradient("stale")
+            self._last_push_numbers[gradient.client_id] = gradient.push_number
             self._staleness_bound.finish_step(gradient.worker)
             factor = 1.0
             if self._sync_policy.sync:
@@ -235,7 +235,7 @@ class ParameterServer(Service):
         folder, configuration = self._folder_of_checkpoint(request), request
         if "layout" not in request.fields:
             configuration = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
-        state, policy = _parse_model(configuration)
+        state, policy = _parse_server_configuration(configuration)
         load_state(state, folder)
         with self._condition:
             workers = list(self._staleness_bound.steps)
@@ -269,7 +269,12 @@ class ParameterServer(Service):
         self._state, self._sync_policy = state, policy
         self._staleness_bound = StalenessBound(None if policy.sync else policy.staleness)
         self._incarnation = secrets.token_hex(8)
-        self._pending_gradients, self._gradients_in_round, self._last_pushes, self._encoded_values = [], 0, {}, None
+        self._pending_gradients, self._gradients_in_round, self._last_push_numbers, self._cached_values_reply = (
+            [],
+            0,
+            {},
+            None,
+        )
         self._hold_deadline = 0.0
 
     def _require_state(self) -> ServerState:
@@ -277,7 +282,7 @@ class ParameterServer(Service):
             raise ServiceUnavailableError("the server has no model yet; push one, or load a checkpoint")
         return self._state
 
-    def _check_model(self, request: Message) -> None:
+    def _require_same_configuration(self, request: Message) -> None:
         state = self._require_state()
         expected = state.layout.to_json(), state.optimizer, self._sync_policy.to_json()
         for part, value in zip(("layout", "optimizer", "policy"), expected, strict=True):
@@ -285,7 +290,7 @@ class ParameterServer(Service):
                 raise ConfigError(f"the server has a model with another {part}; start separate servers for each job")
 
     def _is_repeated_push(self, gradient: PushedGradient) -> bool:
-        return gradient.push_number <= self._last_pushes.get(gradient.client_id, -1)
+        return gradient.push_number <= self._last_push_numbers.get(gradient.client_id, -1)
 
     def _has_gradient_of_minibatch(self, gradient: PushedGradient) -> bool:
         """Whether a gradient of its minibatch has already been received."""
@@ -295,7 +300,7 @@ class ParameterServer(Service):
             or any(pending.minibatch == minibatch for pending in self._pending_gradients)
         )
 
-    def _rejection_reply(self, outcome: str) -> Message:
+    def _reject_gradient(self, outcome: str) -> Message:
         self._rejected_count += outcome == "stale"
         version = self._require_state().version + bool(outcome == "duplicate" and self._pending_gradients)
         return Message({"outcome": outcome, "version": version, "staleness": 0, "factor": 0.0})
@@ -358,6 +363,6 @@ def create_parameter_server(
     return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 
 
-def _parse_model(request: Message) -> tuple[ServerState, SyncPolicy]:
+def _parse_server_configuration(request: Message) -> tuple[ServerState, SyncPolicy]:
     state = ServerState(request.mapping("layout"), request.mapping("optimizer"))
     return state, SyncPolicy.parse(request.mapping("policy"))

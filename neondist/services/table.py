@@ -38,7 +38,7 @@ class EmbeddingTable:
         self._ids = np.empty(_INITIAL_CAPACITY, np.int64)
         self._values = np.empty((_INITIAL_CAPACITY, spec.dim), spec.dtype)
         self._slots: Slots = {}
-        self._initial_slot_values = updater.initial_slots()
+        self._initial_slot_values = updater.initial_slot_values()
         self._updates_touched_rows_only = spec.lazy or updater.skips_zero_gradients()
         updater.require_independent_updates(whole_parameters=False)
 

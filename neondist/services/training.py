@@ -29,7 +29,7 @@ POLICY_VARIABLE = "NEONDIST_SYNC_POLICY"
 
 
 @dataclass(frozen=True)
-class WorkerAssignment:
+class AsyncWorkerSpec:
     """Assignment of this process's replica to a worker of an asynchronous job.
 
     Attributes
@@ -51,7 +51,7 @@ class WorkerAssignment:
     policy: SyncPolicy | None = None
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> WorkerAssignment | None:
+    def from_environment(cls, environ: Mapping[str, str]) -> AsyncWorkerSpec | None:
         """Return the assignment described by the environment; None if the process is not a worker."""
         if not environ.get(SERVERS_VARIABLE):
             return None
@@ -94,7 +94,7 @@ class ServerUpdate(RemoteUpdate):
 
     Parameters
     ----------
-    worker : WorkerAssignment
+    worker : AsyncWorkerSpec
     strategy : StrategyBuilder or Strategy
         Asynchronous strategy of all parameters.
     parameters : Parameters
@@ -115,7 +115,7 @@ class ServerUpdate(RemoteUpdate):
 
     def __init__(
         self,
-        worker: WorkerAssignment,
+        worker: AsyncWorkerSpec,
         strategy: StrategyBuilder | Strategy,
         parameters: Parameters,
         optimizer: Any,

@@ -53,7 +53,7 @@ class Updater(ABC):
         """
 
     @abstractmethod
-    def initial_slots(self) -> dict[str, float]:
+    def initial_slot_values(self) -> dict[str, float]:
         """Return the initial value of each slot that has the length of the values."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class NeondistOptimizerUpdater(Updater):
         with np.errstate(all="ignore"):  # workers never push non-finite gradients
             self.optimizer.update(values, grads, slots, step, scale, layout)
 
-    def initial_slots(self) -> dict[str, float]:
+    def initial_slot_values(self) -> dict[str, float]:
         """Return zeros."""
         return dict.fromkeys(self.optimizer.all_slot_names, 0.0)
 
@@ -133,7 +133,7 @@ class TorchUpdater(Updater):
             if isinstance(value, torch.Tensor):
                 slots[name] = value.detach().numpy()
 
-    def initial_slots(self) -> dict[str, float]:
+    def initial_slot_values(self) -> dict[str, float]:
         """Return the slots of a new optimiser for value 0 and gradient 0."""
         values, slots = np.zeros(1), Slots()
         self.update(values, np.zeros(1), slots, 0, 1.0)

@@ -261,7 +261,7 @@ class ServiceClient:
         """Call a method in a thread; the arrays must not change until the future is done."""
         return self._threads.submit(self.call, method, fields, arrays)
 
-    def check_version(self) -> None:
+    def check_service_version(self) -> None:
         """Check that the service is reachable and has this version of neondist; ServiceError if not."""
         version = self.call("hello").text("version")
         if version != __version__:

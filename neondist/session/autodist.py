@@ -20,7 +20,7 @@ from ..comm import ProcessGrid, SingleTransport
 from ..errors import ConfigError, LaunchError
 from ..geometry import grid_shape
 from ..models import Model
-from ..models.whole_batches import model_scope
+from ..models.whole_batches import distribute_created_models
 from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import resolve_grid
@@ -96,7 +96,7 @@ class AutoDist:
         self._scoped_models: list[Model] = []
         self._module_scope: Any = None
         self._owner_steps: Any = None
-        self._scope_entered = self._steps_divided = self._inside_function = False
+        self._scope_entered = self._has_divided_steps = self._inside_function = False
         if self.grid.rank and not self.grid.world.shares_process:
             self.grid.on_close(_mute_stdout())
 
@@ -110,7 +110,7 @@ class AutoDist:
 
                 self._module_scope = self._module_scope or ModuleScope(self.grid)
                 stack.enter_context(self._module_scope.collect_modules())
-            stack.enter_context(model_scope(self.grid, self._given_strategy, self._scoped_models))
+            stack.enter_context(distribute_created_models(self.grid, self._given_strategy, self._scoped_models))
             self._share_random_states()
             yield
 
@@ -131,7 +131,7 @@ class AutoDist:
             raise ConfigError(
                 f"{_source_line(function)}: {name}: function() called outside a scope; call it inside or after the"
                 " `with d.scope():` in which the models are created"
-            ).on_all_ranks()
+            ).mark_raised_on_all_ranks()
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or not callable(function):
             raise ConfigError(f"{_source_line(function)}: {name}: expected a function, not a generator or coroutine")
 
@@ -167,17 +167,19 @@ class AutoDist:
         if self._module_scope is not None and self._module_scope.models:
             from ..torch.training.scope_script import ScopeScriptAdapter
 
-            self._divide_optimizer_steps()
+            self._divide_steps_among_owners()
             parts += ScopeScriptAdapter.create(self._module_scope, self._owner_steps)
         if not parts:
-            raise ConfigError("session: there is no model; create one inside `with d.scope():` first").on_all_ranks()
+            raise ConfigError(
+                "session: there is no model; create one inside `with d.scope():` first"
+            ).mark_raised_on_all_ranks()
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 
     def _call_distributed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         from ..torch.module.module_scope import gather_outputs
 
-        self._divide_optimizer_steps()
+        self._divide_steps_among_owners()
         self._inside_function = True
         try:
             with self._module_scope.distribute(function):
@@ -194,11 +196,11 @@ class AutoDist:
 
         return plan_parameters(parameters, self.grid.shape, self._given_strategy)
 
-    def _divide_optimizer_steps(self) -> None:
+    def _divide_steps_among_owners(self) -> None:
         """At the first call of a function, divide optimiser steps among owners if the strategy requires it."""
-        if self._steps_divided:
+        if self._has_divided_steps:
             return
-        self._steps_divided = True
+        self._has_divided_steps = True
         plan = self._plan_module_parameters()
         if plan is None:
             return
@@ -206,7 +208,7 @@ class AutoDist:
             raise ConfigError(
                 f"strategy: {plan.strategy.builder}: scripts read uncompressed gradients, such as for clipping;"
                 " leave out the compressor, or use ndt.DistributedOptimizer"
-            ).on_all_ranks()
+            ).mark_raised_on_all_ranks()
         if plan.shares and self.grid.size > 1:
             from ..torch.training.owner_steps import OwnerSteps
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import DataError
-from ..io.checkpoint import checkpoints_by_step, open_checkpoint
+from ..io.checkpoint import list_step_checkpoints, open_checkpoint
 from ..io.checkpoint.read import CheckpointReader
 from ..io.files import make_folder
 from ..io.output import CHECKPOINT, COMPLETE
 from ..terminal.console import emit, say
-from ..train import FitExperiment, Hook, Record, TrainState
+from ..train import EpochRecord, FitExperiment, Hook, TrainState
 from ..train.callbacks.checkpoint import RunProgress, read_run_progress
 from ..train.callbacks.loggers import MetricLogger
 from ..train.callbacks.metrics_log import MetricsLog, record_json_line
@@ -128,7 +128,7 @@ class CheckpointFollower:
     def _find_next(self) -> PendingCheckpoint | None:
         """Return the next checkpoint, if any; files named by step are preferred if the job keeps several."""
         path = self.folder / CHECKPOINT
-        kept = {step: file for file in checkpoints_by_step(path) if (step := _step_in_name(file)) is not None}
+        kept = {step: file for file in list_step_checkpoints(path) if (step := _step_in_name(file)) is not None}
         for step in sorted(kept):
             if step > self.last_step and (checkpoint := self._create_pending(kept[step])) is not None:
                 return checkpoint
@@ -167,7 +167,7 @@ class EvaluationRecorder:
                 hook.set_run_folder(folder)
                 hook.step_field = "step"
         world = run.grid.world
-        existing_records: list[Record] = []
+        existing_records: list[EpochRecord] = []
         with all_or_none(world):
             if world.rank == 0:
                 make_folder(folder)
@@ -184,11 +184,11 @@ class EvaluationRecorder:
         for hook in self.hooks:
             hook.before_run(self.run)
 
-    def add_result(self, progress: RunProgress, results: Mapping[str, Any], seconds: float) -> Record:
+    def add_result(self, progress: RunProgress, results: Mapping[str, Any], seconds: float) -> EpochRecord:
         """Pass the results of a checkpoint to the hooks. Collective."""
         run = self.run
         run.epoch, run.samples_seen = progress.epoch, progress.samples_seen
-        run.history.append(Record(epoch=progress.epoch, step=progress.step, **results, seconds=seconds))
+        run.history.append(EpochRecord(epoch=progress.epoch, step=progress.step, **results, seconds=seconds))
         for hook in self.hooks:
             hook.after_epoch(run)
         return run.history[-1]
@@ -210,7 +210,7 @@ def follow_checkpoints(
     output: str | Path | None = None,
     every: float = 30.0,
     max_time: float | None = None,
-) -> list[Record]:
+) -> list[EpochRecord]:
     """Evaluate each checkpoint of a job once, in order, until the job is complete. Collective.
 
     Parameters

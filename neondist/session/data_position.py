@@ -12,7 +12,7 @@ from ..data import Dataset
 from ..errors import ConfigError
 from ..models import TrainableModel
 from ..train.loop import record_epoch_and_reset_totals, selection_losses, set_scheduled_rate_and_momentum
-from ..train.state import Record
+from ..train.state import EpochRecord
 from .state import SessionState
 
 
@@ -88,4 +88,4 @@ class DataPosition:
 
     def record_epoch_and_reset_totals(self) -> None:
         """Complete the epoch. Collective."""
-        record_epoch_and_reset_totals(self.state, Record())
+        record_epoch_and_reset_totals(self.state, EpochRecord())

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..comm import all_or_none
 from ..io.files import append_text, write_text
 from ..terminal.console import say
-from ..train import Hook, Record, TrainState
+from ..train import EpochRecord, Hook, TrainState
 from ..train.callbacks.loggers import MetricLogger
 from ..train.callbacks.metrics_log import record_json_line
 from ..train.html_report import read_epoch_records
@@ -87,7 +87,7 @@ class SummaryLog(Hook):
         due = self.every_steps is not None and steps >= self.every_steps
         if due or (self.every_seconds is not None and seconds >= self.every_seconds):
             loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
-            record = Record(
+            record = EpochRecord(
                 epoch=run.epoch, step=run.step, train_loss=loss, steps_per_second=steps / max(seconds, 1e-9)
             )
             if self.path is not None:

@@ -11,7 +11,7 @@ from ..cluster import TaskSpecDef
 from ..comm import all_or_none
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError
 from ..models import TrainableModel
-from ..services.training import ServerUpdate, WorkerAssignment
+from ..services.training import AsyncWorkerSpec, ServerUpdate
 from ..services.wire import ServiceClient, read_token
 from ..strategies import PSLoadBalancing
 from .state import SessionState
@@ -58,10 +58,10 @@ class JobServersClient:
             if world.rank == 0:
                 token = read_token(environ)
         self._state, self._grace_seconds, self._is_master = state, grace, task.is_master()
-        self._assignment = WorkerAssignment(task.shard_index or 0, tuple(task.ps_hosts), "", token)
+        self._worker_spec = AsyncWorkerSpec(task.shard_index or 0, tuple(task.ps_hosts), "", token)
         self._num_workers = task.num_workers
         self._strategy = model.strategy or PSLoadBalancing(sync=False)
-        self._updates: ServerUpdate | None = None
+        self._server_update: ServerUpdate | None = None
         self._clients: list[ServiceClient] = []
         self._closed, self._stop_requested = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -81,34 +81,36 @@ class JobServersClient:
                 self._connect()
                 if not self._is_master:
                     self._first_step = self._wait_for_master()
-        self._updates = ServerUpdate(self._assignment, self._strategy, model.built_parameters, model.optimizer, world)
+        self._server_update = ServerUpdate(
+            self._worker_spec, self._strategy, model.built_parameters, model.optimizer, world
+        )
         with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 reply = self._clients[0].call("begin", {"first_step": self._state.step})
                 self._first_step = reply.integer("first_step")
         self._first_step = world.bcast(self._first_step)
-        model.remote_update = self._updates
-        self.synchronise_step_count()
+        model.remote_update = self._server_update
+        self.update_step_from_servers()
 
-    def synchronise_step_count(self) -> None:
+    def update_step_from_servers(self) -> None:
         """Set the step to the number of updates by all workers; request a stop if the master has requested a stop."""
-        assert self._updates is not None
+        assert self._server_update is not None
         model = self._state.model
-        model.step = self._first_step + self._updates.version
+        model.step = self._first_step + self._server_update.version
         model.steps_without_optimizer = model.step  # not counted by the optimiser that a job without servers uses
         if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 
     def leave_or_end_job(self) -> None:
         """Leave the job; on the master, stop all other workers and load the final values."""
-        assert self._updates is not None
+        assert self._server_update is not None
         world = self._state.grid.world
         with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 self._clients[0].call("stop")
-        self._updates.leave_and_wait_for_others(self._num_workers, self._grace_seconds)
-        self._updates.pull_final_values()
-        self.synchronise_step_count()
+        self._server_update.leave_and_wait_for_others(self._num_workers, self._grace_seconds)
+        self._server_update.pull_final_values()
+        self.update_step_from_servers()
 
     def stop_servers(self) -> None:
         """Stop the servers, on the master."""
@@ -120,21 +122,21 @@ class JobServersClient:
         """Close the connections; after an error, servers detect the loss of this worker by its missing heartbeats."""
         self._state.model.remote_update = None
         self._closed.set()
-        if self._updates is not None:
-            self._updates.close()
+        if self._server_update is not None:
+            self._server_update.close()
         for client in self._clients:
             client.close()
         if self._thread.is_alive():
             self._thread.join()
 
     def _connect(self) -> None:
-        worker = self._assignment
+        worker = self._worker_spec
         self._clients = [
             ServiceClient(address, "Job", worker.token, retry_seconds=START_TIMEOUT_SECONDS)
             for address in worker.servers
         ]
         for client in self._clients:
-            client.check_version()
+            client.check_service_version()
             client.retry_seconds = CALL_TIMEOUT_SECONDS
         self._thread.start()
 
@@ -150,5 +152,5 @@ class JobServersClient:
         while not self._closed.wait(HEARTBEAT_SECONDS):
             for client in self._clients:
                 with suppress(ServiceError, ValueError):  # the client is closed
-                    if client.call("alive", {"worker": self._assignment.name}, timeout=10.0).flag("stopping"):
+                    if client.call("alive", {"worker": self._worker_spec.name}, timeout=10.0).flag("stopping"):
                         self._stop_requested.set()

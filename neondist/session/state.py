@@ -11,7 +11,7 @@ from typing import Any
 from ..comm import ProcessGrid
 from ..data import Dataset, Split
 from ..errors import ConfigError, NotReadyError
-from ..io.checkpoint import from_plain, to_plain
+from ..io.checkpoint import from_json_value, to_json_value
 from ..io.checkpoint.texts import parse_json, require_json_type
 from ..models import TrainableModel, TrainingScriptAdapter
 from ..train import Stop, TrainState
@@ -61,7 +61,7 @@ class SessionState(TrainState):
         self._epoch_size = 0
 
     @property
-    def has_data(self) -> bool:
+    def has_dataset(self) -> bool:
         """Whether the session reads a data set."""
         return not isinstance(self.dataset, _MissingDataset)
 
@@ -79,7 +79,7 @@ class SessionState(TrainState):
 
     def require_epoch_size(self, samples: int) -> None:
         """Record the number of samples of an epoch; DataError if the data set, if any, has a different number."""
-        if self.has_data:
+        if self.has_dataset:
             super().require_epoch_size(samples)
         self._epoch_size = samples
 
@@ -107,9 +107,11 @@ class SessionState(TrainState):
             settings = {"learning_rate_scale": self.model.learning_rate_scale}
             settings["momentum"] = self.model.scheduled_momentum
         kinds, remedy = [type(part).__name__ for part in self.stateful], "remove this object from the `model` argument"
-        states = [to_plain(f"{type(part).__name__}.state_dict()", part.state_dict(), remedy) for part in self.stateful]
+        states = [
+            to_json_value(f"{type(part).__name__}.state_dict()", part.state_dict(), remedy) for part in self.stateful
+        ]
         texts = {SESSION_ENTRY_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
-        return texts | (super().checkpoint_texts() if self.has_data else {})
+        return texts | (super().checkpoint_texts() if self.has_dataset else {})
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Restore the result of `checkpoint_texts`, if present; checkpoints of experiments have none."""
@@ -124,15 +126,17 @@ class SessionState(TrainState):
         if isinstance(self.model, TrainingScriptAdapter):
             self.model.restore_settings(settings)
         else:
-            self.model.learning_rate_scale = _to_number(settings.get("learning_rate_scale", 1.0)) or 0.0
-            self.model.scheduled_momentum = _to_number(settings.get("momentum"))
+            self.model.learning_rate_scale = _require_number(settings.get("learning_rate_scale", 1.0)) or 0.0
+            self.model.scheduled_momentum = _require_number(settings.get("momentum"))
         for part, state in zip(self.stateful, states, strict=True):
             part.load_state_dict(
-                from_plain(part.state_dict(), require_json_type(f"the state of {type(part).__name__}", state, dict))
+                from_json_value(
+                    part.state_dict(), require_json_type(f"the state of {type(part).__name__}", state, dict)
+                )
             )
 
 
-def _to_number(value: Any) -> float | None:
+def _require_number(value: Any) -> float | None:
     if value is not None and type(value) not in (int, float):
         raise ValueError("a setting is not a number")
     return value

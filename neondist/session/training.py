@@ -16,7 +16,7 @@ from ..comm import Transport
 from ..data import Dataset
 from ..io.output import CHECKPOINT, COMPLETE, lock_folder
 from ..models import TrainingScriptAdapter
-from ..system.heartbeat import connection_descriptor, send_to_supervisor
+from ..system.heartbeat import send_to_supervisor, supervisor_descriptor
 from ..system.signals import STOPPED_EXIT_CODE, SignalRecorder, find_active_signal_recorder
 from ..terminal.console import say
 from ..train import Hook, StopOnSignal
@@ -112,9 +112,9 @@ class TrainingRole:
 
         The signal handlers stay for the life of the process, since a late signal would otherwise kill it.
         """
-        if self.servers is not None or connection_descriptor(os.environ) is None:
+        if self.servers is not None or supervisor_descriptor(os.environ) is None:
             return
-        signals = find_active_signal_recorder("SIGUSR1") or SignalRecorder().install_handlers()
+        signals = find_active_signal_recorder("SIGUSR1") or SignalRecorder().install_signal_handlers()
         if find_active_signal_recorder("SIGUSR1") is signals:  # handlers exist only in the main thread
             self.hooks.append(StopOnSignal(signals, RESUME_REMEDY))
             self.is_supervised = True
@@ -130,7 +130,7 @@ class TrainingRole:
         state.loss = _to_loss(result)
         stepped = state.step != previous
         if self.servers is not None:
-            self.servers.synchronise_step_count()
+            self.servers.update_step_from_servers()
         if stepped:
             if self.position is not None and (size := self.position.advance_past_batch()):
                 totals = state.totals

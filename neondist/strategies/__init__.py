@@ -9,7 +9,7 @@ Modules: `parameter_spec`, `partition` (rules for dividing a parameter), `strate
 
 from .all_reduce import AllReduce, PartitionedAllReduce, RandomAxisPartitionAR, ShardedOptimizer
 from .auto import AutoStrategy
-from .builder import Resources, StrategyBuilder, as_builder, as_strategy
+from .builder import DeviceCounts, StrategyBuilder, as_builder, as_strategy
 from .compressor import normalise_compressor
 from .parallax import Parallax
 from .parameter_spec import ParameterSpec
@@ -23,6 +23,7 @@ __all__ = [
     "AllReduce",
     "Auto",
     "AutoStrategy",
+    "DeviceCounts",
     "PSLoadBalancing",
     "Parallax",
     "ParameterSpec",
@@ -30,7 +31,6 @@ __all__ = [
     "PartitionedAllReduce",
     "PartitionedPS",
     "RandomAxisPartitionAR",
-    "Resources",
     "ShardedOptimizer",
     "Strategy",
     "StrategyBuilder",

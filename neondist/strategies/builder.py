@@ -18,7 +18,7 @@ from .strategy import ParameterStrategy, Strategy
 
 
 @runtime_checkable
-class Resources(Protocol):
+class DeviceCounts(Protocol):
     """Device counts of a job, as given by a resource spec.
 
     Attributes
@@ -44,7 +44,7 @@ class StrategyBuilder(Registered, ABC):
     Subclasses implement `assign`.
     """
 
-    def build(self, parameters: Iterable[ParameterSpec], resources_or_ranks: Resources | int) -> Strategy:
+    def build(self, parameters: Iterable[ParameterSpec], resources_or_ranks: DeviceCounts | int) -> Strategy:
         """Return the strategy for some parameters, as a deterministic function of the arguments, without MPI.
 
         Parameters
@@ -59,7 +59,7 @@ class StrategyBuilder(Registered, ABC):
         ConfigError
             If two parameters have the same name, or there are no replicas.
         """
-        if isinstance(resources_or_ranks, Resources):
+        if isinstance(resources_or_ranks, DeviceCounts):
             replicas, servers = resources_or_ranks.replicas, resources_or_ranks.servers
         else:
             check_value("replicas", resources_or_ranks, Count)

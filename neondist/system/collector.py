@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def freeze_new_objects() -> Iterator[None]:
+def exempt_new_objects_from_gc() -> Iterator[None]:
     """Exempt the objects that the block creates, such as imported modules, permanently from garbage collection.
 
     The collector would traverse PyTorch's million objects repeatedly during the import, a fifth of its time, and again

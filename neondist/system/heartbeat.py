@@ -68,13 +68,13 @@ def send_to_supervisor(env: Mapping[str, str], message: str) -> None:
 
     'listens': SIGUSR1 stops the rank with a checkpoint; 'ignores': SIGUSR1 no longer does; 'ended CODE' or 'failed'.
     """
-    number = connection_descriptor(env)
+    number = supervisor_descriptor(env)
     if number is not None:
         with contextlib.suppress(OSError):
             os.write(number, f"{message}\n".encode())
 
 
-def connection_descriptor(env: Mapping[str, str]) -> int | None:
+def supervisor_descriptor(env: Mapping[str, str]) -> int | None:
     """Return the file descriptor of this process's connection; None if it has none."""
     number, _, process = env.get(CONNECTION_VARIABLE, "").partition(":")
     return int(number) if process == str(os.getpid()) else None

@@ -120,9 +120,11 @@ class Machine:
         """Return a machine with typical values: 8 cores per node, 25 Gbit/s network."""
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
-    def compute_seconds(self, uncontended_seconds: float, ranks: int, moved_bytes: float = 0.0) -> float:
-        """Return the seconds of work that moves `moved_bytes` and takes `uncontended_seconds` on one core here."""
-        by_memory = min(1.0, moved_bytes / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
+    def compute_seconds(self, uncontended_seconds: float, ranks: int, memory_traffic: float = 0.0) -> float:
+        """Return the seconds of work that moves `memory_traffic` and takes `uncontended_seconds` on one core here."""
+        by_memory = (
+            min(1.0, memory_traffic / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
+        )
         most = (1 - by_memory) * self.slowdown + by_memory * self.memory_slowdown
         # linear between one busy core and all cores
         busy = min(ranks, self.cores_per_node) - 1
@@ -141,9 +143,9 @@ class Machine:
 
     def expected_delay_seconds(self, ranks: int, compute_seconds: float) -> float:
         """Return the expected delay in seconds of the slowest node, for work of `compute_seconds`."""
-        return self.jitter * compute_seconds * self.relative_delay(ranks)
+        return self.jitter * compute_seconds * self.slowest_node_relative_delay(ranks)
 
-    def relative_delay(self, ranks: int) -> float:
+    def slowest_node_relative_delay(self, ranks: int) -> float:
         """Return the additional delay of the slowest node, as a multiple of the mean delay of a node."""
         return sum(1 / at for at in range(2, self.count_nodes(ranks) + 1))
 

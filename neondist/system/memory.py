@@ -188,18 +188,22 @@ def _cgroup_free_bytes() -> Iterator[int]:
             place = root / name.strip("/")
             for folder in (place, *place.parents):
                 if folder.is_relative_to(root):
-                    yield from _group_free_bytes(folder)
+                    yield from _free_bytes_of_cgroup(folder)
 
 
-def _group_free_bytes(folder: Path) -> Iterator[int]:
+def _free_bytes_of_cgroup(folder: Path) -> Iterator[int]:
     for most, used in _USAGE_FILE_BY_LIMIT_FILE.items():
         with suppress(OSError, ValueError):  # no such file, or no limit: 'max'
             limit = int((folder / most).read_text())
-            cache = [line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if _is_cache(line)]
+            cache = [
+                line.split()[1]
+                for line in (folder / "memory.stat").read_text().splitlines()
+                if _is_page_cache_line(line)
+            ]
             yield limit - int((folder / used).read_text()) + sum(map(int, cache))
 
 
-def _is_cache(line: str) -> bool:
+def _is_page_cache_line(line: str) -> bool:
     return line.split()[0] in ("inactive_file", "active_file")
 
 

@@ -49,7 +49,7 @@ class SignalRecorder:
         self.interrupted = self.needs_cleanup = self._exception_lost = False
         self._previous_handlers: dict[int, Any] = {}
 
-    def install_handlers(self) -> SignalRecorder:
+    def install_signal_handlers(self) -> SignalRecorder:
         """Install the handlers, except for ignored signals; do nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             names = [*STOP_SIGNALS, "SIGINT"] if self.owns_process else STOP_SIGNALS
@@ -72,12 +72,12 @@ class SignalRecorder:
         for name in list(self.received_signals):
             listener(name)
 
-    def restore_handlers(self) -> None:
+    def restore_signal_handlers(self) -> None:
         """Restore the previous handlers; signals received so far are discarded."""
         while self._previous_handlers:
             signal.signal(*self._previous_handlers.popitem())
 
-    def restore_default_actions(self) -> None:
+    def restore_signal_defaults(self) -> None:
         """Restore the default action of SIGTERM and SIGUSR1, even for a signal that has already arrived."""
         signal_numbers = [number for number in self._previous_handlers if number != signal.SIGINT]
         for number in signal_numbers:
@@ -131,7 +131,7 @@ def install_command_handlers() -> None:
     if name == "-m":  # `python -m neondist`, while its package is being imported
         name = words[words.index("-m") + 1]
     if name == "neondist" and find_command_signal_recorder() is None:
-        SignalRecorder(owns_process=True).install_handlers()
+        SignalRecorder(owns_process=True).install_signal_handlers()
 
 
 def find_command_signal_recorder() -> SignalRecorder | None:

@@ -20,17 +20,17 @@ from .experiment import FitExperiment, RunResult
 from .inference import evaluate_files, forecast, predict
 from .loop import evaluate, fit
 from .pretrain import pretrain
-from .state import Record, Stop, TrainState
+from .state import EpochRecord, Stop, TrainState
 
 __all__ = [
     "Best",
     "DebugHalo",
+    "EpochRecord",
     "FitExperiment",
     "Hook",
     "MLflow",
     "PretrainingPictures",
     "ProgressBar",
-    "Record",
     "RunResult",
     "Stop",
     "StopOnSignal",

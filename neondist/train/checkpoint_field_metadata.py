@@ -82,12 +82,12 @@ class CheckpointFieldMetadata:
         input_names: Sequence[str],
         input_units: Sequence[str],
         lead_steps: int,
-        step_seconds: float,
+        time_step_seconds: float,
         coordinate_directions: tuple[str, str] = ("", ""),
     ) -> None:
         """Raise ValueError, with the first difference, if channels or times do not match the network's.
 
-        `step_seconds` is 0, and `coordinate_directions` are empty, if unknown.
+        `time_step_seconds` is 0, and `coordinate_directions` are empty, if unknown.
         """
         _require_same_channels("inputs", self.input_names, input_names)
         for name, trained, actual in zip(input_names, self.input_units, input_units, strict=True):
@@ -101,12 +101,12 @@ class CheckpointFieldMetadata:
                 f" set lead: {self.lead_steps}"
             )
         if (
-            step_seconds
-            and abs(step_seconds - self.time_step_seconds) > _RELATIVE_TIME_STEP_TOLERANCE * self.time_step_seconds
+            time_step_seconds
+            and abs(time_step_seconds - self.time_step_seconds) > _RELATIVE_TIME_STEP_TOLERANCE * self.time_step_seconds
         ):
             raise ValueError(
                 f"was trained with time steps of {self.time_step_seconds / 3600:g} hours, but the files have"
-                f" {step_seconds / 3600:g}; select times with the same spacing"
+                f" {time_step_seconds / 3600:g}; select times with the same spacing"
             )
         for axis, trained, actual in zip(
             ("latitudes", "longitudes"), self.coordinate_directions, coordinate_directions, strict=True
@@ -129,7 +129,7 @@ def field_metadata_texts(fields: FieldMetadata | None) -> dict[str, str]:
         "mean": fields.mean.tolist(),
         "std": fields.std.tolist(),
         "lead": fields.lead_steps,
-        "step": fields.step_seconds,
+        "step": fields.time_step_seconds,
         "month_step": None if fields.month_step is None else asdict(fields.month_step),
         "order": list(fields.coordinate_directions),
     }
@@ -146,7 +146,11 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
     """
     values = CheckpointFieldMetadata.from_checkpoint_texts(texts)
     values.check_channels_and_times(
-        fields.input_names, fields.input_units, fields.lead_steps, fields.step_seconds, fields.coordinate_directions
+        fields.input_names,
+        fields.input_units,
+        fields.lead_steps,
+        fields.time_step_seconds,
+        fields.coordinate_directions,
     )
     _require_same_channels("outputs", values.output_names, fields.names)
     return replace(fields, mean=values.output_mean, std=values.output_std)

@@ -70,7 +70,7 @@ def check_same_lines_on_ranks(world: Transport, lines: list[str]) -> None:
     raise ConfigError(
         f"the ranks disagree: rank 0 has {pair[0]}, but rank {differing} has {pair[1]}; start all ranks with the same"
         " files, options and version of neondist"
-    ).on_all_ranks()
+    ).mark_raised_on_all_ranks()
 
 
 def _hash_lines(lines: list[str]) -> str:

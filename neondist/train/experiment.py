@@ -59,11 +59,11 @@ from .grid_factors import apply_dist_mode, parse_grid_factors
 from .loop import train_loop
 from .pretrain import pretrain_stages
 from .starting_point import initialise_or_resume_run
-from .state import Record, Stop, TrainState
+from .state import EpochRecord, Stop, TrainState
 from .validate import validate_experiment
 
 if TYPE_CHECKING:
-    from ..services.training import WorkerAssignment
+    from ..services.training import AsyncWorkerSpec
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RunResult:
     """
 
     files: list[Path] = field(default_factory=list)
-    history: list[Record] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
     stop: Stop | None = None
 
 
@@ -228,7 +228,7 @@ class FitExperiment(Registered):
         hooks: Iterable[Hook] | None = None,
         overwrite: bool = False,
         snapshot: Count | Literal["auto"] | None = None,
-        worker: WorkerAssignment | None = None,
+        worker: AsyncWorkerSpec | None = None,
     ) -> RunResult:
         """Train the model. Collective; the result is the same on every rank.
 
@@ -255,7 +255,7 @@ class FitExperiment(Registered):
         snapshot : int or 'auto', optional
             In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every `snapshot`
             steps, or, with 'auto', as often as possible in 2 % of the time. A resumed run uses the newest snapshot.
-        worker : WorkerAssignment, optional
+        worker : AsyncWorkerSpec, optional
             For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
 
         Raises
@@ -292,10 +292,12 @@ class FitExperiment(Registered):
                 settings = format_settings_to_compare(self, plan, resume)
             check_same_lines_on_ranks(grid.world, settings)
             with lock_folder(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
-                return _run_locked(self, plan, grid, folder, resume, init_from, yaml_text, hooks, snapshot, worker)
+                return _run_in_locked_folder(
+                    self, plan, grid, folder, resume, init_from, yaml_text, hooks, snapshot, worker
+                )
 
 
-def _run_locked(
+def _run_in_locked_folder(
     experiment: FitExperiment,
     plan: Plan,
     grid: ProcessGrid,
@@ -305,7 +307,7 @@ def _run_locked(
     yaml_text: str | None,
     hooks: list[Hook],
     snapshot: int | Literal["auto"] | None,
-    worker: WorkerAssignment | None,
+    worker: AsyncWorkerSpec | None,
 ) -> RunResult:
     """Run a validated experiment in a locked folder."""
     model, dataset = experiment.model, experiment.dataset

@@ -32,7 +32,7 @@ from .html_elements import (
     value_html,
 )
 from .job_report import server_job_html
-from .state import Record
+from .state import EpochRecord
 from .svg_plot import line_plot_svg
 
 _PICTURE_FILES = ("tiles.png",)  # curves are drawn from the records
@@ -84,7 +84,7 @@ def run_report_html(folder: Path) -> str:
     ])  # fmt: skip
 
 
-def _run_headline_html(records: Sequence[Record]) -> list[str]:
+def _run_headline_html(records: Sequence[EpochRecord]) -> list[str]:
     """Return the lowest error, or loss, of the selection split, and its epoch."""
     for number in ("error", "loss"):
         split = records[-1].selection_split
@@ -134,7 +134,7 @@ def _format_score(metric: str, value: float) -> str:
     return f"{100 * value:.4g} %" if metric == "error" else value_html(value)
 
 
-def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> list[Record]:
+def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> list[EpochRecord]:
     """Return the records of a log such as metrics.jsonl; raise DataError if there are none, or one is invalid.
 
     Parameters
@@ -157,7 +157,7 @@ def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> lis
             values = None
         if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_shallow(values, _MAX_DEPTH):
             raise DataError(f"{path}:{at}: is not a record (a JSON object with an integer 'epoch'); remove the line")
-        records.append(Record(values))
+        records.append(EpochRecord(values))
     if not records and not tolerate_incomplete_end:
         raise DataError(f"{path}: no epoch is complete yet; wait until the first one ends")
     return records
@@ -179,7 +179,7 @@ def _name_without_split(name: str) -> str:
     return rest if split in SPLIT_COLOURS and rest else name
 
 
-def _epoch_table_html(metrics: Sequence[str], records: Sequence[Record]) -> str:
+def _epoch_table_html(metrics: Sequence[str], records: Sequence[EpochRecord]) -> str:
     """Return a table of the metrics of every epoch, whose columns are grouped by split."""
     names = {name: _name_without_split(name) for name in metrics}
     splits = [name.removesuffix(names[name]).rstrip("_") for name in metrics]
@@ -189,7 +189,7 @@ def _epoch_table_html(metrics: Sequence[str], records: Sequence[Record]) -> str:
 
 
 def _points_by_split(
-    metric: str, metrics: Sequence[str], records: Sequence[Record]
+    metric: str, metrics: Sequence[str], records: Sequence[EpochRecord]
 ) -> dict[str, list[tuple[float, float]]]:
     """Return the points (epoch, value) of a metric by split; a name without a split belongs to the test split."""
     named = {f"{split}_{metric}": split for split in SPLIT_COLOURS if f"{split}_{metric}" in metrics}

@@ -12,14 +12,14 @@ from ..services.job_status import STATUS_FILE, TASK_STATES, JobStatus
 from ..system.memory import format_bytes
 from .callbacks.master_statistics import JOB_STATISTICS_KEY
 from .html_elements import escape_html, is_plottable, table_html, value_html
-from .state import Record
+from .state import EpochRecord
 from .svg_plot import line_plot_svg
 
 _MAX_TABLE_ROWS = 1000
 """Limit of workers and servers in the tables."""
 
 
-def server_job_html(folder: Path, records: Sequence[Record]) -> list[str]:
+def server_job_html(folder: Path, records: Sequence[EpochRecord]) -> list[str]:
     """Return the workers, tasks, versions of servers and throughput of each epoch, and the last state of the job.
 
     Empty if the run has no servers.

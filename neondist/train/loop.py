@@ -19,7 +19,7 @@ from ..metrics import Metric, Misclassification, OutputLayout
 from ..models import Model, Trainable, TrainableModel
 from ..registry.arguments import type_checked
 from .callbacks.hook import Hook, open_hooks
-from .state import EpochTotals, Record, Stop, TrainState, nonfinite_to_none
+from .state import EpochRecord, EpochTotals, Stop, TrainState, nonfinite_to_none
 
 _STOPPED_WHILE_WAITING = Stop("requested while waiting for a task; --resume continues from here")
 
@@ -34,8 +34,8 @@ def fit(
     metrics: Sequence[Metric] | None = None,
     seed: int | None = None,
     epoch: int = 0,
-    history: Iterable[Record] = (),
-) -> list[Record]:
+    history: Iterable[EpochRecord] = (),
+) -> list[EpochRecord]:
     """Train a model and return one record per epoch, the same on every rank. Collective.
 
     Parameters
@@ -57,7 +57,7 @@ def fit(
     epoch, history
         Completed epochs and their records, to continue an earlier run.
     """
-    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record(record) for record in history])
+    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[EpochRecord(record) for record in history])
     hooks = list(hooks)
     if getattr(model, "grid", None) is None:
         raise ConfigError(f"{type(model).__name__} is not built yet; call model.build(input_shape, batch_size) first")
@@ -106,7 +106,7 @@ def _start_at_epoch_of_first_task(run: TrainState) -> None:
     master = run.master_client
     if master is None or master.is_first_worker or run.stop is not None or run.epoch >= run.epochs:
         return
-    epoch = master.next_epoch(run.has_stop_request)
+    epoch = master.epoch_of_next_task(run.has_stop_request)
     if master.wait_interrupted:
         run.stop = _STOPPED_WHILE_WAITING
     elif epoch is None:
@@ -189,9 +189,9 @@ def _read_batches(model: Trainable, split: Split, batches: Iterable[np.ndarray])
     return split.batches(batches, model.dtype, **options)
 
 
-def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> Record:
+def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> EpochRecord:
     """Evaluate the validation and the test split for a record. Collective."""
-    record = Record()
+    record = EpochRecord()
     for name, split in run.dataset.splits.items():
         if name != "train":
             results = evaluate(run.model, split, run.batch_size, metrics)
@@ -201,7 +201,7 @@ def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> 
     return record
 
 
-def record_epoch_and_reset_totals(run: TrainState, evaluation: Record) -> None:
+def record_epoch_and_reset_totals(run: TrainState, evaluation: EpochRecord) -> None:
     """Count the epoch, append its record, with the results of its evaluation, and reset the totals."""
     totals, trained = run.totals, run.samples_seen - run.totals.elsewhere
     sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
@@ -211,7 +211,7 @@ def record_epoch_and_reset_totals(run: TrainState, evaluation: Record) -> None:
         scaler.reset_skipped_steps()
     run.epoch, run.samples_seen, run.totals = run.epoch + 1, 0, EpochTotals()
     run.history.append(
-        Record(
+        EpochRecord(
             epoch=run.epoch,
             step=run.step,
             train_loss=totals.loss / (trained - totals.skipped) if trained > totals.skipped else math.nan,

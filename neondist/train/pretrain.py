@@ -19,11 +19,11 @@ from .callbacks.hook import Hook, open_hooks
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.stage_pictures import PretrainingPictures
 from .loop import evaluate_validation_and_test, train_loop
-from .state import Record, Stop, TrainState
+from .state import EpochRecord, Stop, TrainState
 
 
 @type_checked
-def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[Record]:
+def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[EpochRecord]:
     """Train every stage of a model for its `num_pretrain_epochs`. Collective; all ranks get the same records.
 
     Uses the loop of `nd.fit` with the stage's autoencoder as the model: hooks access it as `run.model`.
@@ -44,7 +44,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
         One record per stage and epoch; epoch 0 is the state before training. 'test_loss' is the mean cost of a test
         sample, 'reconstruction_error' the fraction of the input's variance not reconstructed.
     """
-    history: list[Record] = []
+    history: list[EpochRecord] = []
     hooks = list(hooks)
     model.grid.check("pretrain", {"batch_size": batch_size})
     with open_hooks(hooks):
@@ -70,7 +70,7 @@ def pretrain_stages(
     Only hooks that run during pretraining are called. Return the reason for an early end, if any. Collective.
     """
     hooks = [hook for hook in hooks if hook.runs_during_pretraining]
-    history: list[Record] = []
+    history: list[EpochRecord] = []
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
         if number >= resumed_pretraining_stage:
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
@@ -103,7 +103,7 @@ def _pretrain_stage(run: TrainState, stage: Autoencoder, hooks: list[Hook], resu
     metrics: list[Any] = [ReconstructionErrorMetric(stage, run.dataset.train.without_augmentation(), run.batch_size)]
     if resumed_checkpoint is None:
         evaluation = evaluate_validation_and_test(run, metrics)
-        run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **evaluation)]
+        run.history = [*run.history, EpochRecord(stage=stage.name, epoch=0, step=0, **evaluation)]
     train_loop(run, [StageNameRecorder(stage.name), *hooks], metrics)
     stage.close()
 
@@ -116,7 +116,7 @@ class StageNameRecorder(Hook):
 
     def after_epoch(self, run: TrainState) -> None:
         """Complete the epoch's record."""
-        run.history[-1] = Record(stage=self.stage_name, **run.history[-1])
+        run.history[-1] = EpochRecord(stage=self.stage_name, **run.history[-1])
 
 
 class ReconstructionErrorMetric:

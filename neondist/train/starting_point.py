@@ -15,7 +15,7 @@ from .state import TrainState
 
 
 @dataclass(frozen=True)
-class StartingPoint:
+class RunStartingPoint:
     """Starting point of an experiment.
 
     Attributes
@@ -36,7 +36,7 @@ def initialise_or_resume_run(
     resume: bool | str,
     init_from: str | Path | None,
     snapshot_store: SnapshotStore | None,
-) -> StartingPoint:
+) -> RunStartingPoint:
     """Initialise the weights and the position of `run`. Collective.
 
     Raises
@@ -47,16 +47,16 @@ def initialise_or_resume_run(
     if resume and folder is not None:
         stage = find_interrupted_stage(run.grid.world, folder) if run.model.whole_model.num_pretrain_epochs else 0
         if stage:
-            return StartingPoint(True, stage)
+            return RunStartingPoint(True, stage)
         if not _starts_from_scratch(run.grid.world, folder, resume):
             restore_newest_snapshot_or_checkpoint(folder / CHECKPOINT, run, snapshot_store)
-            return StartingPoint(True, pretraining_complete=True)
+            return RunStartingPoint(True, pretraining_complete=True)
         run.start_messages.append("no earlier run has written a checkpoint: starting from scratch")
     if init_from is not None:
         with checkpoint.open_checkpoint(Path(init_from), run.grid.world) as file:
             match = checkpoint.load_weights(file, run.model.checkpoint_arrays()["model"])
             run.start_messages.append(f"weights from {init_from}: {match}")
-    return StartingPoint()
+    return RunStartingPoint()
 
 
 def _starts_from_scratch(world: Transport, folder: Path, resume: bool | str) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..services.master_client import MasterClient
 
 
-class Record(dict[str, Any]):
+class EpochRecord(dict[str, Any]):
     """One epoch's numbers by name.
 
     epoch, step, train_loss; validation_loss and validation_error where there is a validation split, test_loss and
@@ -132,7 +132,7 @@ class TrainState:
     epoch: int = 0
     samples_seen: int = 0
     loss: float = float("nan")
-    history: list[Record] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
     stop: Stop | None = None
     totals: EpochTotals = field(default_factory=EpochTotals)
     start_messages: list[str] = field(default_factory=list)

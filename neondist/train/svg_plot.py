@@ -55,7 +55,7 @@ class Axis:
             at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1)
         ))  # fmt: skip
 
-    def fraction(self, value: float) -> float:
+    def relative_position(self, value: float) -> float:
         """Return the relative position of a value, from 0 to 1."""
         scale = math.log if self.logarithmic else float
         return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low) or 1)
@@ -125,7 +125,10 @@ def line_plot_svg(
     across, up = _PLOT_WIDTH - left - _RIGHT_MARGIN, _PLOT_HEIGHT - _TOP_MARGIN - _BOTTOM_MARGIN
 
     def to_pixels(x: float, y: float) -> tuple[str, str]:
-        return (f"{left + horizontal.fraction(x) * across:.1f}", f"{_TOP_MARGIN + (1 - vertical.fraction(y)) * up:.1f}")
+        return (
+            f"{left + horizontal.relative_position(x) * across:.1f}",
+            f"{_TOP_MARGIN + (1 - vertical.relative_position(y)) * up:.1f}",
+        )
 
     bottom, svg, keys = _PLOT_HEIGHT - _BOTTOM_MARGIN, [], []
     for tick, label in zip(vertical.ticks, heights, strict=True):

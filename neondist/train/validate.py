@@ -97,7 +97,7 @@ def validate_experiment(
             metric.check_field_metadata(plan.output_shape, dataset.fields)
     for logger in experiment.loggers:
         with set_error_subject(logger):
-            logger.check_installed()
+            logger.check_package_installed()
     if experiment.best is not None:
         with set_error_subject(experiment.best):
             experiment.best.check_metric_is_recorded(experiment.metrics)

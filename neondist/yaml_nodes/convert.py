@@ -74,7 +74,7 @@ def _convert_untagged(node: Node, hint: Any, path: str, build: BuildObject) -> A
     inner_errors: list[TypeMismatch] = []
     for choice in choices:
         try:
-            return _convert_to_member(node, choice, path, build)
+            return _convert_to_union_member(node, choice, path, build)
         except TypeMismatch as error:
             if error.path != path:
                 inner_errors.append(error)
@@ -90,7 +90,7 @@ def _convert_object(node: Node, hint: Any, path: str, build: BuildObject) -> Any
     return value
 
 
-def _convert_to_member(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
+def _convert_to_union_member(node: Node, hint: Any, path: str, build: BuildObject) -> Any:
     value, origin, args = node.value, typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
         return _convert_untyped(node, path, build)

@@ -81,7 +81,7 @@ def test_rows_outside_strips(case, limit, sides):
     x, y = np.zeros((samples, *extent, 2)), np.zeros((samples, *out_extent, 3))
     for strip in split_into_strips(x, y, kernel, stride, dilation, limit):
         rows = range(extent[0])[strip.view_rows]
-        before, after = strip.zero_rows(sides, x)
+        before, after = strip.zero_row_counts(sides, x)
         assert min(before, len(rows)) == sum(row < sides[0] for row in rows)
         assert min(after, len(rows)) == sum(row >= extent[0] - sides[1] for row in rows)
 

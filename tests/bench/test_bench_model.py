@@ -9,7 +9,7 @@ import pytest
 
 import neondist as nd
 from neondist.bench.model import calibrate, predict, rank_profile, workload
-from neondist.bench.model.dry_run import MessageLog, dry_run_grid
+from neondist.bench.model.dry_run import DryRunMessageLog, dry_run_grid
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.bench.model.table import (
     describe_conclusions,
@@ -62,7 +62,7 @@ def test_calibration_by_measured_steps():
     guess = machine.Machine(4, NODE_LINK, NETWORK_LINK, compute_factor=0.1, jitter=0.2)
 
     def predict_rows(cluster):
-        message_log = MessageLog([(2, 1000)], [(32, 10**6)])
+        message_log = DryRunMessageLog([(2, 1000)], [(32, 10**6)])
         return [predict.predict_step(GridShape(n, 2, 2), cluster, RankProfile(1.0, message_log)) for n in (1, 2, 4, 8)]
 
     expected = {row["ranks"]: row["seconds_per_step"] for row in predict_rows(target)}
@@ -92,7 +92,7 @@ def test_rows_recomputed_by_strips():
     # of 12 rows of the first layer, strips of 4 compute 5, 6 and 5; products of a cell: 54, and 54 of the second
     assert stripped.recomputed_fraction == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
     assert set(stripped.seconds_per_cell) == set(full.seconds_per_cell)
-    assert stripped.moved_bytes < full.moved_bytes
+    assert stripped.memory_traffic < full.memory_traffic
     rows = [predict.predict_step(GridShape(), machine.Machine(4, NODE_LINK, NETWORK_LINK), stripped) | {"schemes": []}]
     assert f"| {stripped.recomputed_fraction:.1%} |" in prediction_table(rows)
 
@@ -104,9 +104,9 @@ def test_compute_time():
     assert one_node.slowest_link(8) is NODE_LINK
     # half of the time is spent on memory: 1e10 bytes in 1 s
     busy = machine.Machine(2, NODE_LINK, NETWORK_LINK, nodes=1, slowdown=1.2, memory_slowdown=1.8, shared_slowdown=1.1)
-    assert busy.compute_seconds(2.0, 2, moved_bytes=1e10) == pytest.approx(3.0)
-    assert busy.compute_seconds(2.0, 1, moved_bytes=1e10) == 2.0
-    assert busy.compute_seconds(2.0, 4, moved_bytes=0) == pytest.approx(2 * 1.2 * 2 * 1.1)
+    assert busy.compute_seconds(2.0, 2, memory_traffic=1e10) == pytest.approx(3.0)
+    assert busy.compute_seconds(2.0, 1, memory_traffic=1e10) == 2.0
+    assert busy.compute_seconds(2.0, 4, memory_traffic=0) == pytest.approx(2 * 1.2 * 2 * 1.1)
 
 
 def test_waiting_for_ranks_on_shared_cores():
@@ -196,12 +196,12 @@ def test_dry_run_records_the_messages_of_a_rank(shape):
     assert profile.held_bytes > 0
     assert set(profile.seconds_per_cell) == {"conv1", "conv2", "fc1"}
     views = 2 * 13 * 11 // shape.tiles + 3 * 13 * 11 // shape.tiles  # of both convolutions, borders not counted
-    assert profile.moved_bytes > 2 * 4 // shape.replicas * 8 * views
+    assert profile.memory_traffic > 2 * 4 // shape.replicas * 8 * views
 
 
 def replicated_parameters(experiment):
     """Return all parameters but the weights of the FC layer, whose rows are sharded."""
-    experiment.model.build((13, 11, 2), 4, dry_run_grid(0, GridShape(), MessageLog()))
+    experiment.model.build((13, 11, 2), 4, dry_run_grid(0, GridShape(), DryRunMessageLog()))
     *convolutions, fc = experiment.model.leaves
     return [*(array for layer in convolutions for array in layer.params.values()), fc.params["bias"]]
 
@@ -209,7 +209,7 @@ def replicated_parameters(experiment):
 def test_best_grid_and_turning_point(tmp_path):
     def profile(experiment, shape, least):
         flat = 10 * (shape.rows == 1 and shape.tiles > 1) + 10 * (shape.replicas > 1)
-        return RankProfile(8.0 / shape.size + flat, MessageLog([(2, 10**6)], [(shape.size, 100)]), 7)
+        return RankProfile(8.0 / shape.size + flat, DryRunMessageLog([(2, 10**6)], [(shape.size, 100)]), 7)
 
     cluster = machine.Machine(1, NODE_LINK, machine.Link(0.1, 1e9))
     rows = predict.predict(make_experiment, [1, 4, 16, 64], cluster, profile)
@@ -241,7 +241,9 @@ def test_best_schemes_are_applied_and_profiled():
     def profile(experiment, shape, least):
         schemes.append([type(layer.scheme).__name__ for layer in experiment.model.leaves])
         return RankProfile(
-            1.0, MessageLog([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []), seconds_per_cell={"conv1": 1e-9}
+            1.0,
+            DryRunMessageLog([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []),
+            seconds_per_cell={"conv1": 1e-9},
         )
 
     cluster = machine.Machine(1, NODE_LINK, machine.Link(0.1, 1e9))

@@ -16,7 +16,7 @@ import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.bench import memory  # noqa: E402
 from neondist.bench.model import predict, rank_profile  # noqa: E402
-from neondist.bench.model.dry_run import DryRunTransport, MessageLog  # noqa: E402
+from neondist.bench.model.dry_run import DryRunMessageLog, DryRunTransport  # noqa: E402
 from neondist.bench.model.table import prediction_table, write_report  # noqa: E402
 from neondist.bench.step import bench_step  # noqa: E402
 from neondist.cli import main  # noqa: E402
@@ -80,7 +80,7 @@ def test_dry_run_records_the_messages_of_a_module(shape):
         assert {group for group, _ in profile.message_log.allreduce_sizes} == {8, 4, 2}
     assert profile.seconds > 0
     assert profile.held_bytes == experiment.model.compiled.memory(tile)
-    assert profile.moved_bytes > profile.held_bytes / 2
+    assert profile.memory_traffic > profile.held_bytes / 2
     assert (profile.seconds_per_cell, profile.recomputed_fraction) == ({}, 0)
 
 
@@ -98,7 +98,7 @@ def test_measured_peak_memory_contains_the_planned_arrays():
     data = nd.Synthetic([400, 320, 2], classes=3, train=2, test=1)
     layers = nn.Conv2d(2, 64, 1), nn.Sigmoid(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
     experiment = nd.FitExperiment(data, ndt.TorchModel(lambda: nn.Sequential(*layers)), batch_size=2)
-    memory.reset_peak()
+    memory.reset_peak_memory()
     before = memory.resident_bytes()
     added = rank_profile.measure_peak_memory(experiment, GridShape(1, 2, 1)) - before
     planned = experiment.model.compiled.memory(0)
@@ -106,7 +106,7 @@ def test_measured_peak_memory_contains_the_planned_arrays():
 
 
 def test_groups_of_a_dry_run():
-    group = DryRunTransport(7, 12, MessageLog()).split_by(lambda rank: rank % 3)
+    group = DryRunTransport(7, 12, DryRunMessageLog()).split_by(lambda rank: rank % 3)
     assert (group.rank, group.size) == (2, 4)
 
 
@@ -148,7 +148,7 @@ def test_times_of_modules():
 
     report, plan = loopback.run(2, measure_on_ranks)[0]
     rows = {row["name"]: row for row in report["layers"]}
-    assert list(plan.benchmark_rows) == [name for name in rows if name in plan.benchmark_rows]
+    assert list(plan.class_by_benchmark_row) == [name for name in rows if name in plan.class_by_benchmark_row]
     for name in ("first.0", "first.1", "second.0", "last"):
         assert rows[name]["forward"] > 0
         assert rows[name]["backward"] > 0

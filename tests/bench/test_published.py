@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 import neondist as nd
-from neondist.bench.model.dry_run import MessageLog
+from neondist.bench.model.dry_run import DryRunMessageLog
 from neondist.bench.model.predict import fit_machine, predict_step, rescale_row
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.geometry import GridShape
@@ -67,7 +67,7 @@ def predict_rows(name):
         plan = nd.ConvnetDist({"resnet": resnet, "vgg": vgg}[name]()).plan((224, 224, 3), shape, batch * nodes)
         assert sum(layer.parameters for layer in plan) == PARAMETERS[name]
         sums = plan.reduction_bytes(0) | {GRADIENTS: 4 * PARAMETERS[name]}  # every GPU there has all weights
-        messages = MessageLog([(2 * len(plan), plan.bytes(0))], [(shape.size, count) for count in sums.values()])
+        messages = DryRunMessageLog([(2 * len(plan), plan.bytes(0))], [(shape.size, count) for count in sums.values()])
         rows.append(predict_step(shape, ABCI, RankProfile(1.0, messages)))
     return rows
 

@@ -246,4 +246,4 @@ def test_last_three_are_kept(tmp_path, monkeypatch, links):
         assert (tmp_path / "c.h5").read_bytes() == (tmp_path / f"c-{step:08d}.h5").read_bytes()
     names = ["c-00000007.h5", "c-00000020.h5", "c-00000100.h5", "c.h5"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert [path.name for path in retention.checkpoints_by_step(tmp_path / "c.h5")] == [names[0], names[2], names[1]]
+    assert [path.name for path in retention.list_step_checkpoints(tmp_path / "c.h5")] == [names[0], names[2], names[1]]

@@ -145,7 +145,7 @@ def test_swallowed_interrupt_is_raised_again():
 import signal, time, weakref
 from neondist.system.signals import SignalRecorder
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs may ignore it
-signals = SignalRecorder(owns_process=True).install_handlers()
+signals = SignalRecorder(owns_process=True).install_signal_handlers()
 signals.needs_cleanup = True
 class Thing: pass
 thing = Thing()

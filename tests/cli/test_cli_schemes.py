@@ -6,7 +6,7 @@ import pytest
 
 from neondist.bench.schemes import summarise_by_scheme
 from neondist.cli import main
-from neondist.train import Record
+from neondist.train import EpochRecord
 
 EXPERIMENT_FILE = """\
 !FitExperiment
@@ -96,7 +96,7 @@ def test_seams(folder, capsys):
 
 def test_pareto_front():
     def row(scheme, error, sent):
-        return Record(
+        return EpochRecord(
             scheme=scheme, seed=1, exact=True, grid=[1, 2, 2], test_error=error, test_loss=0.0,
             bytes_per_step=sent, seconds_per_epoch=1.0,
         )  # fmt: skip

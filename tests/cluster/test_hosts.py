@@ -74,9 +74,9 @@ def test_unreadable_sources(tmp_path):
 def test_failed_host_cools_down():
     now, hosts = [0.0], {"a": 1, "b.cluster": 2}
     pool = HostPool(lambda: dict(hosts), 60.0, lambda: now[0])
-    pool.refresh()
+    pool.refresh_host_list()
     assert (pool.listed_host_of("b"), pool.listed_host_of("c")) == ("b.cluster", "")
-    pool.record_failure("b.cluster")
+    pool.exclude_temporarily("b.cluster")
     now[0] = 59.0
     assert (pool.list_usable_hosts(), pool.list_excluded_hosts()) == ({"a": 1}, {"b.cluster": 1.0})
     now[0] = 60.0
@@ -94,7 +94,7 @@ def test_last_list_is_kept_if_the_source_fails():
 
     pool = HostPool(read, 1.0)
     for listed, error in (({"a": 1}, ""), ({"a": 1}, "no network"), ({"b": 1}, "")):
-        pool.refresh()
+        pool.refresh_host_list()
         assert (pool.listed_slots, pool.refresh_error) == (listed, error)
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from neondist.comm.process_hooks import ProcessHooks
+from neondist.comm.process_hooks import ExceptionAndExitHooks
 from neondist.comm.transport import Transport
 from neondist.errors import DataError
 
@@ -38,8 +38,8 @@ def previous_hook(monkeypatch):
 def test_last_grid_reverts_the_effects(previous_hook, capsys):
     hook, calls = previous_hook
     first, second = FakeRanks(), FakeRanks()
-    effects = ProcessHooks.add_grid(first)
-    assert ProcessHooks.add_grid(second) is effects is sys.excepthook
+    effects = ExceptionAndExitHooks.add_grid(first)
+    assert ExceptionAndExitHooks.add_grid(second) is effects is sys.excepthook
     assert (first.events, second.events) == (["shared"], [])
     effects.remove_grid(first)
     sys.excepthook(DataError, DataError("no such file"), None)
@@ -54,7 +54,7 @@ def test_last_grid_reverts_the_effects(previous_hook, capsys):
 def test_later_hooks_are_kept(previous_hook):
     """Keep a hook that calls the previous one, which then has no job to end."""
     _, calls = previous_hook
-    effects = ProcessHooks.add_grid(ranks := FakeRanks())
+    effects = ExceptionAndExitHooks.add_grid(ranks := FakeRanks())
     sys.excepthook = later_hook = lambda *error: effects(*error)
     effects.remove_grid(ranks)
     assert sys.excepthook is later_hook

@@ -4,7 +4,7 @@ import pytest
 from toy_registry import ToyConv, ToyConvDist, ToyExperiment, ToyModel, ToyModelDist, ToyRelu, ToySGD, ToyWide, load
 
 import neondist as nd
-from neondist.config import describe_location, dump, load_experiment
+from neondist.config import describe_yaml_location, dump, load_experiment
 from neondist.registry.type_hints import example_class_names
 
 FILE = """\
@@ -146,11 +146,11 @@ def test_distributed_classes_are_the_default():
 
 def test_locations_of_objects():
     experiment = load(FILE)
-    assert describe_location(experiment) == "exp.yaml:2"
-    assert describe_location(experiment.model.arguments()["layers"][1]) == "exp.yaml:10: model.layers.1"
-    assert describe_location(experiment.model.arguments()["optimizer"]) == "exp.yaml:17: model.optimizer"
-    assert describe_location(ToyRelu()) == ""
-    assert describe_location(None) == ""
+    assert describe_yaml_location(experiment) == "exp.yaml:2"
+    assert describe_yaml_location(experiment.model.arguments()["layers"][1]) == "exp.yaml:10: model.layers.1"
+    assert describe_yaml_location(experiment.model.arguments()["optimizer"]) == "exp.yaml:17: model.optimizer"
+    assert describe_yaml_location(ToyRelu()) == ""
+    assert describe_yaml_location(None) == ""
 
 
 def test_file_with_byte_order_mark(tmp_path):

@@ -23,7 +23,7 @@ from neondist.errors import MAX_MESSAGE_LENGTH, UserError
 from neondist.formats.image_loader import ImageLoader
 from neondist.io.checkpoint.checksum import verify_checksum
 from neondist.io.hdf5 import array_names, open_hdf5
-from neondist.io.journal import Journal
+from neondist.io.journal import ProgressJournal
 from neondist.io.regular_file import open_regular, read_bytes
 from neondist.system.machine import read_machine
 from neondist.train.html_report import read_epoch_records
@@ -43,7 +43,7 @@ READERS = {f"open_source {suffix}": (suffix, nd.open_source) for suffix in SUFFI
     "convert .npy": (".npy", lambda path: open_split_sources([path, path], ImageLoader())),
     "convert .npz": (".npz", lambda path: open_split_sources([path], ImageLoader())),
     "records": (".jsonl", read_epoch_records),
-    "journal": (".journal", Journal),
+    "journal": (".journal", ProgressJournal),
 }
 EXCEPTIONS = {"journal": {"missing", "empty", "loop", "folder"}, "table": {"empty"}}
 """cases that are valid, or that are reported later"""

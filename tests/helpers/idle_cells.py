@@ -2,7 +2,7 @@
 
 import torch
 
-from neondist.torch.execution.runner import Runner
+from neondist.torch.execution.runner import PlanRunner
 
 PERTURBATIONS = (torch.nan, 1e3, -1e3)
 
@@ -15,7 +15,7 @@ def find_idle_cells(model, tiles):
     return recorder.idle
 
 
-class _PerturbingRunner(Runner):
+class _PerturbingRunner(PlanRunner):
     """Runner that overwrites received lines of cells in windows and compares the results."""
 
     def __init__(self, *arguments):

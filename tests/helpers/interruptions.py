@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from neondist.io.journal import Journal
+from neondist.io.journal import ProgressJournal
 
 
 class Killed(Exception):
@@ -14,12 +14,12 @@ class Killed(Exception):
 @contextmanager
 def interrupt_after_part(error=Killed):
     """Raise an error whenever a job has recorded a part."""
-    add = Journal.record_part
+    add = ProgressJournal.record_part
 
     def add_and_raise(self, number):
         add(self, number)
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "record_part", add_and_raise)
+        patch.setattr(ProgressJournal, "record_part", add_and_raise)
         yield

@@ -11,7 +11,7 @@ from waiting import wait_until
 pytest.importorskip("torch")
 
 from neondist.io.run_event_log import read_events
-from neondist.launcher.slots import SlotTable, WorkerBounds, shared_slots_folder
+from neondist.launcher.slots import SharedSlotTable, WorkerBounds, shared_slots_folder
 from neondist.services.job_status import STATUS_FILE, JobStatus
 
 SLOW_FORWARD = """def forward(self, x):
@@ -49,13 +49,13 @@ def test_worker_joins_and_leaves(tmp_path, monkeypatch):
 
     def occupy_slots():
         """Emulate a job that ends once the run has started, and a third one once its second worker trains."""
-        with SlotTable(WorkerBounds(1, 1), shared_slots_folder()) as second:
+        with SharedSlotTable(WorkerBounds(1, 1), shared_slots_folder()) as second:
             assert second.take_slots({"localhost": 2})
             occupied.set()
             wait_until((tmp_path / "started").exists, 100)
         wait_until(lambda: count_steps_of_second_worker(tmp_path / "run/servers") > 0, 100)
         (tmp_path / "joined").touch()
-        with SlotTable(WorkerBounds(1, 1), shared_slots_folder()) as third:
+        with SharedSlotTable(WorkerBounds(1, 1), shared_slots_folder()) as third:
             wait_until(lambda: third.take_slots({"localhost": 2}), 100)
             finished.wait(100)
 

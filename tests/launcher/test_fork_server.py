@@ -11,7 +11,7 @@ from processes import communicate, is_alive, kill
 from waiting import wait_until
 
 from neondist.launcher.fork_server import open_fork_server
-from neondist.system.collector import freeze_new_objects
+from neondist.system.collector import exempt_new_objects_from_gc
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 
@@ -125,7 +125,7 @@ def test_no_server_with_threads_or_failed_imports():
 def test_objects_of_later_blocks_are_collected():
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with freeze_new_objects():
+    with exempt_new_objects_from_gc():
         assert gc.isenabled()
         created = [[] for _ in range(1000)]
     assert gc.get_freeze_count() <= frozen < frozen + len(created)

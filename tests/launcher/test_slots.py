@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neondist.errors import LaunchError
-from neondist.launcher.slots import SlotTable, WorkerBounds, fair_shares, shared_slots_folder
+from neondist.launcher.slots import SharedSlotTable, WorkerBounds, fair_shares, shared_slots_folder
 
 BOUNDS = st.builds(
     lambda low, extra, width: WorkerBounds(low, low + extra, width),
@@ -63,17 +63,17 @@ def test_shares(slots, jobs, expected):
 
 def test_jobs_share_and_return_slots(tmp_path):
     hosts = {"localhost": 6}
-    with SlotTable(WorkerBounds(1, 4), tmp_path) as first:
+    with SharedSlotTable(WorkerBounds(1, 4), tmp_path) as first:
         assert first.take_slots(hosts) == ["localhost"] * 4
         assert first.take_slots(hosts) == []
-        with SlotTable(WorkerBounds(1, 4), tmp_path) as second:
+        with SharedSlotTable(WorkerBounds(1, 4), tmp_path) as second:
             assert first.surplus_workers(hosts) == 1
             assert second.take_slots(hosts) == ["localhost"] * 2, "slots that are free now"
             assert second.take_slots(hosts) == []
             first.free_worker_slots("localhost")
             assert (first.surplus_workers(hosts), first.take_slots(hosts)) == (0, [])
             assert second.take_slots(hosts) == ["localhost"]
-            with SlotTable(WorkerBounds(4, 4), tmp_path) as third:
+            with SharedSlotTable(WorkerBounds(4, 4), tmp_path) as third:
                 assert (first.surplus_workers(hosts), second.surplus_workers(hosts)) == (2, 2)
                 first.free_worker_slots("localhost")
                 assert third.take_slots(hosts) == [], "the full minimum, or nothing"
@@ -86,7 +86,7 @@ def test_jobs_share_and_return_slots(tmp_path):
 
 
 def test_workers_fill_hosts_in_order(tmp_path):
-    with SlotTable(WorkerBounds(1, 9, 2), tmp_path) as table:
+    with SharedSlotTable(WorkerBounds(1, 9, 2), tmp_path) as table:
         assert table.take_slots({"a": 3, "b": 5}) == ["a", "b", "b"]
         assert table.take_slots({"a": 3, "b": 5}) == []
         table.free_worker_slots("a")
@@ -96,7 +96,7 @@ def test_workers_fill_hosts_in_order(tmp_path):
 
 def test_removed_folder_leaves_a_job_unchanged(tmp_path):
     (tmp_path / "slots").mkdir()
-    with SlotTable(WorkerBounds(1, 2), tmp_path / "slots") as table:
+    with SharedSlotTable(WorkerBounds(1, 2), tmp_path / "slots") as table:
         assert table.take_slots({"localhost": 2}) == ["localhost"] * 2
         shutil.rmtree(tmp_path / "slots")
         table.free_worker_slots("localhost")
@@ -110,8 +110,8 @@ def test_removed_folder_leaves_a_job_unchanged(tmp_path):
 JOB_SCRIPT = """
 import sys, time
 from pathlib import Path
-from neondist.launcher.slots import WorkerBounds, SlotTable
-with SlotTable(WorkerBounds(2, 2), Path(sys.argv[1])) as table:
+from neondist.launcher.slots import WorkerBounds, SharedSlotTable
+with SharedSlotTable(WorkerBounds(2, 2), Path(sys.argv[1])) as table:
     print(table.take_slots({"localhost": 2}), flush=True)
     time.sleep(60)
 """
@@ -120,7 +120,7 @@ with SlotTable(WorkerBounds(2, 2), Path(sys.argv[1])) as table:
 def test_slots_of_a_killed_job_are_free(tmp_path):
     with subprocess.Popen([sys.executable, "-c", JOB_SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "['localhost', 'localhost']\n"
-        with SlotTable(WorkerBounds(1, 2), tmp_path) as table:
+        with SharedSlotTable(WorkerBounds(1, 2), tmp_path) as table:
             assert table.take_slots({"localhost": 2}) == []
             job.send_signal(signal.SIGKILL)
             job.wait()
@@ -131,7 +131,7 @@ def test_slots_of_a_killed_job_are_free(tmp_path):
 def test_damaged_entries_and_dead_jobs_are_ignored(tmp_path):
     (tmp_path / "job-1-dead.json").write_text('{"order": 1, "low": 6, "high": 6, "width": 1, "held": {"localhost": 6}}')
     (tmp_path / "job-2-dead.json").write_text("{")
-    with SlotTable(WorkerBounds(1, 2), tmp_path) as table, SlotTable(WorkerBounds(1, 2), tmp_path) as other:
+    with SharedSlotTable(WorkerBounds(1, 2), tmp_path) as table, SharedSlotTable(WorkerBounds(1, 2), tmp_path) as other:
         other._own_path.write_text('{"order": true, "held": []}')
         assert table.take_slots({"localhost": 3}) == ["localhost"] * 2
         assert len(list(tmp_path.glob("job-*"))) == 2

@@ -64,17 +64,17 @@ def test_generations_shrink_only_without_spares(slots, spares, data):
     roster = members.RankRoster(create_parser().parse_args(words), lambda ranks: True)
     hosts = {f"host{i}": count for i, count in enumerate(slots)}
     roster.host_pool = pool = members.HostPool(lambda: hosts, 60.0, lambda: 0.0)
-    pool.refresh()
+    pool.refresh_host_list()
     current, usable = roster.choose_members(), sum(slots)
     assert current.ranks == max(1, usable - spares)
     while usable:
-        roster.keep_size_of(current)
+        roster.keep_rank_count_of(current)
         failing = data.draw(st.sets(st.sampled_from(sorted(pool.list_usable_hosts())), min_size=1))
         assert roster.record_loss(current, tuple(sorted(failing)), ()) == sorted(failing)
         usable -= sum(hosts[host] for host in failing)
         replacement = roster.choose_members()
         assert replacement == (
-            members.Members(n, replacement.hosts, min(spares, usable - n))
+            members.GenerationMembers(n, replacement.hosts, min(spares, usable - n))
             if (n := min(current.ranks, usable))
             else None
         )

@@ -12,7 +12,7 @@ import pytest
 from neondist.launcher import worker_processes
 from neondist.launcher.job_nodes import JobNode, JobNodes
 from neondist.launcher.scaling import ElasticSlots
-from neondist.launcher.slots import SlotTable, WorkerBounds
+from neondist.launcher.slots import SharedSlotTable, WorkerBounds
 from neondist.launcher.worker_processes import TaskProgress, WorkerProcesses
 
 WORKER_SCRIPT = """
@@ -31,7 +31,7 @@ class FakeJob:
     def __init__(self, folder, bounds, slots, kind="good"):
         self.slots, self.kind, self.events, self.lost, self.started = slots, kind, [], [], []
         self.progress, self.processes, self.host_of_worker = TaskProgress(9, frozenset(range(9))), {}, {}
-        self.table = SlotTable(bounds, folder).__enter__()
+        self.table = SharedSlotTable(bounds, folder).__enter__()
         self.failed, self.hosts, self.missed_reports = [], {}, 0
         self.scaling = ElasticSlots(self.table, self.list_hosts, self.failed.append)
         nodes = JobNodes([JobNode()], self.table.take_slots({"localhost": slots}))

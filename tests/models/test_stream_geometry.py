@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.geometry import StripGrid
-from neondist.plan import Stream
+from neondist.plan import StripwisePlan
 
 
 @given(
@@ -46,7 +46,7 @@ def test_strips_below_a_cut_read_only_their_tile(extent, tiles, count, transpose
         plan = nd.ConvnetDist(layers).plan((extent, 2), nd.GridShape(1, tiles))
     except nd.UserError:
         reject()
-    stream = Stream.of(plan.graph, len(layers), plan.grid, count)
+    stream = StripwisePlan.of(plan.graph, len(layers), plan.grid, count)
     stream = stream.with_checkpoints(count, tuple(stream.possible_cuts()))
     for part in stream.parts:
         for tile in range(tiles):

@@ -149,15 +149,15 @@ KILLED_PREDICTION_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from neondist.io.journal import Journal
+from neondist.io.journal import ProgressJournal
 from predict_runs import predict_on_ranks
-add, left = Journal.record_part, [5]
+add, left = ProgressJournal.record_part, [5]
 def add_and_kill(self, number):
     add(self, number)
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
-Journal.record_part = add_and_kill
+ProgressJournal.record_part = add_and_kill
 predict_on_ranks(2, Path({folder!r}), Path({target!r}), block=16, classes=True, raw=True)
 """
 

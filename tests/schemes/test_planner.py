@@ -12,7 +12,7 @@ from test_segments import NETWORKS, run_passes
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.plan.planner import cheapest_ranges, overhead_seconds
-from neondist.plan.segments import place_layers
+from neondist.plan.segments import layers_with_regions
 from neondist.system.machine import MachineProfile
 
 
@@ -63,7 +63,7 @@ def test_redundant_time_of_the_largest_tile():
     model = nd.ConvnetDist(layers, scheme=nd.schemes.DeepHalo())
     links, grid = list(model.chain.members_with_input_shapes((14, 14, 2))), nd.GridShape(1, 2, 1)
     profile = MachineProfile(bandwidth=1e30, latency=1e-30, samples_per_replica=3, seconds_per_cell={"conv1": 1.0})
-    assert overhead_seconds(profile, place_layers(links, grid), grid) == pytest.approx([14 * 3, 0])
+    assert overhead_seconds(profile, layers_with_regions(links, grid), grid) == pytest.approx([14 * 3, 0])
 
 
 def test_error_messages():

@@ -12,7 +12,7 @@ from neondist.cli import main
 from neondist.cli.top import render_status
 from neondist.services.job_status import JobStatus, ServerStatus
 from neondist.train.job_report import server_job_html
-from neondist.train.state import Record
+from neondist.train.state import EpochRecord
 
 STATUS = JobStatus(
     1000.0, 12.3, {"todo": 3, "doing": 2, "done": 7, "failed": 0}, {"worker-1": 9, "worker-0": 8},
@@ -46,7 +46,7 @@ def test_report_ignores_damaged_records(tmp_path):
     STATUS.write(tmp_path / "servers")
     assert "worker-0" in "".join(server_job_html(tmp_path, []))
     damaged = [{"workers": "<b>", "tasks": 3, "server_versions": [None, 7]}, 5]
-    page = "".join(server_job_html(tmp_path, [Record(epoch=1, job=job) for job in damaged]))
+    page = "".join(server_job_html(tmp_path, [EpochRecord(epoch=1, job=job) for job in damaged]))
     assert "<b>" not in page
     assert ">, 7</td>" in page
     (tmp_path / "servers/status.json").write_text("{")

@@ -59,7 +59,7 @@ def start_job(job, master, folder):
     client.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
     client.pull(draw_arrays(9))
     master.report_training_params(Message(QUEUE_PARAMETERS))
-    recovery = ServerRecovery(client._server_group, folder, master)
+    recovery = ServerRecovery(client._server_connections, folder, master)
     recovery.restore_or_save_servers()
     assert master.servers_match_queue
     return client, recovery
@@ -195,7 +195,7 @@ def test_second_master_assigns_the_missing_minibatch(tmp_path, monkeypatch):
             client, _ = start_job(job, first, tmp_path)
         push_to_first_server(job, client)
         with closing(Master(path=path)) as second:
-            recovery = ServerRecovery(client._server_group, tmp_path, second)
+            recovery = ServerRecovery(client._server_connections, tmp_path, second)
             with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
                 recovery.restore_or_save_servers()
             task = second.get_task(Message({"worker": "0"}))
@@ -253,7 +253,7 @@ def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsy
         client = connect(job)
         client.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
         master.report_training_params(Message(QUEUE_PARAMETERS))
-        with CountingRecovery(client._server_group, folder, master):
+        with CountingRecovery(client._server_connections, folder, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))
     error = capsys.readouterr().err
     assert error.count("warning: cannot save or restore the servers: ") == error.count("\n") == 1

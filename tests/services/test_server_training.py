@@ -8,7 +8,7 @@ from parameter_servers import Servers
 
 import neondist as nd
 from neondist.comm import ProcessGrid, loopback
-from neondist.services.training import WorkerAssignment
+from neondist.services.training import AsyncWorkerSpec
 
 SAMPLES, BATCH_SIZE, EPOCHS = 24, 8, 2
 
@@ -50,7 +50,7 @@ def gather_weights(experiment):
 
 
 def place_worker(job, index=0):
-    return WorkerAssignment(index, tuple(host.address for host in job.hosts), job.master_host.address, job.token)
+    return AsyncWorkerSpec(index, tuple(host.address for host in job.hosts), job.master_host.address, job.token)
 
 
 def check_records(job):

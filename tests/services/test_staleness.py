@@ -112,7 +112,9 @@ def test_invalid_credits_are_rejected(value):
         MinibatchId.parse(value)
 
 
-@pytest.mark.parametrize("value", [{}, {"first_epoch": 0, "applied": [[1, 2]]}, {"first_epoch": "x", "applied": []}])
+@pytest.mark.parametrize(
+    "value", [{}, {"first_listed_epoch": 0, "applied": [[1, 2]]}, {"first_listed_epoch": "x", "applied": []}]
+)
 def test_invalid_descriptions_are_rejected(value):
     with pytest.raises(MessageError):
         AppliedMinibatches.parse(value)

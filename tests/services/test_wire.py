@@ -63,7 +63,7 @@ def client(host):
 
 
 def test_arrays_of_several_chunks(client):
-    client.check_version()
+    client.check_service_version()
     array = np.random.default_rng(0).normal(size=(400, 700))
     futures = [client.submit("echo", {"n": n}, {"x": array + n}) for n in range(3)]
     for n, future in enumerate(futures):
@@ -212,4 +212,4 @@ def test_other_versions_are_reported():
         ServiceClient(host.address, "Echo", TOKEN) as client,
         pytest.raises(ServiceError, match=r"has neondist 0\.0\.1, but this process has .*; install the same version"),
     ):
-        client.check_version()
+        client.check_service_version()

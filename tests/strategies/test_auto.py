@@ -47,7 +47,7 @@ def test_choice_is_the_fastest(ranks):
     grids = {(r, p, q) for r in range(1, BATCH + 1) for p in range(1, 7) for q in range(1, 7) if r * p * q == ranks}
     assert {(c.plan.grid.replicas, c.plan.grid.rows, c.plan.grid.cols) for c in choices} == grids
     assert len(choices) == len(grids) * len(create_candidate_builders())
-    choice, runner_up, excluded = search.choose_fastest(choices, None)
+    choice, runner_up, excluded = search.choose_fastest_grid(choices, None)
     assert choice.step_seconds == min(candidate.step_seconds for candidate in choices) <= runner_up.step_seconds
     assert not excluded
     assert [search.choice_label(candidate) for candidate in choices] == [
@@ -62,7 +62,7 @@ def test_choice_fits_in_memory():
     needs = sorted({search.max_needed_bytes(candidate) for candidate in choices})
     assert len(needs) > 2
     for limit in needs:
-        choice, _, excluded = search.choose_fastest(choices, limit)
+        choice, _, excluded = search.choose_fastest_grid(choices, limit)
         faster = [candidate for candidate in choices if candidate.sort_key < choice.sort_key]
         assert (
             search.max_needed_bytes(choice)
@@ -71,7 +71,7 @@ def test_choice_fits_in_memory():
         )
         assert len(excluded) == len(faster)
     with pytest.raises(nd.ConfigError, match=r"needs at least .* with any grid and strategy; give more memory"):
-        search.choose_fastest(choices, needs[0] - 1)
+        search.choose_fastest_grid(choices, needs[0] - 1)
 
 
 def test_choice_memory_matches_its_plan():

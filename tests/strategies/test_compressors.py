@@ -12,7 +12,7 @@ import neondist as nd
 from neondist.comm import Reductions
 from neondist.parallel import compressors
 from neondist.parallel.compressed import CompressedGradients
-from neondist.parallel.compressors import create_compressor, smaller_compressed_bytes
+from neondist.parallel.compressors import compressed_bytes_if_smaller, create_compressor
 from neondist.train import TrainState
 from neondist.train.callbacks.checkpoint import Checkpoint, restore_checkpoint
 
@@ -245,7 +245,7 @@ def test_checkpoints_resume_with_other_compressors(tmp_path):
 
 
 def test_small_parameters_are_not_compressed():
-    assert smaller_compressed_bytes("powersgd(4)", (7,), 4) is None
-    assert smaller_compressed_bytes("powersgd(4)", (4, 4), 4) is None
-    assert smaller_compressed_bytes("topk(0.5)", (10,), 4) is None
-    assert smaller_compressed_bytes("powersgd(4)", (3, 3, 16, 32), 4) == 4 * (144 + 32) * 4
+    assert compressed_bytes_if_smaller("powersgd(4)", (7,), 4) is None
+    assert compressed_bytes_if_smaller("powersgd(4)", (4, 4), 4) is None
+    assert compressed_bytes_if_smaller("topk(0.5)", (10,), 4) is None
+    assert compressed_bytes_if_smaller("powersgd(4)", (3, 3, 16, 32), 4) == 4 * (144 + 32) * 4

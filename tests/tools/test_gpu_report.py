@@ -9,7 +9,7 @@ import pytest
 from device import Device
 
 import neondist as nd
-from neondist.bench.networks import NetworkCase
+from neondist.bench.networks import BenchmarkNetwork
 from neondist.comm import loopback
 
 pytest.importorskip("torch")
@@ -36,7 +36,7 @@ def test_miniature_report(tool, monkeypatch, tmp_path):
     def layers():
         return [nd.ConvLayerDist(4, 3), nd.ActivationLayerDist(nd.ReLU()), nd.FCLayerDist(3)]
 
-    monkeypatch.setitem(tool.NETWORKS, "small", NetworkCase(2, (8, 8, 3), layers, 3))
+    monkeypatch.setitem(tool.NETWORKS, "small", BenchmarkNetwork(2, (8, 8, 3), layers, 3))
 
     def measure(network, precision, compiles):
         assert compiles
@@ -75,6 +75,6 @@ def test_crashed_measurement_costs_one_row(tool, monkeypatch, tmp_path):
 
 def test_missing_gpu_is_reported(tool, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu_report.py"])
-    monkeypatch.setattr(nd, "available", lambda: [nd.backends.Availability("cupy", False, "no GPU is visible")])
+    monkeypatch.setattr(nd, "available", lambda: [nd.backends.BackendAvailability("cupy", False, "no GPU is visible")])
     assert tool.main() == 0
     assert capsys.readouterr().out == "no report: no GPU is visible\n"

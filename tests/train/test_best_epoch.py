@@ -6,13 +6,13 @@ import pytest
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError
-from neondist.train import Record, evaluate_checkpoint
+from neondist.train import EpochRecord, evaluate_checkpoint
 
 EPOCH_LOSSES = [3.0, 2.0, 2.5, 1.9, None, 1.95, 1.89, 4.0]
 
 
 def make_history(values, name="validation_loss"):
-    return [Record({"epoch": at, "validation_loss": 0.0, name: v}) for at, v in enumerate(values, start=1)]
+    return [EpochRecord({"epoch": at, "validation_loss": 0.0, name: v}) for at, v in enumerate(values, start=1)]
 
 
 @pytest.mark.parametrize(

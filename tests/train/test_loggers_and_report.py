@@ -13,7 +13,7 @@ from neondist.errors import ConfigError, MissingPackageError
 from neondist.io.run_event_log import RunEventLog
 from neondist.train.callbacks import loggers as module
 from neondist.train.callbacks.loggers import finite_numbers
-from neondist.train.state import Record
+from neondist.train.state import EpochRecord
 
 
 def make_experiment(loggers=(), epochs=2):
@@ -32,7 +32,7 @@ def train(folder, logger=None, epochs=2, **options):
 
 
 def test_scalars_of_a_record():
-    record = Record({"epoch": 1, "a": 1.5, "b": None, "c": [1, float("nan")], "d": [[1, 2], [3, 4]], "stage": "x"})
+    record = EpochRecord({"epoch": 1, "a": 1.5, "b": None, "c": [1, float("nan")], "d": [[1, 2], [3, 4]], "stage": "x"})
     record["job"] = {"workers": 2, "server_versions": [7]}
     expected = [("a", 1.5), ("c/0", 1), ("d/0/0", 1), ("d/0/1", 2), ("d/1/0", 3), ("d/1/1", 4)]
     expected += [("job/workers", 2), ("job/server_versions/0", 7)]

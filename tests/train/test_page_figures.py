@@ -9,13 +9,15 @@ import pytest
 
 from neondist.train.callbacks.curves_picture import write_curves_picture
 from neondist.train.html_report import evaluation_page_html, run_report_html
-from neondist.train.state import Record
+from neondist.train.state import EpochRecord
 from neondist.train.svg_plot import Axis, line_plot_svg
 
 
 def make_records(losses, **metrics):
     return [
-        Record(epoch=i + 1, step=i + 1, train_loss=loss, validation_loss=loss, **{k: v[i] for k, v in metrics.items()})
+        EpochRecord(
+            epoch=i + 1, step=i + 1, train_loss=loss, validation_loss=loss, **{k: v[i] for k, v in metrics.items()}
+        )
         for i, loss in enumerate(losses)
     ]
 

@@ -8,7 +8,7 @@ from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
 from neondist.errors import ConfigError
 from neondist.metrics import LogLoss, Misclassification, TopK
-from neondist.train import Record, evaluate, evaluate_checkpoint, fit
+from neondist.train import EpochRecord, evaluate, evaluate_checkpoint, fit
 from neondist.train.callbacks.curves_picture import write_curves_picture
 
 
@@ -37,11 +37,11 @@ def test_record_without_a_test_split():
 
 
 def test_selection_prefers_the_validation_split():
-    both = Record(train_loss=0, validation_loss=1, validation_error=0.5, test_loss=2, test_error=0.25)
+    both = EpochRecord(train_loss=0, validation_loss=1, validation_error=0.5, test_loss=2, test_error=0.25)
     assert (both.selection_split, both.selection_value("loss"), both.selection_value("error")) == ("validation", 1, 0.5)
-    regression = Record(validation_loss=1, validation_error=None, test_loss=2, test_error=0.25)
+    regression = EpochRecord(validation_loss=1, validation_error=None, test_loss=2, test_error=0.25)
     assert regression.selection_value("error") is None
-    test_only = Record(train_loss=0, test_loss=2, test_error=0.25)
+    test_only = EpochRecord(train_loss=0, test_loss=2, test_error=0.25)
     assert (test_only.selection_split, test_only.selection_value("loss"), test_only.selection_value("error")) == (
         "test",
         2,

@@ -55,7 +55,7 @@ def collect_reports(phase):
         while len(reports) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         wake_up.set()
-        world.world.fail_all()
+        world.world.fail_waiting_ranks()
 
     def body(transport):
         experiment = make_experiment(2, layers=layers)

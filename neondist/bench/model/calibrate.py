@@ -62,7 +62,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
         progress.begin_part("preparing messages and kernels")
     cores, turns = min(cores, world.size), _Timings(world)
     convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
-    pairs = {size: _pair_exchange(world, size) for size in MESSAGE_SIZES}
+    pairs = {size: _create_two_rank_exchange(world, size) for size in MESSAGE_SIZES}
     unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
@@ -155,7 +155,7 @@ def _fit_core_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, man
     return factor, max(0.0, median(a - factor * 2 * product * few for product, a, _ in rounds))
 
 
-def _pair_exchange(world: Transport, size: int) -> Callable[[], None]:
+def _create_two_rank_exchange(world: Transport, size: int) -> Callable[[], None]:
     """Return an exchange of messages of `size` bytes between ranks 0 and 1."""
     array = np.zeros((2, size), np.uint8)
     peer = {0: [1], 1: [0]}.get(world.rank, [])

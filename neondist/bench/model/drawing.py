@@ -9,7 +9,7 @@ from typing import Any
 from ...io.files import has_matplotlib, write_figure
 
 
-def draw_predictions(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
+def plot_predicted_step_times(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Plot seconds against ranks; return a list of the file, which is empty without matplotlib."""
     if not has_matplotlib():
         return []

@@ -13,7 +13,7 @@ from ...geometry import GridShape
 
 
 @dataclass
-class MessageLog:
+class DryRunMessageLog:
     """Record of messages that were counted instead of sent.
 
     Attributes
@@ -29,7 +29,7 @@ class MessageLog:
 class DryRunTransport(Transport):
     """Rank `rank` of `size`, without the others: it sends nothing, and receives zeros."""
 
-    def __init__(self, rank: int, size: int, message_log: MessageLog) -> None:
+    def __init__(self, rank: int, size: int, message_log: DryRunMessageLog) -> None:
         self.rank, self.size, self.message_log = rank, size, message_log
 
     def split(self, color: int, key: int) -> Transport:
@@ -88,7 +88,7 @@ class _RecordedExchange(Exchange):
             message.cells[...] = 0  # valid numbers, and the cost of MPI's writes
 
 
-def dry_run_grid(rank: int, shape: GridShape, message_log: MessageLog) -> ProcessGrid:
+def dry_run_grid(rank: int, shape: GridShape, message_log: DryRunMessageLog) -> ProcessGrid:
     """Return the grid of this shape as rank `rank` sees it."""
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
     grid = ProcessGrid(DryRunTransport(rank, shape.size, message_log), **factors)

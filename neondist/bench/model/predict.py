@@ -94,7 +94,7 @@ def _predict_with_schemes(
     changed = set_schemes(trial.model.leaves, {choice.layer: choice.scheme for choice in choices})
     best = predict_step(shape, machine, profile(trial, shape, PREDICTION_SECONDS)) if changed else row
     return {
-        "schemes": [asdict(choice) | {"saves": choice.halo_seconds - choice.seconds} for choice in choices],
+        "schemes": [asdict(choice) | {"saves": choice.halo_scheme_seconds - choice.seconds} for choice in choices],
         "seconds_with_schemes": best["seconds_per_step"],
         "bytes_with_schemes": best["bytes_sent"],
     }
@@ -113,7 +113,7 @@ def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Ro
     sums = [(ranks, count) for ranks, count in log.allreduce_sizes if ranks > 1]
     exchange = sum(link.message_seconds(messages, sent) for messages, sent in exchanges)
     summing = sum(machine.allreduce_seconds(ranks, count) for ranks, count in sums)
-    compute = machine.compute_seconds(profile.seconds, shape.size, profile.moved_bytes)
+    compute = machine.compute_seconds(profile.seconds, shape.size, profile.memory_traffic)
     waiting = machine.waiting_seconds(shape.size, len(exchanges) + len(sums))
     waiting += machine.expected_delay_seconds(shape.size, compute)
     latency = sum(messages for messages, _ in exchanges) * link.latency
@@ -167,7 +167,7 @@ def fit_machine(machine: Machine, rows: Sequence[Row], measured: Mapping[int, fl
                 f" {measured[ranks] - taken:.3g} s on this machine; calibrate the machine again, or correct the time"
             )
         weight = 1 / measured[ranks]  # minimises relative errors
-        matrix.append([compute * weight, compute * machine.relative_delay(ranks) * weight])
+        matrix.append([compute * weight, compute * machine.slowest_node_relative_delay(ranks) * weight])
         remaining.append(taken * weight)
     solution, *_ = np.linalg.lstsq(np.array(matrix), np.array(remaining), rcond=None)
     factor, jitter = map(float, solution)

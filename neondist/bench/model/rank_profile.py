@@ -22,7 +22,7 @@ from ...system.job import detect_job
 from .. import memory
 from ..noise import relative_noise
 from ..roofline import count_multiplications
-from .dry_run import MessageLog, dry_run_grid
+from .dry_run import DryRunMessageLog, dry_run_grid
 
 MAX_TURNS = 5
 COMPARISON_SECONDS, PREDICTION_SECONDS = 0.1, 0.5
@@ -42,15 +42,15 @@ class RankProfile:
     noise : relative excess of the median turn over the fastest
     message_log : messages that the rank would send
     held_bytes : memory of the rank in bytes
-    moved_bytes : minimum bytes read and written by the computation
+    memory_traffic : minimum bytes read and written by the computation
     recomputed_fraction : products that strips compute twice, relative to the products of all layers computed once
     seconds_per_cell : seconds for one output cell of one sample, by layer
     """
 
     seconds: float
-    message_log: MessageLog = field(default_factory=MessageLog)
+    message_log: DryRunMessageLog = field(default_factory=DryRunMessageLog)
     held_bytes: int = 0
-    moved_bytes: float = 0.0
+    memory_traffic: float = 0.0
     seconds_per_cell: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     recomputed_fraction: float = 0.0
@@ -72,7 +72,7 @@ def profile_busiest_rank(
         Called after each step, at least `LEAST_STEPS` times.
     """
     model: TrainableModel = experiment.model
-    train, message_log, samples = prepare_step(experiment, shape)
+    train, message_log, samples = prepare_busiest_rank_step(experiment, shape)
     on_step()
 
     def step() -> None:
@@ -89,7 +89,7 @@ def profile_busiest_rank(
             step()
     spent = {}
     plan = model.compiled
-    for name, plans in plan.layer_groups.items() if isinstance(plan, Plan) else ():
+    for name, plans in plan.execution_units.items() if isinstance(plan, Plan) else ():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
         works = [count_multiplications(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
         total = sum(work * entry.layer.output_tile.size for work, entry in zip(works, plans, strict=True))
@@ -98,9 +98,9 @@ def profile_busiest_rank(
         for work, entry in zip(works, plans, strict=True):  # a segment's time is shared in proportion to products
             if cells := entry.layer.output_tile.size:
                 spent[entry.name] = taken / cells if alone else work * share
-    held_bytes, moved_bytes = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
+    held_bytes, memory_traffic = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
     repeated = recomputed_fraction(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
-    return RankProfile(median(turns), message_log, held_bytes, moved_bytes, spent, relative_noise(turns), repeated)
+    return RankProfile(median(turns), message_log, held_bytes, memory_traffic, spent, relative_noise(turns), repeated)
 
 
 def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
@@ -120,7 +120,7 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
         logger.folder = None  # loggers write to the temporary folder
     experiment.dataset.limit_batches(experiment.batch_size, _MEMORY_BATCHES)
     model.nonfinite = "skip"  # gradients are incomplete
-    grid = dry_run_grid(0, shape, MessageLog())
+    grid = dry_run_grid(0, shape, DryRunMessageLog())
     with TemporaryDirectory(prefix="neondist-memory-") as folder:
         experiment.run(grid, output=folder, hooks=[])
     peak, splits = memory.peak_bytes(), experiment.dataset.splits
@@ -154,10 +154,10 @@ def fullest_tile(shape: GridShape, image_extent: Sequence[int]) -> int:
     return max(range(len(boxes)), key=size_and_centrality)
 
 
-def prepare_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], MessageLog, int]:
+def prepare_busiest_rank_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], DryRunMessageLog, int]:
     """Return a training step of the rank with the most cells, the log of its messages, and its number of samples."""
     model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
-    message_log = MessageLog()
+    message_log = DryRunMessageLog()
     grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), shape, message_log)
     model.build(sample_shape, whole, grid, model.fit_plan_to_memory(model.plan(sample_shape, shape, whole)))
     model.restrict_cost_to_local_cells(experiment.dataset.fields)

@@ -13,7 +13,7 @@ from ...plan.report import format_seconds, format_size
 from ...terminal.console import counted
 from ..noise import noise_warnings
 from ..tables import markdown_table
-from .drawing import draw_predictions
+from .drawing import plot_predicted_step_times
 from .predict import fastest_rank_count, first_latency_bound_ranks, mean_relative_error
 
 PREDICTION_HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
@@ -47,7 +47,7 @@ def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
                 str(row["ranks"]),
                 format_seconds(row["seconds_per_step"]),
                 ", ".join(_scheme_texts(row["schemes"])) or "`halo` everywhere",
-                format_seconds(row["seconds_with_schemes"]) + _describe_slower_schemes(row),
+                format_seconds(row["seconds_with_schemes"]) + _note_if_schemes_slower(row),
             ]
             for row in shown
         ],
@@ -81,7 +81,7 @@ def write_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> li
     schemes = [schemes_table(rows)] if any(row["schemes"] for row in rows) else []
     parts = [title, prediction_table(rows), *schemes, *describe_conclusions(rows)]
     write_text(page, "\n\n".join(parts) + "\n")
-    return [lines, page, *draw_predictions(picture, rows, title)]
+    return [lines, page, *plot_predicted_step_times(picture, rows, title)]
 
 
 def _row_cells(row: dict[str, Any]) -> list[str]:
@@ -94,7 +94,7 @@ def _row_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _describe_slower_schemes(row: dict[str, Any]) -> str:
+def _note_if_schemes_slower(row: dict[str, Any]) -> str:
     """Return a note if the schemes make the step slower."""
     return " (slower: keep the scheme)" if row["seconds_with_schemes"] > 1.02 * row["seconds_per_step"] else ""
 

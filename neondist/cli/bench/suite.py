@@ -73,7 +73,7 @@ def suite(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder,
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
-        files, speed = _network_files(arguments, Path(folder)), CoreSpeed.measure()
+        files, speed = _write_network_files(arguments, Path(folder)), CoreSpeed.measure()
         order = _interleave(variants) * arguments.rounds
         turns = [(network, variant) for network in files for variant in order]
         progress.set_total_parts(len(turns), planned_seconds=[ROUND_SECONDS] * len(turns))
@@ -145,7 +145,7 @@ def _interleave(variants: list[str]) -> list[str]:
     return interleaved + [variant for variant in (*own, *other) if variant not in interleaved]
 
 
-def _network_files(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
+def _write_network_files(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
     """Return the file of each network by name."""
     from ...bench.networks import NETWORK_GROUPS, NETWORKS
     from ...config import dump
@@ -183,13 +183,13 @@ class _VariantMeasurement:
     ) -> None:
         self.arguments, self.files, self.ranks, self.cores, self.folder = arguments, files, ranks, cores, folder
         self.progress_file = folder / "end"
-        self.torch_variants = cache(self._torch_variants)
+        self.get_torch_benchmark = cache(self._create_torch_benchmark)
 
     def __call__(self, network: str, variant: str, first: bool) -> dict[str, Any]:
         """Return 'seconds', 'peak_bytes' and, the first time, neondist's 'layers' and 'machine'."""
         steps = self.arguments.steps
         if variant not in ("ranks", "one"):
-            return self.torch_variants(network).measure(variant, steps)
+            return self.get_torch_benchmark(network).measure(variant, steps)
         count, cores = (self.ranks, None) if variant == "ranks" else (1, self.cores)
         extra = ["--roofline"] if first else []
         file = _arguments_for(self.arguments, self.files[network])
@@ -198,7 +198,7 @@ class _VariantMeasurement:
         result |= {name: step[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in step}
         return result
 
-    def _torch_variants(self, network: str) -> Any:
+    def _create_torch_benchmark(self, network: str) -> Any:
         from ...bench.suite import TorchVariantBenchmark
 
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}

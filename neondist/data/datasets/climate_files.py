@@ -115,7 +115,7 @@ class ClimateFiles(Dataset):
             input_names=self.channel_names(series),
             input_units=self.input_units(series),
             lead_steps=self.lead,
-            step_seconds=series.step_seconds,
+            time_step_seconds=series.time_step_seconds,
             month_step=series.month_step,
             coordinate_directions=series.coordinate_directions,
         )

@@ -56,7 +56,7 @@ class FieldSeries:
     channels : list of FieldChannel
     extent : (H, W)
     times : array (T,)
-        In seconds; `step_seconds` is the usual difference, `month_step` a constant difference in calendar months.
+        In seconds; `time_step_seconds` is the usual difference, `month_step` a constant difference in calendar months.
     latitude : array (H,) or (H, W), or None
     dtype : numpy.dtype
 
@@ -137,7 +137,7 @@ class FieldSeries:
         return self._first_file_and_calendar[1]
 
     @property
-    def step_seconds(self) -> float:
+    def time_step_seconds(self) -> float:
         """The usual time step in seconds: the lower median, so that one of two steps can be a gap."""
         return float(np.sort(np.diff(self.times))[(len(self) - 2) // 2]) if len(self) > 1 else 0.0
 
@@ -332,7 +332,7 @@ class FieldSeries:
 
     def _check_times(self) -> None:
         """Raise DataError if the times are not increasing, or have a gap."""
-        steps, usual = np.diff(self.times), self.step_seconds
+        steps, usual = np.diff(self.times), self.time_step_seconds
         wrong = np.flatnonzero(steps <= 0)  # unsorted times have gaps, too
         wrong = wrong if wrong.size else np.flatnonzero(steps > _MAX_STEP_RATIO * usual)
         if not wrong.size:

@@ -45,14 +45,14 @@ class RandomCropPositions:
         self.epoch, self.shape = 0, shape
         self._max_positions = np.array(extents) - shape
         axes = np.arange(len(shape), dtype=np.uint64)
-        self._random_indices = np.asarray(keys, np.uint64)[:, None] * np.uint64(len(shape)) + axes
+        self._random_stream_indices = np.asarray(keys, np.uint64)[:, None] * np.uint64(len(shape)) + axes
         self._seed, self._stream_name = seed, purpose
         self._epoch_positions: tuple[int, np.ndarray] | None = None  # epoch and first cells of its crops
 
     def first_cell(self, number: int) -> list[int]:
         """Return the first cell of a sample's crop in its image."""
         if self._epoch_positions is None or self._epoch_positions[0] != self.epoch:
-            draws = rng.uniform(rng.key(self._seed, self._stream_name, self.epoch), self._random_indices)
+            draws = rng.uniform(rng.key(self._seed, self._stream_name, self.epoch), self._random_stream_indices)
             positions = np.minimum((draws * (self._max_positions + 1)).astype(np.int64), self._max_positions)
             self._epoch_positions = self.epoch, positions
         origin: list[int] = self._epoch_positions[1][number].tolist()

@@ -218,14 +218,14 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
         for tail in (*_trailing_path_parts(item.name), _stem_without_suffixes(item.name)):
             names_by_tail.setdefault(tail, set()).add(item.name)
 
-    def find_image_names(text: str) -> set[str]:
+    def match_image_names(text: str) -> set[str]:
         return next((names_by_tail[tail] for tail in _trailing_path_parts(text) if tail in names_by_tail), set())
 
-    if rows and not find_image_names(rows[0][0]):
+    if rows and not match_image_names(rows[0][0]):
         rows = rows[1:]  # the header
     rows_by_name: dict[str, list[str]] = {}
     for row in rows:
-        name, *others = sorted(find_image_names(row[0])) or [""]
+        name, *others = sorted(match_image_names(row[0])) or [""]
         if others:
             raise DataError(f"{path}: {row[0]!r} could be {name} or {others[0]}; add the folder to the path")
         if not name:

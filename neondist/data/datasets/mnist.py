@@ -56,7 +56,7 @@ TEST = MnistPair(
 ALL_FILES = (TRAIN.images, TRAIN.labels, TEST.images, TEST.labels)
 
 
-def check_mnist_folder(folder: Path) -> None:
+def check_mnist_folder_exists(folder: Path) -> None:
     """Raise DataError unless `folder` is a folder."""
     # os.path returns False without permission, where Path raises
     if not os.path.exists(folder):
@@ -122,7 +122,7 @@ class MNIST(CachedDataset):
 
     def check(self) -> None:
         """Check that the four files exist and their headers match; the data are not read."""
-        check_mnist_folder(self.folder)
+        check_mnist_folder_exists(self.folder)
         for pair in _FILES_BY_SPLIT.values():
             images, labels = (file.path_in(self.folder) for file in (pair.images, pair.labels))
             headers = read_idx_header(images, pair.images.magic), read_idx_header(labels, pair.labels.magic)

@@ -168,10 +168,10 @@ def find_photographs(folder: Path | None) -> list[Path]:
             raise DataError(
                 f"{folder}: cannot be read: {error.strerror}; specify a folder of images, or leave path out"
             ) from error
-    return [path for package in PACKAGE_PHOTOGRAPHS for path in _find_in_package(package)]
+    return [path for package in PACKAGE_PHOTOGRAPHS for path in _find_packaged_photographs(package)]
 
 
-def _find_in_package(package: str) -> list[Path]:
+def _find_packaged_photographs(package: str) -> list[Path]:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         name = package.replace("sk", "scikit-")

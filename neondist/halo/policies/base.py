@@ -86,7 +86,7 @@ class ExchangePolicy(Registered, ABC):
         """
         return 1, 1, 1
 
-    def check_messages(self, elements: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
+    def check_message_sizes(self, elements: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
         """Raise PlanMismatchError if messages for these numbers of elements differ in size from `message_bytes`."""
         declared = [self.message_bytes(n, itemsize, direction) for n in elements]
         if list(sent) != declared:
@@ -95,7 +95,7 @@ class ExchangePolicy(Registered, ABC):
                 f" returns {declared}; make them agree (docs/adding_a_scheme.md)"
             )
 
-    def check_exchanges(self, count: int, direction: str) -> None:
+    def check_exchange_count(self, count: int, direction: str) -> None:
         """Raise PlanMismatchError if the number of exchanges started by a call differs from `exchanges_per_call`."""
         least, _, most = self.exchanges_per_call(direction)
         if not least <= count <= most:

@@ -9,9 +9,9 @@
 
 from .pieces import ArrayPart
 from .read import CheckpointContents, open_checkpoint, read_checkpoint_texts
-from .retention import checkpoints_by_step
+from .retention import list_step_checkpoints
 from .scheme_memory import SCHEME_STATE_TEXT_NAME, collect_scheme_state, restore_scheme_state
-from .settings import from_plain, to_plain
+from .settings import from_json_value, to_json_value
 from .snapshots import SnapshotStore
 from .stream import gather_to_root, scatter_from_root
 from .sync_state import restore_sync_state, sync_state_parts
@@ -19,8 +19,22 @@ from .weights import WeightMatch, load_weights
 from .write import write_checkpoint
 
 __all__ = [
-    "SCHEME_STATE_TEXT_NAME", "ArrayPart", "CheckpointContents", "SnapshotStore", "WeightMatch",
-    "checkpoints_by_step", "collect_scheme_state", "from_plain", "gather_to_root", "load_weights",
-    "open_checkpoint", "read_checkpoint_texts", "restore_scheme_state", "restore_sync_state", "scatter_from_root",
-    "sync_state_parts", "to_plain", "write_checkpoint",
+    "SCHEME_STATE_TEXT_NAME",
+    "ArrayPart",
+    "CheckpointContents",
+    "SnapshotStore",
+    "WeightMatch",
+    "collect_scheme_state",
+    "from_json_value",
+    "gather_to_root",
+    "list_step_checkpoints",
+    "load_weights",
+    "open_checkpoint",
+    "read_checkpoint_texts",
+    "restore_scheme_state",
+    "restore_sync_state",
+    "scatter_from_root",
+    "sync_state_parts",
+    "to_json_value",
+    "write_checkpoint",
 ]  # fmt: skip

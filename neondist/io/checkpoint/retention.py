@@ -25,12 +25,12 @@ def keep_copy_by_step(path: Path, keep: int, step: int) -> None:
             fresh.unlink()
         with atomic_replacement(name) as copy, open_regular(path) as file:
             shutil.copyfileobj(file, copy)
-    for old in checkpoints_by_step(path)[keep:]:
+    for old in list_step_checkpoints(path)[keep:]:
         with contextlib.suppress(OSError):
             old.unlink()
 
 
-def checkpoints_by_step(path: Path) -> list[Path]:
+def list_step_checkpoints(path: Path) -> list[Path]:
     """Return the files with a step in their name, the most recently written first."""
     paths = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
     return sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)

@@ -70,7 +70,7 @@ def collect_scheme_state(exchanged_arrays: ExchangedArrays, state_key: str, worl
     layers = {name: ranks for name, ranks in layers.items() if any(map(_total_size, ranks))}
     if not layers:
         return SchemeState("", [])
-    pieces = [_flat_part(name, ranks, values[name]) for name, ranks in layers.items()]
+    pieces = [_create_scheme_state_part(name, ranks, values[name]) for name, ranks in layers.items()]
     return SchemeState(json.dumps({"of": state_key, "layers": layers}), pieces)
 
 
@@ -102,12 +102,12 @@ def restore_scheme_state(
         for name, ranks in layers.items():
             for entries in require_json_type(name, ranks, list):
                 for entry in require_json_type(name, entries, list):
-                    _check_entry(name, entry, len(exchanged_arrays[name]))
+                    _check_scheme_state_entry(name, entry, len(exchanged_arrays[name]))
             elements = [_total_size(entries) for entries in ranks]
             if file.contents.group(SCHEME_STATE_GROUP).get(name) != (sum(elements),) or len(ranks) != world.size:
                 raise ValueError(name)
             dtype = exchanged_arrays[name][0].dtype
-            pieces.append(_flat_part(name, ranks, np.empty(elements[world.rank], dtype)))
+            pieces.append(_create_scheme_state_part(name, ranks, np.empty(elements[world.rank], dtype)))
     except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
         raise DataError(
             f"{file.contents.path}: has invalid data on border schemes ({problem!r}); specify another checkpoint"
@@ -137,7 +137,7 @@ def _split_scheme_state(
     return memories
 
 
-def _check_entry(name: str, entry: Any, array_count: int) -> None:
+def _check_scheme_state_entry(name: str, entry: Any, array_count: int) -> None:
     """Raise ValueError unless the entry is valid for one of a layer's arrays."""
     at, samples, direction, count, elements = require_json_type(name, entry, list)
     for number, least in ((at, 0), (samples, 1), (count, 1), (elements, 0)):
@@ -150,7 +150,7 @@ def _total_size(entries: list[SchemeStateEntry]) -> int:
     return sum(elements for *_, elements in entries)
 
 
-def _flat_part(name: str, entries_by_rank: list[list[SchemeStateEntry]], own_values: Any) -> ArrayPart:
+def _create_scheme_state_part(name: str, entries_by_rank: list[list[SchemeStateEntry]], own_values: Any) -> ArrayPart:
     ends = list(accumulate(map(_total_size, entries_by_rank), initial=0))
     boxes = [Box((lo,), (hi,)) for lo, hi in pairwise(ends)]
     return ArrayPart(f"{SCHEME_STATE_GROUP}/{name}", (ends[-1],), own_values, boxes)

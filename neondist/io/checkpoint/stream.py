@@ -24,7 +24,7 @@ def gather_to_root(world: Transport, pieces: Iterable[ArrayPart]) -> Iterator[tu
             else:
                 parts = [box.intersect(block) for box in piece.boxes]
                 moves = Redistribution(world.all_to_all, world.rank, parts, _boxes_on_root(world, block))
-                values = moves.forward(to_host(_local_view(piece, world.rank, parts)))
+                values = moves.forward(to_host(_own_part_of_block(piece, world.rank, parts)))
             if world.rank == 0:
                 yield piece, place, values.reshape([s.stop - s.start for s in place])
 
@@ -59,7 +59,7 @@ def scatter_from_root(
             )
             values = Redistribution(world.all_to_all, world.rank, held, parts).forward(sent)
             if values.size:
-                _local_view(piece, world.rank, parts)[...] = namespace(piece.local_array).asarray(values)
+                _own_part_of_block(piece, world.rank, parts)[...] = namespace(piece.local_array).asarray(values)
     if failure is not None:
         raise failure
 
@@ -69,6 +69,6 @@ def _boxes_on_root(world: Transport, block: Box, root: int = 0) -> list[Box]:
     return [block if rank == root else Box(block.lo, block.lo) for rank in range(world.size)]
 
 
-def _local_view(piece: ArrayPart, rank: int, parts: Sequence[Box]) -> np.ndarray:
+def _own_part_of_block(piece: ArrayPart, rank: int, parts: Sequence[Box]) -> np.ndarray:
     """Return a view of this rank's part of a block."""
     return piece.local_array[parts[rank].relative_to(piece.boxes[rank]).slices]

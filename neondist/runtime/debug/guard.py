@@ -109,12 +109,12 @@ class GuardedContext(StepContext):
         error.subject = layer
         return error
 
-    def check_views(self, direction: str, fault: str) -> None:
+    def check_views_unmodified(self, direction: str, fault: str) -> None:
         """Raise HaloError if the layer has modified its read-only arrays."""
         if any(copied.changed for copied in (self.view_copy, *self.other_copies) if copied is not None):
             raise self.layer_error(direction, fault)
 
-    def check_marks(self, direction: str, quantity: str, array: Any) -> None:
+    def check_no_marks(self, direction: str, quantity: str, array: Any) -> None:
         """Raise HaloError if an array contains marks."""
         marks = mask_of_uninitialised(array)
         if marks.any():
@@ -133,8 +133,8 @@ class GuardedLayerTask(LayerTask):
     def call_forward(self, ctx: Any, view: Any) -> Any:
         """Call forward with a copy of the view."""
         y = self.layer.forward(ctx, self._guarded_copy(ctx, view))
-        ctx.check_views("forward", "modified its view in place; work on a copy")
-        ctx.check_marks("forward", "its outputs", y)
+        ctx.check_views_unmodified("forward", "modified its view in place; work on a copy")
+        ctx.check_no_marks("forward", "its outputs", y)
         return y
 
     def compute_partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
@@ -145,16 +145,16 @@ class GuardedLayerTask(LayerTask):
 
     def call_backward(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
-        ctx.check_views("backward", "found its view modified after its forward; work on a copy")
+        ctx.check_views_unmodified("backward", "found its view modified after its forward; work on a copy")
         copied = GuardedCopy(dy)
         dview = self.layer.backward(ctx, copied.array)
         if copied.changed:
             raise ctx.layer_error("backward", "modified the gradient of its outputs in place; work on a copy")
-        ctx.check_views("backward", "modified its view in place; work on a copy")
+        ctx.check_views_unmodified("backward", "modified its view in place; work on a copy")
         for name, gradient in self.layer.grads.items():
-            ctx.check_marks("backward", f"its gradients of '{name}'", gradient)
+            ctx.check_no_marks("backward", f"its gradients of '{name}'", gradient)
         if dview is not None:
-            ctx.check_marks("backward", "the gradient of its view", dview)
+            ctx.check_no_marks("backward", "the gradient of its view", dview)
         return dview
 
     def exchange_halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:

@@ -29,27 +29,27 @@ class Clock(Observer):
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._stack: list[tuple[str, str]] = []
-        self._last_time = 0.0
+        self._last_event_time = 0.0
 
     def on_begin(self, what: str, name: str, direction: str, subject: object) -> None:
         """Start charging time to an event's row."""
-        self._charge()
+        self._charge_elapsed_time()
         row = _ROW_OF_EVENT.get(what) or name or (self._stack[-1][0] if self._stack else REST_ROW)
         self._stack.append((row, _KIND_OF_EVENT.get(what, direction or "forward")))
 
     def on_end(self, what: str, name: str, direction: str) -> None:
         """Resume charging time to the enclosing event."""
-        self._charge()
+        self._charge_elapsed_time()
         self._stack.pop()
 
     def on_value(self, layer: Any, name: str, array: object) -> None:
         """Switch a module's step to backward when its gradient arrives: autograd reports no events."""
         if name == OUTPUT_GRADIENT_VALUE_NAME and self._stack:
-            self._charge()
+            self._charge_elapsed_time()
             self._stack[-1] = str(layer.name), "backward"
 
-    def _charge(self) -> None:
+    def _charge_elapsed_time(self) -> None:
         now = time.perf_counter()
         if self._stack:
-            self.seconds[self._stack[-1]] += now - self._last_time
-        self._last_time = now
+            self.seconds[self._stack[-1]] += now - self._last_event_time
+        self._last_event_time = now

@@ -10,7 +10,7 @@ from ...comm import Reductions
 from ...layers import Layer
 
 
-class LedgerKey(NamedTuple):
+class MessageLedgerKey(NamedTuple):
     """Key under which messages are recorded.
 
     Attributes
@@ -29,7 +29,7 @@ class LedgerKey(NamedTuple):
     nbytes: int
 
 
-Ledger: TypeAlias = "Counter[LedgerKey]"
+Ledger: TypeAlias = "Counter[MessageLedgerKey]"
 """Number of messages by account."""
 
 
@@ -54,12 +54,14 @@ def collect_message_counts(
         for array in layer.arrays:
             for direction, exchange in array.recorded_exchanges:
                 for message in exchange.sends if exchange.run_count else ():
-                    account = LedgerKey("halo", str(layer.name), direction, first_rank + message.peer, message.nbytes)
+                    account = MessageLedgerKey(
+                        "halo", str(layer.name), direction, first_rank + message.peer, message.nbytes
+                    )
                     counts[account] += exchange.run_count
     for name, sums in reductions:
         for (direction, group, nbytes), count in sums.reduction_counts.items():
-            counts[LedgerKey("sum", name, direction, group, nbytes)] += count
+            counts[MessageLedgerKey("sum", name, direction, group, nbytes)] += count
         for (direction, group, peer, nbytes), count in sums.redistribution_counts.items():
             rank = peer if group == "world" else first_rank + peer
-            counts[LedgerKey("redistribution", name, direction, rank, nbytes)] += count
+            counts[MessageLedgerKey("redistribution", name, direction, rank, nbytes)] += count
     return counts

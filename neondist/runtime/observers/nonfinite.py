@@ -35,7 +35,7 @@ class NonFiniteMonitor:
     nonfinite_value: str = ""
     consecutive_skips: int = 0
 
-    def record_step(self, step: int, policy: str, where: str | None) -> None:
+    def record_step_finiteness(self, step: int, policy: str, where: str | None) -> None:
         """Record a step and its non-finite value, if any; raise NonFiniteError if the run must stop."""
         if where is None:
             self.consecutive_skips = 0
@@ -48,7 +48,7 @@ class NonFiniteMonitor:
                 f" {where}; lower the learning rate, or check the data"
             )
         if policy == "stop" or self.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
-            raise error.on_all_ranks()
+            raise error.mark_raised_on_all_ranks()
 
     def record_skip_by_overflow(self, step: int, scaler: LossScaler) -> None:
         """Record a step skipped because 16-bit gradients overflow, and lower the loss scale."""
@@ -63,12 +63,12 @@ class BorderSchemeBackup:
     Parameters
     ----------
     layers : sequence of Layer
-    enabled : bool
+    saves_state : bool
         False: no state is saved or restored.
     """
 
-    def __init__(self, layers: Sequence[Layer], enabled: bool) -> None:
-        arrays = [array for layer in layers for array in layer.arrays] if enabled else []
+    def __init__(self, layers: Sequence[Layer], saves_state: bool) -> None:
+        arrays = [array for layer in layers for array in layer.arrays] if saves_state else []
         self.arrays = [(array, array.scheme_state()) for array in arrays]
 
     def restore(self) -> None:
@@ -77,7 +77,7 @@ class BorderSchemeBackup:
             array.restore_scheme_state(memory)
 
 
-class _FiniteLog(Observer):
+class _FinitenessLog(Observer):
     """Log of the finiteness of values, in the order of a step."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _FiniteLog(Observer):
 
 def find_first_nonfinite(grid: ProcessGrid, x: Any, recompute: Callable[[], object]) -> str:
     """Run `recompute`, which repeats the gradients, and return the name of the first non-finite value. Collective."""
-    log = _FiniteLog()
+    log = _FinitenessLog()
     with np.errstate(all="ignore"), grid.observers.watched_by(log):
         if not isinstance(x, LazyTile):
             log.record("the images", x)

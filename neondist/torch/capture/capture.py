@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ConfigError
 from ...halo import ExchangePolicy
 from ..exchange.schemes import assign_schemes
-from ..ir.custom_gradients import record_functions
+from ..ir.custom_gradients import record_autograd_functions
 from ..ir.errors import CaptureError
 from ..ir.functionalize import (
     separate_buffer_assignments,
@@ -68,10 +68,10 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
     """
     check_module(module)
     gradients = torch.is_grad_enabled()
-    importlib.import_module("torch._dynamo")  # before `record_functions` patches what it inspects
+    importlib.import_module("torch._dynamo")  # before `record_autograd_functions` patches what it inspects
     with (
         tracing(name or type(module).__name__, shapes),
-        record_functions() as calls,
+        record_autograd_functions() as calls,
         track_known_values(module) as values,
     ):
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -198,7 +198,7 @@ def lower_program(
     output_nodes: Sequence[Any] = ()
     for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
-            env[node] = _bind_input(
+            env[node] = _lower_placeholder(
                 lowering, node, specs[node.name], program, remaining_layouts, parameters, buffers, inputs, unregistered
             )
         elif node.op == "output":
@@ -252,8 +252,9 @@ def _check_static_shape(lowering: Lowering) -> None:
         if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _has_static_shape(out)):
             location = lowering.where
             raise ConfigError(
-                f"{location.message_prefix}{location.operator}{_in_module(location)}: the shape of its result depends"
-                " on the values of tensors; a module's computation may depend on their shapes, but not on their values"
+                f"{location.message_prefix}{location.operator}{_in_module_text(location)}: the shape of its"
+                " result depends on the values of tensors; a module's computation may depend on their shapes, but not"
+                " on their values"
             )
 
 
@@ -261,7 +262,7 @@ def _has_static_shape(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape)
 
 
-def _in_module(location: OperatorPosition) -> str:
+def _in_module_text(location: OperatorPosition) -> str:
     return f" in module '{location.module}'" if location.module else ""
 
 
@@ -272,7 +273,7 @@ class _NonTensorOutput:
         self.value = value
 
 
-def _bind_input(
+def _lower_placeholder(
     lowering: Lowering,
     node: Any,
     spec: Any,
@@ -289,8 +290,8 @@ def _bind_input(
         if isinstance(constant, FakeTensor):
             location = node_location(next(iter(node.users), node))
             raise ConfigError(
-                f"{location.message_prefix}{location.operator}{_in_module(location)} receives a tensor that PyTorch"
-                " could not trace, such as the .data of another; use .detach() instead"
+                f"{location.message_prefix}{location.operator}{_in_module_text(location)} receives a tensor that"
+                " PyTorch could not trace, such as the .data of another; use .detach() instead"
             )
         # a parameter read from a list or a dictionary
         for name in parameters:
@@ -304,8 +305,8 @@ def _bind_input(
         if unregistered is None:
             location = node_location(next(iter(node.users), node))
             raise ConfigError(
-                f"{location.message_prefix}{location.operator}{_in_module(location)} receives a tensor that requires"
-                " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
+                f"{location.message_prefix}{location.operator}{_in_module_text(location)} receives a tensor that"
+                " requires grad but is not a parameter of the module; register it as an nn.Parameter of a module"
             )
         value = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
         parameters[spec.target], unregistered[spec.target] = value.id, parameter
@@ -314,7 +315,7 @@ def _bind_input(
         return fake
     layout = remaining_layouts.pop() if spec.kind == InputKind.USER_INPUT else replicated(fake.shape)
     if spec.kind == InputKind.USER_INPUT:
-        image, value = lowering.image_input(layout, fake.dtype)
+        image, value = lowering.passed_image_and_tile(layout, fake.dtype)
         inputs.append(image.id)
         return value
     kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "constant"}

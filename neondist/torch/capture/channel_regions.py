@@ -113,25 +113,27 @@ def estimate_channel_partition(node: Node, mesh: Mesh, partitioned: Collection[N
         Nodes whose results are partitioned by channels.
     """
     target, out = node.meta.get("out_of_place", node.target), node.meta.get("val")
-    has_own_channels, name = any(arg in partitioned for arg in node.all_input_nodes), str(target)
+    has_partitioned_input, name = any(arg in partitioned for arg in node.all_input_nodes), str(target)
     if target is operator.getitem:
-        return _NodeEstimate(0.0, has_own_channels)
+        return _NodeEstimate(0.0, has_partitioned_input)
     if not isinstance(target, torch._ops.OpOverload):
         return None
     if name in _PRODUCTS:
-        return _estimate_channel_saving(bind_arguments(target, node.args, node.kwargs), out, mesh, has_own_channels)
+        return _estimate_channel_saving(
+            bind_arguments(target, node.args, node.kwargs), out, mesh, has_partitioned_input
+        )
     if name in _BATCH_NORMS:
         trains = bind_arguments(target, node.args, node.kwargs).get("training", "no_training" not in name)
-        messages = (2 - has_own_channels) * bool(trains)  # running statistics are gathered
-        return _NodeEstimate(messages * SECONDS_PER_MESSAGE, has_own_channels)
+        messages = (2 - has_partitioned_input) * bool(trains)  # running statistics are gathered
+        return _NodeEstimate(messages * SECONDS_PER_MESSAGE, has_partitioned_input)
     if name in _GLOBAL_MEANS:
-        return _NodeEstimate(SECONDS_PER_MESSAGE, has_own_channels)
+        return _NodeEstimate(SECONDS_PER_MESSAGE, has_partitioned_input)
     is_pointwise = torch.Tag.pointwise in target.tags or name in POINTWISE_OPS
-    return _NodeEstimate(0.0, has_own_channels) if is_pointwise or name in _OTHERS else None
+    return _NodeEstimate(0.0, has_partitioned_input) if is_pointwise or name in _OTHERS else None
 
 
 def _estimate_channel_saving(
-    given: Mapping[str, Any], out: Any, mesh: Mesh, has_own_channels: bool
+    given: Mapping[str, Any], out: Any, mesh: Mesh, has_partitioned_input: bool
 ) -> _NodeEstimate | None:
     """Return the estimate for a convolution or a product of matrices with the given arguments."""
     x, weight, groups = given["x"].meta["val"], given["weight"].meta["val"], given.get("groups", 1)
@@ -139,7 +141,7 @@ def _estimate_channel_saving(
     if x.dim() != weight.dim() or len(kernel) not in (0, mesh.spatial):
         return None
     (outputs, inner), samples, ranks = weight.shape[:2], ceil(x.shape[0] / mesh.parts[0]), prod(parts)
-    sums = groups == 1 and has_own_channels and prefers_partial_sums(inner, outputs)
+    sums = groups == 1 and has_partitioned_input and prefers_partial_sums(inner, outputs)
     units = inner if sums else outputs if groups == 1 else groups
     share = ceil(units / ranks) / units if units >= ranks else 1.0
     tile = prod(ceil(n / p) for n, p in zip(cells, parts, strict=False))
@@ -151,6 +153,8 @@ def _estimate_channel_saving(
     if groups > 1:
         return _NodeEstimate(by_cells - by_channels, share < 1)
     moved = samples * (2 * prod(out.shape[1:]) if sums else prod(x.shape[1:]))
-    messages = 2 if has_own_channels and not sums else 1  # if all ranks have all inputs, only their gradient is summed
+    messages = (
+        2 if has_partitioned_input and not sums else 1
+    )  # if all ranks have all inputs, only their gradient is summed
     by_channels += messages * SECONDS_PER_MESSAGE + GATHER_PASSES * x.element_size() * moved / BYTES_PER_SECOND
     return _NodeEstimate(by_cells - by_channels, share < 1 and not sums, moved, weight.numel())

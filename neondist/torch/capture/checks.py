@@ -132,11 +132,11 @@ class BackwardCheck:
         """Return an alias of an output, which receives no gradients of uses of this output within the module."""
         return output.view_as(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
 
-    def check_gradient_of_output(self, output: torch.Tensor, is_target: Callable[..., Any]) -> None:
-        """Check the gradient that arrives at an output; `is_target` recognises results of `scatter_target`."""
+    def check_gradient_of_output(self, output: torch.Tensor, is_scattered_target: Callable[..., Any]) -> None:
+        """Check the gradient of an output; `is_scattered_target` recognises results of `scatter_target`."""
         if self._grid.size > 1 and output.requires_grad:
             key = id(output)
-            output.register_hook(lambda gradient: self._check_output_gradient(gradient, key, is_target))
+            output.register_hook(lambda gradient: self._check_output_gradient(gradient, key, is_scattered_target))
             self._pass.output_versions[output] = output._version
 
     def alias_for_model(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -176,11 +176,11 @@ class BackwardCheck:
         if key is not None:
             sent.append(gradient)
 
-    def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_target: Callable[..., Any]) -> None:
+    def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_scattered_target: Callable[..., Any]) -> None:
         if self._pass.task_id != torch._C._current_graph_task_id():
             self._check_backward_begins("backward of an output")
         sent = self._pass.sent_gradients.pop(key, [])
-        if self._has_warned or None in self._pass.sent_gradients or is_target(gradient):
+        if self._has_warned or None in self._pass.sent_gradients or is_scattered_target(gradient):
             return
         if not sent or not _is_sum_of(gradient, sent):
             self._has_warned = True

@@ -65,4 +65,4 @@ def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor],
             f"rank {rank}: after {step} steps the sum of {list(tensors)[at]!r} is {every[rank, at]:.6g}, but"
             f" {every[0, at]:.6g} on rank 0; update the weights identically on all ranks, with the same optimiser"
             " settings and state_dict"
-        ).on_all_ranks()
+        ).mark_raised_on_all_ranks()

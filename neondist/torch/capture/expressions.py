@@ -17,7 +17,7 @@ from .consistency import as_bytes_tensor
 from .constants import depends_on_shape_only, track_known_values
 
 
-class ExpressionRecorder(TorchDispatchMode):
+class ValueNumberingMode(TorchDispatchMode):
     """Value numbering of the expressions that passes compute: equal expressions have equal numbers in all passes.
 
     State that a pass leaves for the next pass has the same number in both, unless the state depends on the inputs of
@@ -122,7 +122,7 @@ class RepeatedPasses:
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._inputs = module, inputs
-        self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ExpressionRecorder()
+        self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ValueNumberingMode()
         self._fakes: dict[str, Any] = {}  # fake, because the module could write to real tensors
         fakes: dict[torch.Tensor, Any] = {}
         for path, part in module.named_modules():  # including aliases, which functional_call restores in order

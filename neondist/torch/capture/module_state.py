@@ -54,11 +54,11 @@ def _dereference(proxy: Any) -> Any:
         return None
 
 
-def _slot_value(owner: Any, name: str) -> Any:
+def _slot_attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name, MISSING)
 
 
-def _cell_content(cells: Any, index: int) -> Any:
+def _closure_cell_content(cells: Any, index: int) -> Any:
     return cells[index].cell_contents
 
 
@@ -194,7 +194,7 @@ class ReachableState:
         reads_all = self._has_dynamic_access or not _is_user_class(cast(Any, type(module)))
         names = [name for name in attributes if name not in NN_MODULE_ATTRIBUTES and (reads_all or name in self.names)]
         names += ["training"] * ("training" in attributes)
-        self.containers.append(ValueContainer(path, module, attributes, separator=".", is_watched=False))
+        self.containers.append(ValueContainer(path, module, attributes, name_separator=".", is_watched=False))
         self._visit_attrs(attributes, path, module, names)
         self._visit_classes_of(type(module), path, module)
 
@@ -217,10 +217,10 @@ class ReachableState:
         cells = function.__closure__ or ()
         if cells:
             self.containers.append(
-                ValueContainer(path, module, cells, range(len(cells)), partial(_cell_content, cells))
+                ValueContainer(path, module, cells, range(len(cells)), partial(_closure_cell_content, cells))
             )
         for index, name in enumerate(function.__code__.co_freevars):
-            if (value := get_or_missing(partial(_cell_content, cells), index)) is not MISSING:
+            if (value := get_or_missing(partial(_closure_cell_content, cells), index)) is not MISSING:
                 self._visit(value, f"{path}:{name}", module)
         for name in ("__defaults__", "__kwdefaults__"):
             self._visit(getattr(function, name), f"{path}.{name}", module)
@@ -258,7 +258,7 @@ class ReachableState:
         if (
             isinstance(value, enum.Enum)
             or not relevant
-            or not (hasattr(value, "__dict__") or _slot_names(cast(Any, cls)))
+            or not (hasattr(value, "__dict__") or _slot_attribute_names(cast(Any, cls)))
         ):
             self.key_by_path[path] = IdentityKey(value)
             return
@@ -269,13 +269,13 @@ class ReachableState:
             self._visit_attrs(attributes, path, module, [n for n in attributes if every or n in self.names])
         slots = [
             name
-            for name in _slot_names(cast(Any, cls))
-            if (every or name in self.names) and _slot_value(value, name) is not MISSING
+            for name in _slot_attribute_names(cast(Any, cls))
+            if (every or name in self.names) and _slot_attribute(value, name) is not MISSING
         ]
         if slots:
-            self.containers.append(ValueContainer(path, module, value, slots, partial(_slot_value, value)))
+            self.containers.append(ValueContainer(path, module, value, slots, partial(_slot_attribute, value)))
             for name in slots:
-                self._visit(_slot_value(value, name), f"{path}.{name}", module)
+                self._visit(_slot_attribute(value, name), f"{path}.{name}", module)
         self._visit_classes_of(cls, path, module)
 
     def _visit_classes_of(self, kind: type, path: str, module: nn.Module | None) -> None:
@@ -382,7 +382,7 @@ def _is_user_class(kind: type) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _slot_names(kind: type) -> tuple[str, ...]:
+def _slot_attribute_names(kind: type) -> tuple[str, ...]:
     names: list[str] = []
     for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())

@@ -29,7 +29,7 @@ _UNARY_OPERATORS = "neg", "pos", "abs"
 _PREDICATE_METHODS = "lt", "le", "gt", "ge", "eq", "ne", "bool"
 
 
-class _NumberProbe:
+class _ControlFlowProbe:
     """Instrumented replacements of numbers that passes change, to detect control flow that depends on these numbers.
 
     Parameters
@@ -41,7 +41,7 @@ class _NumberProbe:
     """
 
     def __init__(self, shift: int = 0, num_inverted_comparisons: int = 0) -> None:
-        self.shift, self._remaining_inversions, self.was_compared = shift, num_inverted_comparisons, False
+        self.shift, self._comparisons_to_invert, self.was_compared = shift, num_inverted_comparisons, False
         self._instrumented_classes = {kind: self._instrumented_class(kind) for kind in (int, float)}
 
     def instrument(self, value: Any) -> Any:
@@ -57,8 +57,8 @@ class _NumberProbe:
                     result = getattr(float, name)(float(number), *operands)
                 if isinstance(result, bool):
                     self.was_compared = True
-                    self._remaining_inversions -= 1
-                    return result != (self._remaining_inversions >= 0)
+                    self._comparisons_to_invert -= 1
+                    return result != (self._comparisons_to_invert >= 0)
                 instrumented_class = self._instrumented_classes.get(type(result))
                 return result if instrumented_class is None else instrumented_class(result)
 
@@ -70,13 +70,13 @@ class _NumberProbe:
         return type(base.__name__, (base,), {**methods, "__hash__": base.__hash__})
 
 
-def _yield_probes(numbers_change: bool) -> Iterator[_NumberProbe]:
+def _yield_probes(numbers_change: bool) -> Iterator[_ControlFlowProbe]:
     """Yield a probe for each further pass; the first records comparisons; if there are any, the last inverts them."""
-    yield (first := _NumberProbe())
+    yield (first := _ControlFlowProbe())
     if numbers_change:
-        yield _NumberProbe(_COUNTER_SHIFT)
+        yield _ControlFlowProbe(_COUNTER_SHIFT)
     if first.was_compared:
-        yield _NumberProbe(num_inverted_comparisons=_LIST_REPEATS)
+        yield _ControlFlowProbe(num_inverted_comparisons=_LIST_REPEATS)
 
 
 _FX_TRACER_MODULE = "torch.fx._symbolic_trace"
@@ -114,7 +114,7 @@ class RestorableState:
                 changes[path] = None, [array]
         return changes
 
-    def insert_probe_numbers(self, names: Collection[str], probe: _NumberProbe) -> None:
+    def insert_probe_numbers(self, names: Collection[str], probe: _ControlFlowProbe) -> None:
         """Replace, under these names, changed numbers by the probe's, and lists that have grown by longer lists."""
         for container, before in self._before:
             present = container.read_values()

@@ -24,7 +24,7 @@ class ValueContainer(NamedTuple):
         The relevant names of a mapping or an object; default: all.
     value_of_name : callable, optional
         Maps a name to its value; by default, the values are read by iterating over `object`.
-    separator : str
+    name_separator : str
         Separator between the path and the name of a value; empty: the values share the path as their name.
     in_nn_module : bool
         Whether the container belongs to nn.Module itself: parameters, modules, hooks.
@@ -37,14 +37,14 @@ class ValueContainer(NamedTuple):
     object: Any
     names: Collection[Any] | None = None
     value_of_name: Callable[[Any], Any] | None = None
-    separator: str = ""
+    name_separator: str = ""
     in_nn_module: bool = False
     is_watched: bool = True
     is_restored: bool = True
 
     def value_name(self, key: Any) -> str:
         """Return the name of a value."""
-        return f"{self.path}{self.separator}{key}".removeprefix(".") if self.separator else self.path
+        return f"{self.path}{self.name_separator}{key}".removeprefix(".") if self.name_separator else self.path
 
     def read_values(self) -> dict[Any, Any]:
         """Return the current values."""

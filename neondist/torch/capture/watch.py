@@ -100,7 +100,10 @@ class StateWatch:
 
     def _is_unchanged(self) -> bool:
         """Return whether nothing has changed since the last inspection, in about a microsecond for dozens of values."""
-        if (list(map(len, self._sized_containers)), self._dtypes_and_devices()) != self._known_sizes_and_properties:
+        if (
+            list(map(len, self._size_watched_containers)),
+            self._dtypes_and_devices(),
+        ) != self._known_sizes_and_properties:
             return False
         values = self._current_values()
         if len(values) != len(self._last_values):
@@ -113,12 +116,15 @@ class StateWatch:
         return [content_key(array) for array in self._arrays] == self._array_contents
 
     def _current_values(self) -> list[Any]:
-        return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._getter_names))]
+        return [
+            *chain.from_iterable(self._views),
+            *chain.from_iterable(map(map, self._value_getters, self._value_names)),
+        ]
 
     def _dtypes_and_devices(self) -> list[Any]:
         """Return the dtypes and devices of the tensors and, if the code depends on it, `requires_grad`."""
         tensors = [where[at] for _, where, at in self._registered_tensors]
-        tensors += self._plain_tensors
+        tensors += self._reachable_tensors
         properties: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
         return [*properties, [tensor.requires_grad for tensor in tensors]] if self._depends_on_grad_mode else properties
 
@@ -126,17 +132,17 @@ class StateWatch:
         reach = ReachableState(self._root, self._names, self._excluded)
         self._key, self._arrays = StateKey(reach.key_by_path), list(reach.arrays.values())
         self._array_contents = [content_key(array) for array in self._arrays]
-        self._plain_tensors, self._depends_on_grad_mode = reach.tensors, reach.depends_on_grad_mode
+        self._reachable_tensors, self._depends_on_grad_mode = reach.tensors, reach.depends_on_grad_mode
         self._views: list[Any] = []
-        self._getters: list[Callable[[Any], Any]] = []
-        self._getter_names: list[Collection[Any]] = []
-        self._sized_containers: list[Any] = []
+        self._value_getters: list[Callable[[Any], Any]] = []
+        self._value_names: list[Collection[Any]] = []
+        self._size_watched_containers: list[Any] = []
         for container in reach.containers:
             if not container.is_watched:
                 continue
             if container.value_of_name is not None and container.names is not None:
-                self._getters.append(container.value_of_name)
-                self._getter_names.append(container.names)
+                self._value_getters.append(container.value_of_name)
+                self._value_names.append(container.names)
             elif not len(container.object):
                 pass  # only the container's size is compared
             elif isinstance(container.object, dict):
@@ -145,7 +151,7 @@ class StateWatch:
                 self._views.append(container.object)
             store = vars(container.object) if isinstance(container.object, type) else container.object
             if container.value_of_name is None or isinstance(store, (dict, MappingProxyType)):
-                self._sized_containers.append(store)
+                self._size_watched_containers.append(store)
         self._last_values = self._current_values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
@@ -155,7 +161,7 @@ class StateWatch:
                 for entries, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                     entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
         self._registered_tensors = [*self._parameters, *self._buffers]
-        self._known_sizes_and_properties = list(map(len, self._sized_containers)), self._dtypes_and_devices()
+        self._known_sizes_and_properties = list(map(len, self._size_watched_containers)), self._dtypes_and_devices()
 
 
 def _tensor_bytes(tensor: torch.Tensor | None) -> bytes:

@@ -185,7 +185,7 @@ def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, Tr
     last = env[results[0]]
     if not isinstance(last, TracedValue):
         raise ConfigError("the module's output is not computed from its input; return the output of a layer")
-    if not last.has_layer_axes:
+    if not last.matches_layer_axes:
         net.refuse(f"its output has shape {last.shape}, but the layer's output is {last.layer_shape} for each sample")
     return net, last
 

@@ -46,7 +46,7 @@ class TracedValue(NamedTuple):
     value_number: int
 
     @property
-    def has_layer_axes(self) -> bool:
+    def matches_layer_axes(self) -> bool:
         """Whether the tensor and the layer's output have the same axes, up to their order."""
         return self.layer_shape == (*self.shape[2:], *self.shape[1:2])
 
@@ -185,8 +185,8 @@ class NetworkBuilder:
 
     def _append(self, step: Step, layer_shape: Shape, value_number: int) -> TracedValue:
         shape = tuple(self.out.shape)
-        has_layer_axes = layer_shape == (*shape[2:], *shape[1:2])
-        if not shape or shape[0] != self.batch or not (has_layer_axes or prod(shape[1:]) == prod(layer_shape)):
+        matches_layer_axes = layer_shape == (*shape[2:], *shape[1:2])
+        if not shape or shape[0] != self.batch or not (matches_layer_axes or prod(shape[1:]) == prod(layer_shape)):
             self.refuse(f"its output has shape {shape}, but the layer's output is {layer_shape} for each sample")
         if self.out.dtype != self.dtype:
             self.refuse(f"its output is {self.out.dtype}, but the module's parameters are {self.dtype}")

@@ -43,10 +43,10 @@ def conversion_table() -> list[tuple[str, str, list[str]]]:
     return [(*key, names) for key, names in rows.items()]
 
 
-def _spatial_axes(net: NetworkBuilder, x: TracedValue, axes: int = 0) -> int:
+def _count_spatial_axes(net: NetworkBuilder, x: TracedValue, axes: int = 0) -> int:
     """Return the number of spatial axes; reject reshaped values, and numbers of axes other than `axes`, if given."""
     spatial = len(x.shape) - 2
-    if not x.has_layer_axes or (axes and spatial != axes):
+    if not x.matches_layer_axes or (axes and spatial != axes):
         net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")
     return spatial
 
@@ -61,7 +61,7 @@ def convolution(
     net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> TracedValue:
     """Any kernel, stride, padding, dilation and groups."""
-    n = _spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
+    n = _count_spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
     out, _, *kernel = net.parameter_shape(weight)
     strides, dilated = _as_tuple(stride, n), _as_tuple(dilation, n)
     pads = (0,) * n if padding == "valid" else padding
@@ -79,7 +79,7 @@ def transposed_convolution(
     groups: int, dilation: Any,
 ) -> TracedValue:  # fmt: skip
     """output_padding must be less than the stride."""
-    n = _spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
+    n = _count_spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
     _, out, *kernel = net.parameter_shape(weight)
     strides, pads, extra, dilated = (_as_tuple(v, n) for v in (stride, padding, output_padding, dilation))
     options: dict[str, Any] = {"output_padding": extra, "dilation": dilated, "groups": groups, "bias": bias is not None}
@@ -121,7 +121,7 @@ def batch_norm(
     eps: float, training: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Only with weight, bias and running statistics; batch statistics in training, running statistics in evaluation."""
-    _spatial_axes(net, x)
+    _count_spatial_axes(net, x)
     if training != net.training:
         net.refuse(
             "evaluation uses the statistics of the batch" if training else "training uses the running statistics"
@@ -149,7 +149,7 @@ def group_norm(
     net: NetworkBuilder, x: TracedValue, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any
 ) -> TracedValue:
     """With weight and bias, or without either."""
-    _spatial_axes(net, x)
+    _count_spatial_axes(net, x)
     return net.append(
         layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias)
     )
@@ -171,7 +171,7 @@ def instance_norm(
     use_input_stats: bool, momentum: float, eps: float, **_: Any,
 ) -> TracedValue:  # fmt: skip
     """Only without running statistics."""
-    _spatial_axes(net, x)
+    _count_spatial_axes(net, x)
     if running_mean is not None or not use_input_stats:
         net.refuse("it has running statistics")
     return net.append(layers.InstanceNormLayer(eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias))
@@ -187,7 +187,7 @@ def _fit_windows(
     net: NetworkBuilder, x: TracedValue, kernel: Any, stride: Any, padding: Any
 ) -> tuple[tuple[Any, ...], bool]:
     """Return kernel, stride, and padding by side for the output extent, and whether ceil_mode adds cells."""
-    n = _spatial_axes(net, x)
+    n = _count_spatial_axes(net, x)
     sizes, steps, pads = _as_tuple(kernel, n), _as_tuple(stride or kernel, n), _as_tuple(padding, n)
     sides, beyond = [], False
     for cells, m, k, s, p in zip(x.layer_shape, net.out.shape[2:], sizes, steps, pads, strict=False):
@@ -231,7 +231,7 @@ def avg_pool(
 )
 def adaptive_pool(net: NetworkBuilder, x: TracedValue, output_size: Any) -> Any:
     """Windows must be of equal size. A flattened global mean becomes GlobalAvgPoolingLayer."""
-    _spatial_axes(net, x)
+    _count_spatial_axes(net, x)
     windows: list[tuple[int, ...]] = []
     for n, m in zip(x.layer_shape, net.out.shape[2:], strict=False):
         starts = [i * n // m for i in range(m)]
@@ -249,7 +249,7 @@ def adaptive_pool(net: NetworkBuilder, x: TracedValue, output_size: Any) -> Any:
 @converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
 def mean(net: NetworkBuilder, x: TracedValue, dim: Any, keepdim: bool, dtype: Any) -> TracedValue:
     """Only over all cells of the image."""
-    if not _spatial_axes(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
+    if not _count_spatial_axes(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
         net.refuse(f"its dimensions {dim} are not the spatial dimensions")
     if keepdim:
         return net.append(layers.AvgPoolingLayer(x.layer_shape[:-1]), x, is_global_mean=True)
@@ -267,7 +267,7 @@ ACTIVATION_BY_OPERATOR: dict[str, type[layers.Activation]] = {
 @converts_to("ActivationLayer", *ACTIVATION_BY_OPERATOR)
 def activation(net: NetworkBuilder, x: TracedValue, dim: int | None = None, **_: Any) -> TracedValue:
     """Softmax only over the channels."""
-    if dim is not None and not (x.has_layer_axes and dim % len(x.shape) == 1):
+    if dim is not None and not (x.matches_layer_axes and dim % len(x.shape) == 1):
         net.refuse(f"its dimension {dim} of {x.shape} is not the channels")
     return net.append(layers.ActivationLayer(ACTIVATION_BY_OPERATOR[net.where.operator.removeprefix("aten.")]()), x)
 
@@ -308,7 +308,7 @@ def linear_upsampling(
 
 
 def _integer_factors(net: NetworkBuilder, x: TracedValue, scales: Any) -> tuple[int, ...]:
-    n = _spatial_axes(net, x)
+    n = _count_spatial_axes(net, x)
     factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.layer_shape, strict=False))
     exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.layer_shape, factors, strict=False))
     if not exact or (scales is not None and _as_tuple(list(scales), n) != factors):
@@ -324,7 +324,7 @@ def pad(
     net: NetworkBuilder, x: TracedValue, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> TracedValue:
     """Only of spatial axes, in any mode; negative padding, which crops, only in mode 'constant'."""
-    n = _spatial_axes(net, x)
+    n = _count_spatial_axes(net, x)
     if len(pad) > 2 * n or (mode != "constant" and min(pad) < 0):
         net.refuse(f"it pads {tuple(pad)} in mode '{mode}'")
     sides = [*zip(pad[::2], pad[1::2], strict=True), *[(0, 0)] * n][:n][::-1]
@@ -340,7 +340,7 @@ def crop(net: NetworkBuilder, x: TracedValue, dim: int, start: int | None, end: 
     axis = dim % len(x.shape) - 2
     if axis < 0 or stride != 1 or last <= first:
         net.refuse(f"it takes [{start}:{end}:{step}] of dimension {dim} of {x.shape}")
-    sides = [(0, 0)] * _spatial_axes(net, x)
+    sides = [(0, 0)] * _count_spatial_axes(net, x)
     sides[axis] = first, x.shape[dim] - last
     return net.append(layers.CropLayer(tuple(sides)), x)
 
@@ -356,7 +356,10 @@ def add(net: NetworkBuilder, x: TracedValue, other: Any, alpha: Any) -> TracedVa
 @converts_to("Concat", "cat.default")
 def cat(net: NetworkBuilder, tensors: Sequence[Any], dim: int) -> TracedValue:
     """Only along the channels."""
-    if not all(isinstance(x, TracedValue) and x.has_layer_axes for x in tensors) or dim % len(tensors[0].shape) != 1:
+    if (
+        not all(isinstance(x, TracedValue) and x.matches_layer_axes for x in tensors)
+        or dim % len(tensors[0].shape) != 1
+    ):
         net.refuse(f"it concatenates constants, or concatenates along dimension {dim}, which is not the channels")
     if len(tensors) == 1:
         return tensors[0]

@@ -44,7 +44,7 @@ def to_torch(model: Model) -> nn.Module:
 
 def module_with_weights(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
     """Return a model's module with these arrays; the model need not be built."""
-    return _Converter({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
+    return _NodeToModuleConverter({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
         model.layers, input_shape
     )
 
@@ -146,7 +146,7 @@ class LocalFilters(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class _Converter:
+class _NodeToModuleConverter:
     """Converter of nodes to modules."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -325,7 +325,7 @@ def _local_contrast(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Mo
 
 def _local_filtering(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    block = layer.block_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
+    block = layer.shared_filter_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
     return [LocalFilters(arrays, window.kernel, window.stride, _padding_modules(window.padding, shape), block)]
 
 

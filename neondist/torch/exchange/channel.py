@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ...geometry import Lattice, Piece, Transfer, to_slice
+from ...geometry import Lattice, MeshTransfer, Piece, to_slice
 from ...observer import EventScope
 from .mesh_comm import Flats, MeshComm
 
 
-class Channel:
+class TransferChannel:
     """Messages of one transfer through flat buffers, planned once.
 
     Parameters
@@ -24,7 +24,7 @@ class Channel:
     kind : 'halo' or 'redistribution'
     """
 
-    def __init__(self, comm: MeshComm, name: str, transfer: Transfer, kind: str) -> None:
+    def __init__(self, comm: MeshComm, name: str, transfer: MeshTransfer, kind: str) -> None:
         self.comm, self.name, self.transfer, self.kind = comm, name, transfer, kind
         rank, part = comm.grid.rank, [-request.source.range(comm.place)[0] for request in transfer.requests]
         self.own, outgoing = (  # in coordinates of this rank's part
@@ -32,8 +32,8 @@ class Channel:
             for pieces in (transfer.local(rank), transfer.sends(rank))
         )
         self.view_includes_own_part = transfer.view_includes_own_part(rank)
-        self.incoming = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
-        self.outgoing = _by_peer(outgoing)
+        self.incoming = _group_pieces_by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
+        self.outgoing = _group_pieces_by_peer(outgoing)
         self.group, self.first = comm.message_group({axis for request in transfer.requests for axis in request.axes})
         self._moved_dims = {request.dim for request in transfer.requests}
         self._buffers: dict[Any, Any] = {}
@@ -157,7 +157,7 @@ class _MessageBuffers:
         Views into the buffers, one per piece and of the piece's shape.
     """
 
-    def __init__(self, channel: Channel, like: torch.Tensor, is_forward: bool) -> None:
+    def __init__(self, channel: TransferChannel, like: torch.Tensor, is_forward: bool) -> None:
         def allocate(pieces: _Pieces) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
             flats, places = dict[int, torch.Tensor](), list[tuple[Piece, torch.Tensor]]()
             for peer, parts in pieces.items():
@@ -191,7 +191,7 @@ def without_padding(view: torch.Tensor, pads: Sequence[tuple[int, int, int]]) ->
     return view
 
 
-def _by_peer(pieces: Iterable[Piece]) -> _Pieces:
+def _group_pieces_by_peer(pieces: Iterable[Piece]) -> _Pieces:
     by_peer: _Pieces = {}
     for piece in sorted(pieces, key=lambda p: p.peer):
         by_peer.setdefault(piece.peer, []).append(piece)

@@ -16,11 +16,11 @@ from torch.library import custom_op
 from ...comm import ProcessGrid
 from ...comm.agreement import CALL_KEY, check_equal_on_ranks, raise_if_any_failed
 from ...errors import ConfigError, GridError, ShapeError, UserError
-from ...geometry import Transfer, Window
+from ...geometry import MeshTransfer, Window
 from ...terminal.console import counted
 from ..ir.layout import local_shape, shape_of
 from ..ir.reach import Reach, dim_request_of
-from .channel import Channel, memory_format_of
+from .channel import TransferChannel, memory_format_of
 from .functions import save_recompute_trigger, trigger_recompute
 from .mesh_comm import MeshComm
 
@@ -62,19 +62,19 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
         _check_arguments(x, window, global_shape)
     except UserError as error:
         check_equal_on_ranks(grid.world, {}, error)
-    find_extent = _uncompiled_extent_of if torch.compiler.is_compiling() else _extent_of
+    find_extent = _uncompiled_global_extent_of if torch.compiler.is_compiling() else _global_extent_of
     extent = find_extent(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
     padding = tuple(chain.from_iterable(window.padding))
     window_args = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
     return torch.ops.neondist.halo(x, grid.handle, *window_args, extent)
 
 
-def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
-    return _grid_state_of(grid, window.ndim).extent_of(x, window)
+def _global_extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
+    return _grid_state_of(grid, window.ndim).global_extent_of(x, window)
 
 
 # torch.compiler.disable as a decorator would import the compiler, which takes 2 s, with neondist.torch
-_uncompiled_extent_of = torch._disable_dynamo(_extent_of)
+_uncompiled_global_extent_of = torch._disable_dynamo(_global_extent_of)
 
 
 def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
@@ -113,7 +113,7 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
 @custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_HALO_ARGS}) -> Tensor")
 def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
     state, window, extent = _decode_halo_arguments(grid, window_args)
-    state.check_on_all_ranks(x, window, extent)
+    state.check_arguments_on_all_ranks(x, window, extent)
     view = state.view(window, extent)
     with view.channel.observe("forward"):
         return view.channel.view(x, view.pads, window.fill)
@@ -193,7 +193,7 @@ _reduce.register_autograd(_reduce_backward, setup_context=_save_reduce_args)
 
 
 class _HaloViewPlan(NamedTuple):
-    channel: Channel
+    channel: TransferChannel
     pads: tuple[tuple[int, int, int], ...]
 
 
@@ -203,20 +203,20 @@ class _GridState:
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.comm = MeshComm(grid, spatial)
         self._views_by_window: dict[tuple[Window, tuple[int, ...]], _HaloViewPlan] = {}
-        self._extents: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._extent_by_tile_shape: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
+    def global_extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
         """Return the extent of the whole image, gathered from the ranks. Collective."""
         shape = tuple(x.shape)
-        extent = self._extents.get(shape)
+        extent = self._extent_by_tile_shape.get(shape)
         # only some ranks may have seen their tile's shape before: check whether all know the extent
         values = {CALL_KEY: "halo", "window": window, "global_shape": None}
         versions = (-1,) if extent is None else extent
         if not check_equal_on_ranks(self.comm.grid.world, values, versions=versions) or extent is None:
-            extent = self._extents[shape] = self._gather_extent(shape)
+            extent = self._extent_by_tile_shape[shape] = self._gather_extent(shape)
         return extent
 
-    def check_on_all_ranks(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+    def check_arguments_on_all_ranks(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
         """Raise on all ranks if the arguments of any rank are invalid, or differ between ranks. Collective."""
         error = None
         try:
@@ -280,7 +280,7 @@ class _GridState:
             pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
         moved = tuple(request for request in requests if request.dim in padded or not request.requests_only_own_cells)
-        channel = Channel(self.comm, "halo", Transfer(mesh.parts, moved), "halo")
+        channel = TransferChannel(self.comm, "halo", MeshTransfer(mesh.parts, moved), "halo")
         return _HaloViewPlan(channel, tuple(pad for pad in pads if pad[0] in padded))
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ..ir.graph import GRADIENTS, DimPart
 from ..ir.once_differentiable import once_differentiable
-from .channel import Channel
+from .channel import TransferChannel
 from .mesh_comm import MeshComm
 
 _RECOMPUTE_TRIGGER = torch.empty(0)
@@ -42,7 +42,7 @@ class ExchangeView(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, has_unaliased_gradient: bool
+        ctx: Any, tensor: torch.Tensor, channel: TransferChannel, pads: Any, fill: float, has_unaliased_gradient: bool
     ) -> torch.Tensor:
         """Return the view of this rank; `has_unaliased_gradient`: whether its gradient shares no memory."""
         ctx.channel, ctx.options = channel, (tensor.shape, pads, has_unaliased_gradient)
@@ -80,7 +80,7 @@ class GatherWhole(torch.autograd.Function):
     """Partitioned tensor gathered on every rank for replicated work; the adjoint takes the rank's own part."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, channel: Channel) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, channel: TransferChannel) -> torch.Tensor:
         """Return the whole tensor."""
         ctx.channel, ctx.shape = channel, tensor.shape
         with channel.observe("forward"):
@@ -188,12 +188,12 @@ class SumParameterGradients(torch.autograd.Function):
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             sizes = [shape.numel() * dtype.itemsize for shape in ctx.shapes]
             of_dtype = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
-            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is None], sizes):
+            for indices in _group_into_buckets([at for at in of_dtype if ctx.parts[at] is None], sizes):
                 grads = [gradients[at] for at in indices]
                 flat = _sum_bucket(ctx, indices, grads, comm.mesh.axes)
                 for at, tensor in zip(indices, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
                     sums[at] = tensor
-            for indices in _buckets([at for at in of_dtype if ctx.parts[at] is not None], sizes):
+            for indices in _group_into_buckets([at for at in of_dtype if ctx.parts[at] is not None], sizes):
                 flat = _sum_bucket(ctx, indices, [gradients[at] for at in indices], comm.mesh.axes & {0})
                 whole = [torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device) for at in indices]
                 comm.gather_parts(GRADIENTS, "backward", flat, whole, [ctx.parts[at] for at in indices])
@@ -208,7 +208,7 @@ MIN_SINGLE_BYTES = 1 << 18
 """Size from which a gradient is summed alone, in place if possible, instead of being joined with others."""
 
 
-def _buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+def _group_into_buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Return groups of the gradients with these indices: large ones alone, others joined up to MAX_BUCKET_BYTES.
 
     `sizes` are those of whole gradients: all ranks need the same groups, although their parts may differ.

@@ -10,7 +10,7 @@ from ...errors import HaloError
 from ..ir.graph import IN_PLACE_VARIANTS, Step, Value, autocast_states
 
 
-def run_guarded_step(
+def run_step_with_checks(
     rank: int,
     run: Callable[[Step, list[torch.Tensor]], Sequence[torch.Tensor]],
     values: Sequence[Value],
@@ -31,13 +31,13 @@ def run_guarded_step(
     if step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have no other readers
         for index, (tensor, copy) in enumerate(zip(tensors, originals, strict=True)):
             if not _is_equal(tensor.detach(), copy):
-                raise _guard_error(
+                raise _step_check_error(
                     rank, step, f"modified its argument {index} in place, which other steps may read; modify a copy"
                 )
     for index, (tensor, value) in enumerate(zip(results, (values[out] for out in step.outputs), strict=True)):
         dtype = tensor.dtype if any(autocast_states()) else value.dtype
         if (tuple(tensor.shape), tensor.dtype) != (value.local, dtype):
-            raise _guard_error(
+            raise _step_check_error(
                 rank,
                 step,
                 f"returned {tensor.dtype} of shape {tuple(tensor.shape)} as result {index}, but its rule declares"
@@ -51,5 +51,5 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _guard_error(rank: int, step: Step, message: str) -> HaloError:
+def _step_check_error(rank: int, step: Step, message: str) -> HaloError:
     return HaloError(f"rank {rank}: step '{step.name}', forward: {message}")

@@ -13,7 +13,7 @@ import torch
 
 from ...comm import DebugTransport, Message, ProcessGrid, Transport
 from ...halo.exchange import DEFAULT_PHASE
-from ...runtime.observers.ledger import Ledger, LedgerKey
+from ...runtime.observers.ledger import Ledger, MessageLedgerKey
 from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS, DimPart
 from ..ir.layout import Mesh
 
@@ -34,7 +34,7 @@ class MeshComm:
         Total bytes in the ledger.
     phase : Phase
         Phase of the current pass, for border schemes.
-    is_guarded : bool
+    has_debug_checks : bool
         Whether steps are checked for errors.
     """
 
@@ -45,7 +45,7 @@ class MeshComm:
         self.ledger: Ledger = Counter()
         self.phase = DEFAULT_PHASE
         self.bytes_sent = 0
-        self.is_guarded = False
+        self.has_debug_checks = False
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
         self._sum_groups: dict[frozenset[int], list[tuple[str, Transport]]] = {}
         if grid.world.shares_process:
@@ -56,16 +56,16 @@ class MeshComm:
 
     def guard(self, seed: int) -> None:
         """Check steps and schemes for errors, and delay messages, in everything planned from now on."""
-        self.grid, self.is_guarded = copy.copy(self.grid), True
+        self.grid, self.has_debug_checks = copy.copy(self.grid), True
         self.grid.world = DebugTransport(self.grid.world, seed)
         self.grid.tile_comm = DebugTransport(self.grid.tile_comm, seed)
 
     def record_traffic(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
         """Record a message to a rank, or a sum in a group."""
-        self.ledger[LedgerKey(kind, step, direction, peer, nbytes)] += 1
+        self.ledger[MessageLedgerKey(kind, step, direction, peer, nbytes)] += 1
         self.bytes_sent += nbytes
 
-    def sum_group(self, axes: frozenset[int]) -> tuple[str, Transport]:
+    def group_for_sums(self, axes: frozenset[int]) -> tuple[str, Transport]:
         """Return the name and the transport of a group for sums; the first call is collective."""
         group = self._groups.get(axes)
         if group is None:
@@ -149,7 +149,7 @@ class MeshComm:
         """Return the sum, or maximum, over axes as a new tensor, or possibly in place. Collective over the axes."""
         groups = self._sum_groups.get(axes)
         if groups is None:  # created by all ranks, including those without elements
-            groups = self._sum_groups[axes] = list(map(self.sum_group, self.mesh.reduction_axes(axes)))
+            groups = self._sum_groups[axes] = list(map(self.group_for_sums, self.mesh.reduction_axes(axes)))
         if not groups or not tensor.numel():
             return tensor if in_place else tensor.clone()
         dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)

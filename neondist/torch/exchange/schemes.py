@@ -13,7 +13,7 @@ from ...backends import Backend, get_backend
 from ...comm import Exchange, ProcessGrid
 from ...errors import ConfigError, HaloError
 from ...geometry import AxisCells, Box, HaloPlan, Lattice, Piece, Window, shift_range
-from ...halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
+from ...halo import ExchangePolicy, FusionScheme, Halo, as_scheme, scheme_text
 from ...halo.buffer import HaloBuffer
 from ...observer import EventScope
 from ...registry import suggest
@@ -27,7 +27,7 @@ Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 
 
 @dataclass
-class _HaloBufferOwner:
+class _HaloBufferContext:
     """Attributes of a channels-last array that its halo buffer uses."""
 
     grid: ProcessGrid
@@ -44,22 +44,22 @@ class _HaloBufferOwner:
 
 
 class SchemeChannel:
-    """Counterpart of `Channel` for border schemes: cells and gradients are exchanged as the scheme prescribes."""
+    """Counterpart of `TransferChannel` for border schemes: it exchanges cells and gradients as a scheme prescribes."""
 
     def __init__(self, comm: MeshComm, step: Step) -> None:
         assert step.transfer is not None
         assert step.scheme is not None
         self.comm, self.grid, self.name, self.transfer = comm, comm.grid, step.name, step.transfer
         self.policy = step.scheme
-        self._buffers: dict[Any, tuple[_HaloBufferOwner, HaloBuffer]] = {}
+        self._buffers: dict[Any, tuple[_HaloBufferContext, HaloBuffer]] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return this rank's view from its part; `pads` are (dimension, before, after)."""
         owner, buffer = self._halo_buffer_for(tensor, fill)
-        if self.comm.is_guarded:
+        if self.comm.has_debug_checks:
             mark_unowned_cells(buffer)
         seen = buffer.forward(_as_channels_last(tensor), self.comm.phase)
-        if self.comm.is_guarded and (missing := mask_of_unfilled(seen, owner.plan)).any():
+        if self.comm.has_debug_checks and (missing := mask_of_unfilled(seen, owner.plan)).any():
             raise HaloError(
                 f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of the view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
@@ -95,12 +95,12 @@ class SchemeChannel:
         """Return the context manager that reports this exchange to observers."""
         return self.grid.observers.observe("halo", self.name, direction)
 
-    def _halo_buffer_for(self, tensor: torch.Tensor, fill: float) -> tuple[_HaloBufferOwner, HaloBuffer]:
+    def _halo_buffer_for(self, tensor: torch.Tensor, fill: float) -> tuple[_HaloBufferContext, HaloBuffer]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._buffers:
             self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # for one batch
             plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _as_channels_last(tensor[:0]).dtype
-            owner = _HaloBufferOwner(self.grid, self.policy, plan, tensor.shape[1], dtype)
+            owner = _HaloBufferContext(self.grid, self.policy, plan, tensor.shape[1], dtype)
             self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
         return self._buffers[key]
 
@@ -137,7 +137,7 @@ class SchemeChannel:
             used=tuple(used.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(need)),
         )
 
-    def _record_messages(self, owner: _HaloBufferOwner) -> None:
+    def _record_messages(self, owner: _HaloBufferContext) -> None:
         """Record the messages since the last call."""
         recorded, recorded_run_counts = owner.recorded_exchanges, owner.recorded_run_counts
         recorded_run_counts += [0] * (len(recorded) - len(recorded_run_counts))
@@ -181,7 +181,7 @@ def assign_schemes(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy])
         if step.is_window_view:
             module, _, _ = step.name.rpartition(":")
             policy = policy_of_module(module, schemes)
-            step.scheme = None if isinstance(policy, Fusion) else policy
+            step.scheme = None if isinstance(policy, FusionScheme) else policy
 
 
 def policy_of_module(module: str, schemes: Mapping[str, ExchangePolicy]) -> ExchangePolicy | None:

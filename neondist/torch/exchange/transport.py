@@ -228,7 +228,7 @@ class TorchTransport(Transport):
             raise ValueError(f"array: expected a contiguous array, got strides {array.strides} of shape {array.shape}")
         flat = array.ravel("K")  # a view
         if not (self._is_whole_group and array.dtype.name in ALLREDUCE_DTYPES):
-            return _Reduction(self, flat, op, kind)
+            return _PendingReduction(self, flat, op, kind)
         with self.convert_remote_errors():
             parts = torch.from_numpy(flat).split(self.max_count)
             return _PendingOps(self, [dist.all_reduce(p, REDUCE_OPS[op], self.group, async_op=True) for p in parts])
@@ -321,7 +321,7 @@ class _PendingOps(Request):
                 work.wait()
 
 
-class _Reduction(Request):
+class _PendingReduction(Request):
     """Pending sum or maximum: each rank reduces one part of all arrays, in rank order, and sends it to the others."""
 
     def __init__(self, transport: TorchTransport, flat: np.ndarray, op: ReduceOp, kind: int) -> None:

@@ -150,13 +150,13 @@ class BlockLowering(Lowering):
         self,
         value: Value,
         reaches: ReachByDim,
-        cut_axes: Iterable[int] | None = None,
+        partition_axes: Iterable[int] | None = None,
         fill: float = 0.0,
-        sliding: bool = False,
+        has_sliding_windows: bool = False,
     ) -> Value:
         """Return the view of a value that a block needs, and record the reaches."""
         axes = axes_of((reach.out_atom,) for reach in reaches.values())
-        inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
+        inside = value.axes | axes if partition_axes is None else frozenset(partition_axes)
         dims = [(dim, reach, self.single_atom(value, dim)) for dim, reach in sorted(reaches.items())]
         if axes_of(value.layout) - inside or any(a.axis is not None and r.out_atom.axis is None for _, r, a in dims):
             self.refuse(_REFUSAL_REASON_BY_KIND["gather"])
@@ -170,7 +170,7 @@ class BlockLowering(Lowering):
         self.dependences += (Dependence(self._first_symbol, result.id, *each) for each in moved)
         return result
 
-    def parts_of_tiles(self, layout: Layout) -> None:
+    def dim_parts_of_tiles(self, layout: Layout) -> None:
         """Return None: a block's part of a parameter is a view."""
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
@@ -178,7 +178,7 @@ class BlockLowering(Lowering):
         layout = super().pointwise_layout(layouts)
         return tuple(tuple(self.mesh.even_atom(atom.extent, atom.axis) for atom in dim) for dim in layout)
 
-    def sum_gradient(self, value: Value, cut_axes: Iterable[int]) -> Value:
+    def sum_gradient(self, value: Value, partition_axes: Iterable[int]) -> Value:
         """Return the value unchanged: gradients are summed over blocks."""
         return value
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...geometry import DimRequest, Range, hull_of_ranges
-from ...halo import ExchangePolicy, Fusion
+from ...halo import ExchangePolicy, FusionScheme
 from ...terminal.console import counted
 from ..exchange.normalisation import MomentsSpec
 from ..ir.errors import UnsupportedOperator
@@ -25,7 +25,7 @@ from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, ranges
 from ..lowering.steps import OperatorPosition
 from .block_lowering import AxisRanges, TracedPart, first_indices, pair_ids_with_values, part_of_block
 from .program_lowering import OperatorRecord, ProgramLowering, even_layout, ranges_at
-from .recomputed_blocks import RecomputedBlocks, nonempty_ranges
+from .recomputed_blocks import RecomputedBlocks, extend_empty_ranges
 from .segment_planner import plan_segments
 from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentSearch, Strips
 
@@ -43,11 +43,13 @@ class FusedLowering(ProgramLowering):
     Parameters
     ----------
     segments : sequence of OperatorSegment
-    image_ids : sequence of int
+    image_value_ids : sequence of int
         Ids of the inputs of the program.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment], image_ids: Sequence[int]) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment], image_value_ids: Sequence[int]
+    ) -> None:
         super().__init__(mesh, rank)
         self._segment_of_operator = {number: segment for segment in segments for number in segment.records}
         self.program_values = dict[int, Value]()  # values of the program that segments read or return
@@ -56,14 +58,14 @@ class FusedLowering(ProgramLowering):
         # by input of a norm: samples and cells that belong to this rank, and enter its sums
         self._own_cells: dict[int, tuple[Range, tuple[slice, ...]]] = {}
         self._needed_ranges = {segment.first: self._input_ranges(segment.parts) for segment in segments}
-        self.widened_ranges = [self._widened_ranges(image) for image in image_ids]
+        self.widened_ranges = [self._widened_ranges(image) for image in image_value_ids]
         self._remaining_ranges = iter(self.widened_ranges)
         self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # by tile: the passed value and its ranges
 
     @property
     def group_description(self) -> str:  # type: ignore[override]
         """Description of the segments."""
-        windows = sum(record.has_windows for segment in self._segments for record in segment.records.values())
+        windows = sum(record.needs_halo_exchange for segment in self._segments for record in segment.records.values())
         rows = [segment.rows for segment in self._segments]
         text = f"segments: {len(rows)}, with {counted(windows, 'window')} and the operators after them"
         return f"{text}, in strips of {_format_range(rows)} rows" if self.subdivides_tiles else text
@@ -87,11 +89,11 @@ class FusedLowering(ProgramLowering):
             self.add_segment_steps(segment)
         return results_with_placeholders(record)
 
-    def image_input(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
+    def passed_image_and_tile(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return the value passed as a module input (the tile, widened if necessary), and the tile itself."""
         needed, axes = next(self._remaining_ranges), axes_of(layout)
         if not needed:
-            return super().image_input(layout, dtype)
+            return super().passed_image_and_tile(layout, dtype)
         ranges = ranges_at_place(needed, self._place)
         own = {dim: layout[dim][0].range(self._place) for dim in ranges}
         self.where = OperatorPosition("tile", "", "")
@@ -124,7 +126,7 @@ class FusedLowering(ProgramLowering):
         sources = dict[int, tuple[Range, ...]]()
         for part in parts:
             own = self.own_ranges_of(part, mesh_coordinates)
-            for value, ranges in zip(part.inputs, part.source_ranges(nonempty_ranges(own, own)), strict=True):
+            for value, ranges in zip(part.inputs, part.source_ranges(extend_empty_ranges(own, own)), strict=True):
                 sources[value.id] = tuple(map(hull_of_ranges, sources.get(value.id, ranges), ranges))
         return sources
 
@@ -230,7 +232,7 @@ class FusedLowering(ProgramLowering):
     def _add_whole_tile_steps(self, segment: OperatorSegment, views: Mapping[int, Value]) -> None:
         """Add steps that compute the segment for the whole tile and the cells around it."""
         traced, own_ranges = segment.traced, self.own_ranges_of(segment.traced)
-        steps, values = traced.steps_for(nonempty_ranges(own_ranges, own_ranges))
+        steps, values = traced.steps_for(extend_empty_ranges(own_ranges, own_ranges))
         held, norms = dict(views), {norm.y.id: number for number, norm in segment.norms.items()}
         if any(values[value.id].local != held[value.id].local for value in traced.inputs):
             raise RuntimeError("a segment received cells other than those it needs; this is a bug in neondist")
@@ -246,7 +248,7 @@ class FusedLowering(ProgramLowering):
             op_name = "" if step.op_name in IN_PLACE_VARIANTS else step.op_name
             self.steps.append(replace(step, inputs=inputs, outputs=outputs, op_name=op_name))
         for number in segment.outputs:
-            local = segment.local_values[number].id
+            local = segment.segment_values[number].id
             if local in ends:
                 self.program_values[number] = self._crop_to_tile(held[local], values[local], *ends[local])
 
@@ -276,7 +278,7 @@ class FusedLowering(ProgramLowering):
         def substitute(leaf: Any) -> Any:
             if not isinstance(leaf, Value):
                 return leaf
-            local = segment.local_values[leaf.id].id
+            local = segment.segment_values[leaf.id].id
             return x if local == normed else held.get(local, self.program_values.get(leaf.id))
 
         result = self.lower_by_rule(record.target, *pytree.tree_map(substitute, (record.args, record.kwargs)))
@@ -323,14 +325,14 @@ def create_fused_lowering(
     strips: Strips,
 ) -> FusedLowering | None:
     """Return a lowering of a program in segments if schemes or strips require any, else None."""
-    fusing = mesh.axes and any(isinstance(policy, Fusion) for policy in schemes.values())
+    fusing = mesh.axes and any(isinstance(policy, FusionScheme) for policy in schemes.values())
     if not fusing and strips is None:
         return None
     try:
         search = SegmentSearch(program, mesh, layouts, gather_at, schemes, strips)
         segments = plan_segments(search)
     except UnsupportedOperator:  # rejected without segments too, or only because rows cannot be partitioned
-        if any(isinstance(policy, Fusion) and policy.reads_extended_tile for policy in schemes.values()):
+        if any(isinstance(policy, FusionScheme) and policy.reads_extended_tile for policy in schemes.values()):
             raise
         return None
-    return FusedLowering(mesh, rank, segments, search.program.image_ids) if segments else None
+    return FusedLowering(mesh, rank, segments, search.program.image_value_ids) if segments else None

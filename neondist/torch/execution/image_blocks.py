@@ -17,7 +17,7 @@ from ..ir.graph import Value
 from ..ir.layout import Shape, axes_of
 from ..lowering.plan import TorchPlan
 from .block_lowering import AxisRanges, BlockLowering, TracedPart, part_of_block
-from .runner import Runner
+from .runner import PlanRunner
 
 
 class TracedImage(TracedPart):
@@ -95,11 +95,11 @@ class ModuleBlocks(OutputBlocks):
         ranges = self.traced.output_box_ranges(self.output_box(number))
         plan = self.traced.plan_for(ranges)
         state = {**parameters, **buffers}
-        (y,) = Runner(self._comm, plan)([x, *(state[name] for name in self.traced.state_input_names)], {}, {})
+        (y,) = PlanRunner(self._comm, plan)([x, *(state[name] for name in self.traced.state_input_names)], {}, {})
         return part_of_block(y, _first_output(plan).layout, ranges[0])
 
     @cached_property
-    def max_block_elements(self) -> int:
+    def max_block_memory_elements(self) -> int:
         """Largest number of bytes that a block needs: values of the module, the image and the output."""
         return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._peak_bytes_by_block)
 

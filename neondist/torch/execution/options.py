@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...halo import ExchangePolicy, Fusion
+from ...halo import ExchangePolicy, FusionScheme
 from ..capture.capture import lower_program
 from ..capture.channel_regions import find_channel_regions
 from ..capture.checks import check_gather_at_paths
@@ -59,7 +59,7 @@ class ExecutionOptions:
     @property
     def tiles_may_have_margins(self) -> bool:
         """Whether a scheme extends the tiles of images by a margin."""
-        return any(isinstance(policy, Fusion) and policy.reads_extended_tile for policy in self.schemes.values())
+        return any(isinstance(policy, FusionScheme) and policy.reads_extended_tile for policy in self.schemes.values())
 
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module

@@ -78,8 +78,8 @@ class OperatorRecord(NamedTuple):
     fake_out: Any
     draw_number: int
     result: Any
-    has_windows: bool
-    is_local: bool
+    needs_halo_exchange: bool
+    can_be_in_segment: bool
 
     @property
     def read_ids(self) -> list[int]:
@@ -97,7 +97,7 @@ class _RecordingLowering(ProgramLowering):
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)
-        self.records, self.computed_values = list[OperatorRecord](), set[int]()
+        self.records, self.computed_value_ids = list[OperatorRecord](), set[int]()
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower an operator by its rule and record it."""
@@ -107,7 +107,7 @@ class _RecordingLowering(ProgramLowering):
         views = [step for step in steps if step.kind == "view"]
         windows = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
         local = all(map(_is_window_step, views)) and all(step.kind in _SEGMENT_STEP_KINDS for step in steps)
-        self.computed_values.update(value for step in steps for value in step.outputs)
+        self.computed_value_ids.update(value for step in steps for value in step.outputs)
         self.records.append(OperatorRecord(*context, result, windows, local))
         return result
 
@@ -138,9 +138,9 @@ class RecordedProgram:
     plan : TorchPlan
     records : list of OperatorRecord
     values : dict of int to Value
-    image_ids : list of int
+    image_value_ids : list of int
         Ids of the program's inputs.
-    initial_values : list of int
+    initial_value_ids : list of int
         Ids of the values from which the program starts: inputs, parameters, buffers and constants.
     """
 
@@ -148,9 +148,12 @@ class RecordedProgram:
         probe, self.mesh, self.autograd_functions = _RecordingLowering(mesh, 0), mesh, program.functions
         self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=probe)
         self.records, self.values = probe.records, {value.id: value for value in probe.values}
-        self.image_ids, self.initial_values = list(self.plan.inputs), [value.id for value in probe.input_values]
+        self.image_value_ids, self.initial_value_ids = (
+            list(self.plan.inputs),
+            [value.id for value in probe.input_values],
+        )
         # steps that pass values from one module to another
-        between = (step for step in probe.steps if probe.computed_values.isdisjoint(step.outputs))
+        between = (step for step in probe.steps if probe.computed_value_ids.isdisjoint(step.outputs))
         self._output_ids = {value for step in between for value in step.inputs} | {*self.plan.mutated_buffers.values()}
         self._output_ids.update(out for out in self.plan.outputs if isinstance(out, int))
         self._readers: dict[int, list[int]] = {}

@@ -20,12 +20,12 @@ from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
 from ..lowering.training_memory import TrainingMemory
 from .block_lowering import AxisRanges, TracedPart, narrow_to_ranges, part_of_block
-from .runner import Runner
+from .runner import PlanRunner
 
 
 class _Block(NamedTuple):
     number: int
-    runner: Runner
+    runner: PlanRunner
     input_ranges: AxisRanges
     output_ranges: AxisRanges
 
@@ -51,7 +51,7 @@ class RecomputedBlocks:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this rank's tiles of the outputs from its views of the inputs."""
-        outputs: tuple[torch.Tensor, ...] = _BlockedFunction.apply(self, *tensors)
+        outputs: tuple[torch.Tensor, ...] = _RecomputedBlocksFunction.apply(self, *tensors)
         return outputs
 
     def max_own_extents(self) -> list[int]:
@@ -72,24 +72,24 @@ class RecomputedBlocks:
             )
             for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True)
         )
-        return self.traced.plan_for(nonempty_ranges(own, self.output_ranges)), own
+        return self.traced.plan_for(extend_empty_ranges(own, self.output_ranges)), own
 
-    def peak_bytes(self, grad_inputs: Collection[int] | None = None) -> int:
+    def peak_bytes(self, inputs_requiring_grad: Collection[int] | None = None) -> int:
         """Return the peak number of live bytes while a block is computed, excluding the step's inputs and outputs.
 
         Parameters
         ----------
-        grad_inputs : collection of int, optional
+        inputs_requiring_grad : collection of int, optional
             Positions of the inputs that require gradients in a backward pass; default: a forward pass.
         """
         # an inner block and the block at the corner, which reads both ends of a periodic image
         places = [n // 2 for n in self.block_counts], [0] * len(self.block_counts)
         plans = [self.block_plan(place)[0] for place in places]
-        if grad_inputs is None:
+        if inputs_requiring_grad is None:
             return max(plan.peak()[0] - plan.bytes_of_inputs() for plan in plans)
         peaks = []
         for plan in plans:
-            ids = [plan.inputs[at] for at in grad_inputs]
+            ids = [plan.inputs[at] for at in inputs_requiring_grad]
             gradients = sum(plan.values[value].nbytes for value in ids)
             peaks.append(TrainingMemory(plan, (), ids).peak(0) + gradients)
         return max(peaks)
@@ -101,8 +101,8 @@ class RecomputedBlocks:
         for place in product(*map(range, self.block_counts)):
             plan, own = self.block_plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
-                sources = self.traced.source_ranges(nonempty_ranges(own, self.output_ranges))
-                blocks.append(_Block(len(blocks), Runner(self.comm, plan), sources, own))
+                sources = self.traced.source_ranges(extend_empty_ranges(own, self.output_ranges))
+                blocks.append(_Block(len(blocks), PlanRunner(self.comm, plan), sources, own))
         return blocks
 
     def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -145,11 +145,11 @@ class BlockMoments(RecomputedBlocks):
         super().__init__(*args)
         self.groups = moments.groups
 
-    def sum_of_means(self, rows: torch.Tensor) -> torch.Tensor:
+    def sum_of_elements(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the sums of elements over all blocks, given the means that `run_block` returns."""
         return (rows[:, 0] * self._element_counts(rows)).sum(0).view(-1)
 
-    def sum_of_squares(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def sum_of_squared_deviations(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the sums of squared deviations from a mean over all blocks."""
         difference = rows[:, 0] - mean.view(rows.shape[2:])
         return (rows[:, 1] + difference**2 * self._element_counts(rows)).sum(0).view(-1)
@@ -186,7 +186,7 @@ class BlockMoments(RecomputedBlocks):
         return [None if tile is None else tile[block.number][..., samples, :] for tile in tiles]
 
 
-class _BlockedFunction(torch.autograd.Function):
+class _RecomputedBlocksFunction(torch.autograd.Function):
     """Tiles of the outputs; each block is recomputed in the backward pass."""
 
     @staticmethod
@@ -223,7 +223,7 @@ class _BlockedFunction(torch.autograd.Function):
         return None, *sums
 
 
-def nonempty_ranges(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
+def extend_empty_ranges(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
     """Return the ranges, with empty ones extended to one index, since operators need not support empty tensors."""
     return tuple(
         tuple(

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..capture.tracing import leave_inference_mode
 from ..exchange import functions
-from ..exchange.channel import Channel
-from ..exchange.guard import run_guarded_step
+from ..exchange.channel import TransferChannel
+from ..exchange.guard import run_step_with_checks
 from ..exchange.mesh_comm import MeshComm
 from ..exchange.normalisation import Normalise
 from ..exchange.ring import RingAttention, RingChannel
@@ -23,7 +23,7 @@ from ..lowering.traffic import message_kind
 from .saved_tensors import SavedTensors
 
 
-class Runner:
+class PlanRunner:
     """Executor of one plan on this rank, with the plan's channels.
 
     The bytes that a pass sends are compared with the planned number.
@@ -46,14 +46,14 @@ class Runner:
         self.channels = {
             id(step): SchemeChannel(comm, step)
             if step.scheme is not None
-            else Channel(comm, step.name, step.transfer, message_kind(step))
+            else TransferChannel(comm, step.name, step.transfer, message_kind(step))
             for step in plan.steps
             if step.transfer is not None
         }
         self.rings = {id(step): RingChannel(comm, step) for step in plan.steps if step.kind == "ring"}
         schemes = [step.scheme for step in plan.steps if step.scheme is not None]
         # some schemes send different numbers of bytes in each step; the plan has their mean
-        self._bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
+        self._sent_bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
         self._recomputed_segments = plan.segments() if plan.recompute else []
         self._parts = plan.partitioned_parameters()
         self._saved_tensors = SavedTensors(plan)
@@ -90,8 +90,8 @@ class Runner:
     def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:
         """Run steps, add their outputs to `env`, and remove values that are no longer needed."""
         run = self._run_observed if self.comm.grid.observers else self._run_step
-        if self.comm.is_guarded:
-            run = partial(run_guarded_step, self.plan.rank, run, self.plan.values)
+        if self.comm.has_debug_checks:
+            run = partial(run_step_with_checks, self.plan.rank, run, self.plan.values)
         for step in steps:
             outputs = run(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, outputs, strict=True):
@@ -151,14 +151,14 @@ class Runner:
         return tensors_by_id
 
     @cached_property
-    def _planned_bytes(self) -> int:
+    def _planned_sent_bytes(self) -> int:
         return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
     def _check_sent_bytes(self, sent: int) -> None:
-        if sent != self._planned_bytes and not (self._bytes_vary or any(autocast_states())):  # changes dtypes
+        if sent != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_states())):  # changes dtypes
             raise RuntimeError(
-                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_bytes} were planned; this"
-                " is a bug in neondist"
+                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_sent_bytes} were planned;"
+                " this is a bug in neondist"
             )
 
     def _run_observed(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -199,7 +199,7 @@ class Runner:
             channel = self.rings[id(step)]
             return lambda q, k, v, mask=None: (RingAttention.apply(q, k.to(q.dtype), v.to(q.dtype), mask, channel),)
         if step.kind == "view":
-            return partial(self._run_view, step)
+            return partial(self._run_view_step, step)
         if step.kind == "gather":
             return lambda x: (functions.GatherWhole.apply(x, self.channels[id(step)]),)
         if step.kind == "sum":
@@ -216,9 +216,9 @@ class Runner:
             return select_part
         if step.kind == "spread":
             return lambda x: (functions.SumGradientOverRanks.apply(x, comm, name, axes) if x.requires_grad else x,)
-        return lambda x: (functions.CountGradientOnce.apply(x, step.counts_gradient) if x.requires_grad else x,)
+        return lambda x: (functions.CountGradientOnce.apply(x, step.contributes_gradient) if x.requires_grad else x,)
 
-    def _run_view(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
+    def _run_view_step(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
         channel = self.channels[id(step)]
         view: torch.Tensor = functions.ExchangeView.apply(x, channel, step.pads, step.fill, step.has_unaliased_gradient)
         if self._saved_tensors.includes(x):

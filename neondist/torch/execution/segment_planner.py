@@ -8,15 +8,15 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...geometry import DimRequest, Range, Transfer
-from ...halo.fusion import Fusion
+from ...geometry import DimRequest, MeshTransfer, Range
+from ...halo.fusion import FusionScheme
 from ...plan.planner import TRAINING_COST_FACTOR, cheapest_ranges
 from ...system.machine import MachineProfile
 from ..exchange.schemes import policy_of_module
 from ..ir.graph import Value
 from .block_lowering import AxisRanges, value_ids_in
 from .program_lowering import OperatorRecord, even_layout, ranges_at
-from .recomputed_blocks import nonempty_ranges
+from .recomputed_blocks import extend_empty_ranges
 from .segments import OperatorSegment, SegmentSearch
 
 
@@ -26,18 +26,18 @@ def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
     for segment in segments:
         first = next(iter(segment.records.values()))
         policy = policy_of_module(first.where.module, search.schemes)
-        profile = policy.planner_profile(search.mesh.size) if isinstance(policy, Fusion) else None
+        profile = policy.planner_profile(search.mesh.size) if isinstance(policy, FusionScheme) else None
         if profile is not None:
-            starts |= _SegmentPlanner(search, segment, profile).first_operators
+            starts |= _SegmentDivision(search, segment, profile).first_operators
     return search.segments(starts) if starts else segments
 
 
-class _SegmentPlanner:
+class _SegmentDivision:
     """Division of one potential segment at the lowest cost."""
 
     def __init__(self, search: SegmentSearch, segment: OperatorSegment, profile: MachineProfile) -> None:
         self.search, self.profile, self.operators = search, profile, list(segment.records)
-        self.windows = [at for at, number in enumerate(self.operators) if segment.records[number].has_windows]
+        self.windows = [at for at, number in enumerate(self.operators) if segment.records[number].needs_halo_exchange]
         self.flops = {number: _count_flops(record, search.program.values) for number, record in segment.records.items()}
         self.middle_place = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
         self.seconds_by_range: dict[tuple[int, int], float] = {}
@@ -70,9 +70,9 @@ class _SegmentPlanner:
         segment = search.build_segment_of(self.operators[ends[first] : ends[last + 1]])
         layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]
         own = ranges_at(layouts, dict(enumerate(self.middle_place)))
-        outputs = nonempty_ranges(own, own)
+        outputs = extend_empty_ranges(own, own)
         sending = sum(
-            self._exchange_seconds(values[value], ranges, 1 + (value not in search.program.image_ids))
+            self._exchange_seconds(values[value], ranges, 1 + (value not in search.program.image_value_ids))
             for value, ranges in zip(segment.inputs, segment.traced.source_ranges(outputs), strict=True)
             if value in values
         )
@@ -87,7 +87,7 @@ class _SegmentPlanner:
         mesh, dims = self.search.mesh, enumerate(zip(value.layout, ranges, strict=True))
         requests = (DimRequest(dim, atom, None, ((cells,),)) for dim, ((atom,), cells) in dims if atom.axis is not None)
         rank = mesh.rank(self.middle_place)
-        pieces = [piece for piece in Transfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
+        pieces = [piece for piece in MeshTransfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
         whole = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
         count = sum(piece.source.size for piece in pieces) * whole * value.dtype.itemsize
         return num_directions * (len(pieces) * self.profile.latency + count / self.profile.bandwidth)
@@ -95,7 +95,7 @@ class _SegmentPlanner:
     def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:
         """Return the number of cells that the middle rank computes beyond its own, as a fraction of the whole value."""
         needs, own, needed = segment.traced.symbol_ranges(outputs), 1.0, 1.0
-        for (atom,), (block,) in zip(value.layout, segment.local_values[value.id].layout, strict=True):
+        for (atom,), (block,) in zip(value.layout, segment.segment_values[value.id].layout, strict=True):
             if atom.axis is not None and block.origin is not None:
                 origin, factor = block.origin
                 (first, last), (lo, hi) = atom.range(self.middle_place), needs.get(origin, (0, 0))

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ...halo import ExchangePolicy, scheme_text
-from ...halo.fusion import Fusion
+from ...halo.fusion import FusionScheme
 from ..exchange.schemes import policy_of_module
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
@@ -35,9 +35,9 @@ class SegmentBuilder(BlockLowering):
         Whether the segment reads the image with the whole margin of a tile.
     numbers : list of int
         Numbers of the operators.
-    local_values : dict of int to Value
+    segment_values : dict of int to Value
         Values of the segment by their number in the program: inputs, and results of operators.
-    window_depth : dict of int to int
+    window_depth_by_value : dict of int to int
         Number of windows of the segment between its inputs and each result.
     program_inputs : dict of int to Value
         Values of the segment by the number of an input in the program.
@@ -53,17 +53,23 @@ class SegmentBuilder(BlockLowering):
         super().__init__(program.mesh.spatial, axes=axes)
         self.autograd_functions, self.program_values = program.autograd_functions, program.values
         self.max_norms, self.has_margin = max_norms, has_margin
-        self.numbers, self.local_values, self.window_depth = list[int](), dict[int, Value](), dict[int, int]()
+        self.numbers, self.segment_values, self.window_depth_by_value = (
+            list[int](),
+            dict[int, Value](),
+            dict[int, int](),
+        )
         self.program_inputs, self.norms = dict[int, Value](), dict[int, InputNorm]()
         self.refusal: UnsupportedOperator | None = None
 
     def is_read_by(self, record: OperatorRecord) -> bool:
         """Return whether an operator reads a result of the segment."""
-        return not self.window_depth.keys().isdisjoint(record.read_ids)
+        return not self.window_depth_by_value.keys().isdisjoint(record.read_ids)
 
     def window_depth_with(self, record: OperatorRecord) -> int:
         """Return the number of windows of the segment up to and including an operator."""
-        return record.has_windows + max((self.window_depth.get(value, 0) for value in record.read_ids), default=0)
+        return record.needs_halo_exchange + max(
+            (self.window_depth_by_value.get(value, 0) for value in record.read_ids), default=0
+        )
 
     def try_add(self, at: int, record: OperatorRecord, inside: bool = True) -> bool:
         """Add an operator if possible; return whether it was added.
@@ -74,20 +80,20 @@ class SegmentBuilder(BlockLowering):
             Whether the operator is part of the segment; other operators, whose results the segment may read, are
             repeated in it.
         """
-        before = dict(self.program_inputs), dict(self.local_values), list(self.input_norms), self.seed
+        before = dict(self.program_inputs), dict(self.segment_values), list(self.input_norms), self.seed
         try:
             result = self._lower_record(record)
             norms = self.input_norms[len(before[2]) :]
             self.require_boxes(record, result, norms)
         except UnsupportedOperator as refusal:
-            self.program_inputs, self.local_values, self.input_norms, self.seed = before
+            self.program_inputs, self.segment_values, self.input_norms, self.seed = before
             self.refusal = self.refusal or refusal
             return False
-        self.local_values.update(pair_ids_with_values(record.result, result))
+        self.segment_values.update(pair_ids_with_values(record.result, result))
         self.norms.update((at, norm) for norm in norms)
         if inside:
             depth = self.window_depth_with(record)
-            self.window_depth.update((value, depth) for value in value_ids_in(record.result))
+            self.window_depth_by_value.update((value, depth) for value in value_ids_in(record.result))
             self.numbers.append(at)
         return True
 
@@ -105,25 +111,28 @@ class SegmentBuilder(BlockLowering):
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
         """Reject an operator whose results are not boxes of cells around those of its arguments."""
         boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids_in(record.result)]
-        if not (record.is_getitem_or_constructor or (record.is_local and boxes and boxes[0] and (norms or all(boxes)))):
+        if not (
+            record.is_getitem_or_constructor
+            or (record.can_be_in_segment and boxes and boxes[0] and (norms or all(boxes)))
+        ):
             self.refuse()
-        if any((n.x, n.y.id) != (self.local_values[record.read_ids[0]], value_ids_in(result)[0]) for n in norms):
+        if any((n.x, n.y.id) != (self.segment_values[record.read_ids[0]], value_ids_in(result)[0]) for n in norms):
             self.refuse()
 
     def _lower_record(self, record: OperatorRecord) -> Any:
         self.where, self.fake_out, self.draw_number = record.where, record.fake_out, record.draw_number
         args, kwargs = pytree.tree_map(
-            lambda leaf: self._local_value(leaf) if isinstance(leaf, Value) else leaf, (record.args, record.kwargs)
+            lambda leaf: self._segment_value(leaf) if isinstance(leaf, Value) else leaf, (record.args, record.kwargs)
         )
         return self.lower_call(record.target, args, kwargs)
 
-    def _local_value(self, value: Value) -> Value:
+    def _segment_value(self, value: Value) -> Value:
         """Return the segment's value for a value of the program; if there is none, add an input."""
-        if value.id not in self.local_values:
+        if value.id not in self.segment_values:
             if value.layout_or_none is None or any(len(dim) > 1 for dim in value.layout):
                 self.refuse()
-            self.local_values[value.id] = self.add_input(value.id, value, value.layout)
-        return self.local_values[value.id]
+            self.segment_values[value.id] = self.add_input(value.id, value, value.layout)
+        return self.segment_values[value.id]
 
     @property
     def can_add_input_norm(self) -> bool:
@@ -151,7 +160,7 @@ class OperatorSegment:
         Values of `traced` by the number of the program's values that the operators read.
     outputs : list of int
         Results of the operators that the rest of the program reads.
-    local_values : dict of int to Value
+    segment_values : dict of int to Value
         Values of `traced` by their number in the program.
     traced : TracedPart
         Computation of the segment; its outputs are the partitioned outputs, then the inputs and results of norms.
@@ -166,7 +175,7 @@ class OperatorSegment:
     records: dict[int, OperatorRecord]
     inputs: dict[int, Value]
     outputs: list[int]
-    local_values: dict[int, Value]
+    segment_values: dict[int, Value]
     traced: TracedPart
     norms: dict[int, InputNorm]
     rows: int = 0
@@ -223,14 +232,16 @@ class SegmentSearch:
         for number, record in enumerate(self.program.records):
             own_policy = policy_of_module(record.where.module, self.schemes)
             has_margin = self._must_read_margin(own_policy)
-            begins = record.has_windows or (has_margin and any(v in self.program.image_ids for v in record.read_ids))
+            begins = record.needs_halo_exchange or (
+                has_margin and any(v in self.program.image_value_ids for v in record.read_ids)
+            )
             longest = self._max_window_depth(own_policy) if begins else inf
             if builder is not None and (begins or builder.is_read_by(record)):
                 mergeable = not begins or _can_share_segment(own_policy, policy)
                 fits = mergeable and number not in starts and builder.window_depth_with(record) <= longest
                 if fits and builder.try_add(number, record):
                     continue
-                if not (builder.is_read_by(record) or record.has_windows):
+                if not (builder.is_read_by(record) or record.needs_halo_exchange):
                     continue
                 builder = None
             if begins and longest:
@@ -239,7 +250,9 @@ class SegmentSearch:
                     builders.append(builder)
                 else:
                     builder = None
-        deep = (b for b in builders if max(b.window_depth.values()) > (self.strips is None and not b.has_margin))
+        deep = (
+            b for b in builders if max(b.window_depth_by_value.values()) > (self.strips is None and not b.has_margin)
+        )
         segments = map(self._build_segment, deep)
         results = [segment for segment in segments if segment.outputs]  # results of other segments are never read
         self._check_margin_schemes(results)
@@ -247,15 +260,15 @@ class SegmentSearch:
 
     def _must_read_margin(self, policy: ExchangePolicy | None) -> bool:
         """Return whether windows of a scheme must be computed from the image alone."""
-        return self._has_neighbours and isinstance(policy, Fusion) and policy.reads_extended_tile
+        return self._has_neighbours and isinstance(policy, FusionScheme) and policy.reads_extended_tile
 
     def _check_margin_schemes(self, segments: Sequence[OperatorSegment]) -> None:
         """Raise ConfigError for a window that needs an exchange although its scheme exchanges nothing."""
         alone = {number for s in segments if s.has_margin and self._reads_only_images(s) for number in s.records}
         for number, record in enumerate(self.program.records):
             policy = policy_of_module(record.where.module, self.schemes)
-            if record.has_windows and number not in alone and self._must_read_margin(policy):
-                assert isinstance(policy, Fusion)
+            if record.needs_halo_exchange and number not in alone and self._must_read_margin(policy):
+                assert isinstance(policy, FusionScheme)
                 where = record.where
                 norms = ", or use 'overlap_tile(statistics=global)', which sums the statistics of norms over tiles"
                 raise ConfigError(
@@ -266,7 +279,7 @@ class SegmentSearch:
                 )
 
     def _reads_only_images(self, segment: OperatorSegment) -> bool:
-        values, images = self.program.values, self.program.image_ids
+        values, images = self.program.values, self.program.image_value_ids
         others = (values[value] for value in segment.inputs if value in values and value not in images)
         return not any(axes_of(value.layout) - {0} for value in others)
 
@@ -276,38 +289,43 @@ class SegmentSearch:
         builder = self._new_builder(policy)
         for number in numbers:
             record = self.program.records[number]
-            if record.has_windows or builder.is_read_by(record):
+            if record.needs_halo_exchange or builder.is_read_by(record):
                 builder.try_add(number, record)
         return self._build_segment(builder)
 
     def _max_window_depth(self, policy: ExchangePolicy | None) -> float:
         """Return the largest number of consecutive windows in a segment of a scheme; 0: no segments."""
-        if isinstance(policy, Fusion):
+        if isinstance(policy, FusionScheme):
             return policy.layers
         if policy is not None or self.strips is None:
             return 0
         return 1 if self.mesh.axes - {0} else inf  # windows exchange nothing if only the batch is partitioned
 
     def _new_builder(self, policy: ExchangePolicy | None, has_margin: bool = False) -> SegmentBuilder:
-        sums = self.strips is None and isinstance(policy, Fusion) and policy.statistics is not None
+        sums = self.strips is None and isinstance(policy, FusionScheme) and policy.statistics is not None
         return SegmentBuilder(self.program, self.program.mesh.axes, inf if sums else 0, has_margin)
 
     def _build_segment(self, builder: SegmentBuilder) -> OperatorSegment:
-        outputs, local_values = self.program.outputs(builder.window_depth, builder.numbers), builder.local_values
+        outputs, segment_values = (
+            self.program.outputs(builder.window_depth_by_value, builder.numbers),
+            builder.segment_values,
+        )
         boxes = (value for value in outputs if is_box(self.program.values[value].layout, builder.mesh.axes))
-        ends = [local_values[value] for value in boxes]
+        ends = [segment_values[value] for value in boxes]
         for norm in builder.norms.values():  # a norm's statistics may be read even if its results are not
             ends += norm.x, norm.y
         traced = TracedPart(builder, [*builder.program_inputs.values()], ends)
         records = {number: self.program.records[number] for number in builder.numbers}
         inputs, rows = builder.inputs_of([traced]), self._strip_rows(builder, ends)
-        return OperatorSegment(records, inputs, outputs, local_values, traced, builder.norms, rows, builder.has_margin)
+        return OperatorSegment(
+            records, inputs, outputs, segment_values, traced, builder.norms, rows, builder.has_margin
+        )
 
     def _strip_rows(self, builder: SegmentBuilder, ends: Sequence[Value]) -> int:
         if self.strips != "auto":
             return self.strips or 0
         rows = max((atom.extent for end in ends for (atom,) in end.layout if atom.axis == 1), default=1)
-        values = [self.program.values[value] for value in builder.window_depth]
+        values = [self.program.values[value] for value in builder.window_depth_by_value]
         numbers = sum(prod(value.shape) * value.dtype.itemsize for value in values) // self._sample_count
         return max(1, min(rows, MAX_STRIP_BYTES * rows // max(1, numbers)))
 

@@ -24,7 +24,7 @@ from ..ir.layout import (
 from ..lowering.builder import PlanBuilder
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
-from .runner import Runner
+from .runner import PlanRunner
 
 
 def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
@@ -61,7 +61,7 @@ class Tiling:
         self._layouts_by_id: dict[int, tuple[weakref.ref[torch.Tensor], Layout]]
         self._returned_layouts: dict[tuple[int, ...], dict[Layout, None]]
         self._layouts_by_id, self._returned_layouts = comm.grid.cached_objects.setdefault((Tiling, comm.mesh), ({}, {}))
-        self._runners: dict[tuple[Layout, Layout, torch.dtype], Runner] = {}
+        self._runners: dict[tuple[Layout, Layout, torch.dtype], PlanRunner] = {}
 
     def set_input_shapes(self, shapes: Iterable[Sequence[int]]) -> None:
         """Set the global shapes of the inputs of subsequent passes."""
@@ -149,7 +149,7 @@ class Tiling:
 
     def training_target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
         """Return the layout of an output with the target's spatial extents; if there is none, partition the batch."""
-        mesh, layouts = self.comm.mesh, self._known_layouts(outputs)
+        mesh, layouts = self.comm.mesh, self._output_and_input_layouts(outputs)
         for layout in layouts:
             if shape == shape_of(layout):
                 return layout
@@ -186,9 +186,10 @@ class Tiling:
         """
         layouts = [self.layout_of(tensor) for tensor in tensors]
         unknown = [at for at, layout in enumerate(layouts) if layout is None]
-        known = self._known_layouts(outputs()) if unknown else []
+        known = self._output_and_input_layouts(outputs()) if unknown else []
         candidates = {
-            at: self._candidates(tensors[at], known, first_target is not None and at >= first_target) for at in unknown
+            at: self._candidate_layouts(tensors[at], known, first_target is not None and at >= first_target)
+            for at in unknown
         }  # the same on all ranks
         for at, fitting in self._layouts_by_shape(tensors, candidates).items():
             if not fitting:
@@ -196,7 +197,7 @@ class Tiling:
                     f"rank {self.comm.grid.rank}: no tensor of this model has a part of shape"
                     f" {tuple(tensors[at].shape)} on this rank; pass model.loss and model.gather only tensors"
                     " returned by the model, scatter or scatter_target"
-                ).on_all_ranks()
+                ).mark_raised_on_all_ranks()
             layouts[at] = fitting[0]
         return [layout for layout in layouts if layout is not None]
 
@@ -218,7 +219,7 @@ class Tiling:
                 raise ShapeError(
                     f"rank {self.comm.grid.rank}: a tensor of shape {tuple(tensors[at].shape)} was computed from"
                     " tensors partitioned in different ways; compute it in the module or in the criterion"
-                ).on_all_ranks()
+                ).mark_raised_on_all_ranks()
         return fitting
 
     def _has_same_parts(self, layout: Layout, other: Layout) -> bool:
@@ -234,10 +235,10 @@ class Tiling:
             )
         )
 
-    def _known_layouts(self, outputs: Sequence[Layout]) -> list[Layout]:
+    def _output_and_input_layouts(self, outputs: Sequence[Layout]) -> list[Layout]:
         return [*outputs, *self.input_layouts]  # a criterion may resize an output to the extents of the image
 
-    def _candidates(self, tensor: torch.Tensor, layouts: Sequence[Layout], is_target: bool) -> list[Layout]:
+    def _candidate_layouts(self, tensor: torch.Tensor, layouts: Sequence[Layout], is_target: bool) -> list[Layout]:
         mesh = self.comm.mesh
         images = [layout for layout in layouts if len(layout) == mesh.spatial + 2]
         cells = [layout[:1] + layout[2:] for layout in images]
@@ -262,7 +263,7 @@ class Tiling:
         with torch.no_grad():
             return runner([tile.detach()], {}, {})[0]
 
-    def _runner(self, layout: Layout, target: Layout, dtype: torch.dtype) -> Runner:
+    def _runner(self, layout: Layout, target: Layout, dtype: torch.dtype) -> PlanRunner:
         """Return the runner that converts tensors from a layout to another."""
         key = layout, target, dtype
         if key not in self._runners:
@@ -272,5 +273,5 @@ class Tiling:
             value = builder.new_input(layout, dtype)
             result = builder.partition_as(value, target) if axes_of(target) else builder.gather(value)
             plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [result.id], {})
-            self._runners[key] = Runner(self.comm, plan)
+            self._runners[key] = PlanRunner(self.comm, plan)
         return self._runners[key]

@@ -48,14 +48,14 @@ class _TrunkBuilder(SegmentBuilder):
 
     def __init__(self, program: RecordedProgram, max_norms: int) -> None:
         super().__init__(program, frozenset(range(program.mesh.spatial + 1)), max_norms)
-        (image,) = program.image_ids
-        self.initial_values, self.window_depth[image] = {*program.initial_values}, 0
+        (image,) = program.image_value_ids
+        self.initial_value_ids, self.window_depth_by_value[image] = {*program.initial_value_ids}, 0
         value = program.values[image]
-        self.local_values[image] = self.add_input(image, value, self.mesh.image_layout(value.shape))
+        self.segment_values[image] = self.add_input(image, value, self.mesh.image_layout(value.shape))
 
     def can_read_inputs_of(self, record: OperatorRecord) -> bool:
         """Return whether all values that an operator reads are in the trunk, or can be passed to it."""
-        return all(value in self.local_values or value in self.initial_values for value in record.read_ids)
+        return all(value in self.segment_values or value in self.initial_value_ids for value in record.read_ids)
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
         """Accept all operators, as only outputs must be boxes."""
@@ -89,9 +89,9 @@ class Trunk(OperatorSegment):
                     builder.try_add(number, record, inside=builder.is_read_by(record))
             records = {at: program.records[at] for at in builder.numbers}
             moments = {value for at in builder.norms for value in value_ids_in(records[at].result)[1:]}
-            results = builder.window_depth.keys() - moments - builder.initial_values
+            results = builder.window_depth_by_value.keys() - moments - builder.initial_value_ids
             outputs = program.outputs(sorted(results), records)
-            ends = [builder.local_values[value] for value in outputs]
+            ends = [builder.segment_values[value] for value in outputs]
             odd = {value for value, end in zip(outputs, ends, strict=True) if not is_box(end.layout, builder.mesh.axes)}
             if not odd:
                 break
@@ -101,7 +101,7 @@ class Trunk(OperatorSegment):
             parts.append(TracedPart(builder, inputs, [norm.x]))
             inputs += norm.mean, norm.variance
         traced = TracedPart(builder, inputs, ends)
-        values = builder.inputs_of([*parts, traced]), outputs, builder.local_values
+        values = builder.inputs_of([*parts, traced]), outputs, builder.segment_values
         return cls(records, *values, traced, builder.norms, norm_sweeps=parts, refusal=builder.refusal, program=program)
 
     @property
@@ -120,7 +120,7 @@ class TrunkLowering(FusedLowering):
     """
 
     def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, block_counts: Sequence[int]) -> None:
-        super().__init__(mesh, rank, [trunk], trunk.program.image_ids)
+        super().__init__(mesh, rank, [trunk], trunk.program.image_value_ids)
         self.subdivides_tiles, self.trunk, self.block_counts = True, trunk, tuple(block_counts)
         self.blocks: RecomputedBlocks | None = None
         self.output_tiles: list[Value] = []
@@ -146,7 +146,7 @@ class TrunkLowering(FusedLowering):
         if self.operator_number in self.trunk.norms and isinstance(record.result, tuple):  # its running statistics
             norm = self.trunk.norms[self.operator_number]
             x = self.new_input(even_layout(norm.x, self.mesh), norm.x.dtype)
-            self._norm_moments[x.id] = self._moments[norm.mean.id], self._moments[norm.variance.id]
+            self._norm_moments[x.id] = self._trunk_input_views[norm.mean.id], self._trunk_input_views[norm.variance.id]
             _, *moved = self.lower_by_rule(target, (x, *args[1:]), kwargs)
             self.program_values.update(pair_ids_with_values(record.result[1:], moved))
         return results_with_placeholders(record)
@@ -163,7 +163,7 @@ class TrunkLowering(FusedLowering):
         """Add the steps of the trunk."""
         trunk, where, draws = self.trunk, self.where, self.draw_number
         self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
-        self.program_values.update(zip(trunk.program.initial_values, self.input_values, strict=True))
+        self.program_values.update(zip(trunk.program.initial_value_ids, self.input_values, strict=True))
         if SEED_INPUT_NUMBER in trunk.inputs:
             self.program_values[SEED_INPUT_NUMBER], _ = self.random_key()
         views, first = self.input_views_and_origins(trunk)
@@ -173,9 +173,9 @@ class TrunkLowering(FusedLowering):
             (rows,) = self.add_block_step(sums, views, [replicated(sums.shape)])
             rows.axes = self.mesh.axes
             self.where = OperatorPosition("statistics", "", "")
-            views[norm.mean.id] = mean = self._add_mean(sums.sum_of_means, [rows], norm)
-            views[norm.variance.id] = self._add_mean(sums.sum_of_squares, [rows, mean], norm)
-        self.where, self._moments = OperatorPosition(TRUNK_STEP_NAME, "", ""), views
+            views[norm.mean.id] = mean = self._add_mean(sums.sum_of_elements, [rows], norm)
+            views[norm.variance.id] = self._add_mean(sums.sum_of_squared_deviations, [rows, mean], norm)
+        self.where, self._trunk_input_views = OperatorPosition(TRUNK_STEP_NAME, "", ""), views
         self.blocks = RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, first)
         self.output_tiles = self.add_block_step(self.blocks, views)
         self.program_values.update(zip(trunk.outputs, self.output_tiles, strict=True))
@@ -222,7 +222,7 @@ def create_trunk_lowering(
         if trunk.outputs:
             lowering = TrunkLowering(mesh, 0, trunk, [1] * len(mesh.parts))
             plan, _ = lower_program(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
-            needed, parts = _divide_to_fit(lowering, plan, limit, peak_of(plan))
+            needed, parts = _divide_trunk_to_fit_memory(lowering, plan, limit, peak_of(plan))
             if needed <= limit:
                 return TrunkLowering(mesh, rank, trunk, parts)
         if len(trunk.norms) < max_norms:
@@ -238,7 +238,7 @@ def create_trunk_lowering(
     raise UnsupportedOperator(trunk.refusal, trunk.refusal.why, action="be computed block by block", remedy=remedy)
 
 
-def _divide_to_fit(
+def _divide_trunk_to_fit_memory(
     lowering: TrunkLowering, plan: TorchPlan, limit: int, peak: Callable[[], int]
 ) -> tuple[int, list[int]]:
     """Divide a lowered trunk until a pass fits in `limit` bytes or the peak stops falling; return peak and parts."""

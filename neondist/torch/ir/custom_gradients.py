@@ -26,11 +26,11 @@ from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING
 
 FUNCTION_OPERATOR = "neondist.function.default"
 """Name of the operator in captured graphs; its signature is (tensors, number) -> tensors."""
-_RECORDED_CALLS: ContextVar[list[FunctionCall] | None] = ContextVar("_RECORDED_CALLS", default=None)
+_RECORDED_CALLS: ContextVar[list[AutogradFunctionCall] | None] = ContextVar("_RECORDED_CALLS", default=None)
 """Calls recorded in the module that this thread is capturing."""
 
 
-class FunctionCall:
+class AutogradFunctionCall:
     """A call of an autograd.Function, as a function of the tensors among its arguments."""
 
     def __init__(self, cls: Any, args: Sequence[Any]) -> None:
@@ -94,7 +94,9 @@ def _enlarge(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return tensor.new_empty(shape)
 
 
-def _trace_grads(call: FunctionCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, list[bool]] | None:
+def _trace_grads(
+    call: AutogradFunctionCall, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, list[bool]] | None:
     """Return forward and backward as a graph, and which results have a gradient; None if tracing fails."""
     trained: list[bool] = []
 
@@ -168,9 +170,9 @@ _REMEDIES = {_TENSOR_DATA.__get__: "; use .detach() instead"}
 
 
 @contextmanager
-def record_functions() -> Iterator[list[FunctionCall]]:
+def record_autograd_functions() -> Iterator[list[AutogradFunctionCall]]:
     """Record, as operators, the autograd.Functions that this thread applies, except PyTorch's own."""
-    calls: list[FunctionCall] = []
+    calls: list[AutogradFunctionCall] = []
     token = _RECORDED_CALLS.set(calls)
     # patch the metaclass: modules may hold a reference to MyFunction.apply, and PyTorch's apply, compiled since 2.14,
     # reads these methods from the class in every call
@@ -196,7 +198,7 @@ def _becomes_operator(cls: Any) -> bool:
     return _RECORDED_CALLS.get() is not None and (is_user or cls is CheckpointFunction)
 
 
-def _recording_forward(cls: Any) -> Any:
+def _forward_or_operator_call(cls: Any) -> Any:
     """Return a Function's forward or, while a module is captured, a function that calls the operator instead."""
     forward = _declared_method(cls, "forward")
     if not _becomes_operator(cls):
@@ -210,14 +212,14 @@ def _recording_forward(cls: Any) -> Any:
     return recording
 
 
-def _recording_setup_context(cls: Any) -> Any:
+def _setup_context_or_no_op(cls: Any) -> Any:
     """Return a Function's setup_context or, while a module is captured, a function that does nothing."""
     declared = _declared_method(cls, "setup_context")
     is_own = declared is not _declared_method(Function, "setup_context")
     return (lambda ctx, inputs, output: None) if is_own and _becomes_operator(cls) else declared
 
 
-_PATCHED_METHODS = {"forward": _recording_forward, "setup_context": _recording_setup_context}
+_PATCHED_METHODS = {"forward": _forward_or_operator_call, "setup_context": _setup_context_or_no_op}
 
 
 def _apply_as_operator(cls: Any, args: Sequence[Any]) -> Any:
@@ -227,7 +229,7 @@ def _apply_as_operator(cls: Any, args: Sequence[Any]) -> Any:
         return run(*call_args)
     calls = _RECORDED_CALLS.get()
     assert calls is not None
-    call = FunctionCall(cls, args)
+    call = AutogradFunctionCall(cls, args)
     calls.append(call)
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     return call.unflatten_outputs(torch.ops.neondist.function(tensors, len(calls) - 1))

@@ -51,7 +51,7 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
             if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
                 nodes_by_storage.setdefault(storage_id(tensor), []).append(node)
     variants: dict[Any, Any] = {}
-    chains: dict[Any, list[tuple[Any, Any]]] = {}
+    view_chains: dict[Any, list[tuple[Any, Any]]] = {}
     for node in operators:
         if written_values(node):
             variants[node] = node.target if node.target in _OPS_RETURNING_STATISTICS else _out_of_place_variant(node)
@@ -59,36 +59,36 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
             if not isinstance(target, torch.fx.Node) or variants[node] is None:
                 return False
             first, *others = aliases = nodes_by_storage[storage_id(target.meta["val"])]
-            chains[node] = list(_views_and_bases(target))
-            written = [target, *(base for _, base in chains[node])]
+            view_chains[node] = list(_views_and_bases(target))
+            written = [target, *(base for _, base in view_chains[node])]
             before = (alias for alias in aliases if positions[alias] < positions[node] and alias not in written)
             if any(last_uses[alias] > positions[node] for alias in before):
                 return False
-            while chains[node] and last_uses[chains[node][-1][1]] < positions[node]:
-                chains[node].pop()
-            if chains[node] and len(written_values(node)) > 1:
+            while view_chains[node] and last_uses[view_chains[node][-1][1]] < positions[node]:
+                view_chains[node].pop()
+            if view_chains[node] and len(written_values(node)) > 1:
                 return False
             is_buffer = target is first and target.name in buffers and all(map(written_values, others))
             if first.op != "call_function" and not is_buffer:
                 return False
     for node, variant in variants.items():
         node.meta = node.meta | {"out_of_place": variant}  # not in place: PyTorch lets nodes share one dictionary
-    _insert_scatters(graph, chains, positions)
+    _insert_scatters(graph, view_chains, positions)
     return True
 
 
-def _insert_scatters(graph: Any, chains: Mapping[Any, Sequence[Any]], positions: Mapping[Any, int]) -> None:
+def _insert_scatters(graph: Any, view_chains: Mapping[Any, Sequence[Any]], positions: Mapping[Any, int]) -> None:
     """Let later nodes read tensors with the parts that were written through views of them.
 
     Parameters
     ----------
-    chains : dict of node to sequence of (node, node)
+    view_chains : dict of node to sequence of (node, node)
         Views and the tensors that they are parts of, for each node that writes.
     positions : dict of node to int
         Positions in the graph as captured.
     """
     current: dict[Any, Any] = {}
-    for node, chain in chains.items():
+    for node, chain in view_chains.items():
         later = {user for user, position in positions.items() if position > positions[node]} if chain else set()
         part = node
         for view, base in chain:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...geometry import Place, Transfer
+from ...geometry import MeshTransfer, Place
 from ...halo import ExchangePolicy
 from ...plan.planner import recompute_cuts
 from .layout import (
@@ -147,12 +147,12 @@ class BlockComputation(Protocol):
 
     block_counts: tuple[int, ...]
 
-    def peak_bytes(self, grad_inputs: Collection[int] | None = None) -> int:
+    def peak_bytes(self, inputs_requiring_grad: Collection[int] | None = None) -> int:
         """Return the most bytes live at once in the computation of a block, excluding the step's inputs and outputs.
 
         Parameters
         ----------
-        grad_inputs : collection of int, optional
+        inputs_requiring_grad : collection of int, optional
             For a backward pass, the positions of the inputs that require gradients; None: for a forward pass.
         """
 
@@ -188,11 +188,11 @@ class Step:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     run: Callable[..., Any] | None = None
-    transfer: Transfer | None = None
+    transfer: MeshTransfer | None = None
     pads: Pads = ()
     fill: float = 0.0
     axes: frozenset[int] = frozenset()
-    counts_gradient: bool = True
+    contributes_gradient: bool = True
     kind_args: Any = None
     freed_ids: tuple[int, ...] = field(default=())
     op_name: str = ""

@@ -36,4 +36,4 @@ class _NoSecondGrad(torch.autograd.Function):
         raise ConfigError(
             "second derivatives of a distributed module are not supported; compute terms that need create_graph=True,"
             " such as a gradient penalty, with the original module on whole images, or by finite differences"
-        ).on_all_ranks()
+        ).mark_raised_on_all_ranks()

@@ -15,14 +15,14 @@ class Rule(NamedTuple):
     function : callable
         `function(lowering, **arguments) -> Value`; the arguments are the operator's, by their names in its schema, with
         `self` and `input` renamed to `x`.
-    always : bool
+    applies_if_replicated : bool
         Whether the rule also applies if all arguments are replicated on every rank.
     whole : tuple of str
         Names of arguments that are passed with all indices on every rank.
     """
 
     function: Callable[..., Any]
-    always: bool
+    applies_if_replicated: bool
     description: str
     whole: tuple[str, ...] = ()
 
@@ -36,7 +36,7 @@ CAPTURE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 
 
 def rule(
-    *names: str, always: bool = False, whole: Sequence[str] = ()
+    *names: str, applies_if_replicated: bool = False, whole: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that registers a function as the rule of operators.
 
@@ -44,7 +44,7 @@ def rule(
     ----------
     names : str
         Operator names as printed by torch.export, such as 'aten.conv2d.default'.
-    always : bool
+    applies_if_replicated : bool
         Whether the rule also applies if all arguments are replicated on every rank.
     whole : sequence of str
         Names of arguments that every rank needs whole, such as weights that a module computes from cells.
@@ -52,7 +52,7 @@ def rule(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         description = (function.__doc__ or "").strip().split("\n")[0]
-        RULES.update({name: Rule(function, always, description, tuple(whole)) for name in names})
+        RULES.update({name: Rule(function, applies_if_replicated, description, tuple(whole)) for name in names})
         return function
 
     return register

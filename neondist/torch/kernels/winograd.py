@@ -52,15 +52,15 @@ def _is_winograd_faster(
         and groups == max(stride) == 1
         and all(p <= 2 * d for p, d in zip(padding, dilation, strict=True))
         and x.dim() == 4
-        and _fills_tiles(len(x), min(weight.shape[:2]), _output_extents(x, padding, dilation), dilation)
+        and _fills_winograd_tiles(len(x), min(weight.shape[:2]), _output_extents(x, padding, dilation), dilation)
         and x.stride(-1) == 1
         and is_eager_cpu_float(x, weight)
     )
 
 
-def _fills_tiles(samples: int, channels: int, extents: Pair, dilation: Pair) -> bool:
+def _fills_winograd_tiles(samples: int, channels: int, extents: Pair, dilation: Pair) -> bool:
     """Return whether there are enough outputs, and whether these fill most of their tiles."""
-    covered = prod(_round_up_to_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
+    covered = prod(_round_up_to_winograd_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
     least = _MIN_TILES_OF_MANY_CHANNELS if channels >= _MANY_CHANNELS else _MIN_TILES
     return samples * prod(extents) >= 4 * least and covered <= _MAX_COVERED_PER_OUTPUT * prod(extents)
 
@@ -85,9 +85,9 @@ def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, 
     extents = _output_extents(x, padding, dilation)
     outer, inner = weight.shape[:2]
     transformed = (_FLAT_WEIGHT_TRANSFORM.to(x.dtype) @ weight.reshape(-1, 9).t()).view(16, outer, inner)
-    y = x.new_empty(len(x), outer, *(_round_up_to_tiles(n, d) for n, d in zip(extents, dilation, strict=True)))
-    tiles = _view_as_tiles(y, dilation)
-    for rows, cells in _row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
+    y = x.new_empty(len(x), outer, *(_round_up_to_winograd_tiles(n, d) for n, d in zip(extents, dilation, strict=True)))
+    tiles = _view_as_winograd_tiles(y, dilation)
+    for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
         out = tiles[:, :, rows]
         m = torch.bmm(transformed, cells).view(4, 4, *(out.shape[at] for at in (0, 1, 2, 4, 5, 7)))
         halves = (m[1] + m[2]).add_(m[0]), (m[1] - m[2]).add_(m[3])
@@ -101,10 +101,10 @@ def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, 
 def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
     """Return the gradient of the weights."""
     inner, outer = x.shape[1], dy.shape[1]
-    missing = [_round_up_to_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
-    tiles = _view_as_tiles(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
+    missing = [_round_up_to_winograd_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
+    tiles = _view_as_winograd_tiles(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
     total = x.new_zeros(16, outer, inner)
-    for rows, cells in _row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
+    for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
         y = tiles[:, :, rows]
         transformed = y.new_empty(4, 4, *(y.shape[at] for at in (0, 1, 2, 4, 5, 7)))
         first, second = y[:, :, :, 0], y[:, :, :, 1]
@@ -122,20 +122,20 @@ def _output_extents(x: torch.Tensor, padding: Pair, dilation: Pair) -> list[int]
     return [n + 2 * p - 2 * d for n, p, d in zip(x.shape[2:], padding, dilation, strict=True)]
 
 
-def _round_up_to_tiles(n: int, dilation: int) -> int:
+def _round_up_to_winograd_tiles(n: int, dilation: int) -> int:
     """Return the extent covered by whole tiles; cells of a tile are `dilation` apart, so `dilation` tiles interlock."""
     return -(-n // (2 * dilation)) * 2 * dilation
 
 
-def _view_as_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
+def _view_as_winograd_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
     """Return y (N, C, H, W) as (C, N, rows, 2, dilation, columns, 2, dilation)."""
     return y.transpose(0, 1).unflatten(3, (-1, 2, dilation[1])).unflatten(2, (-1, 2, dilation[0]))
 
 
-def _row_batches(
+def _transformed_row_batches(
     x: torch.Tensor, padding: Pair, dilation: Pair, outputs: Sequence[int], channels: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield batches of tile rows, laid out as by `_view_as_tiles`, and transformed cells B^T x B (16, C, tiles)."""
+    """Yield batches of tile rows, as in `_view_as_winograd_tiles`, and transformed cells B^T x B (16, C, tiles)."""
     (down, across), (rows, columns) = dilation, (outputs[2], outputs[5])
     covered = 2 * down * rows, 2 * across * columns
     pads = [side for n, p, d, all_ in zip(x.shape[2:], padding, dilation, covered, strict=True)
@@ -149,13 +149,13 @@ def _row_batches(
         half = cells.new_empty(*cells.shape[:2], last - first, down, cells.shape[3])
         transformed = cells.new_empty(4, 4, *half.shape[:4], columns, across)
         for i, rows_out in enumerate(transformed):
-            _transform_row(_tile_cells(cells, 2, down), i, half)
+            _transform_row(_split_winograd_tiles(cells, 2, down), i, half)
             for j, target in enumerate(rows_out):
-                _transform_row(_tile_cells(half, 4, across), j, target)
+                _transform_row(_split_winograd_tiles(half, 4, across), j, target)
         yield slice(first, last), transformed.view(16, x.shape[1], -1)
 
 
-def _tile_cells(x: torch.Tensor, dim: int, dilation: int) -> list[torch.Tensor]:
+def _split_winograd_tiles(x: torch.Tensor, dim: int, dilation: int) -> list[torch.Tensor]:
     """Return the first to fourth cells of all tiles along a dimension."""
     n = x.shape[dim] - 3 * dilation
     parts = (x.narrow(dim, dilation * i, n).unflatten(dim, (-1, 2 * dilation)) for i in range(4))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 
-from ...geometry import Atom, DimRequest, Transfer
+from ...geometry import Atom, DimRequest, MeshTransfer
 from ..ir.graph import DimPart, Pads, Value
 from ..ir.layout import (
     Dim,
@@ -33,9 +33,9 @@ class PlanBuilder(StepListBuilder):
         self,
         value: Value,
         reaches: ReachByDim,
-        cut_axes: Iterable[int] | None = None,
+        partition_axes: Iterable[int] | None = None,
         fill: float = 0.0,
-        sliding: bool = False,
+        has_sliding_windows: bool = False,
     ) -> Value:
         """Return the view of a value that each rank needs for its part of the results.
 
@@ -43,15 +43,15 @@ class PlanBuilder(StepListBuilder):
 
         Parameters
         ----------
-        cut_axes : iterable of int
+        partition_axes : iterable of int
             Axes that partition the result computed from the view; default: the axes of the value and of `reaches`.
         fill : float
             Value of the cells outside the tensor.
-        sliding : bool
+        has_sliding_windows : bool
             Whether windows slide over the view, so that a border scheme may replace the exact exchange.
         """
         axes = axes_of((reach.out_atom,) for reach in reaches.values())
-        inside = value.axes | axes if cut_axes is None else frozenset(cut_axes)
+        inside = value.axes | axes if partition_axes is None else frozenset(partition_axes)
         lost = axes_of(value.layout) - inside  # the result is replicated along these axes
         if lost:
             value = self.gather(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
@@ -66,20 +66,25 @@ class PlanBuilder(StepListBuilder):
             return self.sum_gradient(value, inside)
         requests = [request for request in requests if request in moved or request.used is not None]
         view = self.transfer(value, requests, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
-        if sliding and all(each.axis == each.source.axis and each.dim > 1 for each in moved):
+        if has_sliding_windows and all(each.axis == each.source.axis and each.dim > 1 for each in moved):
             step = self.steps[-1]
             step.is_window_view = step.transfer is not None and not step.transfer.needs_no_messages
         return view
 
     def transfer(
-        self, value: Value, requests: Sequence[DimRequest], cut_axes: frozenset[int], pads: Pads = (), fill: float = 0.0
+        self,
+        value: Value,
+        requests: Sequence[DimRequest],
+        partition_axes: frozenset[int],
+        pads: Pads = (),
+        fill: float = 0.0,
     ) -> Value:
         """Return the view of a value with the requested indices, and with padding on this rank."""
-        source, transfer = self.sum_gradient(value, cut_axes), Transfer(self.mesh.parts, tuple(requests))
+        source, transfer = self.sum_gradient(value, partition_axes), MeshTransfer(self.mesh.parts, tuple(requests))
         shape = list(transfer.shape(source.local, self._rank))
         for dim, before, after in pads:
             shape[dim] += before + after
-        result = self._new_value(tuple(shape), cut_axes, value.dtype, source.kind)
+        result = self._new_value(tuple(shape), partition_axes, value.dtype, source.kind)
         self._add_step("view", [source], [result], transfer=transfer, pads=pads, fill=fill)
         return result
 
@@ -98,7 +103,7 @@ class PlanBuilder(StepListBuilder):
         )
         rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
         result = self._new_value(local_shape(rest, self._place), value.axes - axes, value.dtype, value.kind, rest)
-        self._add_step("gather", [expanded], [result], transfer=Transfer(self.mesh.parts, requests))
+        self._add_step("gather", [expanded], [result], transfer=MeshTransfer(self.mesh.parts, requests))
         return self.reshape_local(result, replicated_along(value.layout, chosen))
 
     def reshard(self, value: Value, layout: Layout) -> Value:
@@ -134,9 +139,9 @@ class PlanBuilder(StepListBuilder):
             return value
         return self.local(lambda shape, x: x.reshape(shape), [value], layout, at=partial(local_shape, layout))
 
-    def align_for_broadcast(self, value: Value, target: Layout, cut_axes: Iterable[int]) -> Value:
+    def align_for_broadcast(self, value: Value, target: Layout, partition_axes: Iterable[int]) -> Value:
         """Return a value for a pointwise operation with results of layout `target`; dimensions of size 1 broadcast."""
-        cut_axes = frozenset(cut_axes)
+        partition_axes = frozenset(partition_axes)
         if value.layout_or_none is None:
             return value
         offset = len(target) - len(value.layout)
@@ -152,23 +157,23 @@ class PlanBuilder(StepListBuilder):
             is_whole = dim != new and all(atom.axis is None for atom in dim)
             atoms += [Atom(atom.extent) for atom in new] if is_whole else dim
         if all(dim == new for dim, new in zip(value.layout, aligned_dims, strict=True)):
-            return self.sum_gradient(value, cut_axes)
+            return self.sum_gradient(value, partition_axes)
         expanded = self._reshape_to_atoms(value, atoms)
         flat = [atom for dim in aligned_dims for atom in dim]
         reaches = {dim: Reach(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
-        seen = self.view(expanded, reaches, cut_axes)
+        seen = self.view(expanded, reaches, partition_axes)
         return self._merge_view_dims(seen, tuple(aligned_dims))
 
     def partition_as(self, value: Value, layout: Layout) -> Value:
         """Return a value of layout `layout`, whatever its atoms."""
         if value.kind in ("parameter", "constant") and not value.axes and value.shape == shape_of(layout):
-            part = self.parts_of_tiles(layout)
+            part = self.dim_parts_of_tiles(layout)
             if part is not None:
                 return self.own_part(value, layout, part)
         seen = self.align_for_broadcast(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
-    def parts_of_tiles(self, layout: Layout) -> DimPart | None:
+    def dim_parts_of_tiles(self, layout: Layout) -> DimPart | None:
         """Return the parts of a tensor of this layout if they are ranges of one dimension that differ between tiles."""
         axes = self.mesh.axes - {0}
         return DimPart.of(layout) if axes and axes_of(layout) == axes else None
@@ -187,18 +192,18 @@ class PlanBuilder(StepListBuilder):
                 resharded[-dim] = (self.mesh.even_atom(extent, axis),)
         return tuple(resharded)
 
-    def view_whole_along(self, value: Value, dims: Iterable[int], cut_axes: Iterable[int]) -> Value:
-        """Return a value with these dimensions whole, for work partitioned over the axes of `cut_axes`."""
+    def view_whole_along(self, value: Value, dims: Iterable[int], partition_axes: Iterable[int]) -> Value:
+        """Return a value with these dimensions whole, for work partitioned over the axes of `partition_axes`."""
         dims = set(dims)
         layout = replicated_along(value.layout, dims)
         if layout == value.layout:
-            return self.sum_gradient(value, cut_axes)
+            return self.sum_gradient(value, partition_axes)
         atoms = [(atom, at in dims and atom.axis is not None) for at, dim in enumerate(value.layout) for atom in dim]
         reaches = {at: Reach(Atom(atom.extent)) for at, (atom, expanding) in enumerate(atoms) if expanding}
-        seen = self.view(self._split_to_atoms(value), reaches, cut_axes)
+        seen = self.view(self._split_to_atoms(value), reaches, partition_axes)
         return self._merge_view_dims(seen, layout)
 
-    def gather_as(self, value: Value, target: Layout, cut_axes: Iterable[int]) -> Value:
+    def gather_as(self, value: Value, target: Layout, partition_axes: Iterable[int]) -> Value:
         """Return a value aligned to a layout, gathered along the dimensions that are whole in that layout."""
         offset = len(target) - len(value.layout)
         dims = [
@@ -209,7 +214,7 @@ class PlanBuilder(StepListBuilder):
         if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition the value twice
             value, dims = self.gather(value, dims), []
         if not dims:
-            return self.align_for_broadcast(value, target, cut_axes)
+            return self.align_for_broadcast(value, target, partition_axes)
         gathered_layout = replicated_along(value.layout, dims)
         if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(gathered_layout)):
             value = self.reshard(
@@ -219,7 +224,7 @@ class PlanBuilder(StepListBuilder):
                     for at, dim in enumerate(value.layout)
                 ),
             )
-        return self.view_whole_along(value, dims, cut_axes)
+        return self.view_whole_along(value, dims, partition_axes)
 
     def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
         """Return values with these dimensions whole and the others partitioned alike, and the layout for the results.

@@ -57,21 +57,21 @@ class PlanCosts:
     plan : TorchPlan
     trained : collection of str
         The parameters that require gradients.
-    optimizer_elements : int
+    slots_per_parameter : int
         Optimiser state elements per trained element.
 
     Attributes
     ----------
-    uncounted_steps : list of str
+    steps_without_flop_count : list of str
         Steps whose FLOPs were not counted: they need actual values, or consist of too many blocks.
     """
 
-    def __init__(self, plan: TorchPlan, trained: Collection[str], optimizer_elements: int = 0) -> None:
-        self.plan, self.optimizer_elements, self.ranks = plan, optimizer_elements, RankSubset.all(plan.mesh)
+    def __init__(self, plan: TorchPlan, trained: Collection[str], slots_per_parameter: int = 0) -> None:
+        self.plan, self.slots_per_parameter, self.ranks = plan, slots_per_parameter, RankSubset.all(plan.mesh)
         self.trained = {value for name, value in plan.parameters.items() if name in trained}
         self.traffic = traffic_of(plan, range(plan.mesh.size), trained)
         self.back = BackwardSteps(plan, trained)
-        self.uncounted_steps: list[str] = []
+        self.steps_without_flop_count: list[str] = []
 
     @property
     def names(self) -> list[str]:
@@ -84,8 +84,8 @@ class PlanCosts:
         traffic = {account: count for account, count in self.traffic.items() if account[1] in names and count.any()}
         sent = sum((count for (kind, _, _), count in traffic.items() if kind != "sum"), np.zeros(1, int))
         max_summed_bytes = sum((count for (kind, _, _), count in traffic.items() if kind == "sum"), np.zeros(1, int))
-        parameters = [value for value, name in self._first_readers.items() if name in names]
-        steps, copies = [step for step in self.plan.steps if step.name in names], 2 + self.optimizer_elements
+        parameters = [value for value, name in self._first_reader_by_parameter.items() if name in names]
+        steps, copies = [step for step in self.plan.steps if step.name in names], 2 + self.slots_per_parameter
         return StepCosts(
             tuple(dict.fromkeys(kind for kind, _, _ in traffic)),
             int(sent.max()),
@@ -115,7 +115,7 @@ class PlanCosts:
             try:
                 forward, backward = self._count_flops(step)
             except (RuntimeError, TypeError, ValueError):  # the step needs values, which meta tensors lack
-                self.uncounted_steps.append(step.name)
+                self.steps_without_flop_count.append(step.name)
                 forward = backward = 0
             flops[id(step)] = forward * (1 + (id(step) in repeated)) + backward
         return flops
@@ -125,9 +125,11 @@ class PlanCosts:
         total = 0
         for step in self.plan.steps:
             inputs, outputs = ([self.plan.values[v] for v in ids] for ids in (step.inputs, step.outputs))
-            backward = any(value.id in self.back.grad_values for value in inputs)
+            backward = any(value.id in self.back.values_requiring_grad for value in inputs)
             if step.kind not in IDENTITY_KINDS:
-                total += sum(value.nbytes * (1 + backward + (value.id in self.back.grad_values)) for value in inputs)
+                total += sum(
+                    value.nbytes * (1 + backward + (value.id in self.back.values_requiring_grad)) for value in inputs
+                )
                 total += sum(value.nbytes * (1 + backward) for value in outputs)
         return total
 
@@ -137,7 +139,7 @@ class PlanCosts:
         return sum((self.ranks.nbytes(value) for value in outputs), np.zeros(self.plan.mesh.size, int))
 
     @cached_property
-    def _first_readers(self) -> dict[Value, str]:
+    def _first_reader_by_parameter(self) -> dict[Value, str]:
         """Name of the first step that reads each trained parameter."""
         readers: dict[Value, str] = {}
         for step in self.plan.steps:
@@ -159,7 +161,7 @@ class PlanCosts:
             outputs = step.run(*(self._local_meta_tensor(value) for value in step.inputs))
             forward = counter.get_total_flops()
             outputs = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-            if outputs and id(step) in self.back.visited_ids:
+            if outputs and id(step) in self.back.backward_step_ids:
                 torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
             return forward, counter.get_total_flops() - forward
 
@@ -167,7 +169,7 @@ class PlanCosts:
         """Return a meta tensor of a value's local shape, which requires a gradient if the value does."""
         value = self.plan.values[number]
         tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-        trains = number in self.back.grad_values and supports_gradients(value.dtype)
+        trains = number in self.back.values_requiring_grad and supports_gradients(value.dtype)
         return tensor.requires_grad_().clone() if trains else tensor  # a leaf must not be modified in place
 
     def _ring_flops(self, step: Step) -> tuple[int, int]:
@@ -175,7 +177,7 @@ class PlanCosts:
         q, _, v = (self.plan.values[value].local for value in step.inputs[:3])
         key_count = prod(atom.extent for atom in step.kind_args.keys)
         scores = 2 * prod(q[:-1]) * key_count
-        backward = 3 * q[-1] + 2 * v[-1] if id(step) in self.back.visited_ids else 0
+        backward = 3 * q[-1] + 2 * v[-1] if id(step) in self.back.backward_step_ids else 0
         return scores * (q[-1] + v[-1]), scores * backward
 
 

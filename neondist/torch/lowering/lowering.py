@@ -31,7 +31,7 @@ class Lowering(PlanBuilder):
     fake_out : its results, as fake tensors of the global shape
     draw_number : int
         Key of the next random numbers; determined by the position of the operator in the program.
-    autograd_functions : sequence of FunctionCall
+    autograd_functions : sequence of AutogradFunctionCall
         The autograd.Functions that the program calls, by number.
     subdivides_tiles : bool
         Whether parts of the program are computed in pieces of a tile, even on one rank.
@@ -68,10 +68,10 @@ class Lowering(PlanBuilder):
         count = len(self.steps)
         result = self._lower_operator(target, args, kwargs)
         if len(self.steps) > count:  # operators without effect, such as dropout at rate 0, return their argument
-            self._record_name(str(target), result)
+            self._record_operator_name(str(target), result)
         return result
 
-    def _record_name(self, name: str, result: Any) -> None:
+    def _record_operator_name(self, name: str, result: Any) -> None:
         """Record the operator that the last step computes."""
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, Value) and first.id in self.steps[-1].outputs[:1]:
@@ -85,11 +85,13 @@ class Lowering(PlanBuilder):
         name = str(target)
         self.target, self._current_call = target, (target, args, kwargs)
         rule = RULES.get(name)
-        always = rule is not None and (rule.always or self.partitions_channels)  # even if all ranks have all values
+        applies_if_replicated = rule is not None and (
+            rule.applies_if_replicated or self.partitions_channels
+        )  # even if all ranks have all values
         random = _is_random(target, bound)  # each rank would draw different numbers
         if rule is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
             self.refuse("PyTorch has no gradient for it")
-        if not (always or random or axes_of_values(values)):
+        if not (applies_if_replicated or random or axes_of_values(values)):
             return self.compute_replicated()
         if rule is not None:
             values_by_name = {name: bound[name] for name in rule.whole if isinstance(bound.get(name), Value)}
@@ -204,17 +206,17 @@ class Lowering(PlanBuilder):
         """Lower a pointwise operation."""
         values, run = _tensor_call(target, args, kwargs)
         layout = self.pointwise_layout([value.layout for value in values])
-        cut_axes = axes_of(layout)
-        aligned = [self.align_for_broadcast(value, layout, cut_axes) for value in values]
+        partition_axes = axes_of(layout)
+        aligned = [self.align_for_broadcast(value, layout, partition_axes) for value in values]
         outs = self.fake_out if isinstance(self.fake_out, (tuple, list)) else [self.fake_out]
         has_several_results = self.fake_out is outs
         results = self.local_results(
             run if has_several_results else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs]
         )
-        self.mark_constants(results, self._have_gradients(target, run, values, [out.dtype for out in outs]))
+        self.mark_constants(results, self._results_have_gradients(target, run, values, [out.dtype for out in outs]))
         return results if has_several_results else results[0]
 
-    def _have_gradients(
+    def _results_have_gradients(
         self, target: Any, run: Callable[..., Any], values: Sequence[Value], dtypes: Sequence[torch.dtype]
     ) -> list[bool]:
         """Return whether each result of an operator has a gradient: some, such as Bessel functions, have none."""

@@ -43,7 +43,7 @@ class StepListBuilder:
         args: Sequence[Value | None],
         layout: Layout,
         dtype: torch.dtype | None = None,
-        cut_axes: Iterable[int] = (),
+        partition_axes: Iterable[int] = (),
         at: PlaceFunction | None = None,
     ) -> Value:
         """Return the result of a function that each rank applies to its parts alone.
@@ -56,13 +56,13 @@ class StepListBuilder:
             None is passed to `run` as None.
         layout : Layout
             Layout of the result.
-        cut_axes : iterable of int
+        partition_axes : iterable of int
             Further axes along which ranks compute different parts.
         at : callable, optional
             Maps the place of a rank or block to the first argument of `run` there.
         """
         values = [arg for arg in args if arg is not None]
-        inside = axes_of_values(values) | axes_of(layout) | frozenset(cut_axes)
+        inside = axes_of_values(values) | axes_of(layout) | frozenset(partition_axes)
         run = _accepting_missing(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
         (result,) = self._add_local(run, values, [layout], [dtype or values[0].dtype], inside, at=at)
         return result
@@ -102,13 +102,13 @@ class StepListBuilder:
         `at` is as for `local`.
         """
         axes = frozenset(axes)
-        cut_axes = axes_of_values(args) | axes | axes_of(layout)
-        (part,) = self._add_local(run, args, [layout], [dtype or args[0].dtype], cut_axes, partial=True, at=at)
-        part.axes = cut_axes
+        partition_axes = axes_of_values(args) | axes | axes_of(layout)
+        (part,) = self._add_local(run, args, [layout], [dtype or args[0].dtype], partition_axes, partial=True, at=at)
+        part.axes = partition_axes
         if not axes:
             return part
         kind = part.kind if op == "sum" else "constant"
-        total = self._new_value(part.local, cut_axes - axes, part.dtype, kind, layout)
+        total = self._new_value(part.local, partition_axes - axes, part.dtype, kind, layout)
         self._add_step(op, [part], [total], axes=axes)
         return total
 
@@ -116,12 +116,12 @@ class StepListBuilder:
         self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x (N, C, ...) normalised in each group and scaled, and the mean and variance of each group."""
-        cut_axes = x.axes
-        params = [None if value is None else self.sum_gradient(value, cut_axes) for value in (weight, bias)]
+        partition_axes = x.axes
+        params = [None if value is None else self.sum_gradient(value, partition_axes) for value in (weight, bias)]
         scaled = any(value is not None and value.kind != "constant" for value in params)
         kind = "value" if x.kind == "constant" and scaled else x.kind
         y = self._new_value(x.local, x.axes, x.dtype, kind, x.layout)
-        shape, left = local_shape(groups, self._place), cut_axes - moments.axes
+        shape, left = local_shape(groups, self._place), partition_axes - moments.axes
         mean, variance = (self._new_value(shape, left, x.dtype, "constant", groups) for _ in range(2))
         inputs = [x, *(value for value in params if value is not None)]
         self._add_step("norm", inputs, [y, mean, variance], kind_args=(moments, *(p is not None for p in params)))
@@ -135,18 +135,20 @@ class StepListBuilder:
         self._add_step("ring", entered, [result], axes=axes_of([ring.keys]), kind_args=ring)
         return result
 
-    def sum_gradient(self, value: Value, cut_axes: Iterable[int]) -> Value:
-        """Return a value for use in work partitioned over `cut_axes`, with its gradient summed where necessary."""
-        cut_axes = frozenset(cut_axes)
-        missing = (self.mesh.axes - cut_axes) if value.kind == "parameter" else (cut_axes - value.axes)
+    def sum_gradient(self, value: Value, partition_axes: Iterable[int]) -> Value:
+        """Return a value for use in work partitioned over `partition_axes`; its gradient is summed where necessary."""
+        partition_axes = frozenset(partition_axes)
+        missing = (self.mesh.axes - partition_axes) if value.kind == "parameter" else (partition_axes - value.axes)
         if value.kind == "constant" or not missing or not supports_gradients(value.dtype):
             return value
         key = value.id, missing
         if key not in self._values_with_summed_gradient:
-            entered = self._new_value(value.local, value.axes | cut_axes, value.dtype, value.kind, value.layout_or_none)
+            entered = self._new_value(
+                value.local, value.axes | partition_axes, value.dtype, value.kind, value.layout_or_none
+            )
             if value.kind == "parameter":
                 counts = all(self._place[axis] == 0 for axis in missing)
-                self._add_step("counted", [value], [entered], counts_gradient=counts)
+                self._add_step("counted", [value], [entered], contributes_gradient=counts)
                 entered.kind = "value"
             else:
                 self._add_step("spread", [value], [entered], axes=missing)
@@ -170,7 +172,7 @@ class StepListBuilder:
         """Return a new input value."""
         return self._new_value(local_shape(layout, self._place), axes_of(layout), dtype, kind, layout)
 
-    def image_input(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
+    def passed_image_and_tile(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return the value as which a module's input is passed, and the input's tile; they differ in some schemes."""
         tile = self.new_input(layout, dtype)
         return tile, tile
@@ -200,14 +202,14 @@ class StepListBuilder:
         args: Sequence[Value],
         layouts: Sequence[Layout],
         dtypes: Sequence[torch.dtype],
-        cut_axes: frozenset[int],
+        partition_axes: frozenset[int],
         has_several_results: bool = False,
         partial: bool = False,
         at: PlaceFunction | None = None,
     ) -> list[Value]:
-        entered = [self.sum_gradient(value, cut_axes) for value in args]
+        entered = [self.sum_gradient(value, partition_axes) for value in args]
         constant = all(value.kind == "constant" for value in entered)
-        if not (partial or constant) and any(cut_axes - axes_of(layout) for layout in layouts):
+        if not (partial or constant) and any(partition_axes - axes_of(layout) for layout in layouts):
             self.refuse("ranks would compute the same values from different parts")  # gradients would add up
         results = [
             self._new_value(

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ...geometry import Atom, Transfer
+from ...geometry import Atom, MeshTransfer
 from ..exchange.ring import RingPlan
 from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS, Step, TorchGraph, Value
 from ..ir.layout import Mesh, axes_of
@@ -36,22 +36,22 @@ class RankSubset:
         For a view, the extents on the plan's own rank are used.
         """
         if value.layout_or_none is None:
-            return self.index_counts(()) * prod(value.local[dim] for dim in dims)
-        return self.index_counts(atom for dim in dims for atom in value.layout[dim])
+            return self.element_counts_by_rank(()) * prod(value.local[dim] for dim in dims)
+        return self.element_counts_by_rank(atom for dim in dims for atom in value.layout[dim])
 
-    def index_counts(self, atoms: Iterable[Atom]) -> np.ndarray:
+    def element_counts_by_rank(self, atoms: Iterable[Atom]) -> np.ndarray:
         """Return, for each rank, the product of its numbers of indices of some atoms."""
         lengths = np.ones(len(self.ranks), int)
         for atom in atoms:
             lengths *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
         return lengths
 
-    def moved_cells(self, transfer: Transfer) -> tuple[np.ndarray, np.ndarray]:
+    def sent_and_received_cells(self, transfer: MeshTransfer) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of cells that each rank sends to and receives from other ranks in a separable transfer."""
         counts = np.ones((3, len(self.ranks)), int)
         for request in transfer.requests:
             parts = next((self.places[axis] for axis in request.axes), 0)
-            counts *= np.array(request.total_and_own_cell_counts)[:, parts].reshape(3, -1)
+            counts *= np.array(request.sent_received_kept_counts)[:, parts].reshape(3, -1)
         sent, received, own = counts
         return sent - own, received - own
 
@@ -88,26 +88,30 @@ class _TrafficCounter:
 
         def add(steps: Iterable[Step], direction: str) -> None:
             for step in steps:
-                for kind, count in (self._forward_message_bytes if direction == "forward" else self._backward_bytes)(
-                    step
-                ):
+                for kind, count in (
+                    self._forward_message_bytes if direction == "forward" else self._backward_message_bytes
+                )(step):
                     account = kind, step.name, direction
                     accounts[account] = accounts.get(account, 0) + count
 
         inputs = [value for value in plan.inputs if self.inputs and plan.values[value].kind == "value"]
         back = BackwardSteps(plan, self.trained, inputs)
         add(plan.steps, "forward")
-        add((step for step in reversed(plan.steps) if id(step) in back.communicating_ids), "backward")
+        add((step for step in reversed(plan.steps) if id(step) in back.communicating_step_ids), "backward")
         for segment in plan.recomputed_segments():
-            if any(out in back.sources and out in back.grad_values for step in segment.steps for out in step.outputs):
+            if any(
+                out in back.sources and out in back.values_requiring_grad
+                for step in segment.steps
+                for out in step.outputs
+            ):
                 add(segment.steps, "forward")
         named = (plan.parameters.get(name) for name in self.trained)
         read, parts = {value for value in named if value in back.sources}, plan.partitioned_parameters()
         owned = [plan.values[parts[value].outputs[0]] for value in read & parts.keys()]
         accounts["sum", GRADIENTS, "backward"] = (
-            self._sum_bytes(plan.mesh.axes, [plan.values[value] for value in read - parts.keys()])
-            + self._sum_bytes(plan.mesh.axes & {0}, owned)
-            + self._sum_bytes(plan.mesh.axes - {0}, owned)  # the sums are gathered
+            self._allreduce_bytes(plan.mesh.axes, [plan.values[value] for value in read - parts.keys()])
+            + self._allreduce_bytes(plan.mesh.axes & {0}, owned)
+            + self._allreduce_bytes(plan.mesh.axes - {0}, owned)  # the sums are gathered
         )
         return accounts
 
@@ -117,22 +121,22 @@ class _TrafficCounter:
             yield message_kind(step), self._transfer_bytes(step, "forward")
         elif step.kind == "norm":
             mean = replace(values[step.outputs[1]], dtype=torch.float64)
-            yield "sum", 2 * self._sum_bytes(step.kind_args[0].axes, [mean])
+            yield "sum", 2 * self._allreduce_bytes(step.kind_args[0].axes, [mean])
         elif step.kind == "ring":
             yield "ring", self._ring_bytes(step, "forward")
         elif step.kind in ("sum", "max"):
-            yield "sum", self._sum_bytes(step.axes, [values[step.inputs[0]]])
+            yield "sum", self._allreduce_bytes(step.axes, [values[step.inputs[0]]])
 
-    def _backward_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
+    def _backward_message_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
         values = self.plan.values
         if step.kind == "view" and step.transfer is not None:
             yield message_kind(step), self._transfer_bytes(step, "backward")
         elif step.kind == "norm":
-            yield "sum", 2 * self._sum_bytes(step.kind_args[0].axes, [values[step.outputs[1]]])
+            yield "sum", 2 * self._allreduce_bytes(step.kind_args[0].axes, [values[step.outputs[1]]])
         elif step.kind == "ring":
             yield "ring", self._ring_bytes(step, "backward")
         elif step.kind == "spread":
-            yield "sum", self._sum_bytes(step.axes, [values[step.inputs[0]]])
+            yield "sum", self._allreduce_bytes(step.axes, [values[step.inputs[0]]])
 
     def _transfer_bytes(self, step: Step, direction: str) -> np.ndarray:
         """Return the bytes that each rank sends in a step's transfer; for border schemes the mean over many steps."""
@@ -141,7 +145,7 @@ class _TrafficCounter:
         moved = {request.dim for request in transfer.requests}
         others = self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim not in moved))
         if step.scheme is None and transfer.is_separable:
-            return self.ranks.moved_cells(transfer)[direction == "backward"] * others * value.dtype.itemsize
+            return self.ranks.sent_and_received_cells(transfer)[direction == "backward"] * others * value.dtype.itemsize
         sent, size = [], value.dtype.itemsize
         for rank, count in zip(self.ranks.ranks.tolist(), others.tolist(), strict=True):
             pieces = transfer.sends(rank) if direction == "forward" else transfer.receives(rank)
@@ -156,7 +160,7 @@ class _TrafficCounter:
     def _ring_bytes(self, step: Step, direction: str) -> np.ndarray:
         """Return the bytes of keys and values, or of these and their gradients, that each rank sends around a ring."""
         _, *passed = (self.plan.values[value] for value in step.inputs[:3])
-        keys = ring_key_counts(step.kind_args, direction)[self.ranks.ranks]
+        keys = ring_keys_sent_by_rank(step.kind_args, direction)[self.ranks.ranks]
         nbytes = (
             self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim != len(value.local) - 2))
             * value.dtype.itemsize
@@ -164,7 +168,7 @@ class _TrafficCounter:
         )
         return keys * sum(nbytes)
 
-    def _sum_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
+    def _allreduce_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
         """Return the bytes that each rank contributes to sums of values over axes."""
         total = np.zeros(len(self.ranks.ranks), int)
         for value in values:
@@ -185,36 +189,36 @@ class BackwardSteps:
 
     Attributes
     ----------
-    grad_values : set of int
+    values_requiring_grad : set of int
         Values that require a gradient.
     sources : set of int
         Values that the outputs depend on through steps of the backward pass.
-    visited_ids : set of int
+    backward_step_ids : set of int
         Steps of the backward pass, by id().
-    communicating_ids : set of int
-        Those of `visited_ids` whose backward pass may communicate.
+    communicating_step_ids : set of int
+        Those of `backward_step_ids` whose backward pass may communicate.
     """
 
     def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: Iterable[int] = ()) -> None:
-        self.grad_values = {*inputs, *(value for name, value in plan.parameters.items() if name in trained)}
+        self.values_requiring_grad = {*inputs, *(value for name, value in plan.parameters.items() if name in trained)}
         for step in plan.steps:
-            if any(value in self.grad_values for value in step.inputs):
-                self.grad_values.update(out for out in step.outputs if plan.values[out].kind != "constant")
+            if any(value in self.values_requiring_grad for value in step.inputs):
+                self.values_requiring_grad.update(out for out in step.outputs if plan.values[out].kind != "constant")
         self.sources = {out for out in plan.outputs if isinstance(out, int)}
-        self.visited_ids, self.communicating_ids = set[int](), set[int]()
+        self.backward_step_ids, self.communicating_step_ids = set[int](), set[int]()
         for step in reversed(plan.steps):
-            if any(out in self.sources and out in self.grad_values for out in step.outputs):
+            if any(out in self.sources and out in self.values_requiring_grad for out in step.outputs):
                 self.sources.update(step.inputs)
-                self.visited_ids.add(id(step))
+                self.backward_step_ids.add(id(step))
                 summed = step.inputs[:1] if step.kind == "norm" else step.inputs  # excluding a norm's weights
-                if any(value in self.grad_values for value in summed):
-                    self.communicating_ids.add(id(step))
+                if any(value in self.values_requiring_grad for value in summed):
+                    self.communicating_step_ids.add(id(step))
 
 
-def ring_key_counts(ring: RingPlan, direction: str) -> np.ndarray:
+def ring_keys_sent_by_rank(ring: RingPlan, direction: str) -> np.ndarray:
     """Return the number of keys that each rank sends in a pass, with their values or gradients, as an array (size,)."""
     axes = sorted(axes_of([ring.keys]))
-    length = RankSubset.all(ring.mesh).index_counts(ring.keys)
+    length = RankSubset.all(ring.mesh).element_counts_by_rank(ring.keys)
     # move the axes of each ring to the end, in order
     ends = range(len(ring.mesh.parts) - len(axes), len(ring.mesh.parts))
     rings = np.moveaxis(length.reshape(ring.mesh.parts), axes, ends)

@@ -88,19 +88,19 @@ class _Timeline:
         self.recomputed_at, self.backward_at = [-1] * len(plan.steps), [0] * len(plan.steps)
         self.segment_of_value, self.inputs_released_at = dict[int, int](), [0] * len(segments)
         stop = sum(len(segment.steps) for segment in segments)
-        self._add_backward(range(stop, len(plan.steps)))
+        self._schedule_backward(range(stop, len(plan.steps)))
         for number, segment in reversed([*enumerate(segments)]):
-            numbers = range(stop - len(segment.steps), stop)
+            step_numbers = range(stop - len(segment.steps), stop)
             self.segment_of_value |= {out: number for step in segment.steps for out in step.outputs}
-            if any(id(step) in back.visited_ids for step in segment.steps):
-                for at in numbers:
+            if any(id(step) in back.backward_step_ids for step in segment.steps):
+                for at in step_numbers:
                     self.recomputed_at[at], self.end = self.end, self.end + 1
-            self._add_backward(numbers)
-            self.inputs_released_at[number], stop = self.end - 1, numbers.start
+            self._schedule_backward(step_numbers)
+            self.inputs_released_at[number], stop = self.end - 1, step_numbers.start
 
-    def _add_backward(self, numbers: range) -> None:
+    def _schedule_backward(self, step_numbers: range) -> None:
         """Add the backward passes of consecutive steps."""
-        for at in reversed(numbers):
+        for at in reversed(step_numbers):
             self.backward_at[at], self.end = self.end, self.end + 1
 
 
@@ -113,19 +113,19 @@ class _Lifetimes:
         self.live_byte_changes = np.zeros(self.timeline.end + 1, int)
 
     def peak(self) -> int:
-        self._add_values()
-        self._add_gradients()
-        self._add_blocks()
+        self._add_value_lifetimes()
+        self._add_gradient_lifetimes()
+        self._add_block_memory()
         return int(self.live_byte_changes.cumsum().max())
 
     def _add_lifetime(self, value: int, first: int, last: int, times: float = 1.0) -> None:
-        self._add_bytes(int(times * self.ranks.nbytes(self.plan.values[value])[0]), first, last)
+        self._add_live_bytes(int(times * self.ranks.nbytes(self.plan.values[value])[0]), first, last)
 
-    def _add_bytes(self, size: int, first: int, last: int) -> None:
+    def _add_live_bytes(self, size: int, first: int, last: int) -> None:
         self.live_byte_changes[first] += size
         self.live_byte_changes[last + 1] -= size
 
-    def _add_values(self) -> None:
+    def _add_value_lifetimes(self) -> None:
         owner, first, last = self._owners(), dict[int, int](), dict[int, int]()
         for at, step, _ in self.steps:
             for out in step.outputs:
@@ -135,7 +135,7 @@ class _Lifetimes:
         first_again, last_again = dict[int, int](), dict[int, int]()  # times of recomputed values
         for at, step, kept in self.steps:
             segment, again = self.timeline.segment_of_value.get(step.outputs[0]), self.timeline.recomputed_at[at]
-            backward = self.timeline.backward_at[at] if id(step) in self.back.visited_ids else -1
+            backward = self.timeline.backward_at[at] if id(step) in self.back.backward_step_ids else -1
             if again >= 0:
                 for out in step.outputs:
                     first_again.setdefault(owner[out], again)
@@ -178,32 +178,34 @@ class _Lifetimes:
                     copies.setdefault(value, (at, step.outputs[0]))
         return copies
 
-    def _add_gradients(self) -> None:
+    def _add_gradient_lifetimes(self) -> None:
         last, moments_of, backward_at = dict[int, int](), dict[int, list[tuple[int, bool]]](), self.timeline.backward_at
         for at, step, kept in self.steps:
-            if id(step) in self.back.visited_ids:
+            if id(step) in self.back.backward_step_ids:
                 aliased_ends = [last[value] for value in kept.aliased_grads if value in last]
                 last |= dict.fromkeys(step.outputs, max([backward_at[at], *aliased_ends]))
                 for value in step.inputs:
                     moments_of.setdefault(value, []).append((backward_at[at], value in kept.aliased_grads))
         for value, until in last.items():
-            if value in self.back.grad_values and supports_gradients(self.plan.values[value].dtype):
+            if value in self.back.values_requiring_grad and supports_gradients(self.plan.values[value].dtype):
                 moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
                 own = [at for number, (at, aliased) in enumerate(moments) if number or not aliased]
                 if own:  # otherwise, it shares the memory of another gradient
                     self._add_lifetime(value, own[0], until)
 
-    def _add_blocks(self) -> None:
+    def _add_block_memory(self) -> None:
         """Add the memory that block-wise steps need for a block."""
         for at, step, _ in self.steps:
             if step.blocks is not None:
                 forward_bytes = step.blocks.peak_bytes()
                 for time in {at, self.timeline.recomputed_at[at]} - {-1}:
-                    self._add_bytes(forward_bytes, time, time)
-                if id(step) in self.back.visited_ids:
-                    grad_inputs = [i for i, value in enumerate(step.inputs) if value in self.back.grad_values]
+                    self._add_live_bytes(forward_bytes, time, time)
+                if id(step) in self.back.backward_step_ids:
+                    inputs_requiring_grad = [
+                        i for i, value in enumerate(step.inputs) if value in self.back.values_requiring_grad
+                    ]
                     time = self.timeline.backward_at[at]
-                    self._add_bytes(step.blocks.peak_bytes(grad_inputs), time, time)
+                    self._add_live_bytes(step.blocks.peak_bytes(inputs_requiring_grad), time, time)
 
 
 def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
@@ -246,7 +248,7 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
         kept.extra_bytes_per_byte = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
         ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
         leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
-        if ends and leaves and id(step) in back.visited_ids and not kept.aliases:
+        if ends and leaves and id(step) in back.backward_step_ids and not kept.aliases:
             dys = [torch.empty_like(out) for out in ends]
             dxs = zip(leaves, torch.autograd.grad(ends, [*leaves.values()], dys, allow_unused=True), strict=True)
             memory = {*map(_storage_of, dys)}
@@ -262,7 +264,7 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
 def _empty_tensor(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
     value = plan.values[number]
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-    trains = number in back.grad_values and supports_gradients(value.dtype)
+    trains = number in back.values_requiring_grad and supports_gradients(value.dtype)
     return tensor.requires_grad_().clone() if trains else tensor  # a leaf must not be modified in place
 
 

@@ -19,7 +19,7 @@ from ..capture.constants import ValueReads
 from ..capture.tracing import leave_inference_mode, user_frames
 from ..capture.watch import StateKey, StateWatch
 from ..exchange.mesh_comm import MeshComm
-from ..execution.runner import Runner
+from ..execution.runner import PlanRunner
 from ..ir.errors import UnsupportedOperator, definition_site
 from ..ir.layout import Layout, shape_of
 from ..lowering.plan import TorchPlan
@@ -36,7 +36,7 @@ class _CapturedCriterion:
     criterion: Any
     watch: StateWatch
     state: StateKey
-    runners: dict[Any, tuple[Runner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    runners: dict[Any, tuple[PlanRunner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
     directly_callable: dict[Any, StateKey] = field(default_factory=dict)
 
     def rebind(self, criterion: Any) -> _CapturedCriterion:
@@ -79,7 +79,7 @@ class CriterionCache:
 
     def runner_for(
         self, criterion: Any, leaves: Sequence[Any], positions: Sequence[int], spec: Any, layouts: Sequence[Layout]
-    ) -> tuple[Runner, str, dict[str, torch.Tensor]]:
+    ) -> tuple[PlanRunner, str, dict[str, torch.Tensor]]:
         """Return a criterion's runner and hash, and the tensors requiring gradients that it closes over.
 
         Parameters
@@ -119,7 +119,7 @@ class CriterionCache:
             entry.state = before = watch.exclude_changed_values(before, ValueReads(names, others))
             if len(runners) >= MAX_CACHED_CRITERIA:
                 del runners[next(iter(runners))]
-            runners[before, inputs] = Runner(self.comm, plan), program_digest(plan, program), free
+            runners[before, inputs] = PlanRunner(self.comm, plan), program_digest(plan, program), free
         return runners[before, inputs]
 
 

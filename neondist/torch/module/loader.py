@@ -51,9 +51,9 @@ class Loader:
     ) -> None:
         self.grid, self.epoch = grid, 0
         self._batches, self._order, self._seed, self._last_epoch = batches, order, seed, -1
-        self._positions = _BatchIndices()
+        self._positions = _GivenBatchSampler()
         collate = options.pop("collate_fn", None) or default_collate
-        samples = _SeededSamples(dataset, seed, _image_extent(dataset), grid)
+        samples = _SeededSamples(dataset, seed, _extent_if_read_in_boxes(dataset), grid)
         self._loader: DataLoader[Any] = DataLoader(
             samples,
             batch_sampler=self._positions,
@@ -224,7 +224,7 @@ class _BatchPart(NamedTuple):
     checksum: int
 
 
-class _BatchIndices:
+class _GivenBatchSampler:
     """A batch sampler that yields given batches."""
 
     def __init__(self) -> None:
@@ -296,12 +296,12 @@ class _TilingCollate:
         return _BatchPart(pytree.tree_unflatten(leaves, tree), spatial, shapes, images, checksum)
 
 
-def _image_extent(dataset: Any) -> tuple[int, ...] | None:
+def _extent_if_read_in_boxes(dataset: Any) -> tuple[int, ...] | None:
     """Return the spatial extents of the images of a data set that reads boxes; None if it reads whole images."""
     if type(dataset) is Subset:
-        return _image_extent(dataset.dataset)
+        return _extent_if_read_in_boxes(dataset.dataset)
     if type(dataset) is ConcatDataset:
-        extents = {_image_extent(part) for part in dataset.datasets}
+        extents = {_extent_if_read_in_boxes(part) for part in dataset.datasets}
         return extents.pop() if len(extents) == 1 else None
     if not hasattr(dataset, "read"):
         return None

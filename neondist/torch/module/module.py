@@ -135,7 +135,9 @@ class DistributedModule(nn.Module):
 
     def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
-        with ContiguousNormGradients() if prepared.single_sample_norm and torch.is_grad_enabled() else nullcontext():
+        with (
+            ContiguousNormGradients() if prepared.has_single_sample_norm and torch.is_grad_enabled() else nullcontext()
+        ):
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         self.programs.ignore_changes_by_forward(state, prepared)
         return self._record_layouts(outputs, prepared.layouts)
@@ -396,4 +398,4 @@ class DistributedModule(nn.Module):
                 raise ConfigError(
                     f"rank {rank} has a different module from rank 0: {detail}; build the module from the same seed on"
                     " every rank, or load the same state_dict"
-                ).on_all_ranks()
+                ).mark_raised_on_all_ranks()

@@ -36,14 +36,14 @@ class ModuleScope:
         self._is_submodule: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._distributed: dict[Any, DistributedModule] = {}
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
-        self._thread, self._running, self._calls_replaced = threading.get_ident(), False, False
+        self._thread, self._is_distributing, self._calls_replaced = threading.get_ident(), False, False
 
     @contextmanager
     def collect_modules(self) -> Iterator[None]:
         """Context that records each module to which a parameter or a submodule is added."""
 
         def record_module(module: nn.Module, name: str, value: Any) -> None:
-            if threading.get_ident() == self._thread and not self._running:  # virtual ranks create their own
+            if threading.get_ident() == self._thread and not self._is_distributing:  # virtual ranks create their own
                 self._is_submodule.setdefault(module, False)
                 if isinstance(value, nn.Module):
                     self._is_submodule[value] = True
@@ -82,14 +82,14 @@ class ModuleScope:
                 raise ConfigError(
                     f"{definition_site(function)}: {function.__name__} calls a {type(module).__name__} created outside"
                     " the scope; create models inside `with d.scope():`"
-                ).on_all_ranks()
+                ).mark_raised_on_all_ranks()
 
-        handle, self._running = hooks.register_module_forward_pre_hook(check), True
+        handle, self._is_distributing = hooks.register_module_forward_pre_hook(check), True
         try:
             with self._replace_calls(True):
                 yield
         finally:
-            self._running = False
+            self._is_distributing = False
             handle.remove()
 
     @contextmanager

@@ -81,7 +81,7 @@ class ModuleParameters(Parameters):
     tensors : dict of str to torch.nn.Parameter
         The module's parameters.
     shards : dict of str to (ParameterShard, OwnerBoxes or None)
-    updated : dict of str to torch.nn.Parameter
+    optimizer_parameters : dict of str to torch.nn.Parameter
         Parameters for this rank's optimiser: whole parameters of the module, or the parts that this rank owns, which
         are views or copies. All are contiguous, as PyTorch's fused optimisers require.
 
@@ -112,7 +112,7 @@ class ModuleParameters(Parameters):
         named = zip(tensors, parameters_by_name(tensors, sparse).values(), strict=True)
         shards = [ParameterShard(MODULE_KEY, name, parameter, grid) for name, parameter in named]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
-        self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+        self.tensors, self.optimizer_parameters = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
         self._views, self._values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         self._earlier_sums: np.ndarray | None = None
         arrays = zip(
@@ -126,9 +126,9 @@ class ModuleParameters(Parameters):
             tensor.data = self._values[shard.name]
             if earlier is not None:  # gradient of earlier passes, summed over the ranks
                 tensor.grad = self._views[shard.name].copy_(earlier.to_dense())
-            self.updated[shard.name] = tensor
+            self.optimizer_parameters[shard.name] = tensor
             if share is not None:
-                self.updated[shard.name] = own = nn.Parameter(self.part(share, tensor.data).contiguous())
+                self.optimizer_parameters[shard.name] = own = nn.Parameter(self.part(share, tensor.data).contiguous())
                 if earlier is not None:
                     own.grad, tensor.grad = self.part(share, self._views[shard.name]).contiguous(), None
         self.shards = {
@@ -164,17 +164,17 @@ class ModuleParameters(Parameters):
             if share is not None:
                 has_gradient = self.tensors[name].grad is not None
                 own_gradient = self.part(share, self._views[name]).contiguous() if has_gradient else None
-                self.updated[name].grad = own_gradient
+                self.optimizer_parameters[name].grad = own_gradient
 
     def set_aside_gradient_sums(self) -> None:
         """Keep the gradient sums of earlier passes, to which `sum_gradients` adds, and set the gradients to zero."""
-        names = [name for name, part in self.updated.items() if part.grad is not None]
+        names = [name for name, part in self.optimizer_parameters.items() if part.grad is not None]
         for name in names:
             _, share = self.shards[name]
             if share is None:
-                self._copy_to_flat_buffer(name)
+                self._copy_gradient_to_buffer(name)
             else:
-                _copy_if_separate(self.updated[name].grad, self.part(share, self._views[name]))
+                _copy_if_separate(self.optimizer_parameters[name].grad, self.part(share, self._views[name]))
             self.tensors[name].grad = self._views[name]
         self._earlier_sums = self.grads.copy() if names else None
         self.grads[...] = 0
@@ -209,7 +209,7 @@ class ModuleParameters(Parameters):
         """Yield views of the parts that this rank owns in the flat buffer, each with the tensor of its optimiser."""
         for name, (_, share) in self.shards.items():
             if share is not None:
-                yield self.part(share, self._values[name]), self.updated[name].data
+                yield self.part(share, self._values[name]), self.optimizer_parameters[name].data
 
     def adopt_assigned_data(self) -> None:
         """Move values that were assigned to `data`, for example by initialisers, into the flat buffer.
@@ -245,11 +245,11 @@ class ModuleParameters(Parameters):
     def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's state for `updated`: this rank's part if shaped like a parameter, others whole."""
         slots = []
-        for full_name, tensor in optimizer_state_tensors(self.updated, optimizer).items():
+        for full_name, tensor in optimizer_state_tensors(self.optimizer_parameters, optimizer).items():
             name, _, slot = full_name.rpartition("/")
             shard, share = self.shards[name]
             array = as_array(tensor)
-            if tensor.shape == self.updated[name].shape:
+            if tensor.shape == self.optimizer_parameters[name].shape:
                 slots.append((shard.slot_shard(slot, share), array))
             else:
                 slots.append((ParameterShard(MODULE_KEY, full_name, Parameter(array.shape), self.grid), array))
@@ -257,10 +257,10 @@ class ModuleParameters(Parameters):
 
     def _copy_and_mark_ready(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
         """Move a complete gradient into the flat buffer."""
-        self._copy_to_flat_buffer(name)
+        self._copy_gradient_to_buffer(name)
         self.sync.mark_ready(span)
 
-    def _copy_to_flat_buffer(self, name: str) -> None:
+    def _copy_gradient_to_buffer(self, name: str) -> None:
         tensor, view = self.tensors[name], self._views[name]
         if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
             if tensor.dtype != view.dtype:

@@ -16,7 +16,7 @@ from ..capture.tracing import leave_inference_mode
 from ..capture.watch import StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
-from ..execution.runner import Runner
+from ..execution.runner import PlanRunner
 from ..execution.tiling import Tiling
 from ..ir.layout import Layout, NeededRanges, Shape
 from ..lowering.norm_gradients import has_single_sample_norm
@@ -38,18 +38,18 @@ class CompiledProgram:
         Layouts of targets by shape.
     widened_ranges : sequence of NeededRanges
         Ranges of the inputs that ranks receive, if larger than their tiles.
-    single_sample_norm : bool
+    has_single_sample_norm : bool
         Whether a norm sees a single sample, whose gradients need a workaround.
     """
 
-    runner: Runner
+    runner: PlanRunner
     output_tree: Any
     layouts: list[Layout | None]
     digest: str
     runs_module: bool
     dtypes: list[torch.dtype]
     widened_ranges: Sequence[NeededRanges]
-    single_sample_norm: bool
+    has_single_sample_norm: bool
     changes_module: bool = True
     target_layouts: dict[Shape, Layout] = field(default_factory=dict)
 
@@ -89,12 +89,12 @@ class ProgramCache:
         self.watch, self.tiling = StateWatch(module), Tiling(comm, self.shapes)
         self.export_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._programs: dict[Any, CompiledProgram] = {}
-        self._current: tuple[Any, CompiledProgram] | None = None
+        self._last_state_and_program: tuple[Any, CompiledProgram] | None = None
 
     def set_shapes(self, shapes: tuple[Shape, ...]) -> None:
         """Set the global shapes of the inputs."""
         if shapes != self.shapes:
-            self.shapes, self._current = shapes, None
+            self.shapes, self._last_state_and_program = shapes, None
             self.tiling.set_input_shapes(shapes)
 
     @property
@@ -105,21 +105,23 @@ class ProgramCache:
     @property
     def last(self) -> CompiledProgram | None:
         """The program that was used last for the current input shapes, possibly for another state."""
-        return None if self._current is None else self._current[1]
+        return None if self._last_state_and_program is None else self._last_state_and_program[1]
 
     def current_state_and_program(self) -> tuple[Any, CompiledProgram]:
         """Return the module's current state and its compiled program."""
         with self.export_context(), leave_inference_mode():
             state = self.watch.key()
-            if self._current is None or state != self._current[0]:  # avoids hashing the state, slow in small steps
+            if (
+                self._last_state_and_program is None or state != self._last_state_and_program[0]
+            ):  # avoids hashing the state, slow in small steps
                 if (self.shapes, state) not in self._programs:
                     program, reads = self._compile()
                     state = self.watch.exclude_changed_values(state, reads)
                     if len(self._programs) >= MAX_CACHED_PROGRAMS:
                         del self._programs[next(iter(self._programs))]
                     self._programs[self.shapes, state] = program
-                self._current = state, self._programs[self.shapes, state]
-            return self._current
+                self._last_state_and_program = state, self._programs[self.shapes, state]
+            return self._last_state_and_program
 
     def ignore_changes_by_forward(self, state: Any, program: CompiledProgram) -> None:
         """Use a program also for the state after its forward pass, and exclude values that the pass has changed."""
@@ -131,7 +133,7 @@ class ProgramCache:
     def clear(self) -> None:
         """Remove all programs."""
         self._programs.clear()
-        self._current = None
+        self._last_state_and_program = None
 
     def _compile(self) -> tuple[CompiledProgram, Any]:
         """Return the program for the current state, and the values of the module that were read during capture."""
@@ -144,7 +146,7 @@ class ProgramCache:
         if self.compiler is not None:
             plan.compile(self.compiler)
         overlaps = lowering.widened_ranges if lowering is not None else ()
-        runner, single_sample = Runner(self.comm, plan, self.deferred_gradients), has_single_sample_norm(plan)
+        runner, single_sample = PlanRunner(self.comm, plan, self.deferred_gradients), has_single_sample_norm(plan)
         program = CompiledProgram(runner, tree, layouts, digest, runs_module, dtypes, overlaps, single_sample)
         return program, captured.reads
 

@@ -33,7 +33,7 @@ def prefers_partial_sums(inputs: int, outputs: int) -> bool:
     return inputs >= 2 * outputs
 
 
-def partition_operands(
+def partition_channel_operands(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, groups: int = 1
 ) -> ChannelOperands:
     """Return the operands, with weights partitioned so that each rank has those of its own channels.

@@ -11,7 +11,7 @@ from ..lowering.lowering import Lowering
 
 
 @rule("aten.new_zeros.default", "aten.new_ones.default", "aten.new_empty.default", "aten.new_full.default",
-      always=True)  # fmt: skip
+      applies_if_replicated=True)  # fmt: skip
 def new_filled(lowering: Lowering, fill_value: float = 0, **_: object) -> Value:
     """Create the same tensor on every rank."""
     out, name = lowering.fake_out, str(lowering.target)
@@ -21,7 +21,7 @@ def new_filled(lowering: Lowering, fill_value: float = 0, **_: object) -> Value:
 
 
 @rule("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default",
-      always=True)  # fmt: skip
+      applies_if_replicated=True)  # fmt: skip
 def filled_like(lowering: Lowering, x: Value, fill_value: float = 0, **_: object) -> Value:
     """Create a tensor that is partitioned like the given one."""
     name, dtype = str(lowering.target), lowering.fake_out.dtype
@@ -31,6 +31,6 @@ def filled_like(lowering: Lowering, x: Value, fill_value: float = 0, **_: object
     return filled
 
 
-@rule("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", always=True)
+@rule("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", applies_if_replicated=True)
 def drop_assertion(lowering: Lowering, *_: object, **more: object) -> None:
     """Drop the assertion: shapes and dtypes are known."""

@@ -81,7 +81,7 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
         return lowering.local(lambda a: a.select(dim, index), [x], layout)
     axis, (atom,) = lowering.axis_of(x, dim), x.layout[dim]
 
-    def own_index(place: Place) -> tuple[int, int]:
+    def own_start_and_length(place: Place) -> tuple[int, int]:
         lo, hi = atom.range(place)
         own = index % atom.extent - lo
         return (own, 1) if 0 <= own < hi - lo else (0, 0)
@@ -89,7 +89,7 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
     def run(own: tuple[int, int], a: torch.Tensor) -> torch.Tensor:
         return a.narrow(dim, *own).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a`, for autograd
 
-    return lowering.allreduce_local_result(run, [x], [] if axis is None else [axis], layout, at=own_index)
+    return lowering.allreduce_local_result(run, [x], [] if axis is None else [axis], layout, at=own_start_and_length)
 
 
 @rule("aten.narrow.default")
@@ -116,7 +116,7 @@ def unbind(lowering: Lowering, x: Value, dim: int = 0) -> tuple[Value, ...]:
     return tuple(select(lowering, x, dim, at) for at in range(x.shape[dim]))
 
 
-@rule("aten.slice_scatter.default", always=True)
+@rule("aten.slice_scatter.default", applies_if_replicated=True)
 def slice_scatter(
     lowering: Lowering, x: Value, src: Value, dim: int = 0, start: int | None = None, end: int | None = None,
     step: int = 1,
@@ -266,7 +266,7 @@ def stack(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
     return cat(lowering, [lowering.reshape(t, shape) for t in tensors], dim)
 
 
-@rule("aten.select_scatter.default", always=True)
+@rule("aten.select_scatter.default", applies_if_replicated=True)
 def select_scatter(lowering: Lowering, x: Value, src: Value, dim: int, index: int) -> Value:
     """Send the new values of an index to the rank that owns it."""
     dim, index = dim % len(x.shape), index % x.shape[dim]

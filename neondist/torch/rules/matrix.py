@@ -102,7 +102,7 @@ def diagonal(lowering: Lowering, x: Value, offset: int = 0, dim1: int = 0, dim2:
     return lowering.partition_as(lowering.local(run, [there], here), target)
 
 
-@rule("aten.diagonal_scatter.default", always=True)
+@rule("aten.diagonal_scatter.default", applies_if_replicated=True)
 def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     """Gather the two dimensions, and partition them again afterwards."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}

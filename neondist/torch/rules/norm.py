@@ -59,7 +59,7 @@ def _whole_or_own_channels(lowering: Lowering, x: Value, *per_channel: MaybeValu
     return [x, *own]
 
 
-@rule("aten.batch_norm.default", always=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten.batch_norm.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
 def batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
@@ -75,7 +75,7 @@ def batch_norm(
     return y, *running_statistics
 
 
-@rule("aten._native_batch_norm_legit_functional.default", always=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten._native_batch_norm_legit_functional.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
 def functional_batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
     training: bool, momentum: float, eps: float,
@@ -93,7 +93,7 @@ def functional_batch_norm(
     return y, mean, None, *_update_running_statistics(lowering, running, (mean, variance), momentum, group_size)
 
 
-@rule("aten._batch_norm_with_update_functional.default", always=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten._batch_norm_with_update_functional.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
 def batch_norm_with_update(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
     momentum: float, eps: float,
@@ -139,7 +139,7 @@ def batch_norm_inference(
     return lowering.local(run, args, x.layout), None, None
 
 
-@rule("aten.instance_norm.default", always=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten.instance_norm.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
 def instance_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,

@@ -35,14 +35,14 @@ def prelu(lowering: Lowering, x: Value, weight: Value) -> Value:
     return lowering.local(lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), args, x.layout)
 
 
-@rule("aten.type_as.default", "aten.to.other", always=True)
+@rule("aten.type_as.default", "aten.to.other", applies_if_replicated=True)
 def type_as(lowering: Lowering, x: Value, other: Value, **_: object) -> Value:
     """Convert locally to the dtype of the second argument."""
     dtype = lowering.fake_out.dtype
     return lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
 
 
-@rule("aten.detach.default", always=True)
+@rule("aten.detach.default", applies_if_replicated=True)
 def detach(lowering: Lowering, x: Value) -> Value:
     """Detach locally, including on ranks without elements."""
     detached = lowering.local(torch.Tensor.detach, [x], x.layout)
@@ -50,7 +50,7 @@ def detach(lowering: Lowering, x: Value) -> Value:
     return detached
 
 
-@rule("aten.copy.default", always=True)
+@rule("aten.copy.default", applies_if_replicated=True)
 def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Value:
     """Copy the second argument, aligned with the first, to its shape and dtype."""
     layout, context, dtype = lowering.pointwise_layout([x.layout]), x.axes, x.dtype

@@ -14,7 +14,7 @@ from ..ir.graph import Value
 from ..ir.layout import Dim, Layout, axes_of, local_indices, replace_dim, replicated
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
-from .channels import partition_operands
+from .channels import partition_channel_operands
 
 
 @rule("aten.linear.default", whole=("weight", "bias"))
@@ -25,7 +25,7 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
     dtype = lowering.fake_out.dtype
     if lowering.is_whole(x, -1):
         if lowering.partitions_channels and len(x.shape) == len(weight.shape) == 2:
-            x, weight, bias, channels, _ = partition_operands(lowering, x, weight, bias)
+            x, weight, bias, channels, _ = partition_channel_operands(lowering, x, weight, bias)
             layout = (*x.layout[:-1], channels)
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
     columns = lowering.partition_as(weight, replace_dim(replicated(weight.shape), -1, *x.layout[-1]))
@@ -119,7 +119,7 @@ def _uses_ring_attention(lowering: Lowering, query: Value, key: Value, value: Va
     return prod(key.shape[:-1]) * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize // samples >= MIN_RING_BYTES
 
 
-@rule("aten.scaled_dot_product_attention.default", always=True)
+@rule("aten.scaled_dot_product_attention.default", applies_if_replicated=True)
 def attention(
     lowering: Lowering, query: Value, key: Value, value: Value, attn_mask: Value | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,

@@ -53,7 +53,7 @@ def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return a * (u >= p).to(a.dtype) / (1 - p) if p < 1 else a * 0
 
 
-@rule("aten.native_dropout.default", "aten.dropout.default", always=True)
+@rule("aten.native_dropout.default", "aten.dropout.default", applies_if_replicated=True)
 def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value | tuple[Value, None]:
     """Drop elements locally, by a mask keyed by the global index."""
     returns_mask = "native" in str(lowering.target)
@@ -64,7 +64,7 @@ def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value
     return (y, None) if returns_mask else y
 
 
-@rule("aten.feature_dropout.default", always=True)
+@rule("aten.feature_dropout.default", applies_if_replicated=True)
 def feature_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
     """Drop whole channels locally, by a mask keyed by the global index."""
     if not train or p == 0:
@@ -78,7 +78,7 @@ def _draw_per_channel(lowering: Lowering, x: Value) -> Value:
     return lowering.sum_gradient(draws, x.axes)
 
 
-@rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", always=True)
+@rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", applies_if_replicated=True)
 def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
     """Drop cells or channels locally, preserving mean and variance (Klambauer et al. 2017)."""
     if not train or p == 0:
@@ -95,7 +95,7 @@ def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
     return lowering.local(run, [x, draws], x.layout)
 
 
-@rule("aten.rrelu.default", always=True)
+@rule("aten.rrelu.default", applies_if_replicated=True)
 def rrelu(
     lowering: Lowering, x: Value, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: object
 ) -> Value:
@@ -109,14 +109,14 @@ def rrelu(
     return lowering.local(run, [x, draw_uniform(lowering, x.layout)], x.layout)
 
 
-@rule("aten.bernoulli.p", "aten.bernoulli_.float", always=True)
+@rule("aten.bernoulli.p", "aten.bernoulli_.float", applies_if_replicated=True)
 def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: object = None) -> Value:
     """Draw ones with probability p, and zeros otherwise, locally, keyed by the global index."""
     dtype, draws = x.dtype, draw_uniform(lowering, x.layout)
     return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
 
 
-@rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", always=True)
+@rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", applies_if_replicated=True)
 def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **options: Any) -> Value:
     """Draw uniform numbers locally, keyed by the global index."""
     out, low = lowering.fake_out, options.get("from", 0.0)
@@ -127,7 +127,7 @@ def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **options:
 
 
 @rule("aten.randint.default", "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype",
-      always=True)  # fmt: skip
+      applies_if_replicated=True)  # fmt: skip
 def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int = 1, **_: object) -> Value:
     """Draw integers locally, keyed by the global index."""
     dtype, layout = lowering.fake_out.dtype, _layout_of_draws(lowering, x)
@@ -137,7 +137,8 @@ def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int 
 
 
 @rule("aten.randn_like.default", "aten.randn.default", "aten.normal_functional.default", "aten.normal.float_float",
-      "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor", always=True)  # fmt: skip
+      "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor",
+      applies_if_replicated=True)  # fmt: skip
 def randn(
     lowering: Lowering, x: Value | None = None, mean: Value | float = 0.0, std: Value | float = 1.0, **_: object
 ) -> Value:

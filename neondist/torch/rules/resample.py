@@ -38,7 +38,7 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
     outs = {dim: lowering.mesh.even_atom(len(taps.cells), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
     reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in outs.items()}
     context = x.axes | axes_of((reach.out_atom,) for reach in reaches.values())
-    view = lowering.view(x, reaches, context, sliding=True)
+    view = lowering.view(x, reaches, context, has_sliding_windows=True)
     input_atoms = {dim: lowering.single_atom(x, dim) for dim in taps_by_dim}
 
     def local_taps(place: Place) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
@@ -67,7 +67,7 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
     return lowering.local(run, [view], layout, lowering.fake_out.dtype, at=local_taps)
 
 
-def spatial_dims_and_axes(lowering: Lowering, x: Value, ndim: int) -> tuple[list[int], dict[int, int | None]]:
+def spatial_dims_and_result_axes(lowering: Lowering, x: Value, ndim: int) -> tuple[list[int], dict[int, int | None]]:
     """Return the last ndim dimensions, and the mesh axes that partition the results along them.
 
     An unpartitioned input is partitioned if the mesh has ndim axes, since upsampling may enlarge it to a full image.
@@ -153,7 +153,7 @@ def nearest_taps(n_in: int, n_out: int, factor: float | None, exact: bool) -> Ta
       "aten._upsample_nearest_exact3d.vec", "aten.upsample_nearest1d.default", "aten.upsample_nearest2d.default",
       "aten.upsample_nearest3d.default", "aten.upsample_linear1d.default", "aten.upsample_bilinear2d.default",
       "aten.upsample_trilinear3d.default", "aten.upsample_bicubic2d.default", "aten._upsample_bilinear2d_aa.vec",
-      "aten._upsample_bicubic2d_aa.vec", always=True)  # fmt: skip
+      "aten._upsample_bicubic2d_aa.vec", applies_if_replicated=True)  # fmt: skip
 def upsample(
     lowering: Lowering, x: Value, align_corners: bool = False, scale_factors: Sequence[float] | None = None,
     scales: float | None = None, scales_d: float | None = None, scales_h: float | None = None,
@@ -169,7 +169,7 @@ def upsample(
     ):
         return lowering.compute_replicated()
     x = lowering.gather(x, multi_atom_dims)
-    dims, axes = spatial_dims_and_axes(lowering, x, ndim)
+    dims, axes = spatial_dims_and_result_axes(lowering, x, ndim)
     antialias = "_aa" in name
     if antialias and lowering.fake_out.shape[-1] == 1 and lowering.fake_out.shape[-2] != x.shape[-2]:
         lowering.refuse(

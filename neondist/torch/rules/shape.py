@@ -24,7 +24,12 @@ def reshape(lowering: Lowering, x: Value, **_: object) -> Value:
     return lowering.reshape(x, lowering.fake_out.shape)
 
 
-@rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default", always=True)
+@rule(
+    "aten.as_strided.default",
+    "aten.as_strided_copy.default",
+    "aten.as_strided_scatter.default",
+    applies_if_replicated=True,
+)
 def as_strided(lowering: Lowering, **_: object) -> NoReturn:
     """Reject the operator, which addresses elements by memory offsets."""
     why, remedy = "its memory layout differs from that in one process", "select cells with view, unfold or an index"
@@ -153,7 +158,7 @@ def channel_shuffle(lowering: Lowering, x: Value, groups: int) -> Value:
 
 
 @rule("aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default", "aten.broadcast_tensors.default",
-      always=True)  # fmt: skip
+      applies_if_replicated=True)  # fmt: skip
 def shape_as_other(lowering: Lowering, **_: object) -> Value | list[Value]:
     """Decompose into operators that take the shape itself."""
     return lowering.decompose()

@@ -12,7 +12,7 @@ from ..lowering.lowering import Lowering
 from ..lowering.steps import OperatorPosition
 
 
-@rule(FUNCTION_OPERATOR, always=True)
+@rule(FUNCTION_OPERATOR, applies_if_replicated=True)
 def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> Sequence[Value]:
     """Run an autograd.Function locally; reject it unless its forward and backward are pointwise."""
     function, here, outs = lowering.autograd_functions[number], lowering.where, lowering.fake_out

@@ -18,7 +18,7 @@ from ..ir.registry import rule
 from ..kernels import volumes
 from ..kernels.convolution import conv as convolved
 from ..lowering.lowering import Lowering
-from .channels import ChannelOperands, partition_operands
+from .channels import ChannelOperands, partition_channel_operands
 
 Ints = Sequence[int]
 Size = int | Ints
@@ -64,7 +64,7 @@ def window_view(
     axes = enumerate(zip(dims, atoms, padded, strict=True))
     reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
     remaining_padding = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
-    return lowering.view(x, reaches, None, fill, sliding=True), remaining_padding, atoms
+    return lowering.view(x, reaches, None, fill, has_sliding_windows=True), remaining_padding, atoms
 
 
 def _with_single_atoms(lowering: Lowering, x: Value, ndim: int) -> Value:
@@ -93,7 +93,7 @@ def conv(
         padding = same if padding == "same" else 0
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
     if lowering.partitions_channels:
-        operands = partition_operands(lowering, x, weight, bias, groups)
+        operands = partition_channel_operands(lowering, x, weight, bias, groups)
     else:
         operands = ChannelOperands(lowering.gather(x, [-n - 1]), weight, bias, (Atom(weight.shape[0]),))
     x, weight, bias, channels, summed_axes = operands
@@ -176,7 +176,7 @@ def conv_transpose(
     n = len(weight.shape) - 2
     x = lowering.gather(x, [-n - 1])
     window = window_of(n, weight.shape[2:], stride, padding, dilation)
-    view, pads, atoms, local_crops = _transposed_view(lowering, x, window, lowering.fake_out.shape[-n:])
+    view, pads, atoms, local_crops = _transposed_window_view(lowering, x, window, lowering.fake_out.shape[-n:])
     extras = value_per_axis(output_padding, n)
     extras = [extra if atom.axis is None else 0 for atom, extra in zip(atoms, extras, strict=True)]
     conv_args = window.stride, pads, extras, groups, window.dilation
@@ -206,7 +206,7 @@ class _LocalCrops(NamedTuple):
     crops: Sequence[_Crop]
 
 
-def _transposed_view(
+def _transposed_window_view(
     lowering: Lowering, x: Value, window: Window, extents: Sequence[int]
 ) -> tuple[Value, list[int], list[Atom], Callable[[Layout, Ints], _LocalCrops]]:
     """Return the view of the cells that contribute to this rank's results of transposed windows.
@@ -232,7 +232,7 @@ def _transposed_view(
                 crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
         return _LocalCrops(local_shape(layout, place), crops)
 
-    return lowering.view(x, reaches, sliding=True), remaining_padding, atoms, local_crops
+    return lowering.view(x, reaches, has_sliding_windows=True), remaining_padding, atoms, local_crops
 
 
 def _crop_results(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
@@ -263,7 +263,7 @@ def col2im(
     window, extents = window_of(2, kernel_size, stride, padding, dilation), value_per_axis(output_size, 2)
     rows, columns = window.output_extent(extents)
     x = lowering.gather(lowering.reshape(x, (*x.shape[:-1], rows, columns)), [-3])
-    view, remaining_padding, atoms, local_crops = _transposed_view(lowering, x, window, extents)
+    view, remaining_padding, atoms, local_crops = _transposed_window_view(lowering, x, window, extents)
     layout = image_layout(x, x.shape[-3] // prod(window.kernel), atoms)
     is_partitioned = [atom.axis is not None for atom in atoms]
     fold_args = window.kernel, window.dilation, tuple(remaining_padding), window.stride

@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
             )
         self.grid, self.strategy, self._names = grid, planned.strategy, list(tensors)
-        self.optimizer = inner.create(self.parameters.updated[name] for name in self._names)
+        self.optimizer = inner.create(self.parameters.optimizer_parameters[name] for name in self._names)
         self._overflow_parameter: torch.Tensor | None = None
         if self.parameters.names_with_owners:
             # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
@@ -93,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._in_backward = False
         for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), record=True), strict=True):
             # earlier hooks may have replaced the gradient computed on tiles
-            tensor.register_hook(partial(self._begin_pass, parts, not tensor._backward_hooks))
+            tensor.register_hook(partial(self._begin_backward_pass, parts, not tensor._backward_hooks))
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that this rank owns, and receive the others from their owners. Collective.
@@ -118,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the module's parameters and of the parts owned by this rank."""
-        for tensor in (*self.parameters.tensors.values(), *self.parameters.updated.values()):
+        for tensor in (*self.parameters.tensors.values(), *self.parameters.optimizer_parameters.values()):
             if set_to_none:
                 tensor.grad = None
             elif tensor.grad is not None:
@@ -130,7 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         squares = {True: 0.0, False: 0.0}
         gradients = []
         for name, (_, share) in self.parameters.shards.items():
-            if (gradient := self.parameters.updated[name].grad) is not None:
+            if (gradient := self.parameters.optimizer_parameters[name].grad) is not None:
                 gradients.append(gradient)
                 squares[share is None] += float(gradient.double().square().sum())
         owned = self.parameters.reductions.allreduce("world", np.array([squares[False]]))
@@ -163,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the optimiser state of this rank's parts; first create the slots in `names`, 'PARAMETER/SLOT'."""
         if self._overflow_parameter is not None:
             self._overflow_parameter.grad = None  # the step that creates slots must not update it
-        create_optimizer_state(self.parameters.updated, self.optimizer, names)
+        create_optimizer_state(self.parameters.optimizer_parameters, self.optimizer, names)
         return self.parameters.optimizer_slots(self.optimizer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.slots(f"{name}/{slot}" for name in saved for slot in saved[name])
         state = {}
         for name, slots in saved.items():
-            (shard, share), parameter = parameters.shards[name], parameters.updated[name]
+            (shard, share), parameter = parameters.shards[name], parameters.optimizer_parameters[name]
             part, slot_values = shard.slot_shard("", share), self.optimizer.state[parameter]
             state[self._names.index(name)] = {
                 slot: torch.from_numpy(np.array(part.own_part_of(as_array(value)), order="C"))
@@ -203,7 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call the"
                 " DistributedOptimizer's step(), or train another copy of the module"
-            ).on_all_ranks()
+            ).mark_raised_on_all_ranks()
 
     def _gather_sync(self, state: SyncState) -> torch.Tensor:
         """Return a copy of a synchronisation array, with a first axis of ranks unless the array is replicated."""
@@ -225,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif data is not None:
             state.array[...] = data
 
-    def _begin_pass(self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
+    def _begin_backward_pass(self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
         """Set aside the sums of earlier passes, and return the gradient to be summed over the ranks.
 
         Parameters
@@ -240,7 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._in_backward = True
             self.parameters.set_aside_gradient_sums()
             self.parameters.sync.begin_step()
-            torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+            torch.autograd.Variable._execution_engine.queue_callback(self._synchronise_gradients)
         parts = contributions[:]
         contributions.clear()
         if not is_first or self.grid.size == 1 or (len(parts) == 1 and parts[0] is gradient):
@@ -249,7 +249,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gradient = gradient - part
         return sum(parts, gradient / self.grid.size)
 
-    def _synchronise(self) -> None:
+    def _synchronise_gradients(self) -> None:
         self._in_backward = False
         self.parameters.sum_gradients(to_owners=True)
         if self._overflow_parameter is not None:

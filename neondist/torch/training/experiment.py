@@ -37,7 +37,7 @@ from ..module.module import DistributedModule
 from ..module.parameters import MODULE_KEY, ModuleParameters, sparse_embedding_weights
 from ..module.weights import as_array, create_optimizer_state, load_weights, save_weights, state_tensors
 from .factory import ModuleFactory
-from .losses_and_optimizers import TorchLoss, TorchOptimizer, unwrap
+from .losses_and_optimizers import TorchLoss, TorchOptimizer, unwrap_named_function
 from .module_inputs import apply_feed, channels_first
 from .module_outputs import CellLoss, OwnedOutputTotals, channels_last, metric_targets
 from .module_plan import ModulePlan
@@ -126,12 +126,12 @@ class TorchModel(TrainableModel):
         self._guard_seed: int | None = None
         self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
-        self._feed = unwrap(self._arguments["feed"] or channels_first)
+        self._feed = unwrap_named_function(self._arguments["feed"] or channels_first)
 
     @property
     def display_name(self) -> str:
         """Name of the model in headlines and messages."""
-        return f"TorchModel {getattr(unwrap(self._arguments['factory']), '__name__', '')}"
+        return f"TorchModel {getattr(unwrap_named_function(self._arguments['factory']), '__name__', '')}"
 
     def configure_execution(
         self,
@@ -230,7 +230,7 @@ class TorchModel(TrainableModel):
         if self.compiled.overlapping_tiles is not None:
             self.input.repartition(self.compiled.overlapping_tiles, self.compiled.overlapping_tiles)
         self._model_by_batch: dict[int, DistributedModule] = {}
-        self._captured: set[tuple[int, bool]] = set()
+        self._captured_batches_and_modes: set[tuple[int, bool]] = set()
         model = self._module_for(batch_size)
         if self.weights is not None:
             with self._attribute_errors_to_model("weights: "):
@@ -242,7 +242,7 @@ class TorchModel(TrainableModel):
         synchronisation = planned.shares, planned.compressors, sparse_embedding_weights(self.module)
         self.parameters = ModuleParameters(updated, self.grid, self._sync, *synchronisation)
         self.sync = self.parameters.sync
-        self.torch_optimizer = self.optimizer.create(self.parameters.updated.values())
+        self.torch_optimizer = self.optimizer.create(self.parameters.optimizer_parameters.values())
         self._base_rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
         cut = axes_of(self.compiled.output.layout)
         owns = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in cut)
@@ -295,7 +295,7 @@ class TorchModel(TrainableModel):
         """Border schemes by module path."""
         return parse_schemes(self.scheme, dict(self.module.named_modules()), self.recompute)
 
-    def enable_guards(self, seed: int) -> None:
+    def enable_debug_checks(self, seed: int) -> None:
         """Check the user's rules and border schemes in subsequent steps."""
         self._guard_seed = seed
         for model in self._model_by_batch.values():
@@ -316,7 +316,7 @@ class TorchModel(TrainableModel):
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the contents of a checkpoint: the module's state and the optimizer's state."""
         names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
-        create_optimizer_state(self.built_parameters.updated, self.torch_optimizer, names)
+        create_optimizer_state(self.built_parameters.optimizer_parameters, self.torch_optimizer, names)
         arrays = {name: as_array(tensor) for name, tensor in state_tensors(self.module).items()}
         shards = {
             name: ParameterShard(MODULE_KEY, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
@@ -396,9 +396,12 @@ class TorchModel(TrainableModel):
             model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated_parameter_names)
             self._model_by_batch[batch] = model
         model = self._model_by_batch[batch].train(training)
-        if (batch, training) not in self._captured:  # before `_seed_generators`: tracing changes the random state
+        if (
+            batch,
+            training,
+        ) not in self._captured_batches_and_modes:  # before `_seed_generators`: tracing changes the random state
             _ = model.plan
-            self._captured.add((batch, training))
+            self._captured_batches_and_modes.add((batch, training))
         return model
 
     def _apply_feed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:

@@ -13,7 +13,7 @@ from ...arrays.rng import key
 from ...errors import ConfigError
 from ..capture.capture import capture_module
 from ..ir.registry import TRACING
-from .losses_and_optimizers import call_checked, unwrap
+from .losses_and_optimizers import call_checked, unwrap_named_function
 
 
 class ModuleFactory:
@@ -33,7 +33,7 @@ class ModuleFactory:
     def __init__(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], seed: int, dtype: torch.dtype
     ) -> None:
-        self.function, self.arguments, self.seed, self.dtype = unwrap(function), arguments, seed, dtype
+        self.function, self.arguments, self.seed, self.dtype = unwrap_named_function(function), arguments, seed, dtype
         self._programs: dict[Any, Any] = {}
 
     @cached_property

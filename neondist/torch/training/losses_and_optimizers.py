@@ -147,14 +147,14 @@ def call_checked(field: str, function: Any, *args: Any, **arguments: Any) -> Any
         raise ConfigError(f"{field}: {name} failed: {type(error).__name__}: {error}") from error
 
 
-def unwrap(function: Any) -> Any:
+def unwrap_named_function(function: Any) -> Any:
     """Return the callable behind a function named in a file."""
     return function.call if isinstance(function, NamedFunction) else function
 
 
 def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:
     if not isinstance(name, str):
-        return unwrap(name)
+        return unwrap_named_function(name)
     if name not in names:
         raise ConfigError(
             f"name: '{name}' is not in {origin}{suggest(name, names)} (or MODULE:NAME, with --import MODULE)"

@@ -184,7 +184,7 @@ class ModulePlan:
         return self._row_by_step.get(name, name)
 
     @property
-    def benchmark_rows(self) -> dict[str, str]:
+    def class_by_benchmark_row(self) -> dict[str, str]:
         """Rows of tables; the values, which name layer classes in other plans, are empty."""
         return dict.fromkeys(self._row_by_step.values(), "")
 
@@ -239,8 +239,8 @@ class ModulePlan:
             notes.append(f"gradient reduction: {report.format_size(sums)} per rank and step")
         if sent:
             notes.append(f"gradients to owners and values back: {report.format_size(sent)} sent per rank and step")
-        if self.all_costs.uncounted_steps:
-            names = ", ".join(dict.fromkeys(self.all_costs.uncounted_steps))
+        if self.all_costs.steps_without_flop_count:
+            names = ", ".join(dict.fromkeys(self.all_costs.steps_without_flop_count))
             notes.append(f"flops exclude {names}, which could not be counted")
         rows = [(name, cost, self._output_shape_text(name)) for name, cost in costs.items()]
         return report.module_costs_table(rows, total, [*notes, *filter(None, [self.note])], TABLE_LEGEND)

@@ -42,15 +42,17 @@ class OwnerSteps:
         self.parameters.close()
         for name, tensor in tensors.items():
             tensor.grad = earlier[name]
-        pairs = [(tensor, self.parameters.updated[name]) for name, tensor in self.parameters.tensors.items()]
+        pairs = [
+            (tensor, self.parameters.optimizer_parameters[name]) for name, tensor in self.parameters.tensors.items()
+        ]
         self._part_by_id = {id(tensor): part for tensor, part in pairs}
         self._whole_by_part_id = {id(part): tensor for tensor, part in pairs}
-        self._name_by_part_id = {id(part): name for name, part in self.parameters.updated.items()}
+        self._name_by_part_id = {id(part): name for name, part in self.parameters.optimizer_parameters.items()}
         self._adopted_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._is_exposing_parts = False
-        grid.on_close(hooks.register_optimizer_step_pre_hook(self._begin_step).remove)
+        grid.on_close(hooks.register_optimizer_step_pre_hook(self._replace_by_own_parts).remove)
 
-    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _replace_by_own_parts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Replace an optimiser's parameters and gradients by this rank's parts."""
         if self._is_exposing_parts or not updates_any(optimizer, self._part_by_id):
             return
@@ -58,7 +60,7 @@ class OwnerSteps:
             raise ConfigError(
                 f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__}.step got a closure;"
                 " call backward and then step() without a closure, or use the strategy AllReduce"
-            ).on_all_ranks()
+            ).mark_raised_on_all_ranks()
         self._adopt_optimizer(optimizer)
         self.grid.check("step", {"the optimizer": type(optimizer).__name__})
         self.parameters.adopt_assigned_data()
@@ -66,10 +68,10 @@ class OwnerSteps:
             if share is not None:
                 gradient = self.parameters.tensors[name].grad
                 part = None if gradient is None else self.parameters.part(share, gradient.to_dense()).contiguous()
-                self.parameters.updated[name].grad = part
+                self.parameters.optimizer_parameters[name].grad = part
         self._replace_parameters(optimizer, self._part_by_id)
 
-    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _restore_whole_parameters(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the whole parameters, with values received from their owners."""
         if optimizer in self._adopted_optimizers and not self._is_exposing_parts:
             self._replace_parameters(optimizer, self._whole_by_part_id)
@@ -95,12 +97,12 @@ class OwnerSteps:
             raise ConfigError(
                 f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__} needs whole"
                 " parameters; use the strategy AllReduce"
-            ).on_all_ranks()
+            ).mark_raised_on_all_ranks()
         for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._part_by_id]:
             part, slots = self._part_by_id[id(tensor)], optimizer.state.pop(tensor)
             optimizer.state[part] = {slot: self._own_slot_part(part, slot, value) for slot, value in slots.items()}
         # not a global hook, as virtual ranks share global hooks and may end while others are still in a step
-        self.grid.on_close(optimizer.register_step_post_hook(self._end_step).remove)
+        self.grid.on_close(optimizer.register_step_post_hook(self._restore_whole_parameters).remove)
         optimizer.register_state_dict_pre_hook(self._begin_state_dict)
         optimizer.register_state_dict_post_hook(self._end_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._begin_load_state_dict)

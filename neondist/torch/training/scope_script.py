@@ -40,7 +40,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, owners: OwnerSteps | None, grid: ProcessGrid
     ) -> None:
         TrainingScriptAdapter.__init__(self, grid)
-        self.model, self.optimizer, self.owners, self.divided_parameters = model, optimizer, owners, None
+        self.model, self.optimizer, self.owners, self.sharded_parameters = model, optimizer, owners, None
         self.counted = self
         self.dtype = as_array(next(model.parameters())).dtype
 
@@ -54,13 +54,13 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
             There is not exactly one model and one optimiser.
         """
         parameters = set(map(id, scope.parameters.values()))
-        optimizers = [item for item in _live_instances(torch.optim.Optimizer) if parameters & _parameters_of(item)]
+        optimizers = [item for item in _live_instances(torch.optim.Optimizer) if parameters & _parameter_ids(item)]
         if len(scope.models) != 1 or len(optimizers) != 1:
             raise ConfigError(
                 f"session: the scope has {counted(len(scope.models), 'model')} and"
                 f" {counted(len(optimizers), 'optimizer')}, but a session"
                 " takes one of each; combine the modules, and create one optimizer before the session"
-            ).on_all_ranks()
+            ).mark_raised_on_all_ranks()
         schedulers = [item for item in _live_instances(LRScheduler) if item.optimizer is optimizers[0]]
         inner = {id(part) for item in schedulers for part in getattr(item, "_schedulers", ())}
         outer = sorted((item for item in schedulers if id(item) not in inner), key=lambda item: type(item).__name__)
@@ -81,7 +81,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
             return {"model": weights, "optimizer": self._whole(optimizer_state_tensors(tensors, self.optimizer))}
         parameters = self.owners.parameters
         with self.owners.expose_own_parts(self.optimizer):
-            create_optimizer_state(parameters.updated, self.optimizer, names)
+            create_optimizer_state(parameters.optimizer_parameters, self.optimizer, names)
         return {"model": weights, "optimizer": parameters.optimizer_slots(self.optimizer)}
 
 
@@ -90,5 +90,5 @@ def _live_instances(kind: type) -> list[Any]:
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...io.checkpoint import from_plain, to_plain
+from ...io.checkpoint import from_json_value, to_json_value
 from ...io.checkpoint.texts import require_json_integer, require_json_type
 from ...layers import Parameter
 from ...models import TrainingScriptAdapter
@@ -37,9 +37,9 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         super().__init__(module.grid)
         self.module, self.optimizer = module, optimizer
         self.counted: DistributedModule | TrainingScriptAdapter = module
-        self.divided_parameters = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
-        if self.divided_parameters is not None:
-            self.sync = self.divided_parameters.sync
+        self.sharded_parameters = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
+        if self.sharded_parameters is not None:
+            self.sync = self.sharded_parameters.sync
         self.dtype = as_array(next(iter(module.parameters()), torch.zeros(()))).dtype
 
     @classmethod
@@ -91,16 +91,16 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
 
     def count_step_and_sum_flags(self) -> None:
         """Count a step and sum the flags of all ranks; a DistributedOptimizer has summed them with the gradients."""
-        if self.divided_parameters is None:
+        if self.sharded_parameters is None:
             super().count_step_and_sum_flags()
         else:
-            self.sync.flags.rank_counts[:] = self.sync.flag_header
+            self.sync.flags.num_ranks_by_flag[:] = self.sync.flag_header
             self.step += 1
 
     @property
     def sync_states(self) -> Sequence[SyncState]:
         """Persistent state of gradient synchronisation."""
-        return () if self.divided_parameters is None else self.divided_parameters.compressed.sync_states()
+        return () if self.sharded_parameters is None else self.sharded_parameters.compressed.sync_states()
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the state of the module and of the optimiser, named as in a TorchModel."""
@@ -121,7 +121,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         all_states = self.grid.world.allgather(own_state)
         states = sorted(set(all_states))  # usually all ranks but the first have the same state
         return {
-            "groups": to_plain("param_groups", groups, "keep it outside the optimizer's parameter groups"),
+            "groups": to_json_value("param_groups", groups, "keep it outside the optimizer's parameter groups"),
             "forwards": self.counted.step,
             "random": {"states": states, "ranks": [states.index(state) for state in all_states]},
         }
@@ -132,7 +132,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         if len(groups) != len(self._groups):
             raise ValueError(f"has {len(groups)} parameter groups, but the optimizer has {len(self._groups)}")
         for group, saved_group in zip(self._groups, groups, strict=True):
-            saved = from_plain(group, require_json_type("a group of parameters", saved_group, dict))
+            saved = from_json_value(group, require_json_type("a group of parameters", saved_group, dict))
             group.update({name: value for name, value in saved.items() if name != "params"})
         self.counted.step = require_json_integer("'forwards'", settings.get("forwards"))
         random = require_json_type("'random'", settings.get("random"), dict)

@@ -12,7 +12,7 @@ from ...metrics import Metric
 from ...registry import Registered, suggest
 from ...registry.ranges import Count, NotNegative
 from ...terminal.console import say
-from ..state import Record, TrainState
+from ..state import EpochRecord, TrainState
 from .checkpoint import Checkpoint
 from .hook import Hook
 
@@ -57,9 +57,9 @@ class Best(Registered):
                 " in the data set, or choose a metric of the test split"
             )
             error.subject = self
-            raise error.on_all_ranks()
+            raise error.mark_raised_on_all_ranks()
 
-    def find_best_epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
+    def find_best_epoch(self, history: Sequence[EpochRecord], metrics: Sequence[Metric]) -> int:
         """Return the number of the best epoch (the first one in a tie), or 0 if there is none."""
         name, sign = self.metric_name(history), -1.0 if self.larger_is_better(metrics) else 1.0
         best, epoch = math.inf, 0
@@ -69,7 +69,7 @@ class Best(Registered):
                 best, epoch = sign * value, record["epoch"]
         return epoch
 
-    def metric_name(self, history: Sequence[Record]) -> str:
+    def metric_name(self, history: Sequence[EpochRecord]) -> str:
         """Return the name of the metric."""
         return self.number or (f"{history[-1].selection_split}_loss" if history else "")
 
@@ -77,7 +77,7 @@ class Best(Registered):
         """Whether larger values are better."""
         return _larger_is_better_by_metric(metrics).get(self.number or "", False)
 
-    def early_stop_reason(self, history: Sequence[Record], metrics: Sequence[Metric]) -> str:
+    def early_stop_reason(self, history: Sequence[EpochRecord], metrics: Sequence[Metric]) -> str:
         """Return the reason for stopping a run with these records; '' to continue."""
         if self.patience is None or not history:
             return ""

@@ -30,7 +30,7 @@ from ...registry.fields import resolve_type_hints
 from ...registry.ranges import Count, Positive
 from ...terminal.console import counted
 from ...version import __version__
-from ..state import EpochTotals, Record, TrainState
+from ..state import EpochRecord, EpochTotals, TrainState
 from .hook import Hook
 
 _JSON_KEY_BY_FIELD = {"samples_seen": "seen", "epoch_size": "samples"}
@@ -59,7 +59,7 @@ class RunProgress:
     epoch_size: int = 0
     seed: int = 0
     totals: EpochTotals = field(default_factory=EpochTotals)
-    history: list[Record] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
     steps_without_optimizer: int = 0
     loss_scale: dict[str, Any] | None = None
 
@@ -128,7 +128,7 @@ class RunProgress:
         return cls(**{names[key]: value for key, value in values.items()})
 
 
-def _parse_record(record: Any) -> Record:
+def _parse_record(record: Any) -> EpochRecord:
     """Validate an epoch's record as read by the loop and its hooks, and return it; means may be NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
         raise ValueError("an epoch's record must be a mapping with an 'epoch' field")
@@ -139,7 +139,7 @@ def _parse_record(record: Any) -> Record:
             require_json_type("'stage' of an epoch's record", value, str)
         else:
             _require_record_numbers(name, value)
-    return Record(record)
+    return EpochRecord(record)
 
 
 def _require_record_numbers(name: str, value: Any, depth: int = 0) -> None:
@@ -254,14 +254,16 @@ class Checkpoint(Hook):
         OutputError
             On every rank, if the checkpoint cannot be written; the previous one is kept.
         """
-        write_checkpoint(self.path, *self.collect_contents(run), run.grid.world, self.schedule.keep, run.step)
+        write_checkpoint(
+            self.path, *self.collect_checkpoint_contents(run), run.grid.world, self.schedule.keep, run.step
+        )
         self.last_written_position, self.last_checkpoint_time = _run_position(run), time.monotonic()
 
     def is_current_step_written(self, run: TrainState) -> bool:
         """Return whether the last checkpoint was written at the current step."""
         return self.last_written_position == _run_position(run)
 
-    def collect_contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
+    def collect_checkpoint_contents(self, run: TrainState) -> tuple[list[ArrayPart], dict[str, str]]:
         """Return the arrays and texts of a checkpoint of this step. Collective."""
         texts = {
             "position": RunProgress.from_run(run).to_json(),

@@ -9,7 +9,7 @@ from typing import Any
 from ...comm import all_or_none
 from ...io.files import has_matplotlib, write_figure
 from ..html_elements import SPLIT_COLOURS, axis_range_and_is_logarithmic, is_plottable
-from ..state import Record, TrainState
+from ..state import EpochRecord, TrainState
 from .hook import Hook
 from .progress_bar import is_metric
 
@@ -42,7 +42,7 @@ class CurvesPicture(Hook):
             write_curves_picture(run.history, self.path)
 
 
-def write_curves_picture(history: Sequence[Record], path: Path) -> None:
+def write_curves_picture(history: Sequence[EpochRecord], path: Path) -> None:
     """Plot the losses of `history`, and the errors and metrics, if any."""
     from matplotlib.figure import Figure
 
@@ -91,7 +91,7 @@ def _set_y_scale_and_limits(axes: Any) -> None:
         axes.set_ylim(0, None if max(values) > 0 else 1)
 
 
-def _plot_line(axes: Any, history: Sequence[Record], record_field: str, split: str, factor: float = 1) -> None:
+def _plot_line(axes: Any, history: Sequence[EpochRecord], record_field: str, split: str, factor: float = 1) -> None:
     points = [(r["epoch"], factor * r[record_field]) for r in history if is_plottable(r.get(record_field))]
     marker = _MARKER_BY_SPLIT[split] if len(points) <= 40 else None  # more markers would hide the line
     if points:

@@ -34,7 +34,7 @@ class DebugHalo(Hook):
 
     def guard(self, model: TrainableModel) -> None:
         """Guard all layers of a built model, before its first step."""
-        model.enable_guards(self.seed)
+        model.enable_debug_checks(self.seed)
 
     def before_run(self, run: TrainState) -> None:
         """Guard all layers."""

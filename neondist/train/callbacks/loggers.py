@@ -13,7 +13,7 @@ import yaml
 from ...comm import all_or_none
 from ...errors import ConfigError, MissingPackageError
 from ...registry import Registered
-from ..state import Record, TrainState, nonfinite_to_none
+from ..state import EpochRecord, TrainState, nonfinite_to_none
 from .hook import Hook
 
 
@@ -44,7 +44,7 @@ class MetricLogger(Registered, Hook):
                 f"{type(self).__name__}: folder: the run has no output folder; set output of the run, or folder"
             )
 
-    def check_installed(self) -> None:
+    def check_package_installed(self) -> None:
         """Raise MissingPackageError if the package is not installed."""
         try:
             import_module(self.package)
@@ -84,7 +84,7 @@ class MetricLogger(Registered, Hook):
         """Start a new log, without records."""
 
     @abstractmethod
-    def write_record(self, record: Record) -> None:
+    def write_record(self, record: EpochRecord) -> None:
         """Write the numbers of an epoch."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class TensorBoard(MetricLogger):
         """Open a new event file; later epochs of an earlier file are hidden."""
         self.writer = import_module(self.package).SummaryWriter(str(self.output_folder), purge_step=0)
 
-    def write_record(self, record: Record) -> None:
+    def write_record(self, record: EpochRecord) -> None:
         """Log all values."""
         for name, value in finite_numbers(record):
             self.writer.add_scalar(name, value, record[self.step_field])
@@ -136,28 +136,28 @@ class MLflow(MetricLogger):
     """
 
     package, name = "mlflow", "mlflow"
-    client: Any = None
+    mlflow_client: Any = None
 
     def start_log(self, run: TrainState) -> None:
         """Start a new run, with the fields of the experiment as its parameters."""
         assert self.output_folder is not None
         self.output_folder.mkdir(parents=True, exist_ok=True)
         store = self.output_folder.resolve() / MLFLOW_DATABASE_FILE
-        self.client = import_module(self.package).MlflowClient(tracking_uri=f"sqlite:///{store}")
-        self.run_id = self.client.create_run("0", run_name=self.output_folder.resolve().parent.name).info.run_id
+        self.mlflow_client = import_module(self.package).MlflowClient(tracking_uri=f"sqlite:///{store}")
+        self.run_id = self.mlflow_client.create_run("0", run_name=self.output_folder.resolve().parent.name).info.run_id
         for name, value in experiment_fields_by_path(self.experiment_yaml or ""):
-            self.client.log_param(self.run_id, name[:250], value[:500])
+            self.mlflow_client.log_param(self.run_id, name[:250], value[:500])
 
-    def write_record(self, record: Record) -> None:
+    def write_record(self, record: EpochRecord) -> None:
         """Log all values."""
         for name, value in finite_numbers(record):
-            self.client.log_metric(self.run_id, name, value, step=record[self.step_field])
+            self.mlflow_client.log_metric(self.run_id, name, value, step=record[self.step_field])
 
     def end_log(self) -> None:
         """End the run."""
-        if self.client is not None:
-            self.client.set_terminated(self.run_id)
-            self.client = None
+        if self.mlflow_client is not None:
+            self.mlflow_client.set_terminated(self.run_id)
+            self.mlflow_client = None
 
 
 def experiment_fields_by_path(experiment_yaml: str) -> Iterator[tuple[str, str]]:
@@ -182,7 +182,7 @@ def _flatten_fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
             yield from _flatten_fields(item, f"{path}.{at}")
 
 
-def finite_numbers(record: Record) -> Iterator[tuple[str, float]]:
+def finite_numbers(record: EpochRecord) -> Iterator[tuple[str, float]]:
     """Yield all finite numbers of a record by name, including those in lists and mappings."""
     for name, value in record.items():
         for path, number in _flatten_value(name, nonfinite_to_none(value)):

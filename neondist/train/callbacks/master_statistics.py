@@ -9,7 +9,7 @@ from ..state import TrainState
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ...services.training import WorkerAssignment
+    from ...services.training import AsyncWorkerSpec
 
 JOB_STATISTICS_KEY = "job"
 """Key of the statistics in a record."""
@@ -23,11 +23,11 @@ class MasterStatistics(Hook):
 
     Parameters
     ----------
-    worker : WorkerAssignment
+    worker : AsyncWorkerSpec
     """
 
-    def __init__(self, worker: WorkerAssignment) -> None:
-        self._worker_assignment = worker
+    def __init__(self, worker: AsyncWorkerSpec) -> None:
+        self._worker_spec = worker
 
     def after_epoch(self, run: TrainState) -> None:
         """Add the statistics to the record."""
@@ -40,9 +40,9 @@ class MasterStatistics(Hook):
 
         try:
             with ServiceClient(
-                self._worker_assignment.master,
+                self._worker_spec.master,
                 "Recovery",
-                self._worker_assignment.token,
+                self._worker_spec.token,
                 timeout=10.0,
                 retry_seconds=1.0,
             ) as rpc:

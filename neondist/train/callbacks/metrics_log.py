@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...comm import all_or_none
 from ...io.files import append_text, write_text
-from ..state import Record, TrainState, nonfinite_to_none
+from ..state import EpochRecord, TrainState, nonfinite_to_none
 from .hook import Hook
 
 
@@ -34,6 +34,6 @@ class MetricsLog(Hook):
                 append_text(self.path, record_json_line(run.history[-1]))
 
 
-def record_json_line(record: Record) -> str:
+def record_json_line(record: EpochRecord) -> str:
     """Return a record as one line of JSON."""
     return json.dumps({name: nonfinite_to_none(value) for name, value in record.items()}, allow_nan=False) + "\n"

@@ -12,7 +12,7 @@ from ...data.base import SPLITS
 from ...terminal.console import counted, format_duration, say
 from ...terminal.progress_line import FIRST_LINE_SECONDS, LINE_INTERVAL_SECONDS, terminal_console
 from ..pretrain import ReconstructionErrorMetric
-from ..state import Record, TrainState
+from ..state import EpochRecord, TrainState
 from .hook import Hook
 
 _SPLIT_TITLES = {"train": "training"}
@@ -39,7 +39,7 @@ class ProgressBar(Hook):
         self.bar: Any = None
         self.task: Any = None
         self.speed_start_time, self.speed_start_sample = 0.0, 0
-        self.next_line_time = 0.0
+        self.next_progress_line_time = 0.0
 
     def before_run(self, run: TrainState) -> None:
         """Print the headline and show the bar."""
@@ -52,7 +52,7 @@ class ProgressBar(Hook):
         elif (console := terminal_console(self.file)) is not None:
             self._open_bar(run, console)
         self.speed_start_time, self.speed_start_sample = time.perf_counter(), run.samples_seen
-        self.next_line_time = self.speed_start_time + FIRST_LINE_SECONDS
+        self.next_progress_line_time = self.speed_start_time + FIRST_LINE_SECONDS
 
     def after_step(self, run: TrainState) -> None:
         """Update the bar, or print the progress line if it is due; print a line if the step was skipped."""
@@ -61,8 +61,8 @@ class ProgressBar(Hook):
             self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
         now = time.perf_counter()
         speed = (run.samples_seen - self.speed_start_sample) / max(now - self.speed_start_time, 1e-9)
-        if self.bar is None and run.is_first_rank and now >= self.next_line_time:
-            self.next_line_time = now + LINE_INTERVAL_SECONDS
+        if self.bar is None and run.is_first_rank and now >= self.next_progress_line_time:
+            self.next_progress_line_time = now + LINE_INTERVAL_SECONDS
             say(step_line(run, speed), sys.stderr if self.file is None else self.file)
         elif self.bar is not None:
             self.bar.update(
@@ -148,7 +148,7 @@ def step_line(run: TrainState, speed: float) -> str:
     )
 
 
-def epoch_line(record: Record, epochs: int) -> str:
+def epoch_line(record: EpochRecord, epochs: int) -> str:
     """Return an epoch's numbers in one line."""
     parts = [
         f"epoch {record['epoch']}/{epochs}",

@@ -80,10 +80,10 @@ class Snapshots(Hook):
         if due and run.stop is None and not self.checkpoint.is_current_step_written(run):
             self.save(run)
         if self.interval == "auto" and run.is_first_rank:
-            flags.own_flags[ControlFlag.SNAPSHOT] = self.is_affordable
+            flags.own_flags[ControlFlag.SNAPSHOT] = self.is_snapshot_affordable
 
     @property
-    def is_affordable(self) -> bool:
+    def is_snapshot_affordable(self) -> bool:
         """Whether one more snapshot would stay within `MAX_SNAPSHOT_TIME_FRACTION`."""
         allowed = MAX_SNAPSHOT_TIME_FRACTION * (self.clock() - self.start_time)
         return self.total_snapshot_seconds + self.expected_snapshot_seconds <= allowed
@@ -93,7 +93,7 @@ class Snapshots(Hook):
         start = self.clock()
         if not self.writes_to_disk:
             try:
-                self.store.write(*self.checkpoint.collect_contents(run), run.step)
+                self.store.write(*self.checkpoint.collect_checkpoint_contents(run), run.step)
             except OutputError as error:
                 self.writes_to_disk = True
                 if run.is_first_rank:

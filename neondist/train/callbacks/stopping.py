@@ -38,12 +38,12 @@ class StopOnSignal(Hook):
     def open(self) -> None:
         """Install the handlers."""
         if self.owns_handlers:
-            self.signals.install_handlers()
+            self.signals.install_signal_handlers()
 
     def close(self) -> None:
         """Restore the previous handlers."""
         if self.owns_handlers:
-            self.signals.restore_handlers()
+            self.signals.restore_signal_handlers()
 
     def before_run(self, run: TrainState) -> None:
         """Subscribe to signals; stop before the first step if a rank has received one."""

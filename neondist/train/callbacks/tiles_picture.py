@@ -164,12 +164,12 @@ def split_outside_box(box: Box, excluded: Box) -> Iterator[Box]:
     yield Box((excluded.lo[0], excluded.hi[1]), (excluded.hi[0], right))
 
 
-def _panels_size(rows: int, cols: int, panel_cells: Sequence[int]) -> tuple[float, float]:
+def _panels_size(rows: int, cols: int, panel_extent: Sequence[int]) -> tuple[float, float]:
     """Return the total width and height of the panels in a common scale, with space for titles."""
-    if not rows * cols * min(panel_cells):
+    if not rows * cols * min(panel_extent):
         return 2.5, 0.0
-    scale = min(max(5.0, 1.3 * max(rows, cols)), 12.0) / max(rows * panel_cells[0], cols * panel_cells[1])
-    return max(scale * cols * panel_cells[1], 1.5 * cols), scale * rows * panel_cells[0] + 0.5 * rows
+    scale = min(max(5.0, 1.3 * max(rows, cols)), 12.0) / max(rows * panel_extent[0], cols * panel_extent[1])
+    return max(scale * cols * panel_extent[1], 1.5 * cols), scale * rows * panel_extent[0] + 0.5 * rows
 
 
 def _draw_views(
@@ -178,7 +178,7 @@ def _draw_views(
     extent: Sequence[int],
     tiles: Sequence[Box],
     views: Sequence[Box],
-    panel_cells: Sequence[int],
+    panel_extent: Sequence[int],
 ) -> None:
     for rank, (axes, tile, view) in enumerate(zip(panels.flat, tiles, views, strict=True)):
         axes.set_title(f"rank {rank}\ntile {_format_shape(tile)}, view {_format_shape(view)}", fontsize=8)
@@ -195,7 +195,7 @@ def _draw_views(
                 _fill_box(axes, strip, facecolor=HALO_COLOUR, alpha=0.55, linewidth=0, zorder=3)
         _outline_box(axes, tile, color=SEAM_COLOUR, linewidth=1.5)
         middle = [(lo + hi) / 2 for lo, hi in shown.axes()]
-        tall, wide = (0.52 * n for n in panel_cells)  # the same scale for all tiles
+        tall, wide = (0.52 * n for n in panel_extent)  # the same scale for all tiles
         axes.set(xlim=(middle[1] - wide, middle[1] + wide), ylim=(middle[0] + tall, middle[0] - tall))
         axes.set_frame_on(False)
 

@@ -77,9 +77,9 @@ class Watchdog(Hook):
     def open(self) -> None:
         """Start watching the calling thread, if `owns_process`."""
         if self.owns_process:
-            self._start_thread()
+            self._start_watch_thread()
 
-    def _start_thread(self) -> None:
+    def _start_watch_thread(self) -> None:
         if self.stop_event is None:
             self.stop_event, self.watched_thread_id = threading.Event(), threading.get_ident()
             threading.Thread(target=self._watch, args=(self.stop_event,), name="watchdog", daemon=True).start()
@@ -119,7 +119,7 @@ class Watchdog(Hook):
         """Watch the run."""
         self.observe_grid(run.grid)
         self.current_run = run
-        self._start_thread()
+        self._start_watch_thread()
 
     def after_run(self, run: TrainState) -> None:
         """Forget the run."""

@@ -134,7 +134,7 @@ def _evaluate_by_prediction(
                     tiles = _TargetTiles(targets, Box.of(targets.shape[1:-1]))
                     sums = _BlockMetricAccumulator(model, metrics, method, tiles, grid, pictures=samples is not None)
                 compute_and_write_parts(method, range(method.num_parts), grid, sums, progress)
-                results = sums.compute_means()
+                results = sums.compute_loss_and_metrics()
                 if samples is not None and sums.thumbnail is not None:
                     samples |= sums.thumbnail.gather_pictures(results["loss"])
     return format_evaluation_results(images.shape[0], results)
@@ -202,7 +202,7 @@ class _BlockMetricAccumulator:
             if isinstance(metric, PerSampleMetric):
                 self.sums_per_sample[metric] = np.zeros((samples, 2))
         outputs = OutputLayout(grid, shape, lambda sums, replicas: _sum_over_ranks(grid, sums))
-        self.meters = {
+        self.meter_by_metric = {
             metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.sums_per_sample
         }
         self.thumbnail = _Thumbnail(method, targets.images, grid) if pictures else None  # reads the images again
@@ -224,7 +224,7 @@ class _BlockMetricAccumulator:
     def mark_part_done(self, part: int) -> None:
         """Do nothing: there is no journal."""
 
-    def compute_means(self) -> dict[str, Any]:
+    def compute_loss_and_metrics(self) -> dict[str, Any]:
         """Return the means, computed from sums over all ranks. Collective."""
         tables = {key: _sum_over_ranks(self.grid, table) for key, table in self.sums_per_sample.items()}
         costs, weights = np.split(_sum_over_ranks(self.grid, self.local_sums), [len(self.cost_parts)])
@@ -236,7 +236,7 @@ class _BlockMetricAccumulator:
             if metric in tables:
                 means |= metric.result(np.array([metric.values_from_sums(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
             else:
-                means |= self.meters[metric].result()
+                means |= self.meter_by_metric[metric].result()
         return means
 
     def _add_block(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
@@ -248,7 +248,7 @@ class _BlockMetricAccumulator:
         costs = [0.0 if part in self.sums_per_sample else float(part.local_sum(y, targets)) for part in self.cost_parts]
         self.local_sums += [*costs, *local_weighted_denominators(self.cost, y.shape, targets)]
         cells = drop_ignored_cells(y, targets, getattr(self.cost, "ignore_index", None))
-        for meter in self.meters.values():
+        for meter in self.meter_by_metric.values():
             meter.add(*cells)
 
 

@@ -97,7 +97,7 @@ def forecast(
             try:
                 names, units = dataset.channel_names(series), dataset.input_units(series)
                 fields.check_channels_and_times(
-                    names, units, dataset.lead, series.step_seconds, series.coordinate_directions
+                    names, units, dataset.lead, series.time_step_seconds, series.coordinate_directions
                 )
             except ValueError as problem:
                 raise DataError(f"{source}: {path} {problem}") from None
@@ -200,10 +200,10 @@ def _forecast_times_in_seconds(
     pairs = zip(starts.tolist(), leads, strict=True)
     month_steps = [step for step in (fields.month_step, series.month_step) if step is not None]
     for months in sorted(month_steps, key=lambda step: bool(step.stamps)):  # irregular times last
-        if months.matches(series.times, series.calendar):
+        if months.matches_times(series.times, series.calendar):
             own = months.with_stamps(series.times, series.calendar)
             return [own.advance(start, lead, series.calendar) for start, lead in pairs]
-    return [start + lead * (series.step_seconds or fields.time_step_seconds) for start, lead in pairs]
+    return [start + lead * (series.time_step_seconds or fields.time_step_seconds) for start, lead in pairs]
 
 
 def _run_single_steps(method: WholeImagePrediction, fields: CheckpointFieldMetadata) -> ForecastIterator:

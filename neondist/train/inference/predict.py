@@ -20,7 +20,7 @@ from ...formats.draft import clean_up_if_published
 from ...geometry import part_range
 from ...io.files import make_folder
 from ...io.files import partial_path as unfinished
-from ...io.journal import Journal
+from ...io.journal import ProgressJournal
 from ...io.lock import FileLock
 from ...terminal.console import say
 from ...terminal.progress_line import ProgressLine, first_rank_progress
@@ -96,7 +96,7 @@ def predict(
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
     read = {"the checkpoint": checkpoint, "the source": source}
-    grid.check("predict", read | _output_settings(target, kinds, block, overwrite) | {"axes": axes})
+    grid.check("predict", read | _output_settings_to_compare(target, kinds, block, overwrite) | {"axes": axes})
     open_method = partial(open_checkpoint_prediction, experiment, checkpoint, source, grid, block, axes=axes)
     return _write_outputs(open_method, Path(target), grid, kinds, overwrite)
 
@@ -128,12 +128,14 @@ def predict_module(
     """
     grid = ProcessGrid() if grid is None else grid
     kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
-    grid.check("predict", {"the source": source} | _output_settings(target, kinds, block, overwrite))
+    grid.check("predict", {"the source": source} | _output_settings_to_compare(target, kinds, block, overwrite))
     open_method = partial(trained.open_prediction_method, source, grid, block)
     return _write_outputs(open_method, Path(target), grid, kinds, overwrite)
 
 
-def _output_settings(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
+def _output_settings_to_compare(
+    target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool
+) -> dict[str, Any]:
     """Return the settings about the output that must be equal on all ranks."""
     return {"the target": target, "the list of outputs": kinds, "block": block, "overwrite": overwrite}
 
@@ -228,7 +230,9 @@ def _finish_pending_write(
 class OutputWriter:
     """Writer of outputs to files, with a journal of the parts on disk."""
 
-    def __init__(self, method: PredictionMethod, images: Images, sinks: dict[str, TileSink], journal: Journal) -> None:
+    def __init__(
+        self, method: PredictionMethod, images: Images, sinks: dict[str, TileSink], journal: ProgressJournal
+    ) -> None:
         self.method, self.images, self.sinks, self.journal = method, images, sinks, journal
 
     def write(self, part: int, y: np.ndarray | None) -> None:
@@ -252,7 +256,7 @@ class OutputWriter:
 
 
 @contextmanager
-def _open_journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, list[Any] | None]]:
+def _open_journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[ProgressJournal | None, list[Any] | None]]:
     """Yield the journal of an output, on rank 0 only, and the method that it records, on all ranks."""
     draft = unfinished(target)
     with ExitStack() as stack:
@@ -262,7 +266,7 @@ def _open_journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | N
                 make_folder(target.parent)
                 lock = FileLock(draft.with_name(draft.name + ".journal.lock"), target, "file with --output")
                 stack.callback(lock.release)
-                journal = Journal(draft.with_name(draft.name + ".journal"))
+                journal = ProgressJournal(draft.with_name(draft.name + ".journal"))
         yield journal, grid.world.bcast((journal.recorded_job or {}).get("route") if journal is not None else None)
 
 
@@ -274,7 +278,7 @@ def _open_sinks(
     grid: ProcessGrid,
     overwrite: bool,
     done: set[int],
-    journal: Journal | None,
+    journal: ProgressJournal | None,
 ) -> Iterator[dict[str, TileSink]]:
     """Yield the incomplete output files by kind, resuming those of an earlier process.
 
@@ -316,7 +320,7 @@ def _open_sinks(
 
 @contextmanager
 def _remove_outputs_on_failure(
-    factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: Journal | None
+    factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: ProgressJournal | None
 ) -> Iterator[None]:
     """Remove unfinished outputs of `factories` on an error that all ranks raise, if no part is done."""
     try:
@@ -328,10 +332,12 @@ def _remove_outputs_on_failure(
         raise
 
 
-def _remove_if_empty(factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: Journal | None) -> None:
+def _remove_if_empty(
+    factories: Sequence[Callable[..., TileSink]], grid: ProcessGrid, journal: ProgressJournal | None
+) -> None:
     """Remove unfinished outputs and their journal if no part is done. Collective."""
     with all_or_none(grid.world):
-        empty = journal is not None and Journal(journal.path).is_empty
+        empty = journal is not None and ProgressJournal(journal.path).is_empty
         if journal is not None and empty:
             journal.delete_file()
     if grid.world.bcast(empty):

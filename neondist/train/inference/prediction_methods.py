@@ -17,7 +17,7 @@ from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...models import Model, TrainableModel
 from ...plan import Plan, TrainingSettings, compile_plan
-from ...plan.blocks import IMAGE_COPIES, find_blockwise_obstacles, fit_blocks, shrink_to_fit
+from ...plan.blocks import IMAGE_COPIES, find_blockwise_obstacles, fit_blocks, shrink_blocks_to_fit
 from ...runtime.blocks import BlockwiseExecutor
 from ...system.memory import PROCESS_OVERHEAD_BYTES, count_local_ranks, format_bytes, free_bytes, model_bytes_per_rank
 from .images import Images
@@ -274,7 +274,7 @@ def _choose_torch_module_method(
         remedy = f"leave out block: {needed}"
     traced, cache = model.trace_for_blocks(shape, remedy), chunk_cache_bytes(images, limit)
     sizes, budget = _max_block_extents(block, len(traced.extent)), limit - cache - plan.weights_bytes
-    blocks = shrink_to_fit(partial(traced.blocks, overlap=extra_cells), traced.extent, sizes, budget)
+    blocks = shrink_blocks_to_fit(partial(traced.blocks, overlap=extra_cells), traced.extent, sizes, budget)
     model.build(shape, 1, ProcessGrid.serial())
     return BlockwisePrediction(images, blocks, partial(model.run_block, blocks), cache, model.output_shape, model.dtype)
 

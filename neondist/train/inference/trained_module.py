@@ -100,7 +100,7 @@ class TrainedModule:
         """Raise UserError if the images are invalid; called before ranks are started."""
         with closing(self.open_source_images(source)) as images, self._report_channel_mismatch(images):
             if self.window_extent is not None:
-                self._create_window_method(images, None, None)
+                self._create_window_prediction(images, None, None)
 
     def open_source_images(self, source: str | Path) -> Images:
         """Return the images of a file in the layout of the module.
@@ -147,12 +147,12 @@ class TrainedModule:
                 method = (
                     choose_method(self.model, images, grid, MAX_WHOLE_IMAGE_BATCH, block, resumed_method)
                     if self.window_extent is None
-                    else self._create_window_method(images, block, resumed_method, grid.size)
+                    else self._create_window_prediction(images, block, resumed_method, grid.size)
                 )
                 identities = self._hash_weights_and_network() if grid.rank == 0 else None
             yield method, images, grid.world.bcast(identities)
 
-    def _create_window_method(
+    def _create_window_prediction(
         self, images: Images, block: int | None, resumed_method: list[Any] | None, ranks: int = 1
     ) -> WindowPrediction:
         from ...torch.training.windows import WindowScores

@@ -19,7 +19,7 @@ import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.comm import ProcessGrid, loopback  # noqa: E402
 from neondist.errors import ConfigError, UserError  # noqa: E402
-from neondist.io.journal import Journal  # noqa: E402
+from neondist.io.journal import ProgressJournal  # noqa: E402
 from neondist.train import evaluate_files, predict  # noqa: E402
 
 SEED = int(os.environ["NEONDIST_SEED"])
@@ -285,9 +285,9 @@ def test_interrupted_predictions_resume(folder, tmp_path, monkeypatch):
         add(self, number)
         raise Interrupted
 
-    add = Journal.record_part
+    add = ProgressJournal.record_part
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "record_part", add_and_interrupt)
+        patch.setattr(ProgressJournal, "record_part", add_and_interrupt)
         with pytest.raises(Interrupted):
             predict_on(1, folder, tmp_path / "y.npy", block=16)
     predict_on(2, folder, tmp_path / "y.npy")

@@ -20,7 +20,7 @@ from neondist.errors import UserError  # noqa: E402
 from neondist.halo import as_scheme  # noqa: E402
 from neondist.torch.execution.image_blocks import TracedImage  # noqa: E402
 from neondist.torch.execution.program_lowering import RecordedProgram, even_layout, ranges_at  # noqa: E402
-from neondist.torch.execution.recomputed_blocks import nonempty_ranges  # noqa: E402
+from neondist.torch.execution.recomputed_blocks import extend_empty_ranges  # noqa: E402
 from neondist.torch.execution.segments import SegmentSearch  # noqa: E402
 from neondist.torch.execution.trunk import Trunk  # noqa: E402
 from neondist.torch.ir.layout import Mesh  # noqa: E402
@@ -74,7 +74,7 @@ def check_symbol_ranges(traced, rng, grids=2):
         layouts = [even_layout(output, mesh) for output in traced.outputs]
         for rank in range(mesh.size):
             own = ranges_at(layouts, dict(enumerate(mesh.place(rank))))
-            block = nonempty_ranges(own, own)
+            block = extend_empty_ranges(own, own)
             assert traced.symbol_ranges(block) == collect_read_ranges(traced, block)
     return merged
 

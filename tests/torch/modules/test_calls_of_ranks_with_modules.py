@@ -337,12 +337,12 @@ class SeparateRank(nd.comm.SingleTransport):
 
 
 def test_all_ranks_draw_the_same_seed():
-    from neondist.torch.execution.runner import Runner
+    from neondist.torch.execution.runner import PlanRunner
 
     drawn_states = []
     for rank in range(2):
         torch.manual_seed(3)
         comm = SimpleNamespace(grid=SimpleNamespace(world=SeparateRank(rank)))
-        Runner._draw_seed(SimpleNamespace(comm=comm), [])
+        PlanRunner._draw_seed(SimpleNamespace(comm=comm), [])
         drawn_states.append(torch.get_rng_state())
     assert torch.equal(*drawn_states)

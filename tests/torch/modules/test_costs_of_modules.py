@@ -14,11 +14,11 @@ from torch import nn  # noqa: E402
 from torch_runs import share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
-from neondist.geometry import Atom, DimRequest, GridShape, Transfer  # noqa: E402
+from neondist.geometry import Atom, DimRequest, GridShape, MeshTransfer  # noqa: E402
 from neondist.plan import report  # noqa: E402
 from neondist.torch.ir.layout import Mesh, local_atom_extents  # noqa: E402
 from neondist.torch.lowering.costs import module_paths  # noqa: E402
-from neondist.torch.lowering.traffic import RankSubset, ring_key_counts, traffic_of  # noqa: E402
+from neondist.torch.lowering.traffic import RankSubset, ring_keys_sent_by_rank, traffic_of  # noqa: E402
 from neondist.torch.rules import product  # noqa: E402
 
 GRIDS = GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1), GridShape(1, 1, 5)
@@ -47,7 +47,7 @@ def test_sends_match_receives(seed):
     def draw_axes(axis):
         return (axis, (axis + 1) % 3) if odd else [(axis, axis), (axis, None), (None, axis)][rng.integers(3)]
 
-    transfer = Transfer(
+    transfer = MeshTransfer(
         mesh.parts, tuple(draw_request(rng, mesh, dim, *draw_axes(axis)) for dim, axis in enumerate(axes))
     )
     assert transfer.is_separable is not odd
@@ -59,7 +59,7 @@ def test_sends_match_receives(seed):
     for rank in range(mesh.size):
         assert Counter(transfer.sends(rank)) == expected[rank]
         if transfer.is_separable:
-            sent, received = (cells.item() for cells in RankSubset(mesh, [rank]).moved_cells(transfer))
+            sent, received = (cells.item() for cells in RankSubset(mesh, [rank]).sent_and_received_cells(transfer))
             assert sent == sum(piece.source.size for piece in transfer.sends(rank))
             assert received == sum(piece.source.size for piece in transfer.receives(rank) if piece.peer != rank)
     assert transfer.needs_no_messages == (not any(expected.values()))
@@ -152,7 +152,7 @@ def test_ring_attention_recomputes_scores(monkeypatch):
     assert ring_flops * 6 == serial_flops / 2 * 7
     ring = next(step.kind_args for step in make_plan(GridShape(2, 2, 3)).steps.steps if step.kind == "ring")
     for direction in ("forward", "backward"):
-        assert ring_key_counts(ring, direction).tolist() == [
+        assert ring_keys_sent_by_rank(ring, direction).tolist() == [
             count_keys_sent(ring, rank, direction) for rank in range(12)
         ]
 

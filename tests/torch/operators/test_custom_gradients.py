@@ -226,10 +226,10 @@ def test_functions_of_other_threads_are_not_recorded():
     """Functions that other virtual ranks run during a capture are not recorded."""
     from threading import Thread
 
-    from neondist.torch.ir.custom_gradients import record_functions
+    from neondist.torch.ir.custom_gradients import record_autograd_functions
 
     x, gradients = torch.ones(3, requires_grad=True), []
-    with record_functions() as calls:
+    with record_autograd_functions() as calls:
         thread = Thread(target=lambda: gradients.append(torch.autograd.grad(StraightThrough.apply(x, 2.0).sum(), x)[0]))
         thread.start()
         thread.join()

@@ -13,7 +13,7 @@ from torch_runs import FunctionModule, share_captures  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
-from neondist.torch.execution.runner import Runner  # noqa: E402
+from neondist.torch.execution.runner import PlanRunner  # noqa: E402
 
 IMAGES = (2, 3, 13, 11)
 
@@ -21,7 +21,7 @@ IMAGES = (2, 3, 13, 11)
 @pytest.fixture
 def fixed_seed(monkeypatch):
     """Fix the seed of a pass, since virtual ranks share PyTorch's generator."""
-    monkeypatch.setattr(Runner, "_draw_seed", lambda self, inputs: torch.tensor(12345))
+    monkeypatch.setattr(PlanRunner, "_draw_seed", lambda self, inputs: torch.tensor(12345))
 
 
 def compute_outputs(module, images, grid):
@@ -102,7 +102,7 @@ class NoisyLoss(nn.Module):
 
 
 def test_criterion_that_starts_to_use_random_numbers(monkeypatch):
-    monkeypatch.setattr(Runner, "_draw_seed", lambda self, inputs: torch.tensor(5))
+    monkeypatch.setattr(PlanRunner, "_draw_seed", lambda self, inputs: torch.tensor(5))
     images = torch.randn(IMAGES, generator=torch.Generator().manual_seed(1))
 
     def body(world):
