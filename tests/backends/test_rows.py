@@ -8,7 +8,7 @@ from kernel_arrays import assert_close, draw_padded
 
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
-from neondist.backends.conv import Convolution
+from neondist.backends.conv import ConvolutionKernels
 from neondist.backends.windows import crop_sides
 
 pytestmark = pytest.mark.skipif(
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class ReferenceConvolution(Convolution):
+class ReferenceConvolution(ConvolutionKernels):
     xp = np
 
 

@@ -296,7 +296,7 @@ def test_steps_allocate_little_memory(backend, middle, monkeypatch):
     try:
         model.train_batch(x, labels)
         before, _ = tracemalloc.get_traced_memory()
-        tracemalloc.reset_peak_memory()
+        tracemalloc.reset_peak()
         model.train_batch(x, labels)
         after, peak = tracemalloc.get_traced_memory()
     finally:

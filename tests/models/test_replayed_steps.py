@@ -216,13 +216,13 @@ def test_graphs_keep_their_launch_tables():
     kernels, x = device.backend.kernels, device.xp.ones((2, 3, 4))
     with closing(kernels):
         expected = kernels.channel_sum(x)
-        output, graph = kernels.capture(lambda: kernels.channel_sum(x))
+        output, graph = kernels.capture_graph(lambda: kernels.channel_sum(x))
         assert len(graph.kept_arrays) == 1
         kernels._cached_upload.cache_clear()
         x[...] = 2.0
         graph.replay()
         np.testing.assert_array_equal(device.xp.asnumpy(output), 2 * device.xp.asnumpy(expected))
         with pytest.raises(RuntimeError, match="H2D"):
-            kernels.capture(lambda: kernels.channel_sum(x))
+            kernels.capture_graph(lambda: kernels.channel_sum(x))
         kernels.channel_sum(x)
         assert kernels._captured_tables == []

@@ -121,7 +121,7 @@ def test_ticks_include_all_values(values, labels):
     assert 2 <= len(axis.ticks) <= 7
     assert labels is None or axis.tick_labels() == labels
     assert len(set(axis.tick_labels())) == len(axis.ticks)
-    assert all(0 <= axis.fraction(value) <= 1 for value in values)
+    assert all(0 <= axis.relative_position(value) <= 1 for value in values)
 
 
 def test_epoch_ticks_are_integers():

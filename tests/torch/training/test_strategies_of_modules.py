@@ -259,10 +259,10 @@ def test_fused_optimizers_update_parts_along_any_axis(way):
             model = ndt.TorchModel(Net, loss=ndt.TorchLoss(compute_first_loss), optimizer=rule, dtype="float64")
             model.configure_execution(strategy=strategy)
             model.build(SHAPE, BATCH, grid)
-            return train_experiment(model), model.built_parameters.updated.values()
+            return train_experiment(model), model.built_parameters.optimizer_parameters.values()
         model = ndt.distribute(module, shape, grid)
         optimizer = ndt.DistributedOptimizer(model, torch.optim.Adam, strategy, **arguments)
-        return train_script(module, optimizer, model, steps), optimizer.parameters.updated.values()
+        return train_script(module, optimizer, model, steps), optimizer.parameters.optimizer_parameters.values()
 
     def train_in_scope(grid, strategy):
         distribution = nd.AutoDist(strategy=strategy, grid=grid)
