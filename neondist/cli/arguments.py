@@ -46,11 +46,13 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown option {name}{suggest_nearest(name, self._option_string_actions)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = suggest_nearest(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+        if action.choices is None or value in action.choices:
+            return
+        # commands without help are internal
+        documented = [shown.dest for shown in getattr(action, "_choices_actions", ())] or list(map(str, action.choices))
+        hint = suggest_nearest(str(value), documented)
+        names = ", ".join(map(repr, documented))
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {names}){hint}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words and keep them: ranks are started with the same command line."""

@@ -17,6 +17,12 @@ from typing import Any, BinaryIO
 from ..errors import OutputError, UserError
 
 WRITE_REMEDY = "free disk space or check permissions, or choose another path"
+_REMEDY_BY_ERRNO = {
+    errno.ENOSPC: "free disk space, or choose another path",
+    errno.EACCES: "check permissions, or choose another path",
+    errno.EEXIST: "choose another path, or remove the file",
+    errno.ENOTDIR: "choose another path: part of this one is a file",
+}
 
 
 def partial_path(path: Path) -> Path:
@@ -90,13 +96,14 @@ def rename_complete_file(temporary_path: Path, path: Path, expected_status: os.s
 def convert_file_errors(
     path: Path,
     problem: str = "cannot be written",
-    remedy: str = WRITE_REMEDY,
+    remedy: str | None = None,
     error_type: type[UserError] = OutputError,
 ) -> Iterator[None]:
-    """Convert OSError into `error_type`, with the path, the problem and the remedy in its message."""
+    """Convert OSError into `error_type`, with the path, the problem and a remedy in its message."""
     try:
         yield
     except OSError as error:
+        remedy = remedy or _REMEDY_BY_ERRNO.get(error.errno or 0, WRITE_REMEDY)
         raise error_type(f"{path}: {problem} ({short_reason(error)}); {remedy}") from error
 
 

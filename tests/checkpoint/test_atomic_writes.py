@@ -82,10 +82,13 @@ def test_two_writers_of_one_file(tmp_path):
 
 
 def test_messages_name_path_reason_and_remedy(tmp_path):
-    (tmp_path / "file").write_text("")
-    for action in (lambda: write_text(tmp_path / "file" / "x", "a"), lambda: make_folder(tmp_path / "file" / "x")):
-        with pytest.raises(OutputError, match=r"file/x: .*\((Not a directory|File exists)\); free disk space or check"):
+    file = tmp_path / "file"
+    file.write_text("")
+    for action in (lambda: write_text(file / "x", "a"), lambda: make_folder(file / "x")):
+        with pytest.raises(OutputError, match=r"file/x: .*\(Not a directory\); choose another path: part of this one is"):
             action()
+    with pytest.raises(OutputError, match=r"file: .*\(File exists\); choose another path, or remove the file"):
+        make_folder(file)
 
 
 def test_special_file_is_not_replaced(tmp_path):

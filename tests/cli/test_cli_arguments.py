@@ -111,6 +111,7 @@ def test_usage_errors_exit_with_2(argv, capsys):
         ("bench step e.yaml --stps 3", "neondist bench step: unknown option --stps; did you mean '--steps'? "),
         ("bench model predict --machne m", "bench model predict: unknown option --machne; did you mean '--machine'? "),
         ("bench --zzz", "error: neondist bench: unknown option --zzz (usage: neondist bench --help)"),
+        ("evaluat e.yaml", "'plan', 'evaluate', 'predict', 'sweep',"),
         ("bench stp e.yaml", "did you mean 'step'? (usage: neondist bench --help)"),
         ("run e.yaml -q", "error: neondist run: unknown option -q (usage: neondist run --help)"),
         ("check e.yaml f.yaml", "neondist check: unexpected argument f.yaml (usage: neondist check --help)"),
