@@ -31,7 +31,7 @@ TORCHRUN_REMEDY = (
 )
 
 
-MAX_REDUCED_BYTES = 1 << 22
+MAX_REDUCED_BYTES = 1 << 20
 """Maximum size of the parts of an array that are reduced one by one; larger parts would not stay in the caches."""
 
 
