@@ -170,7 +170,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     load = (
         partial(load_and_validate, arguments)
         if None in files
-        else lambda world, ranks: load_experiment_on_all_ranks(arguments, world)
+        else lambda world, ranks: load_experiment_on_all_ranks(arguments, world, lambda _: _check_files(arguments))
     )
     return _run_with_experiment(arguments, load, work)
 
@@ -194,6 +194,14 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
         _print_results(arguments, grid, weights, weights, results, samples, lambda: trained.class_names)
 
     return _run_with_module(arguments, work)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise DataError if images or labels cannot be opened; called before ranks are started."""
+    from ..formats import open_source
+
+    open_source(arguments.input, axes=arguments.axes).close()
+    open_source(arguments.labels).close()
 
 
 def _print_results(
@@ -334,6 +342,8 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
             factory = load_factory(arguments.factory, "--factory ")
             trained = TrainedModule(factory, arguments.weights, arguments.factory, **module_options)
             trained.check_images(arguments.input)
+            if command == "evaluate":
+                _check_files(arguments)
         return trained
 
     def work_on_grid(world: Transport, trained: Any) -> int:

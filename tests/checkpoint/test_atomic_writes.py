@@ -85,7 +85,7 @@ def test_messages_name_path_reason_and_remedy(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for action in (lambda: write_text(file / "x", "a"), lambda: make_folder(file / "x")):
-        with pytest.raises(OutputError, match=r"file/x: .*\(Not a directory\); choose another path: part of this one is"):
+        with pytest.raises(OutputError, match=r"file/x: .*\(Not a directory\); choose another path: part of this"):
             action()
     with pytest.raises(OutputError, match=r"file: .*\(File exists\); choose another path, or remove the file"):
         make_folder(file)

@@ -114,3 +114,12 @@ def test_errors_are_reported_once(folder, words, message):
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["--input", "--labels"])
+def test_missing_files_are_reported_before_ranks_are_started(folder, monkeypatch, missing):
+    files = {"--input": "x.npy", "--labels": "x.npy", missing: "none.npy"}
+    words = [word for pair in files.items() for word in pair]
+    monkeypatch.setattr("neondist.launcher.ranks.launch", None)
+    code, _, err = run_in_process(folder, "evaluate", *EXPERIMENT_AND_CHECKPOINT, *words, "-n", "2")
+    assert (code, err) == (2, "error: none.npy: no such file; check the path\n")
