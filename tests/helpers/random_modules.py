@@ -10,10 +10,12 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from channel_regions import partition_by_channels
@@ -25,6 +27,7 @@ from torch_runs import find_difference, run_distributed, run_serial, share_captu
 from neondist.errors import UserError
 from neondist.torch.capture import capture
 from neondist.torch.ir import layout
+from neondist.torch.kernels import convolution, volumes, winograd
 
 GRIDS = {
     1: ((1, 1, 1, 2), (1, 1, 1, 3), (2, 1, 1, 2), (1, 1, 1, 5), (3, 1, 1, 1)),
@@ -75,7 +78,7 @@ class RandomModule:
         return "\n".join(lines)
 
     def module(self) -> nn.Module:
-        """Return the module in float64, identical at every call."""
+        """Return the module in float64, identical at every call; sometimes with frozen parameters."""
         names = {"nn": nn, "torch": torch, "F": F, "SimpleNamespace": SimpleNamespace}
         exec(self.program(), names)
         torch.manual_seed(7)
@@ -83,6 +86,9 @@ class RandomModule:
         with torch.no_grad():
             for parameter in module.parameters():  # biases of 0 and weights of 1 hide mistakes
                 parameter.add_(torch.randn(parameter.shape, dtype=torch.float64), alpha=0.1)
+        if random.Random(f"frozen {self.label}").random() < 0.3:
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(random.Random(f"frozen {self.label} {name}").random() < 0.5)
         return module.train(self.training)
 
     def inputs(self) -> list[torch.Tensor]:
@@ -107,6 +113,18 @@ class RandomModule:
     def share_by_channels(self) -> float:
         """Return the share of nodes that are partitioned by channels: mostly none."""
         return random.Random(f"channels {self.label}").choice([0.0, 0.0, 0.7, 1.0])
+
+    @contextmanager
+    def lower_kernel_thresholds(self) -> Iterator[None]:
+        """Return a context in which half of the modules use the kernels for large tensors."""
+        with pytest.MonkeyPatch.context() as patch:
+            if random.Random(f"kernels {self.label}").random() < 0.5:
+                patch.setattr(convolution, "_MIN_OUTPUTS", 1)
+                for name, least in (("_MIN_CHANNELS", 1), ("_MIN_TILES", 1), ("_MAX_COVERED_PER_OUTPUT", 100)):
+                    patch.setattr(winograd, name, least)
+                for name in ("_MIN_OUTPUTS", "_MIN_TRANSPOSED_INPUTS"):
+                    patch.setattr(volumes, name, 1)
+            yield
 
 
 class ModuleGenerator:
@@ -289,6 +307,9 @@ def compute_reference(case: RandomModule, changed: bool = True) -> dict:
         numbers = [*baseline["outputs"], *baseline["inputs"], *baseline["parameters"].values()]
         if not all(t.isfinite().all() for t in numbers if t is not None):
             raise UnusableModule("not finite")
+        for gradients in (baseline["inputs"], baseline["parameters"].values()):
+            if 0 < max((t.abs().max().item() for t in gradients if t is not None and t.numel()), default=0.0) < 1e-12:
+                raise UnusableModule("only rounding errors, such as those of a norm of constants")
         if find_difference(other, baseline)[0] > TOLERANCE / 10:
             raise UnusableModule("chaotic")
     return result
@@ -306,7 +327,7 @@ def _run(case: RandomModule, grid: tuple, expected: dict) -> str:
     replicas, planes, rows, cols = grid
     module, after = case.module(), expected.get("after")
     try:
-        with partition_by_channels(case.share_by_channels(), case.label):
+        with partition_by_channels(case.share_by_channels(), case.label), case.lower_kernel_thresholds():
             results = run_distributed(
                 module, case.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes, timeout=30.0,
                 change=(type(module).change, after["gradients"]) if after else None, cells=True,
