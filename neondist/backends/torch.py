@@ -40,7 +40,7 @@ class TorchKernelMixin(Kernels):
 
     @cached_property
     def torch_calls(self) -> Any:
-        """TorchCalls, or None if PyTorch cannot be imported."""
+        """TorchKernelModules, or None if PyTorch cannot be imported."""
         try:
             import torch
 
@@ -54,7 +54,7 @@ class TorchKernelMixin(Kernels):
         torch.set_num_threads(
             min(default_thread_count(), before)
         )  # torch may have been imported before the launcher limited its threads
-        return TorchCalls(torch_conv, torch_pool, matmul, torch_narrow)
+        return TorchKernelModules(torch_conv, torch_pool, matmul, torch_narrow)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product: NumPy's uses one thread if other kernels use several (`HostKernels`)."""
@@ -204,7 +204,7 @@ class TorchKernelMixin(Kernels):
         return is_large and self.torch_calls is not None
 
 
-class TorchCalls(NamedTuple):
+class TorchKernelModules(NamedTuple):
     """Modules of functions that call PyTorch, imported at first use."""
 
     conv: Any

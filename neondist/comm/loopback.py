@@ -121,7 +121,7 @@ class LoopbackTransport(Transport):
 
     def __init__(self, world: _SharedState, group: _MailboxGroup, rank: int, size: int) -> None:
         self.world, self.group, self.rank, self.size = world, group, rank, size
-        self._opened_counts: Counter[tuple[int, int]] = Counter()
+        self._mailbox_counts: Counter[tuple[int, int]] = Counter()
 
     def send(self, peer: int, value: Any) -> None:
         """Send a copy of a value to `peer`."""
@@ -152,8 +152,8 @@ class LoopbackTransport(Transport):
         boxes = {}
         for peer in peers:
             pair = (self.rank, peer) if outgoing else (peer, self.rank)
-            self._opened_counts[pair] += 1
-            boxes[peer] = self.group.mailbox(*pair, self._opened_counts[pair])
+            self._mailbox_counts[pair] += 1
+            boxes[peer] = self.group.mailbox(*pair, self._mailbox_counts[pair])
         return boxes
 
     def split(self, color: int, key: int) -> Transport:

@@ -9,7 +9,7 @@ distributed code rely on this package, which has tests of its own.
 
 from .box import Box
 from .gradient_window import GradientWindow
-from .grid_shape import GridShape, StripGrid, grid_shape
+from .grid_shape import GridShape, TileStripGrid, grid_shape
 from .index_map import IndexMap
 from .lattice import AxisCells, Lattice, Range, clip_ranges, group_into_ranges, hull_of, shift_range, to_slice
 from .partition import Atom, Partition, Place, coords_of, factorisations, index_of, part_range
@@ -47,7 +47,7 @@ __all__ = [
     "Place",
     "Range",
     "RepartitionPlan",
-    "StripGrid",
+    "TileStripGrid",
     "TransferPlan",
     "Upsampling",
     "Window",

@@ -50,7 +50,7 @@ class GridShape:
 
 
 @dataclass(frozen=True)
-class StripGrid(GridShape):
+class TileStripGrid(GridShape):
     """Grid whose tiles are cut into strips along the first axis; strips are numbered like tiles.
 
     Only the last `num_last_strips` strips of each tile (default: all) have cells.
@@ -86,7 +86,7 @@ class StripGrid(GridShape):
 
 
 @lru_cache(maxsize=256)
-def _partition_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
+def _partition_strips(grid: TileStripGrid, extent: tuple[int, ...]) -> Partition:
     tiles = grid.without_strips.partition(extent)
     if not extent:
         return Partition((), (), grid.tiles)

@@ -95,7 +95,7 @@ class HaloExchange:
             self._packed_exchange.start(self.outgoing())
             self.unpack(self._packed_exchange.wait())
         else:
-            self._direct_exchange.run()
+            self._unpacked_exchange.run()
 
     def drop(self) -> None:
         """Send nothing: set cells of other tiles to zero, or drop their gradients."""
@@ -129,7 +129,7 @@ class HaloExchange:
         return PackedExchange(self, shape, dtype)
 
     @cached_property
-    def _direct_exchange(self) -> Exchange:
+    def _unpacked_exchange(self) -> Exchange:
         """Exchange between the arrays themselves, without packing."""
         ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
         return self.buffer.create_exchange(self, *ends)

@@ -128,7 +128,7 @@ class Monitor:
         while self._connections and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
 
-    def unreported_ranks(self) -> list[int]:
+    def ranks_without_exit_code(self) -> list[int]:
         """Return the ranks that have not reported an exit code."""
         states = self.rank_states
         return [rank for rank in range(self.ranks) if rank not in states or states[rank].exit_code is None]
@@ -210,7 +210,7 @@ class Monitor:
                 self.failure_message = f"{self.describe_rank(member.rank)} {UNREPORTED_EXIT_TEXT}"
                 if not connection.closed:
                     self._record_silent_ranks([connection, *filter(self._is_quiet, self._connections)])
-        if self.end_time is None and (failed or not self.unreported_ranks()):
+        if self.end_time is None and (failed or not self.ranks_without_exit_code()):
             self.end_time = time.monotonic()
 
     def _record_silent_ranks(self, connections: Sequence[_Connection]) -> None:

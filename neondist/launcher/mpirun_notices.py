@@ -47,7 +47,7 @@ class NoticeFilter:
         self.notices, self.fatal_lines, self.has_output = b"", b"", False
         self.partial_line = b""
         self.held_lines: list[bytes] = []
-        self.dropped_last_block = False
+        self.removed_last_notice = False
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:
@@ -86,10 +86,10 @@ class NoticeFilter:
         )
 
     def _follows_notice(self) -> bool:
-        return self.dropped_last_block and not self.partial_line.strip()
+        return self.removed_last_notice and not self.partial_line.strip()
 
     def _flush_partial_line(self) -> bytes:
-        out, self.partial_line, self.dropped_last_block = self.partial_line, b"", False
+        out, self.partial_line, self.removed_last_notice = self.partial_line, b"", False
         return out
 
     def _filter_line(self) -> bytes:
@@ -106,9 +106,9 @@ class NoticeFilter:
         if not rule or len(self.held_lines) == 1:
             return b""
         held_lines, self.held_lines = b"".join(self.held_lines), []
-        self.dropped_last_block = any(message in held_lines for message in _EXIT_NOTICES)
-        self.notices += held_lines if self.dropped_last_block else b""
-        return b"" if self.dropped_last_block else held_lines
+        self.removed_last_notice = any(message in held_lines for message in _EXIT_NOTICES)
+        self.notices += held_lines if self.removed_last_notice else b""
+        return b"" if self.removed_last_notice else held_lines
 
 
 def _write_all(target: int, data: bytes) -> None:

@@ -132,9 +132,9 @@ class ElasticSlots:
         used = self._table.workers * self._table.bounds.slots_per_worker
         return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job is waiting"
 
-    def free_worker_slots(self, host: str, permanently: bool) -> None:
+    def free_worker_slots(self, host: str, is_job_ending: bool) -> None:
         """Free the slots of a worker, as `SharedSlotTable.free_worker_slots` does."""
-        self._table.free_worker_slots(host, permanently)
+        self._table.free_worker_slots(host, is_job_ending)
 
     def free_slots_on_lost_host(self, host: str) -> None:
         """Free the slots of a worker on an unreachable host, and exclude that host for a while."""

@@ -180,11 +180,11 @@ class SharedSlotTable:
         with self._update_own_entry() as others:
             return bool(others is not None and self._hosts_of_new_workers(hosts, others))
 
-    def free_worker_slots(self, host: str, permanently: bool = False) -> None:
-        """Free the slots of a worker on a host; `permanently`: the job is about to end and needs no other slots."""
+    def free_worker_slots(self, host: str, is_job_ending: bool = False) -> None:
+        """Free the slots of a worker on a host; `is_job_ending`: the job is about to end and needs no other slots."""
         self._own_entry.workers_by_host[host] -= 1  # first: if the files are locked, the next update records this
         self._own_entry.workers_by_host += Counter()
-        if permanently:
+        if is_job_ending:
             low, high = (min(bound, self.workers) for bound in (self.bounds.min_workers, self.bounds.max_workers))
             self._own_entry.bounds = WorkerBounds(low, high, self.bounds.slots_per_worker)
         with self._update_own_entry():

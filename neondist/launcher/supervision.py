@@ -135,7 +135,7 @@ def _determine_ending(
 ) -> JobEnding:
     """Return how the job ended, from mpirun's exit code, the received signals, and the messages of the ranks."""
     killed, code = code < 0, 128 - code if code < 0 else code
-    if code in (0, STOPPED_EXIT_CODE) and (monitor is None or not monitor.unreported_ranks()):
+    if code in (0, STOPPED_EXIT_CODE) and (monitor is None or not monitor.ranks_without_exit_code()):
         return JobEnding(code)
     if signals and code != 0:
         return JobEnding(128 + signals[0])
@@ -152,7 +152,7 @@ def _determine_ending(
         text = notice_filter.signals_by_rank[monitor.lost_rank]
         loss = f"{monitor.describe_rank(monitor.lost_rank)} was killed by {text}"
     elif not loss and code == 0:
-        loss = f"{monitor.describe_rank(monitor.unreported_ranks()[0])} {UNREPORTED_EXIT_TEXT}"
+        loss = f"{monitor.describe_rank(monitor.ranks_without_exit_code()[0])} {UNREPORTED_EXIT_TEXT}"
     elif not loss and notice_filter.signals_by_rank:
         rank, text = next(iter(notice_filter.signals_by_rank.items()))
         loss = f"{monitor.describe_rank(rank)} was killed by {text}"

@@ -164,7 +164,7 @@ class WorkerProcesses:
             return self._restart_worker(index, worker, code)
         del self._workers[index]
         if self._elastic_slots is not None:
-            self._elastic_slots.free_worker_slots(worker.host, permanently=not is_released)
+            self._elastic_slots.free_worker_slots(worker.host, is_job_ending=not is_released)
         if is_released:
             return None
         self._exit_codes[index] = (

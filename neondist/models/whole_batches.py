@@ -41,10 +41,10 @@ def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, 
         models.append(self)
 
     names = {"__init__": __init__, "default_grid": grid, "serial_name": cls.__name__}
-    return type(f"_WholeBatch{cls.__name__}", (_WholeBatchModel, base), names)
+    return type(f"_WholeBatch{cls.__name__}", (_ScatterGatherModel, base), names)
 
 
-class _WholeBatchModel(DistributedMixin, Model):
+class _ScatterGatherModel(DistributedMixin, Model):
     """A distributed model with the interface of a serial one: whole arrays, the same on every rank."""
 
     default_grid: ProcessGrid

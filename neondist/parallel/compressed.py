@@ -16,7 +16,7 @@ from .rows import ROWS_COMPRESSOR, RowExchange, SparseTable
 from .sync import are_all_finite
 
 
-class CompressedGradients:
+class CompressedAllReduce:
     """Gradients that are summed over all ranks by compressors, and as rows of sparse parameters.
 
     Parameters

@@ -16,7 +16,7 @@ from ..comm import ProcessGrid
 from ..errors import ShapeError
 from ..optim import FlatLayout, Optimizer
 from ..strategies.shares import OwnerBoxes
-from .compressed import CompressedGradients
+from .compressed import CompressedAllReduce
 from .flags import FLAG_HEADER_LENGTH, ControlFlag
 from .owners import OwnedParts
 from .shard import ParameterShard
@@ -92,7 +92,7 @@ class Parameters:
             self.num_world_gradients, num_uncompressed_gradients,
         )  # fmt: skip
         self.reductions = self.sync.reductions
-        self.compressed = CompressedGradients(
+        self.compressed = CompressedAllReduce(
             self.reductions, self.grads[num_uncompressed_gradients : self.num_world_gradients], packed
         )
         owned = [(shard, share) for shard, share in zip(self.trained_shards, self._shares, strict=True) if share]

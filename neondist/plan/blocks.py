@@ -135,7 +135,9 @@ class BlockPlan(OutputBlocks):
     def layer_with_largest_arrays(self) -> str:
         """Return the name of the layer whose arrays are the largest."""
         steps = [step for step in self.graph.steps if step.layer is not None]
-        step = max(steps, key=lambda s: sum(self._value_elements(value, 0) for value in (*s.inputs, s.output_value)))
+        step = max(
+            steps, key=lambda s: sum(self._num_elements_in_block(value, 0) for value in (*s.inputs, s.output_value))
+        )
         return str(step.layer.name) if step.layer is not None else ""
 
     def _block_memory_elements(self, number: int) -> int:
@@ -147,10 +149,10 @@ class BlockPlan(OutputBlocks):
         # arrays of all cached kinds, and scratch of the kernels for the largest array
         extra = MAX_CACHED_BLOCK_KINDS * sum(added) + max(added, default=0)
         extra += 2 * max(self.section.saved_bytes(number, 8), default=0) // 8  # arrays that a layer saves, and scratch
-        ends = IMAGE_COPIES * sum(self._value_elements(value, number) for value in (0, self.graph.output_value))
+        ends = IMAGE_COPIES * sum(self._num_elements_in_block(value, number) for value in (0, self.graph.output_value))
         return self.section.memory_plan(number).num_elements + extra + ends
 
-    def _value_elements(self, value: int, number: int) -> int:
+    def _num_elements_in_block(self, value: int, number: int) -> int:
         return self.cells[value].box(number).size * self.graph.shapes[value][-1]
 
     @cached_property

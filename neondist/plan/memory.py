@@ -122,7 +122,7 @@ def plan_memory(
     graph: Graph,
     view_elements: Sequence[int],
     has_window: Sequence[bool],
-    can_overwrite: Sequence[bool],
+    gradient_can_overwrite_view: Sequence[bool],
     value_elements: Sequence[int],
     needs_input_gradient: bool = False,
     backward: bool = True,
@@ -134,7 +134,7 @@ def plan_memory(
     ----------
     view_elements : for each step, the elements per sample of the view of its input, including the tile
     has_window : whether the view is larger than the input itself
-    can_overwrite : whether the view's gradient may overwrite the view
+    gradient_can_overwrite_view : whether the view's gradient may overwrite the view
     value_elements : for each value, the elements of its tile
     needs_input_gradient : whether the gradient of the input is needed
     backward : False: forward only, so nothing is kept
@@ -225,7 +225,7 @@ def plan_memory(
         if backward and (value or needs_input_gradient):
             last = gradient_end(value) if gradient_stays_in_place(value, at) else back
             view = plan.rebuilt_view_ranges.get(at, plan.view_ranges.get(at, plan.value_ranges.get(value)))
-            if view is not None and can_overwrite[at] and plan.ranges[view].last_time == back:
+            if view is not None and gradient_can_overwrite_view[at] and plan.ranges[view].last_time == back:
                 plan.gradient_ranges[at], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last)
             else:
                 plan.gradient_ranges[at] = plan.add(view_elements[at], back, last)

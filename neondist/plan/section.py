@@ -219,7 +219,7 @@ class Segment:
         """Return False: a segment ends with its last layer."""
         return False
 
-    def max_strip_elements(self, tile: int) -> int:
+    def max_strip_buffer_elements(self, tile: int) -> int:
         """Return the elements per sample of the largest strip."""
         return max((section.memory_plan(at).num_elements for at, section in self.strips(tile)), default=0)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 from operator import ge, lt
 
-from ..geometry import Box, GridShape, OverlappingPartition, PartClassKeys, Partition, StripGrid, hull_partition
+from ..geometry import Box, GridShape, OverlappingPartition, PartClassKeys, Partition, TileStripGrid, hull_partition
 from ..layers import Layer, declared_with
 from ..terminal.console import counted
 from .classes import part_class_keys, tile_keys_from_strips
@@ -38,7 +38,7 @@ class StripwisePlan:
     graph : Graph
         Steps of these nodes alone.
     num_nodes : int
-    grid : StripGrid
+    grid : TileStripGrid
     checkpointed_strips : int
         Number of strips, at the end of a tile, whose saved state avoids part of their second forward pass.
     cuts : tuple of int
@@ -53,7 +53,7 @@ class StripwisePlan:
 
     graph: Graph
     num_nodes: int
-    grid: StripGrid
+    grid: TileStripGrid
     checkpointed_strips: int = 0
     cuts: tuple[int, ...] = ()
     extended_output: Partition | None = None
@@ -65,7 +65,7 @@ class StripwisePlan:
         cls, graph: Graph, num_nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0
     ) -> StripwisePlan:
         """Return the stream of the first nodes of a network, with `strips` strips per tile."""
-        cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
+        cut = TileStripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
         return cls(graph.subgraph(0, num_nodes), num_nodes, cut, min(strips, checkpointed_strips))
 
     def with_checkpoints(
@@ -342,7 +342,7 @@ class StripwisePlan:
         first = self.grid.without_strips.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
         return dict(zip(self.grid.strip_numbers_of(tile, ndim), range(first, first + count), strict=True))
 
-    def max_strip_elements(self, tile: int) -> int:
+    def max_strip_buffer_elements(self, tile: int) -> int:
         """Return the elements per sample of the arrays of the largest strip."""
         return max(self.section.memory_plan(at).num_elements for at in self._distinct_strips(tile))
 

@@ -96,7 +96,7 @@ class StripwiseSection:
         self.strip_numbers, self.num_steps = planned.strips(tile), len(graph.steps)
         self._strips_kept_at_cut = planned.strips_kept_at_cut(tile)
         self._checkpointed_strips = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
-        blocks.reserve(planned.max_strip_elements(tile))
+        blocks.reserve(planned.max_strip_buffer_elements(tile))
         self._sections: dict[int, Section] = {}
         self._current_strip = -1
         self._output_box, self._image_box = planned.output_box(tile), image or planned.tile_cells[0].box(tile)

@@ -139,7 +139,7 @@ class AutoDist:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside_function or self._module_scope is None:
                 return function(*args, **kwargs)
-            return self._call_distributed(function, args, kwargs)
+            return self._call_with_distributed_modules(function, args, kwargs)
 
         return call  # type: ignore[return-value]
 
@@ -176,7 +176,7 @@ class AutoDist:
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 
-    def _call_distributed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_with_distributed_modules(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         from ..torch.module.module_scope import gather_outputs
 
         self._divide_steps_among_owners()

@@ -47,7 +47,7 @@ from .callbacks.curves_picture import CurvesPicture
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.ledger_log import LedgerLog
 from .callbacks.loggers import MetricLogger
-from .callbacks.master_statistics import MasterStatistics
+from .callbacks.master_statistics import JobStatisticsHook
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.progress_bar import ProgressBar
 from .callbacks.snapshots import Snapshots, open_snapshot_store
@@ -340,7 +340,7 @@ def _run_in_locked_folder(
     if folder is not None:
         _write_initial_files(experiment, grid, folder, start.resumed, yaml_text, under_supervisor or worker is not None)
         last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
-        statistics = [MasterStatistics(worker)] if worker is not None and worker.index == 0 else []
+        statistics = [JobStatisticsHook(worker)] if worker is not None and worker.index == 0 else []
         pictures = worker is None or worker.index == 0
         writers = [*statistics, *_file_writing_hooks(folder, last, store, snapshot, pictures)]
     with (

@@ -24,13 +24,13 @@ ALLOWED_KINDS_BY_NODE_TYPE: dict[type, tuple[str, ...]] = {
 Locator: TypeAlias = Callable[[int], str]
 
 
-def parse_yaml(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_EXPANDED_NODES) -> Node | None:
+def parse_yaml(text: str, line_location: Locator, path: str = "", max_nodes: int = MAX_EXPANDED_NODES) -> Node | None:
     """Return the tree of a YAML document, or None for an empty one.
 
     Parameters
     ----------
     text : the document
-    locate : maps a line number, counted from 0, to a source position such as 'FILE:LINE'
+    line_location : maps a line number, counted from 0, to a source position such as 'FILE:LINE'
     path : the dotted path of the document's root, for messages
     max_nodes : the maximum number of values after expansion of aliases
 
@@ -39,11 +39,15 @@ def parse_yaml(text: str, locate: Locator, path: str = "", max_nodes: int = MAX_
     ConfigError
         For syntax errors, forbidden tags, duplicate keys, and aliases that expand to too many values.
     """
-    root = _compose_yaml_graph(text, locate, path)
-    return None if root is None else _TreeCopier(locate, max_nodes).copy_node(root, path, locate(root.start_mark.line))
+    root = _compose_yaml_graph(text, line_location, path)
+    return (
+        None
+        if root is None
+        else _TreeCopier(line_location, max_nodes).copy_node(root, path, line_location(root.start_mark.line))
+    )
 
 
-def _compose_yaml_graph(text: str, locate: Locator, path: str) -> yaml.Node | None:
+def _compose_yaml_graph(text: str, line_location: Locator, path: str) -> yaml.Node | None:
     try:
         loader = yaml.SafeLoader(text)
         try:
@@ -57,13 +61,13 @@ def _compose_yaml_graph(text: str, locate: Locator, path: str) -> yaml.Node | No
         if start and start.line != line and str(error.context).startswith("while"):
             problem += f", {error.context} that starts in line {start.line + 1}"
         remedy = "; indent with spaces, not tabs" if "'\\t'" in problem else "; check indentation, brackets and colons"
-        raise ConfigError(format_message(locate(line), path, f"not valid YAML: {problem}{remedy}")) from None
+        raise ConfigError(format_message(line_location(line), path, f"not valid YAML: {problem}{remedy}")) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
         reason = "not a text file: a character is not allowed in YAML; remove the character"
-        raise ConfigError(format_message(locate(line), path, reason)) from None
+        raise ConfigError(format_message(line_location(line), path, reason)) from None
     except RecursionError:
-        raise ConfigError(format_message(locate(0), path, _TOO_DEEP_MESSAGE)) from None
+        raise ConfigError(format_message(line_location(0), path, _TOO_DEEP_MESSAGE)) from None
 
 
 _TOO_DEEP_MESSAGE = f"lists and mappings are nested more than {MAX_DEPTH} deep; flatten them"
@@ -72,8 +76,8 @@ _TOO_DEEP_MESSAGE = f"lists and mappings are nested more than {MAX_DEPTH} deep; 
 class _TreeCopier:
     """Copies a YAML node graph into a tree, in which each alias is a separate value."""
 
-    def __init__(self, locate: Locator, max_nodes: int) -> None:
-        self._locate, self._max_nodes = locate, max_nodes
+    def __init__(self, line_location: Locator, max_nodes: int) -> None:
+        self._locate, self._max_nodes = line_location, max_nodes
         self._num_expanded_nodes = 0
         self._ancestor_ids: list[int] = []
 

@@ -72,11 +72,11 @@ def test_status_messages_and_normal_exit(monitor, ranks):
     for process in processes:
         send_next_word(process)
     wait_until(lambda: monitor.all_ranks_handle_sigusr1())
-    assert monitor.unreported_ranks() == [0, 1]
+    assert monitor.ranks_without_exit_code() == [0, 1]
     for process in processes * 2:
         send_next_word(process)
     monitor.drain_connections()
-    assert (monitor.unreported_ranks(), monitor.failure_message, monitor.exit_code) == ([], "", 0)
+    assert (monitor.ranks_without_exit_code(), monitor.failure_message, monitor.exit_code) == ([], "", 0)
     assert monitor.end_time is not None
 
 

@@ -79,7 +79,7 @@ def test_jobs_share_and_return_slots(tmp_path):
                 assert third.take_slots(hosts) == [], "the full minimum, or nothing"
                 users = third.describe_slot_usage(hosts)
                 assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in users
-            first.free_worker_slots("localhost", permanently=True)
+            first.free_worker_slots("localhost", is_job_ending=True)
             assert (first.bounds, first.take_slots(hosts)) == (WorkerBounds(1, 1), [])
         assert first.take_slots(hosts) == []
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]

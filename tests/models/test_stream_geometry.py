@@ -4,7 +4,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import neondist as nd
-from neondist.geometry import StripGrid
+from neondist.geometry import TileStripGrid
 from neondist.plan import StripwisePlan
 
 
@@ -15,7 +15,7 @@ from neondist.plan import StripwisePlan
 )
 def test_strips_partition_each_tile(extent, parts, count):
     grid = nd.GridShape(1, *parts)
-    strips = StripGrid(1, *parts, strips=count)
+    strips = TileStripGrid(1, *parts, strips=count)
     tiles, cut = grid.partition(extent), strips.partition(extent)
     all_strips = []
     for tile in range(grid.tiles):

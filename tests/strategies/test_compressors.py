@@ -11,7 +11,7 @@ from invariance import KINDS, make_model
 import neondist as nd
 from neondist.comm import Reductions
 from neondist.parallel import compressors
-from neondist.parallel.compressed import CompressedGradients
+from neondist.parallel.compressed import CompressedAllReduce
 from neondist.parallel.compressors import compressed_bytes_if_smaller, create_compressor
 from neondist.train import TrainState
 from neondist.train.callbacks.checkpoint import Checkpoint, restore_checkpoint
@@ -29,7 +29,7 @@ def test_sums_and_residuals_equal_the_exact_sum(shapes, text, ranks, dtype, expo
     def body(world):
         reductions, outputs = Reductions(nd.ProcessGrid(world, replicas=ranks)), []
         flat = np.empty(gradients.shape[2], dtype)
-        compressed = CompressedGradients(reductions, flat, parameters)
+        compressed = CompressedAllReduce(reductions, flat, parameters)
         for step in gradients:
             flat[...] = step[world.rank]
             compressed.sum_over_ranks()

@@ -59,7 +59,7 @@ class RandomCropPositions:
         return origin
 
 
-class CropTiles:
+class RandomCropTileReader:
     """One tile of each crop, read on demand; not thread-safe.
 
     Parameters
@@ -184,10 +184,10 @@ class CropSplit(PrefetchingSplit):
     """A split of crops, whose positions change with the epoch."""
 
     def __init__(
-        self, crops: RandomCropPositions, tiles: CropTiles, labels: Any, prefetch: bool, **normalisation: Any
+        self, crops: RandomCropPositions, tiles: RandomCropTileReader, labels: Any, prefetch: bool, **normalisation: Any
     ) -> None:
         self._positions, self.fill = crops, tiles.fill
-        self._crop_tiles = [part for part in (tiles, labels) if isinstance(part, CropTiles)]
+        self._crop_tiles = [part for part in (tiles, labels) if isinstance(part, RandomCropTileReader)]
         super().__init__(tiles, labels, prefetch, **normalisation)
 
     @property

@@ -22,7 +22,7 @@ from ..base import (
     require_fraction_or_count,
     tile_slices,
 )
-from .image_crops import CropSplit, CropTiles, RandomCropPositions
+from .image_crops import CropSplit, RandomCropPositions, RandomCropTileReader
 from .image_lists import ImageEntry, find_masks, list_images, match_files, open_mask, read_labels, require_same_format
 
 _NUM_FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitting the normalisation
@@ -124,7 +124,7 @@ class ImageFiles(Dataset):
         if not isinstance(test, Mapping):
             require_fraction_or_count("test", test)
         self._test_option = test
-        self._num_training_images = 0  # images that are not in files of the test split
+        self._num_images_to_split = 0  # images that are not in files of the test split
         self._masks: list[ImageEntry] | None = None
         self._image_labels: np.ndarray | None = None
         self._images: list[ImageEntry] = []
@@ -133,7 +133,7 @@ class ImageFiles(Dataset):
         """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
         num_axes = None if self.crop is None else len(self.crop)
         self._images = list_images(match_files("images", self.images), num_axes)
-        self._num_training_images, groups = len(self._images), [(self.labels, self._images)]
+        self._num_images_to_split, groups = len(self._images), [(self.labels, self._images)]
         if isinstance(self._test_option, Mapping):
             test_items = list_images(match_files("test.images", self._test_option["images"]), num_axes)
             if shared := {item.name for item in test_items} & {item.name for item in self._images}:
@@ -159,7 +159,7 @@ class ImageFiles(Dataset):
         if len(kinds) > 1:
             raise DataError("test: has another kind of labels than the training split; give both the same kind")
         self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
-        if self._validation_share is not None and self._num_training_images < 2:
+        if self._validation_share is not None and self._num_images_to_split < 2:
             raise DataError(f"{self.images}: one image cannot be split; add images, or set validation: null")
         self._image_numbers_by_split()
 
@@ -177,15 +177,15 @@ class ImageFiles(Dataset):
 
     def _image_numbers_by_split(self) -> list[np.ndarray]:
         """Return the indices of the images for training, validation and test."""
-        count = self._num_training_images
+        count = self._num_images_to_split
         drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")
         first = 0 if self._validation_share is None else self.count_validation_samples(count)
         if isinstance(self._test_option, Mapping) or self._test_option is None:
-            rest, last = np.arange(self._num_training_images, len(self._images)), first
+            rest, last = np.arange(self._num_images_to_split, len(self._images)), first
         else:
-            last = first + count_held_out("test", self._test_option, self._num_training_images)
+            last = first + count_held_out("test", self._test_option, self._num_images_to_split)
             rest = drawn[first:last]
-        if last >= self._num_training_images:
+        if last >= self._num_images_to_split:
             raise DataError(
                 f"test: {counted(first, 'image')} for validation and {last - first} for test leave no training"
                 " images; hold out fewer"
@@ -199,13 +199,15 @@ class ImageFiles(Dataset):
         extents = self.sample_shape[:-1]
         crops = RandomCropPositions(self.seed, keys, [self._images[n].extents for n in samples], extents)
         tile = tile_slices(grid, self.sample_shape)[:-1]
-        tiles = CropTiles(crops, [self._images[n] for n in samples], tile, fill=self.fill, cache=self._cache_bytes)
+        tiles = RandomCropTileReader(
+            crops, [self._images[n] for n in samples], tile, fill=self.fill, cache=self._cache_bytes
+        )
         if self._masks is None:
             labels: Any = self._image_labels[samples]  # type: ignore[index]
         else:
             classes = None if self._given_classes is None else (self._given_classes, self.ignore_index)
             masks = [self._masks[n] for n in samples]
-            labels = CropTiles(crops, masks, tile, open_mask, classes=classes, cache=self._cache_bytes)
+            labels = RandomCropTileReader(crops, masks, tile, open_mask, classes=classes, cache=self._cache_bytes)
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **normalisation)
 
     def _fit_normalisation(self, image_numbers: np.ndarray) -> dict[str, Any]:
@@ -222,7 +224,7 @@ class ImageFiles(Dataset):
             side = tuple(min(n, _BOX_EXTENT if len(item.extents) < 3 else _BOX_EXTENT // 4) for n in item.extents)
             keys = number * repeats + np.arange(repeats)
             boxes = RandomCropPositions(self.seed, keys, [item.extents] * repeats, side, "fit")
-            tiles = CropTiles(boxes, [item] * repeats, tuple(slice(0, n) for n in side), fill=self.fill)
+            tiles = RandomCropTileReader(boxes, [item] * repeats, tuple(slice(0, n) for n in side), fill=self.fill)
             cells.append(tiles[np.arange(repeats)].reshape(-1, self.sample_shape[-1]))
             tiles.close()
         sample = np.concatenate(cells).astype(np.float64)

@@ -23,7 +23,10 @@ MAX_RANKS = 1 << 20  # limit of ranks
 
 def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[ArrayPart]:
     """Return this rank's parts of the states; arrays that differ across ranks get a leading rank axis."""
-    return [_sync_part(state, state.array if state.same_on_all_ranks else state.array[None], world) for state in states]
+    return [
+        _sync_state_part(state, state.array if state.same_on_all_ranks else state.array[None], world)
+        for state in states
+    ]
 
 
 def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
@@ -46,7 +49,7 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
         shape = shapes.get(state.name)
         if state.same_on_all_ranks:
             if shape == state.array.shape:
-                file.fill_parts([_sync_part(state, state.array, world)])
+                file.fill_parts([_sync_state_part(state, state.array, world)])
             continue
         if shape is not None and (shape[1:] != state.array.shape or not 0 < shape[0] <= MAX_RANKS):
             raise DataError(
@@ -57,12 +60,14 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
         lo, hi = part_range(writers, world.size, world.rank)
         part = np.zeros((hi - lo, *state.array.shape), state.array.dtype)
         if writers:
-            file.fill_parts([_sync_part(state, part, world, writers)])
+            file.fill_parts([_sync_state_part(state, part, world, writers)])
         state.array[...] = part.sum(axis=0)
     return f"error feedback is dropped, since these are not compressed: {', '.join(dropped)}" if dropped else ""
 
 
-def _sync_part(state: SyncState, array: np.ndarray, world: Transport, writer_count: int | None = None) -> ArrayPart:
+def _sync_state_part(
+    state: SyncState, array: np.ndarray, world: Transport, writer_count: int | None = None
+) -> ArrayPart:
     shape = state.array.shape
     if state.same_on_all_ranks:
         return ArrayPart(f"{SYNC_GROUP}/{state.name}", shape, array, [Box.of(shape)])

@@ -33,7 +33,7 @@ def guard_executor(executor: Executor, layers: Sequence[Layer], seed: int) -> Ex
     return executor.with_layer_tasks(GuardedLayerTask)
 
 
-class GuardedContext(StepContext):
+class DebugHaloStepContext(StepContext):
     """Context of a guarded call; `view` and `dy` are copies."""
 
     view_copy: GuardedCopy | None = None
@@ -128,7 +128,7 @@ class GuardedContext(StepContext):
 class GuardedLayerTask(LayerTask):
     """Layer task that passes copies surrounded by marks, and checks them afterwards."""
 
-    context_class = GuardedContext
+    context_class = DebugHaloStepContext
 
     def call_forward(self, ctx: Any, view: Any) -> Any:
         """Call forward with a copy of the view."""

@@ -23,7 +23,7 @@ class GuardedCopy:
     """
 
     def __init__(self, array: Any) -> None:
-        before, after = _byte_bounds(array)
+        before, after = _byte_range_from_origin(array)
         moat = max(_MARGIN_BYTES, 2 * max(map(abs, array.strides[1:]), default=0))
         moat += -moat % _ALIGNMENT_BYTES
         self.memory = np.empty(before + after + 2 * moat + 2 * _ALIGNMENT_BYTES, np.uint8)
@@ -44,7 +44,7 @@ class GuardedCopy:
         return bytes_checksum(self.array) != self.checksum
 
 
-def _byte_bounds(array: Any) -> tuple[int, int]:
+def _byte_range_from_origin(array: Any) -> tuple[int, int]:
     """Return the bytes that the cells occupy before and after the first one's address."""
     spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
     return -sum(span for span in spans if span < 0), sum(span for span in spans if span > 0) + array.itemsize

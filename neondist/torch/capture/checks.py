@@ -111,7 +111,7 @@ class _BackwardPass:
         self.sent_gradients: dict[int | None, list[torch.Tensor]] = {}
 
 
-class BackwardCheck:
+class BackwardEntryCheck:
     """Check that all ranks begin a backward pass together, and warn about losses not computed by `model.loss`.
 
     A gradient of a model's output is correct if it comes entirely from `model.loss`. Any other gradient is treated

@@ -323,7 +323,7 @@ def _local_contrast(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Mo
     return [LocalContrast(layer.local_window.axis_weights(shape), pad, None if least == "mean" else least)]
 
 
-def _local_filtering(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _convert_local_filtering(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     block = layer.shared_filter_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
     return [LocalFilters(arrays, window.kernel, window.stride, _padding_modules(window.padding, shape), block)]
@@ -357,7 +357,7 @@ LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, Tensors], Sequence[nn.Module]]
     "L2PoolingLayer": _l2_pooling,
     "LCNLayer": _local_contrast,
     "LRNLayer": _response_norm,
-    "LocalFilteringLayer": _local_filtering,
+    "LocalFilteringLayer": _convert_local_filtering,
     "MaxPoolingLayer": _max_pooling,
     "PadLayer": _pad_or_crop,
     "UpsampleLayer": _upsampling,

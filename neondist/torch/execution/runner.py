@@ -199,7 +199,7 @@ class PlanRunner:
             channel = self.rings[id(step)]
             return lambda q, k, v, mask=None: (RingAttention.apply(q, k.to(q.dtype), v.to(q.dtype), mask, channel),)
         if step.kind == "view":
-            return partial(self._run_view_step, step)
+            return partial(self._run_exchange_step, step)
         if step.kind == "gather":
             return lambda x: (functions.GatherWhole.apply(x, self.channels[id(step)]),)
         if step.kind == "sum":
@@ -218,7 +218,7 @@ class PlanRunner:
             return lambda x: (functions.SumGradientOverRanks.apply(x, comm, name, axes) if x.requires_grad else x,)
         return lambda x: (functions.CountGradientOnce.apply(x, step.contributes_gradient) if x.requires_grad else x,)
 
-    def _run_view_step(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
+    def _run_exchange_step(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor]:
         channel = self.channels[id(step)]
         view: torch.Tensor = functions.ExchangeView.apply(x, channel, step.pads, step.fill, step.has_unaliased_gradient)
         if self._saved_tensors.includes(x):

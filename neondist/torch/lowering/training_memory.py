@@ -115,7 +115,7 @@ class _Lifetimes:
     def peak(self) -> int:
         self._add_value_lifetimes()
         self._add_gradient_lifetimes()
-        self._add_block_memory()
+        self._add_blockwise_step_memory()
         return int(self.live_byte_changes.cumsum().max())
 
     def _add_lifetime(self, value: int, first: int, last: int, times: float = 1.0) -> None:
@@ -193,7 +193,7 @@ class _Lifetimes:
                 if own:  # otherwise, it shares the memory of another gradient
                     self._add_lifetime(value, own[0], until)
 
-    def _add_block_memory(self) -> None:
+    def _add_blockwise_step_memory(self) -> None:
         """Add the memory that block-wise steps need for a block."""
         for at, step, _ in self.steps:
             if step.blocks is not None:

@@ -17,7 +17,7 @@ from ...errors import ConfigError, ShapeError, UserError
 from ...halo import Phase
 from ..capture.capture import device_of
 from ..capture.checks import (
-    BackwardCheck,
+    BackwardEntryCheck,
     check_module,
     check_parameter_shapes,
     check_tensor,
@@ -73,7 +73,7 @@ class DistributedModule(nn.Module):
         count = grid.cached_objects[DistributedModule] = grid.cached_objects.get(DistributedModule, 0) + 1
         # the same on every rank, as all ranks distribute modules in the same order
         self._name = f"number {count} of this grid"
-        self.backward_check = BackwardCheck(grid, {"the model": self._name})
+        self.backward_check = BackwardEntryCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
             self.execution = ExecutionOptions.of(module, **options)

@@ -15,7 +15,7 @@ JOB_STATISTICS_KEY = "job"
 """Key of the statistics in a record."""
 
 
-class MasterStatistics(Hook):
+class JobStatisticsHook(Hook):
     """Query the master after each epoch for workers, tasks, versions of servers and throughput of the job.
 
     The other numbers of the record are those of the worker that writes it. The hook does not wait for a restarting
