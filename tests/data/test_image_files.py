@@ -313,6 +313,43 @@ def test_errors_name_the_file(write_files, tmp_path, message):
     assert "\n" not in str(caught.value)
 
 
+NAMES_OF_PAIRS = {
+    "cases": ("case{0}/case{0}_t1", "case{0}/case{0}_seg"),
+    "one name per case": ("{}/image", "{}/mask"),
+    "nnU-Net": ("imagesTr/{}_0000", "labelsTr/{}"),
+    "suffix of the mask": ("images/{}", "masks/{}_mask"),
+    "the same names in folders": ("images/{}/scan", "masks/{}/scan"),
+}
+
+
+@pytest.mark.parametrize("keys", [["1", "2", "10", "12"], ["a", "aa", "ba", "b_0000"], ["0000", "t1", "mask", "seg"]])
+@pytest.mark.parametrize("names", NAMES_OF_PAIRS.values(), ids=list(NAMES_OF_PAIRS))
+def test_masks_with_another_beginning_or_end(tmp_path, names, keys):
+    for value, key in enumerate(keys):
+        for name, dtype in zip(names, ("f4", "u1"), strict=True):
+            path = tmp_path / f"{name.format(key)}.npy"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(path, np.full((6, 5), value, dtype))
+    patterns = [f"{tmp_path}/{name.replace('{0}', '*').replace('{}', '*')}.npy" for name in names]
+
+    def run(grid):
+        data = nd.ImageFiles(*patterns, normalise="none", validation=1)
+        data.check()
+        data.open(grid)
+        return [(float(split.images([i]).max()), int(split.targets([i]).max()))
+                for split in (data.train, data.validation) for i in range(len(split))]  # fmt: skip
+
+    (pairs,) = run_on_ranks(1, run)
+    assert sorted(pairs) == [(value, value) for value in range(4)]
+
+
+def test_masks_of_other_cases_are_rejected(tmp_path):
+    for name in ("1_t1", "2_t1", "12_t1", "1_seg", "2_seg", "3_seg"):
+        np.save(tmp_path / f"{name}.npy", np.zeros((6, 5), "u1"))
+    with pytest.raises(nd.UserError, match=r"12_t1\.npy: has no mask called 12_t1"):
+        nd.ImageFiles(f"{tmp_path}/*_t1.npy", f"{tmp_path}/*_seg.npy").check()
+
+
 INVALID_TABLES = {
     "has no row for .*5.npy": "0.npy,1\n1.npy,0\n2.npy,0\n3.npy,0\n4.npy,0\n",
     "'6.npy' matches no image": "".join(f"{n}.npy,0\n" for n in range(7)),

@@ -44,7 +44,8 @@ class ImageFiles(Dataset):
     labels : str
         'folders': folder names are classes. FILE.csv: rows of FILE,CLASS, with class numbers from 0 or class names
         (numbered in sorted order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks named like the
-        images: integer masks contain a class per cell, other masks a target per cell.
+        images, possibly with another beginning or end (a_t1.nii, a_seg.nii): integer masks contain a class per cell,
+        other masks a target per cell.
     crop : list of int, optional
         Extents of a crop, [h, w] or [d, h, w]. Default: whole images, which must all have the same size.
     crops_per_image : int

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -184,12 +184,21 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
 
 
 def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
-    """Return the mask of each image, matched by name up to the first dot, or by the full name if that is ambiguous."""
+    """Return the mask of each image, matched by name up to the first dot, or by the full name if that is ambiguous.
+
+    Otherwise, masks match by the varying part of their paths: 'case1/case1_t1.nii' and 'case1/case1_seg.nii'.
+    """
     is_unique = len({_stem_without_suffixes(name).partition(".")[0] for name in images}) == len(images)
 
     def stem_of(name: str) -> str:
         return _stem_without_suffixes(name).partition(".")[0] if is_unique else _stem_without_suffixes(name)
 
+    stems = [stem_of(name) for name in names]
+    if len(set(stems)) < len(stems) or not {stem_of(name) for name in images} & set(stems):
+        image_parts, mask_parts = _varying_parts(images), _varying_parts(names)
+        if len({*image_parts}) == len(images) and sorted(image_parts) == sorted(mask_parts):
+            mask_by_part = dict(zip(mask_parts, names, strict=True))
+            return {name: mask_by_part[part] for name, part in zip(images, image_parts, strict=True)}
     by_stem: dict[str, str] = {}
     for name in names:
         if stem_of(name) in by_stem:
@@ -203,6 +212,19 @@ def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: s
     if surplus:
         raise DataError(f"{by_stem[surplus[0]]}: is a mask without an image; remove it, or correct the pattern")
     return {name: by_stem[stem_of(name)] for name in images}
+
+
+def _varying_parts(names: Sequence[str]) -> list[str]:
+    """Return the paths without their suffixes, and without their common beginning and end."""
+    paths = [str(Path(name).with_name(_stem_without_suffixes(name))) for name in names]
+    start = _common_beginning(paths)
+    tails = [path.removeprefix(start)[::-1] for path in paths]
+    end = _common_beginning(tails)
+    return [tail.removeprefix(end)[::-1] for tail in tails]
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    return "".join(one[0] for one in takewhile(lambda one: len(set(one)) == 1, zip(*texts, strict=False)))
 
 
 def _stem_without_suffixes(name: str) -> str:
