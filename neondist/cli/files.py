@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 from glob import escape
 from pathlib import Path
@@ -41,7 +42,8 @@ def add_parser(commands: Any) -> None:
         "images",
         type=options.parse_path,
         metavar="DIR",
-        help="folder with one subfolder per class, or with images/ and masks/, or with images and a labels.csv",
+        help="folder with one subfolder per class, or with images/ and masks/, or with one subfolder per case, or with"
+        " images and a labels.csv",
     )
     cmd.add_argument(
         "--to", type=options.parse_path, metavar="FILE.yaml", help="output file (default: the folder's name with .yaml)"
@@ -90,7 +92,17 @@ def write_experiment(arguments: argparse.Namespace) -> int:
         raise OutputError(f"{target}: already exists; choose another name with --to")
     pairs = [(folder / images, folder / masks) for images in _IMAGE_FOLDERS for masks in _MASK_FOLDERS]
     pair = next((pair for pair in pairs if all(sub.is_dir() for sub in pair)), None)
-    write_text(target, _segmentation_yaml(*pair) if pair else _classification_yaml(folder))
+    if pair:
+        counts = [len(_list_images(sub)) for sub in pair]
+        if not all(counts):
+            problem = f"has {counted(counts[0], 'image')}, {pair[1]} has {counts[1]}"
+            raise DataError(f"{pair[0]}: {problem}; both need images")
+        text = _segmentation_yaml(*map(_image_pattern, pair))
+    elif patterns := _image_and_mask_patterns_of_cases(folder):
+        text = _segmentation_yaml(*patterns)
+    else:
+        text = _classification_yaml(folder)
+    write_text(target, text)
     quoted = shlex.quote(str(target))
     emit(f"{target}: try `neondist check {quoted}`, then `neondist run {quoted}`")
     return 0
@@ -108,6 +120,8 @@ def _classification_yaml(folder: Path) -> str:
         if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
             first = min(nested, key=lambda sub: not sub.name.startswith("train"))
             raise DataError(f"{folder}: has no images, but {first.name}/ has image folders; run neondist init {first}")
+        if any(path.suffix.lower() == ".dcm" for path in folder.rglob("*")):
+            raise DataError(f"{folder}: has DICOM files; convert each series to NIfTI, for example with dcm2niix")
         if any(path.suffix in (".nc", ".nc4", ".zarr") for path in folder.iterdir()):
             raise DataError(f"{folder}: has NetCDF or Zarr files; for time series, adapt examples/climate.yaml")
         raise DataError(
@@ -138,23 +152,35 @@ def _classification_yaml(folder: Path) -> str:
     )  # fmt: skip
 
 
-def _segmentation_yaml(image_folder: Path, mask_folder: Path) -> str:
+def _image_and_mask_patterns_of_cases(folder: Path) -> list[str]:
+    """Return the patterns of images and masks in one folder per case, case1/case1_t1.nii and case1/case1_seg.nii."""
+    cases = [(sub.name, _list_images(sub)) for sub in folder.iterdir() if sub.is_dir()]
+    ends_by_case = [{path.name.removeprefix(name) for path in paths} for name, paths in cases if paths]
+    ends = sorted(ends_by_case[0]) if ends_by_case and all(ends == ends_by_case[0] for ends in ends_by_case) else []
+    masks = [end for end in ends if re.search(r"(^|[_-])(seg|mask|label|gt)", end, re.IGNORECASE)]
+    images = [end for end in ends if end not in masks]
+    if len(masks) != 1 or not images:
+        return []
+    if images[1:]:
+        emit(
+            f"one image of each case is used, *{images[0]}, without {', '.join(images[1:])}; edit `images` for another"
+        )
+    return [str(Path(escape(str(folder)), "*", f"*{escape(end)}")) for end in (images[0], masks[0])]
+
+
+def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
     import numpy as np
 
     from ..data.datasets.image_lists import find_masks, list_images, match_files, open_mask, require_same_format
 
-    images, mask_paths = _list_images(image_folder), _list_images(mask_folder)
-    if not images or not mask_paths:
-        problem = f"has {counted(len(images), 'image')}, {mask_folder} has {len(mask_paths)}"
-        raise DataError(f"{image_folder}: {problem}; both need images")
+    image_names, mask_names = match_files("images", image_pattern), match_files("labels", mask_pattern)
     classes, channels = set[int](), 0
-    for path in mask_paths[:20]:
-        with open_mask(str(path)) as source:
+    for name in mask_names[:20]:
+        with open_mask(name) as source:
             if source.dtype.kind == "f":
                 channels = source.shape[-1]
                 break
             classes |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
-    image_pattern, mask_pattern = _image_pattern(image_folder), _image_pattern(mask_folder)
     labels = _quote_yaml(mask_pattern)
     if channels:
         task = "Regression: numbers per cell, because the masks contain floats (classes are integers)"
@@ -165,15 +191,17 @@ def _segmentation_yaml(image_folder: Path, mask_folder: Path) -> str:
         outputs = max(classes - ignored, default=0) + 1
         if outputs < 2:
             values, example = sorted(classes), " (mask // 255)" if classes == {0, 255} else ""
-            raise DataError(f"{mask_folder}: has only the values {values}; number the classes 0, 1, ...{example}")
+            raise DataError(
+                f"{Path(mask_names[0]).parent}: has only the values {values}; number the classes 0, 1, ...{example}"
+            )
         task = f"Segmentation: a class per cell; the first masks contain 0 to {outputs - 1}"
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # other values in a mask are an error"
         if ignored:
             task += f", and {void} for unlabelled cells"
             labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
-    crop, crops_per_image = _choose_crop_size_and_count(images)
-    items = list_images(match_files("images", image_pattern), len(crop))
+    crop, crops_per_image = _choose_crop_size_and_count([Path(name) for name in image_names])
+    items = list_images(image_names, len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     find_masks(mask_pattern, items, len(crop))
     return _EXPERIMENT_TEMPLATE.format(

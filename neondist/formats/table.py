@@ -108,9 +108,11 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     file, inside = _split_array_name(text)
     kind = _format_by_suffix(file) or _format_of_folder(file)
     if kind is None:
-        problem = (
-            f"unknown file type; choose from {_describe_formats('source')}" if os.path.exists(file) else "no such file"
-        )
+        problem = f"unknown file type; choose from {_describe_formats('source')}"
+        if not os.path.exists(file):
+            problem = "no such file"
+        elif text.lower().endswith(".dcm"):
+            problem = "DICOM files cannot be read; convert the series to NIfTI, for example with dcm2niix"
         raise DataError(f"{text}: {problem}")
     if not os.path.exists(file):  # unlike Path.exists, it does not raise for names that are too long
         raise DataError(f"{text}: no such file; check the path")

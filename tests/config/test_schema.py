@@ -208,6 +208,37 @@ def test_init_for_volumes(tmp_path, monkeypatch, kind):
     assert type(experiment.model.cost) is cost
 
 
+@pytest.mark.parametrize(
+    "files", [["{}_t1", "{}_seg"], ["image", "mask"], ["{}_flair", "{}_t1", "{}_seg"]], ids=lambda files: files[0]
+)
+def test_init_for_one_folder_per_case(tmp_path, monkeypatch, capsys, files):
+    monkeypatch.chdir(tmp_path)
+    for case in range(8, 12):
+        folder = tmp_path / "mine" / f"case{case}"
+        folder.mkdir(parents=True)
+        for name in files:
+            cells = np.full((16, 16), case % 3, "u1" if name == files[-1] else "f4")
+            np.save(folder / f"{name.format(folder.name)}.npy", cells)
+    (tmp_path / "mine" / "empty").mkdir()
+    assert main(["init", "mine"]) == 0
+    assert ("one image of each case is used, *_flair.npy, without _t1.npy" in capsys.readouterr().out) == (
+        len(files) == 3
+    )
+    experiment = load_experiment("mine.yaml")
+    experiment.validate(2)
+    assert experiment.dataset.images == f"mine/*/*{files[0].replace('{}', '')}.npy"
+    assert experiment.dataset.classes == 3
+
+
+def test_init_for_dicom_files(tmp_path, capsys):
+    (tmp_path / "series").mkdir()
+    (tmp_path / "series" / "1.DCM").write_bytes(bytes(128) + b"DICM")
+    assert main(["init", str(tmp_path), "--to", str(tmp_path / "x.yaml")]) == 2
+    assert "has DICOM files; convert each series to NIfTI" in capsys.readouterr().err
+    with pytest.raises(nd.DataError, match="DICOM files cannot be read; convert the series to NIfTI"):
+        nd.open_source(tmp_path / "series" / "1.DCM")
+
+
 def test_init_without_images(tmp_path, capsys):
     write_images(tmp_path / "split" / "train" / "cat", 1)
     assert main(["init", str(tmp_path / "split"), "--to", str(tmp_path / "x.yaml")]) == 2
