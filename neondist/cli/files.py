@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def add_parser(commands: Any) -> None:
         type=options.parse_path,
         metavar="DIR",
         help="folder with one subfolder per class, or with images/ and masks/, or with one subfolder per case, or with"
-        " images and a labels.csv",
+        " images and a labels.csv, or with a time series in NetCDF or Zarr files",
     )
     cmd.add_argument(
         "--to", type=options.parse_path, metavar="FILE.yaml", help="output file (default: the folder's name with .yaml)"
@@ -122,8 +123,8 @@ def _classification_yaml(folder: Path) -> str:
             raise DataError(f"{folder}: has no images, but {first.name}/ has image folders; run neondist init {first}")
         if any(path.suffix.lower() == ".dcm" for path in folder.rglob("*")):
             raise DataError(f"{folder}: has DICOM files; convert each series to NIfTI, for example with dcm2niix")
-        if any(path.suffix in (".nc", ".nc4", ".zarr") for path in folder.iterdir()):
-            raise DataError(f"{folder}: has NetCDF or Zarr files; for time series, adapt examples/climate.yaml")
+        if series := sorted(path for path in folder.iterdir() if path.suffix in (".nc", ".nc4", ".zarr")):
+            return _forecast_yaml(series)
         raise DataError(
             f"{folder}: has {counted(len(classes), 'subfolder')} with images; give a subfolder for each class, or"
             " images/ and masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
@@ -150,6 +151,32 @@ def _classification_yaml(folder: Path) -> str:
         images=_quote_yaml(pattern), labels=_quote_yaml(labels), layers=_classifier_yaml(min(crop), outputs),
         cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
+
+
+def _forecast_yaml(paths: list[Path]) -> str:
+    """Return an experiment for a time series in NetCDF or Zarr files."""
+    from ..data.datasets.climate_files import ClimateFiles
+    from ..formats import open_source
+    from ..io.hdf5.reader import array_names, open_hdf5
+
+    if paths[0].suffix == ".zarr":
+        names = sorted(sub.name for sub in paths[0].iterdir() if sub.is_dir())
+    else:
+        with open_hdf5(paths[0]) as file:
+            names = array_names(file, max_arrays=1000)
+    fields = []
+    for name in names:
+        with suppress(DataError), open_source(f"{paths[0]}:{name}") as source:
+            fields += [name] if source.axes == "TYXC" else []
+    if not fields:
+        raise DataError(f"{paths[0]}: has no variable over time, latitude and longitude; give a folder of such files")
+    pattern = str(Path(escape(str(paths[0].parent)), f"*{paths[0].suffix}"))
+    dataset = ClimateFiles(pattern, fields)
+    dataset.check()
+    weights = "" if dataset.fields.latitude is None else "weights: cos(lat)"
+    return _FORECAST_TEMPLATE.format(
+        files=_quote_yaml(pattern), variables=", ".join(map(_quote_yaml, fields)), outputs=len(fields), weights=weights
+    )
 
 
 def _image_and_mask_patterns_of_cases(folder: Path) -> list[str]:
@@ -268,6 +295,29 @@ batch_size: 16
 epochs: 30
 metrics: [{metrics}]
 best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping
+"""
+_FORECAST_TEMPLATE = """\
+# Forecast of each time from the two before. `neondist predict --steps` computes longer forecasts.
+# neondist's docs/climate.md explains the fields; with `neondist schema`, an editor completes and checks them.
+!FitExperiment
+dataset: !ClimateFiles
+  files: {files}
+  variables: [{variables}]
+  steps: 2               # consecutive times in an image
+  lead: 1                # time steps from the last of them to the target
+  validation: 0.1
+  test: 0.1
+model: !ConvnetDist
+  layers:                # padding_mode: [replicate, wrap] if the fields span all longitudes
+    - !ConvLayerDist {{out_channels: 24, kernel_size: 5, padding: 2, padding_mode: replicate, activation: !ReLU {{}}}}
+    - !ConvLayerDist {{out_channels: 24, kernel_size: 5, padding: 2, padding_mode: replicate, activation: !ReLU {{}}}}
+    - !ConvLayerDist {{out_channels: {outputs}, kernel_size: 1}}
+  cost: !MSE {{{weights}}}
+  optimizer: !Adam {{learning_rate: 0.001}}
+batch_size: 8
+epochs: 20
+metrics: [!RMSE {{{weights}}}, !ACC {{{weights}}}]
+best: !Best {{number: validation_loss, patience: 5}}  # keeps checkpoint_best.h5; early stopping
 """
 _CONV_BLOCK_TEMPLATE = """\
     - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1, bias: false}}

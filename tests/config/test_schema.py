@@ -230,6 +230,33 @@ def test_init_for_one_folder_per_case(tmp_path, monkeypatch, capsys, files):
     assert experiment.dataset.classes == 3
 
 
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_init_for_time_series(tmp_path, monkeypatch, suffix):
+    xarray = pytest.importorskip("xarray")
+    pytest.importorskip("zarr" if suffix == ".zarr" else "netCDF4")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    fields = np.random.default_rng(0).random((30, 6, 8), "f4")
+    for part in range(2):
+        times = slice(15 * part, 15 * part + 15)
+        coordinates = {
+            "time": ("time", np.arange(30)[times], {"units": "days since 2001-01-01"}),
+            "lat": ("lat", np.linspace(-75, 75, 6), {"units": "degrees_north"}),
+            "lon": ("lon", np.arange(8) * 45.0, {"units": "degrees_east"}),
+        }
+        variables = dict.fromkeys(("t2m", "u10"), (("time", "lat", "lon"), fields[times]))
+        variables["area"] = (("lat", "lon"), fields[0])
+        data = xarray.Dataset(variables, coordinates)
+        path = tmp_path / "mine" / f"{part}{suffix}"
+        data.to_netcdf(path) if suffix == ".nc" else data.to_zarr(path, consolidated=False)
+    assert main(["init", "mine"]) == 0
+    assert schema_errors((tmp_path / "mine.yaml").read_text()) == []
+    experiment = load_experiment("mine.yaml")
+    experiment.validate(2)
+    assert (experiment.dataset.variables, experiment.dataset.files) == (["t2m", "u10"], f"mine/*{suffix}")
+    assert experiment.model.cost.weights == "cos(lat)"
+
+
 def test_init_for_dicom_files(tmp_path, capsys):
     (tmp_path / "series").mkdir()
     (tmp_path / "series" / "1.DCM").write_bytes(bytes(128) + b"DICM")
@@ -245,11 +272,12 @@ def test_init_without_images(tmp_path, capsys):
     assert "but train/ has image folders; run neondist init" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     (tmp_path / "climate").mkdir()
-    (tmp_path / "climate" / "1.nc").touch()
+    with nd.create_sink(tmp_path / "climate" / "1.nc", (4, 5, 1), "f4", "YXC") as sink:
+        sink.commit()
     for folder, message in (
         ("none", "no such folder"),
         ("empty", "has 0 subfolders with images; give a subfolder"),
-        ("climate", "has NetCDF or Zarr files; for time series, adapt examples/climate.yaml"),
+        ("climate", "has no variable over time, latitude and longitude; give a folder of such files"),
     ):
         assert main(["init", str(tmp_path / folder), "--to", str(tmp_path / "x.yaml")]) == 2
         assert message in capsys.readouterr().err
