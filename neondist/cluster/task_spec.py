@@ -182,7 +182,7 @@ class TaskSpecDef:
                 " all workers as one job, without addresses, and pass their number to ProcessGrid as replicas"
             )
         address = self.master or self.worker_hosts[0]
-        if not address.rpartition(":")[2].isdecimal() or ":" not in address:
+        if not _has_port(address):
             raise ConfigError(f"create_server: '{address}' has no port; give the first task's address as HOST:PORT")
         joined: Transport = _import_torch_transport().join_process_group(address, self.shard_index, self.num_workers)
         return joined
@@ -276,13 +276,26 @@ def _create_task(variable: str, **arguments: Any) -> TaskSpecDef:
         task = TaskSpecDef(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{variable}: {error}") from None
-    members = {"master": task.master, "worker": task.worker_hosts, "ps": task.ps_hosts}
+    members = {"master": [task.master] if task.master else [], "worker": task.worker_hosts, "ps": task.ps_hosts}
     if any(members.values()) and not members.get(task.type, True):
         raise ConfigError(
             f"{variable}: task type '{task.type}' is not in the cluster, which has"
             f" {', '.join(name for name, hosts in members.items() if hosts)}; add its address, or correct the type"
         )
+    addresses = [address for hosts in members.values() for address in hosts]
+    for address in addresses:
+        if not _has_port(address):
+            raise ConfigError(f"{variable}: '{address}' has no port; give the address of each task as HOST:PORT")
+        if addresses.count(address) > 1:
+            raise ConfigError(
+                f"{variable}: '{address}' is listed {addresses.count(address)} times; give each task its own port"
+            )
     return task
+
+
+def _has_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 1 << 16
 
 
 def _tf_config_section(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -94,12 +94,39 @@ def test_errors_of_arguments(arguments, message):
 
 @pytest.mark.parametrize(("environ", "message"), [
     ({"JOB_NAME": "ps", "PS_HOSTS": "127.0.0.1:0", "WORKER_HOSTS": "b:1"}, "NEONDIST_TOKEN: expected a secret"),
-    ({"JOB_NAME": "worker", "WORKER_HOSTS": "b,c"}, "'b' has no port"),
-    ({"JOB_NAME": "worker", "WORKER_HOSTS": "b:1", "MASTER_HOST": "a"}, "'a' has no port"),
 ])  # fmt: skip
 def test_errors_of_servers(environ, message):
     with pytest.raises(nd.ConfigError, match=message):
         nd.TaskSpec(environ).create_server()
+
+
+@pytest.mark.parametrize(("hosts", "master"), [("b,c", None), ("b:1", "a"), ("b:65536,c:1", None)])
+def test_first_address_needs_a_port(hosts, master):
+    task = nd.TaskSpecDef("worker", worker_hosts=hosts, master=master)
+    with pytest.raises(nd.ConfigError, match=r"create_server: .* has no port"):
+        task.create_server()
+
+
+@pytest.mark.parametrize("kind", ["ps", "worker", "master"])
+@pytest.mark.parametrize(("address", "problem"), [
+    ("h", "'h' has no port; give the address of each task as HOST:PORT"),
+    ("h:x", "'h:x' has no port"),
+    (":1", "':1' has no port"),
+    ("h:65536", "'h:65536' has no port"),
+    ("w:1", "'w:1' is listed 2 times; give each task its own port"),
+])  # fmt: skip
+@pytest.mark.parametrize("evaluator", [True, False])
+def test_invalid_addresses_are_reported_at_once(kind, address, problem, evaluator):
+    """Report them to every task, whether it would use the address or not."""
+    cluster = {"worker": ["w:1"]}
+    cluster[kind] = [*cluster.get(kind, []), address]
+    task = {"type": "evaluator" if evaluator else "worker", "index": 0}
+    with pytest.raises(nd.ConfigError, match=f"TF_CONFIG: {problem}"):
+        nd.TaskSpec({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
+    variables = {name: ",".join(cluster.get(kind, [])) for name, kind in
+                 (("PS_HOSTS", "ps"), ("WORKER_HOSTS", "worker"), ("MASTER_HOST", "master"))}  # fmt: skip
+    with pytest.raises(nd.ConfigError, match=f"JOB_NAME: {problem}"):
+        nd.TaskSpec({"JOB_NAME": task["type"], **variables})
 
 
 def test_task_with_several_mpi_ranks(monkeypatch):
