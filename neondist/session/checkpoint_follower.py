@@ -83,6 +83,7 @@ class CheckpointFollower:
         self.clock, self.sleep = clock, sleep
         self.deadline = math.inf if max_time is None else clock() + max_time
         self._seen_files: set[tuple[int, int]] = set()
+        self._reported_paths: set[Path] = set()
         self._is_waiting = False
 
     def wait_for_next(self) -> PendingCheckpoint | None:
@@ -102,26 +103,35 @@ class CheckpointFollower:
             self.sleep(max(0.0, min(self.interval, self.deadline - self.clock())))
 
     def process(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, RunProgress], None]) -> bool:
-        """Call `action` on a checkpoint from `wait_for_next`; return False if it was evaluated before or is gone.
+        """Call `action` on a checkpoint from `wait_for_next`; return False if it is old, damaged or gone.
+
+        Damaged files, such as those being copied, are reported once, and evaluated later if they change.
 
         Raises
         ------
         DataError
-            On every rank: if the file is damaged or does not match the model.
+            On every rank: if the file does not match the model.
         """
         self._seen_files.add(checkpoint.file_identity)
+        is_intact = False
         try:
             with open_checkpoint(checkpoint.path, self.world) as file:
-                progress = read_run_progress(file)
+                is_intact, progress = True, read_run_progress(file)
                 if progress.step <= self.last_step:
                     return False
                 action(file, progress)
-        except DataError:
-            if self.world.bcast(checkpoint.path.exists()):
+        except DataError as error:
+            exists = self.world.bcast(checkpoint.path.exists())
+            if is_intact and exists:
                 raise
-            if self.world.rank == 0:
-                say(f"{checkpoint.path.name} was removed before evaluation; keep more checkpoints, or poll more often")
+            if self.world.rank == 0 and not exists:
+                name = checkpoint.path.name
+                say(f"{name} was removed before evaluation; keep more checkpoints, or poll more often", sys.stderr)
+            elif self.world.rank == 0 and checkpoint.path not in self._reported_paths:
+                say(f"waiting for the next checkpoint: {error}", sys.stderr)
+                self._reported_paths.add(checkpoint.path)
             return False
+        self._reported_paths.discard(checkpoint.path)
         self.last_step = progress.step
         return True
 

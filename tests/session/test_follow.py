@@ -98,15 +98,44 @@ def test_running_job_is_followed(tmp_path):
 
 def test_removed_checkpoint_is_skipped(tmp_path, capsys):
     train(tmp_path)
-    follower, visited = CheckpointFollower(tmp_path, SingleTransport()), []
+    follower = CheckpointFollower(tmp_path, SingleTransport())
     first = follower.wait_for_next()
     first.path.unlink()
     assert not follower.process(first, lambda file, progress: None)
-    assert "checkpoint-00000000.h5 was removed before evaluation" in capsys.readouterr().out
-    damaged = follower.wait_for_next()
-    damaged.path.write_bytes(damaged.path.read_bytes()[:-1])
-    with pytest.raises(nd.DataError, match="damaged"):
-        follower.process(damaged, lambda file, progress: visited.append(progress))
+    assert "checkpoint-00000000.h5 was removed before evaluation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data[:700], lambda data: b"", lambda data: data[::-1]]
+)
+def test_damaged_checkpoint_is_skipped(tmp_path, capsys, ranks, damage):
+    """Report it once, evaluate the next ones, and evaluate it if it is complete in time."""
+    train(tmp_path)
+    first, second = (tmp_path / f"checkpoint-{step:08d}.h5" for step in (0, 2))
+    intact = first.read_bytes()
+    for path in (first, second):
+        path.write_bytes(damage(path.read_bytes()))
+
+    def follow(world):
+        follower, steps, versions = CheckpointFollower(tmp_path, world), [], [damage(intact)[:100], intact]
+        while (pending := follower.wait_for_next()) is not None:
+            follower.process(pending, lambda file, progress: steps.append(progress.step))
+            if world.rank == 0 and versions:
+                first.write_bytes(versions.pop(0))
+        return steps
+
+    assert loopback.run(ranks, follow) == [[0, 4, 6]] * ranks
+    lines = [line for line in capsys.readouterr().err.splitlines() if "waiting for the next checkpoint: " in line]
+    assert [path.name in line for path, line in zip((first, second), lines, strict=True)] == [True, True]
+
+
+def test_checkpoint_of_another_model_is_rejected(tmp_path):
+    train(tmp_path)
+    experiment = make_experiment()
+    experiment.model = nd.MLPDist([nd.FCLayerDist(5)], optimizer=nd.SGD(0.5))
+    with pytest.raises(nd.DataError):
+        nd.session.follow_checkpoints(experiment, tmp_path, nd.ProcessGrid.serial(), tmp_path / "out")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
