@@ -108,7 +108,8 @@ class _MultiGenerationRun:
                 self.report_wait(str(error))
                 continue
             self.is_failure_counted = False
-            if ending.failure_message and not self.received_signals and self.may_restart:
+            is_stopping = bool(self.received_signals) or ending.stop_requested
+            if ending.failure_message and not is_stopping and self.may_restart:
                 self.report_failure(members, ending)
             elif ending.stopped_for_host_change:
                 self.report_host_change(members)

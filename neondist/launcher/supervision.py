@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import IO, Any
 
-from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE, describe_exit_code
+from ..system.signals import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, STOPPED_EXIT_CODE, describe_exit_code
 from .monitor import UNREPORTED_EXIT_TEXT, Monitor
 from .mpirun_notices import NoticeFilter, copy_stream
 from .parent_watch import end_process, parent_death_preexec
@@ -26,7 +26,7 @@ _LOST_NODE_REPORT_TIMEOUT = 0.2
 _EXIT_TIMEOUT_AFTER_LOSS = 2.0
 """seconds for mpirun to exit and to remove its files after a loss"""
 FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class JobEnding:
         Ranks without a heartbeat.
     stopped_for_host_change : bool
         Whether the job was stopped, with a checkpoint, because `hosts_changed` returned true.
+    stop_requested : bool
+        Whether SIGTERM or SIGUSR1 requested a stop.
     """
 
     exit_code: int
@@ -52,6 +54,7 @@ class JobEnding:
     lost_nodes: tuple[str, ...] = ()
     silent_ranks: tuple[int, ...] = ()
     stopped_for_host_change: bool = False
+    stop_requested: bool = False
 
 
 def supervise_command(
@@ -117,6 +120,9 @@ def supervise_command(
     ending = _determine_ending(code, signals, monitor, notice_filter)
     if changing and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
         ending = replace(ending, stopped_for_host_change=True)
+    ending = replace(
+        ending, stop_requested=any(signal.Signals(n).name in STOP_SIGNALS for n in forwarder.received_signals)
+    )
     if not ending.failure_message:
         sys.stderr.write(notice_filter.fatal_lines.decode(errors="replace"))
         failed = ending.exit_code not in (0, STOPPED_EXIT_CODE)
@@ -137,7 +143,7 @@ def _determine_ending(
     killed, code = code < 0, 128 - code if code < 0 else code
     if code in (0, STOPPED_EXIT_CODE) and (monitor is None or not monitor.ranks_without_exit_code()):
         return JobEnding(code)
-    if signals and code != 0:
+    if signals:
         return JobEnding(128 + signals[0])
     if monitor is None or code == INTERRUPTED_EXIT_CODE:
         return JobEnding(code)

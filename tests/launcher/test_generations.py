@@ -83,6 +83,15 @@ def test_fixed_size_run_reuses_a_failed_host(folder):
     assert [event["event"] for event in read_events(folder / "out")] == ["run", "start", "loss", "start", "loss", "end"]
 
 
+def test_loss_after_a_stop_request(folder, capsys):
+    """Do not restart a run that a signal was to stop."""
+    script = GenerationScript(folder, JobEnding(137, "rank 0 was killed", stop_requested=True))
+    script.write_hosts("a:1 b:1")
+    assert script.run("-n", "2", "--restarts", "3") == 137
+    assert len(script.started) == 1
+    assert "error: rank 0 was killed; continue with --resume" in capsys.readouterr().err
+
+
 def test_ranks_decrease_after_a_loss():
     for valid_ranks, expected in (({2, 4}, [4, 2, 2]), ({4}, [4, 4, 4])):
         arguments = create_parser().parse_args(["run", "x.yaml", "--elastic", "2:4", "--restarts", "2"])

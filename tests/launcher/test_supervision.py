@@ -38,7 +38,7 @@ def make_trap_command(**actions):
         "import os, signal",
         *(f"signal.signal(signal.SIG{name}, lambda *_: {action})" for name, action in actions.items()),
     ]
-    return sys.executable, "-c", "\n".join([*lines, "print('ready', flush=True)", "while True: signal.pause()"])
+    return [sys.executable, "-c", "\n".join([*lines, "print('ready', flush=True)", "while True: signal.pause()"])]
 
 
 @pytest.mark.parametrize(("text", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", 137)])
@@ -48,15 +48,31 @@ def test_exit_code(text, code):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 3), (signal.SIGHUP, 4)]
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 3), (signal.SIGHUP, 129)]
 )
 @pytest.mark.long
 def test_signals_are_forwarded(number, code):
-    """Let the exit code of the child identify the signal; HUP arrives as TERM."""
-    process = start_supervisor(*make_trap_command(USR1="os._exit(3)", TERM="os._exit(4)", INT="os._exit(5)"))
+    """Let the output of the child identify the signal; HUP arrives as TERM."""
+    actions = {name: f"(print('{name}', flush=True), os._exit(3))" for name in ("USR1", "TERM", "INT")}
+    process = start_supervisor(*make_trap_command(**actions))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
+    assert process.stdout.readline().strip() == {"HUP": "TERM"}.get(name := number.name[3:], name)
     assert wait_for_exit_code(process) == code
+
+
+@pytest.mark.parametrize("exit_code", [0, 4])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_losses_after_signals(name, exit_code):
+    """Ranks that end without a report, since a signal ended the job, are no reason for a restart."""
+    end = f"os._exit({exit_code})"
+    command = make_trap_command(USR1=end, TERM=end, INT=end)
+    command[-1:] = [command[-1].replace("print('ready', flush=True)", "os.kill(os.getppid(), signal." + name + ")")]
+    with Monitor(1) as monitor:
+        ending = supervision.supervise_command(command, os.environ, monitor=monitor)
+    assert ending.stop_requested == (name in ("SIGTERM", "SIGUSR1"))
+    assert bool(ending.failure_message) == (name == "SIGUSR1" and exit_code == 0)
+    assert ending.exit_code == (128 + getattr(signal, name) if name != "SIGUSR1" else {0: 137, 4: 4}[exit_code])
 
 
 def test_job_may_exit_with_0_after_a_signal():
