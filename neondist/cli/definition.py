@@ -14,7 +14,7 @@ from ..config import load_experiment
 from ..data.records import Mode, RecordReader, RecordSamples, open_records, record_dataset
 from ..data.records.arrays import DatasetSplitRecords
 from ..data.records.base import UserRecords
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..launcher.workers import SERVERS_VARIABLE
 from ..terminal.console import counted, say
 from .experiment import import_module
@@ -98,6 +98,9 @@ def create_experiment(
 
     skip = arguments.skip_bad_records
     eval_data = None if validation is None else create_samples(definition, validation, Mode.EVALUATION, skip, verbose)
+    if eval_data is not None and training is not None and verbose and not skip:
+        for _, problem in eval_data.reader.find_bad_records():  # otherwise found only after the first epoch
+            raise DataError(problem)
     train_data = eval_data if training is None else create_samples(definition, training, Mode.TRAINING, skip, verbose)
     assert train_data is not None
     (rows, cols), single_replica = arguments.tiles, SERVERS_VARIABLE in os.environ  # other workers are separate jobs
@@ -109,5 +112,6 @@ def create_experiment(
         grid={"replicas": 1 if single_replica else arguments.num_workers, "rows": rows, "cols": cols},
         metrics=definition.metrics(),
         strategy=arguments.strategy,
+        nonfinite=getattr(arguments, "nonfinite", "stop"),
         checkpoint={"every_steps": arguments.checkpoint_steps} if arguments.checkpoint_steps else None,
     )

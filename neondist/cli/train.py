@@ -87,6 +87,10 @@ def add_parser(commands: Any) -> None:
         help="number of minibatches in a task (default 8)",
     )  # fmt: skip
     cmd.add_argument(
+        "--nonfinite", choices=("stop", "skip"), default="stop",
+        help="stop at a step with a NaN or infinite loss or gradient (default), or skip it",
+    )  # fmt: skip
+    cmd.add_argument(
         "--evaluation-steps", type=options.nonnegative_int, default=0, metavar="N",
         help="also validate every N steps (default 0: only after each epoch)",
     )  # fmt: skip

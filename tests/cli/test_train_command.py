@@ -173,6 +173,34 @@ def test_bad_definitions(project, capsys, text, message):
     assert not (project / "run").exists()
 
 
+def test_bad_validation_records(project, capsys):
+    """Report them before training."""
+    lines = (project / "test.csv").read_text().splitlines()
+    (project / "test.csv").write_text("\n".join([*lines[:30], "1,2", *lines[30:]]))
+    file = write_model(project)
+    assert main(["train", file, *DATA_OPTIONS, "--output", "run"]) == 2
+    error = capsys.readouterr().err
+    assert "test.csv:31: has 2 columns, expected 17; correct the row" in error
+    assert error.count("--skip-bad-records") == 1
+    assert not (project / "run").exists()
+    assert main(["train", file, *DATA_OPTIONS, "--output", "run", "--skip-bad-records"]) == 0
+
+
+def test_nonfinite_steps(project, capsys):
+    """Stop, or skip the step if that is requested."""
+    text = MODEL_DEFINITION.replace(
+        "    return nn.functional.cross_entropy(predictions, labels)",
+        "    return nn.functional.cross_entropy(predictions, labels) * (predictions.detach().sum() * 0 + np.inf)",
+    )
+    file = write_model(project, text, "infinite")
+    assert main(["train", file, "--training-data", "train.csv", "--output", "run"]) == 2
+    assert "first non-finite value: the loss; lower the learning rate, check the data, or set nonfinite to skip" in (
+        capsys.readouterr().err
+    )
+    words = "--training-data", "train.csv", "--output", "run", "--overwrite", "--nonfinite", "skip"
+    assert main(["train", file, *words]) == 0
+
+
 def test_bad_records(project, capsys):
     text = (project / "train.csv").read_text().splitlines()
     text[9] = "1,2,3"

@@ -16,7 +16,7 @@ from ...observer import Observer
 from ...parallel import are_all_finite
 from ...system.lazy import LazyTile
 
-NONFINITE_REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
+NONFINITE_REMEDY = "lower the learning rate, check the data, or set nonfinite to skip"
 MAX_CONSECUTIVE_SKIPS = 100  # maximum number of consecutive skipped steps
 
 
