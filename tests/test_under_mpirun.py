@@ -40,6 +40,36 @@ def test_under_mpirun(ranks):
     assert min(map(int, passed)) >= SELECTED[ranks][0], output
 
 
+MPI_ERROR_SCRIPT = """
+import os, sys
+import neondist as nd
+from neondist.comm import mpi
+
+def fail(library):
+    if library.COMM_WORLD.Get_rank() == library.COMM_WORLD.Get_size() - 1:
+        raise library.Exception(library.ERR_INTERN)
+    library.COMM_WORLD.Barrier()  # waits for the last rank
+
+mpi.unlink_segments = fail
+nd.ProcessGrid()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mpi_error_during_start(ranks, tmp_path):
+    """End the job on all ranks at once, with MPI's own message."""
+    (tmp_path / "script.py").write_text(MPI_ERROR_SCRIPT)
+    mpirun = find_mpirun(os.environ)
+    environment = {**os.environ, **mpirun.environment(), "OMP_NUM_THREADS": "1"}
+    command = [*mpirun.command(ranks), sys.executable, tmp_path / "script.py"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1, process.stderr
+    assert "MPI_ERR_INTERN" in process.stderr
+    assert "needs mpi4py" not in process.stderr
+    expected = "MPI failed at its start (" if ranks == 1 else "rank 1 of 2 failed and ends the job"
+    assert expected in process.stderr
+
+
 DIVERGING_SCRIPT = """
 import sys
 import numpy as np

