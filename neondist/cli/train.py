@@ -154,6 +154,7 @@ def train(arguments: argparse.Namespace) -> int:
             if arguments.sync_policy is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
+            _check_loss(definition, experiment, ranks)
             check_worker_options(arguments, experiment, ranks)
         prepare_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
         return definition, experiment
@@ -234,6 +235,8 @@ def check(arguments: argparse.Namespace) -> int:
     from ..train import describe_experiment
 
     experiment = create_experiment(definition, arguments, arguments.training_data, None)
+    experiment.validate(1)
+    _check_loss(definition, experiment, 1)
     Console(soft_wrap=True).print(describe_experiment(experiment, 1))
     return 0
 
@@ -247,6 +250,15 @@ def _positional_arguments(words: list[str]) -> list[str]:
     preceding = ["", *words]
     is_value = [word.startswith("-") and "=" not in word and word not in _OPTIONS_WITHOUT_VALUES for word in preceding]
     return [word for word, value in zip(words, is_value, strict=False) if not (value or word.startswith("-"))]
+
+
+def _check_loss(definition: Any, experiment: Any, ranks: int) -> None:
+    """Check the loss of a validated experiment on a few records."""
+    from ..train.validate import experiment_grid_shape
+
+    grid = experiment_grid_shape(experiment, ranks)
+    plan = experiment.model.plan(experiment.dataset.sample_shape, grid, experiment.batch_size)
+    definition.check_loss(plan.output_shape, *experiment.dataset.read_first_samples())
 
 
 def _task_and_evaluation_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:

@@ -162,6 +162,23 @@ def test_tiled_replicas_match_one_process(project):
             "optimizer must return a torch optimizer, got int",
         ),
         (MODEL_DEFINITION.replace("4 * 4", "5"), "out"),
+        *(
+            (
+                MODEL_DEFINITION.replace("nn.functional.cross_entropy(predictions, labels)", value),
+                f"loss returned {text}",
+            )
+            for value, text in (
+                (
+                    "nn.functional.cross_entropy(predictions, labels, reduction='none')",
+                    "a tensor of shape (2,); return",
+                ),
+                ("nn.functional.cross_entropy(predictions, labels)[None]", "a tensor of shape (1,); return a scalar"),
+                ("nn.functional.cross_entropy(predictions, labels).detach()", "a tensor without a gradient"),
+                ("nn.functional.cross_entropy(predictions, labels).item()", "a float; return a scalar tensor"),
+                ("[predictions.mean()]", "a list; return"),
+                ("None", "a NoneType"),
+            )
+        ),
     ],
 )
 def test_bad_definitions(project, capsys, text, message):

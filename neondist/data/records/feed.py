@@ -160,6 +160,11 @@ class _RecordDataset(Dataset):
             )
         self.sample_shape = shapes.pop()
 
+    def read_first_samples(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return features and labels of the first training records."""
+        samples = self._samples_by_split["train"]
+        return samples.features_and_labels(range(min(_NUM_RECORDS_CHECKED, len(samples))))
+
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose batches are read on demand."""
         self.content_hash = " ".join(samples.content_hash() for samples in self._samples_by_split.values())

@@ -79,6 +79,35 @@ class ModelDefinition:
         assert self.factory is not None
         return TorchModel(self.factory, loss=TorchLoss(self._make_loss()), optimizer=self._make_optimizer(), seed=seed)
 
+    def check_loss(self, output_shape: Sequence[int], images: np.ndarray, labels: np.ndarray | None) -> None:
+        """Check the type of the loss for predictions of this shape, channels last, which are 0.
+
+        Raises
+        ------
+        ConfigError
+            It is not a scalar tensor with a gradient.
+        """
+        assert self._loss is not None
+        shape = len(images), output_shape[-1], *output_shape[:-1]
+        predictions = torch.zeros(shape, requires_grad=True)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                value = self._loss(channels_first(images, labels)[1], predictions)
+            except Exception:  # the module may return several predictions, or the loss may reject 0
+                return
+        problem = ""
+        if not isinstance(value, torch.Tensor):
+            problem = f"a {type(value).__name__}"
+        elif value.ndim:
+            problem = f"a tensor of shape {tuple(value.shape)}"
+        elif not value.requires_grad:
+            problem = "a tensor without a gradient"
+        if problem:
+            raise ConfigError(
+                f"{self._source_line(self._loss)}: loss returned {problem}; return a scalar tensor computed from"
+                " predictions: the mean over the records"
+            )
+
     def feed(self) -> FeedFunction:
         """Return the function that maps records to features and labels."""
         function = self._feed
