@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -116,27 +117,42 @@ class HostSource:
 
     def _run_host_script(self) -> str:
         try:
-            process = subprocess.run(
+            process = subprocess.Popen(
                 [str(self.path.absolute())],
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=HOST_SCRIPT_TIMEOUT,
-                check=False,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"{self.path}: has not ended within {HOST_SCRIPT_TIMEOUT:g} s; run it by hand to see why"
-            ) from None
         except OSError as error:
             text = f"cannot be run ({error.strerror}); make it executable and begin it with #!/bin/sh"
             raise ConfigError(f"{self.path}: {text}") from None
+        with process:
+            try:
+                output, errors = process.communicate(timeout=HOST_SCRIPT_TIMEOUT)
+            except BaseException as error:
+                _kill_with_children(process)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise ConfigError(
+                    f"{self.path}: has not ended within {HOST_SCRIPT_TIMEOUT:g} s; run it by hand to see why"
+                ) from None
         if process.returncode:
-            message = (process.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
+            message = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
             raise ConfigError(
                 f"{self.path}: exit code {process.returncode} ({message}); correct the script, which must print"
                 " HOST:SLOTS lines"
             )
-        return process.stdout.decode(errors="replace")
+        return output.decode(errors="replace")
+
+
+def _kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    import psutil  # slow import
+
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+    process.kill()
 
 
 class HostPool:

@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import is_alive
+from waiting import wait_until
 
 from neondist.cluster.hosts import HostPool, HostSource, find_unusable_hosts, parse_hosts, ranks_per_host
 from neondist.errors import ConfigError
@@ -69,6 +71,16 @@ def test_unreadable_sources(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             HostSource(path).read()
+
+
+def test_script_that_hangs(tmp_path, monkeypatch):
+    """End the script and its children at the time limit."""
+    monkeypatch.setattr("neondist.cluster.hosts.HOST_SCRIPT_TIMEOUT", 1.0)
+    text = f"#!/bin/sh\nsh -c 'echo $$ > {tmp_path}/pid; sleep 300; :'\necho a\n"
+    source = HostSource(write_script(tmp_path / "hangs", text))
+    with pytest.raises(ConfigError, match="hangs: has not ended within 1 s; run it by hand to see why"):
+        source.read()
+    wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())), 10)
 
 
 def test_failed_host_cools_down():
