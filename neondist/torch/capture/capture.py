@@ -19,6 +19,7 @@ from ..exchange.schemes import assign_schemes
 from ..ir.custom_gradients import record_autograd_functions
 from ..ir.errors import CaptureError
 from ..ir.functionalize import (
+    reject_writes_through_windows,
     separate_buffer_assignments,
     separate_statistics_updates,
     store_out_of_place_variants,
@@ -127,6 +128,7 @@ def _merge_buffer_aliases(program: Any) -> list[str]:
 
 def _functionalize(program: Any) -> Any:
     """Return the program without in-place and composite operators."""
+    reject_writes_through_windows(program.graph)
     separate_statistics_updates(program.graph)
     return program.run_decompositions({})
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .errors import CaptureError
+
 GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 """Operator that runs a subgraph with or without gradients."""
 RUNNING_STATS = "running_mean", "running_var"
@@ -178,6 +180,18 @@ def separate_statistics_updates(graph: Any) -> None:
                 )
                 graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (kept, new))))
         node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def reject_writes_through_windows(graph: Any) -> None:
+    """Reject writes through Tensor.unfold: PyTorch's functionalisation sets cells outside of all windows to zero."""
+    for node in graph.nodes:
+        for view in written_values(node):
+            while isinstance(view, torch.fx.Node) and view.target is not torch.ops.aten.unfold.default:
+                base: Any = view.args[0] if view.args else None
+                is_view = isinstance(base, torch.fx.Node) and isinstance(base.meta.get("val"), torch.Tensor)
+                view = base if is_view and storage_id(base.meta["val"]) == storage_id(view.meta["val"]) else None
+            if view is not None:
+                raise CaptureError("a write through Tensor.unfold is not recorded; write to slices instead")
 
 
 def store_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:

@@ -65,6 +65,20 @@ def test_tensor_data():
     check_rejected(body, "Tensor.data in a forward pass is not recorded; use .detach() instead")
 
 
+def test_writes_through_windows():
+    """PyTorch's functionalisation would set the cells outside of all windows to zero."""
+
+    def write(x):
+        y = x * 1.0
+        y.unfold(2, 2, 3).transpose(1, 2).mul_(2)
+        return y
+
+    check_rejected(
+        lambda grid: ndt.distribute(ConvolvedFunction(write), IMAGES, grid),
+        "a write through Tensor.unfold is not recorded; write to slices instead",
+    )
+
+
 @pytest.mark.parametrize("prepare", [lambda x: x, lambda x: x.mean((2, 3))], ids=["tiles", "replicated"])
 def test_memory_layouts(prepare):
     check_rejected(
