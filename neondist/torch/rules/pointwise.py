@@ -17,7 +17,7 @@ register_pointwise(
     "aten.contiguous.default",
     "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device",
     "aten.masked_fill.Scalar", "aten.masked_fill.Tensor", "aten.where.self", "aten.where.ScalarSelf",
-    "aten.where.ScalarOther", "aten.rsub.Scalar", "aten.rsub.Tensor", "aten.relu6.default",
+    "aten.where.ScalarOther", "aten.where.Scalar", "aten.rsub.Scalar", "aten.rsub.Tensor", "aten.relu6.default",
     "aten.conj.default", "aten._conj.default", "aten.real.default", "aten.imag.default", "aten.complex.default",
     "aten.polar.default", "aten.resolve_conj.default", "aten.resolve_neg.default", "aten._neg_view.default",
     "aten.fake_quantize_per_tensor_affine_cachemask.default",

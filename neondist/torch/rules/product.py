@@ -127,6 +127,8 @@ def attention(
     """Gather keys and values for each rank's queries, or pass large ones around a ring."""
     if dropout_p:  # dropout of scores, each drawn by its global index
         return lowering.decompose() or lowering.refuse("it applies dropout inside attention")
+    if enable_gqa:
+        key, value = (_repeat_heads(lowering, t, query.shape[-3]) for t in (key, value))
     query, key, value = (lowering.gather(t, [-1]) for t in (query, key, value))
     batch = lowering.pointwise_layout([t.layout[:-2] for t in (query, key, value)])
     queries, keys = _rows_layout(query, batch), (Atom(key.shape[-2]),)
@@ -149,7 +151,14 @@ def attention(
     ) -> torch.Tensor:
         if is_causal and is_partitioned:  # PyTorch would treat this rank's first query as the image's first
             here = torch.tensor(own, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
-            return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale, enable_gqa=enable_gqa)
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
 
     return lowering.local(run, args, layout, lowering.fake_out.dtype, at=partial(local_indices, queries))
+
+
+def _repeat_heads(lowering: Lowering, x: Value, heads: int) -> Value:
+    """Return keys or values with each head repeated for all query heads that share it."""
+    repeats = heads // x.shape[-3]
+    result: Value = lowering.trace_and_lower([x], lambda a: a.repeat_interleave(repeats, -3))
+    return result

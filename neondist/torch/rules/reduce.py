@@ -223,6 +223,17 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
     return lowering.local(add_previous_parts, [x, before], x.layout, wanted, at=at)
 
 
+@rule("aten.histc.default")
+def histogram(lowering: Lowering, x: Value, bins: int = 100, min: float = 0, max: float = 0) -> Value:
+    """Add the counts of all tiles."""
+    if min == max:
+        lowering.refuse("its range would depend on the values; pass min and max")
+    run = lambda a: torch.histc(a.detach(), bins, min, max)  # noqa: E731
+    counts = lowering.allreduce_local_result(run, [x], axes_of(x.layout), ((Atom(bins),),))
+    counts.kind = "constant"
+    return counts
+
+
 @rule("aten.median.default", "aten.nanmedian.default", "aten.nanmedian.dim", "aten.mode.default",
       "aten.quantile.scalar", "aten.nanquantile.scalar", "aten.quantile.default",
       "aten.nanquantile.default")  # fmt: skip

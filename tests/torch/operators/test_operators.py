@@ -102,6 +102,11 @@ MODULES = {
     "attention": lambda: FunctionModule(
         lambda x: F.scaled_dot_product_attention(to_tokens(x), to_tokens(x), to_tokens(x))
     ),
+    "attention of grouped queries": lambda: FunctionModule(
+        lambda x: F.scaled_dot_product_attention(x, x[:, :1], x[:, 2:], enable_gqa=True)
+    ),
+    "choice of two numbers": lambda: FunctionModule(lambda x: x * torch.where(x > 0, 2.0, 0.5)),
+    "histogram": lambda: FunctionModule(lambda x: torch.histc(x, 5, -1, 1) * x.mean()),
     "attention by hand": lambda: FunctionModule(lambda x: (to_tokens(x) @ x.flatten(2)).softmax(-1) @ to_tokens(x)),
     "channel attention": lambda: FunctionModule(lambda x: (x.flatten(2) @ to_tokens(x)).softmax(-1) @ x.flatten(2)),
     "einsum": lambda: FunctionModule(lambda x: torch.einsum("nchw,ndhw->ncd", x, x)),
