@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
 from ..ir.graph import Value
 from ..ir.layout import Layout, axes_of, replicated, replicated_along, shape_of
-from ..ir.registry import rule
+from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
 
 _VECTOR_ARGUMENTS = ("pivots", "LU_pivots", "tau")
@@ -143,3 +144,36 @@ def trace(lowering: Lowering, x: Value) -> Value:
 def addbmm(lowering: Lowering, x: Value, batch1: Value, batch2: Value, beta: float = 1, alpha: float = 1) -> Value:
     """Sum products over the batch, by simpler operators."""
     return lowering.trace_and_lower([x, batch1, batch2], lambda a, b, c: beta * a + alpha * (b @ c).sum(0))
+
+
+def traceable_covariance(
+    input: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return torch.cov; PyTorch's own implementation reads values."""
+    rows = input if input.dim() == 2 else input.reshape(1, -1)
+    given = [weights for weights in (fweights, aweights) if weights is not None]
+    weights = prod(given, start=torch.ones_like(rows[0].abs()))
+    total = weights.sum()
+    squares = 1 if aweights is None else (weights * aweights).sum() / total
+    deviations = rows - (rows * weights).sum(1, keepdim=True) / total
+    products = deviations @ (deviations * weights).mT.conj()
+    return (products / (total - correction * squares).clamp(min=0)).squeeze()
+
+
+def traceable_correlation(input: torch.Tensor) -> torch.Tensor:
+    """Return torch.corrcoef, as for covariances."""
+    covariance = traceable_covariance(input)
+    if not covariance.dim():
+        return covariance / covariance
+    deviation = covariance.diagonal().real.sqrt()
+    scaled = covariance / deviation.unsqueeze(-1) / deviation
+    if scaled.is_complex():
+        return torch.complex(scaled.real.clip(-1, 1), scaled.imag.clip(-1, 1))
+    return scaled.clip(-1, 1)
+
+
+CAPTURE_REPLACEMENTS.update({
+    torch.cov: traceable_covariance, torch.Tensor.cov: traceable_covariance,
+    torch.corrcoef: traceable_correlation, torch.Tensor.corrcoef: traceable_correlation,
+})  # fmt: skip

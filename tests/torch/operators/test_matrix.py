@@ -97,6 +97,18 @@ MODULES = {
 }
 
 
+COVARIANCES = {
+    "channels": lambda x: torch.cov(x.transpose(0, 1).flatten(1)),
+    "cells": lambda x: torch.cov(x[0, 0], correction=0),
+    "weighted cells": lambda x: torch.cov(x[0, 0], fweights=torch.arange(11) % 3, aweights=x[1, 1, 3].abs()),
+    "one channel": lambda x: x[0, 0].flatten().cov() + torch.corrcoef(x[0, 0].flatten()),
+    "complex cells": lambda x: torch.cov(torch.complex(x[0, 0], x[0, 1])).abs(),
+    "correlation of channels": lambda x: torch.corrcoef(x.transpose(0, 1).flatten(1)),
+    "correlation of complex cells": lambda x: torch.view_as_real(torch.corrcoef(torch.complex(x[0, 0], x[0, 1]))),
+}
+MODULES |= {f"covariance, {name}": lambda f=f: FunctionModule(f) for name, f in COVARIANCES.items()}
+
+
 def approximate(u, s, vh):
     return (u[..., :2] * s[..., None, :2]) @ vh[..., :2, :]
 
