@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ...geometry import Atom
 from ..ir.graph import Value
 from ..ir.layout import axes_of, replace_dim, replicated, replicated_along, shape_of
-from ..ir.registry import rule
+from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
 from .index import position_of_indexed_dims, slice_dim
 
@@ -59,6 +59,35 @@ def embedding(
     padding = padding_idx if padding_idx >= 0 else None
     layout = (*indices.layout, *replicated(weight.shape[1:]))
     return lowering.local(lambda w, i: F.embedding(i, w, padding), [rows, indices], layout, weight.dtype)
+
+
+def traceable_embedding_bag(
+    input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return torch.nn.functional.embedding_bag, by embeddings and sums if the bags are the rows of a matrix."""
+    if (
+        input.dim() != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq
+        or (per_sample_weights is not None and mode != "sum") or mode not in ("sum", "mean", "max")
+    ):  # fmt: skip
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight, padding_idx)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
+    kept = (input != padding_idx % len(weight)).unsqueeze(-1)
+    if mode == "max":
+        return rows.where(kept, -torch.inf).max(1).values.where(kept.any(1), 0)
+    summed = rows.where(kept, 0).sum(1)
+    return summed if mode == "sum" else summed / kept.sum(1).clamp(min=1)
+
+
+CAPTURE_REPLACEMENTS[F.embedding_bag] = traceable_embedding_bag
 
 
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")

@@ -117,6 +117,31 @@ def test_embedding_padding_has_no_gradient():
         )
 
 
+def bag_cells(x, *tables):
+    """Return a bag of all cells of each sample for each table."""
+    rows = (x[:, 0] * 3).long().clamp(0, 6)
+    weights = x[:, 1].flatten(1)
+    return [table(rows.flatten(1), None, weights if table.mode == "sum" else None) for table in tables]
+
+
+def test_embedding_bags():
+    options = [{"mode": "sum"}, {}, {"mode": "max"}]
+    tables = [nn.EmbeddingBag(7, 3, padding_idx=padding, **each) for each in options for padding in (None, 0)]
+    check_module(FunctionModule(bag_cells, *tables), (2, 3, 13, 11), grids=GRIDS)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_padding(mode):
+    from neondist.torch.rules.gather_scatter import traceable_embedding_bag
+
+    rows, table = torch.tensor([[0, 2, 2], [0, 0, 0]]), torch.arange(12.0).reshape(4, 3)
+    for padding in (0, -4, None):
+        options = {"mode": mode, "padding_idx": padding}
+        torch.testing.assert_close(
+            traceable_embedding_bag(rows, table, **options), F.embedding_bag(rows, table, **options)
+        )
+
+
 def test_assignments_that_depend_on_mask_counts_are_rejected():
     def write(x):
         y = x * 1.0
