@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import log, pi, prod
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from ...geometry import Atom
 from ..ir.graph import Value
-from ..ir.layout import axes_of
+from ..ir.layout import axes_of, replicated
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
 
@@ -171,5 +172,39 @@ def l1_loss_with_weight(*args: Any, **kwargs: Any) -> torch.Tensor:
     return F.l1_loss(*args, **given)
 
 
+torch.library.define(
+    "neondist::ctc_loss",
+    "(Tensor x, Tensor target, Tensor lengths, Tensor target_lengths, int blank, bool zero_infinity) -> Tensor",
+)
+
+
+@torch.library.register_fake("neondist::ctc_loss")
+def _fake_ctc_losses(
+    x: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor, target_lengths: torch.Tensor, *options: object
+) -> torch.Tensor:
+    return x.new_empty(x.shape[1:-1])
+
+
+@rule("neondist.ctc_loss.default", applies_if_replicated=True)
+def ctc_loss(
+    lowering: Lowering, x: Value, target: Value, lengths: Value, target_lengths: Value, blank: int, zero_infinity: bool
+) -> Value:
+    """Gather the scores of all sequences."""
+    args = [lowering.gather(value) for value in (x, target, lengths, target_lengths)]
+    run = partial(F.ctc_loss, blank=blank, reduction="none", zero_infinity=zero_infinity)
+    return lowering.local(run, args, replicated(x.shape[1:-1]))
+
+
+def traceable_ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Return torch.nn.functional.ctc_loss; PyTorch's own implementation reads the lengths."""
+    lengths, counts = (torch.as_tensor(each).reshape(log_probs.shape[1:-1]) for each in (input_lengths, target_lengths))
+    loss = torch.ops.neondist.ctc_loss(log_probs, targets, lengths, counts, blank, zero_infinity)
+    return loss if reduction == "none" else loss.sum() if reduction == "sum" else (loss / counts.clamp(min=1)).mean()
+
+
+CAPTURE_REPLACEMENTS[F.ctc_loss] = traceable_ctc_loss
 CAPTURE_REPLACEMENTS[F.gaussian_nll_loss] = traceable_gaussian_nll_loss
 CAPTURE_REPLACEMENTS[F.l1_loss] = l1_loss_with_weight

@@ -42,9 +42,7 @@ DATA_DEPENDENT = {
     "nonzero": lambda x: x[..., : x.nonzero().shape[0]],
     "float": lambda x: x / float(x.max()),
     "mask": lambda x: x[x > 0],
-    "ctc": lambda x: F.ctc_loss(
-        x[0].flatten(1).log_softmax(0)[..., None].transpose(1, 2), x[:, 0, 0].long(), (3,), (2,)
-    ),
+    "repeats": lambda x: x.repeat_interleave(x[0, 0, 0].long().abs(), -1),
 }
 
 

@@ -8,8 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import losses  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import run_distributed, run_serial, share_captures  # noqa: E402
+from torch_runs import FunctionModule, check_module, run_distributed, run_serial, share_captures  # noqa: E402
 
 LOSS_BY_NAME = losses.list_losses()
 CASES = (
@@ -98,6 +99,25 @@ def test_ignored_classes_may_exceed_the_weights(holes):
 def test_weight_of_l1_loss():
     """PyTorch does not pass it to overrides of its functions."""
     check_losses([name for name in LOSS_BY_NAME if "l1_loss, weight" in name and "images" in name], *CASES[0], "some")
+
+
+def compute_ctc_losses(x):
+    """Return connectionist temporal classification losses for all options, of rows as frames and columns as classes."""
+    y, targets = x.mean(1).transpose(0, 1).log_softmax(2), torch.tensor([[1, 2, 2], [4, 1, 3]])
+    lengths, counts = torch.tensor([5, 4]), torch.tensor([3, 2])
+    all_losses = [F.ctc_loss(y, targets, lengths, counts, 0, reduction) for reduction in losses.REDUCTIONS]
+    flat = torch.tensor([1, 2, 2, 4, 1])
+    return [
+        *all_losses,
+        F.ctc_loss(y, flat, (5, 4), (3, 2), zero_infinity=True),
+        F.ctc_loss(y, targets, (1, 4), (3, 0), 5, zero_infinity=True),  # one frame is too short: the loss is infinite
+        F.ctc_loss(y[:, 0], targets[0], lengths[0], counts[0]),
+    ]
+
+
+def test_ctc_loss():
+    """PyTorch's own implementation reads the lengths."""
+    check_module(FunctionModule(compute_ctc_losses), (2, 3, 5, 6), grids=((1, 1, 2), (1, 3, 1), (2, 1, 2)))
 
 
 def test_negative_variance_gives_nan():
