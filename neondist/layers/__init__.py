@@ -16,7 +16,7 @@ from .functions import Activation, Identity, Logistic, RectLin, ReLU, Softmax, T
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
-from .layout import Parameter, Replicate, Shard, Tiled, declared_with
+from .layout import Parameter, Replicate, Shard, Tiled, declared_with, method_class
 from .lcn import LCNLayer, LCNLayerDist
 from .linear import FCLayer, FCLayerDist
 from .local import LocalFilteringLayer, LocalFilteringLayerDist
@@ -86,4 +86,5 @@ __all__ = [
     "UpsampleLayer",
     "UpsampleLayerDist",
     "declared_with",
+    "method_class",
 ]

@@ -100,10 +100,8 @@ class LayerDescription(Node):
     #: whether the halo belongs to the output: added in fprop and gathered in bprop
     adds_output_halo = False
     layout: type[Replicate] = Replicate
-    #: reason why the layer cannot compute cells of other tiles, if any
+    #: reason why the layer cannot compute cells of other tiles, if any besides partitioned parameters
     recompute_blocker = ""
-    #: whether the layer sums over the whole image; each rank contributes its `ctx.owned` cells
-    reduces_over_image = False
     #: whether, in strips and blocks, the view is that of `receptive_window_for`, and the layer exchanges no halo
     views_receptive_window_in_strips = False
     #: whether the layer can compute a range of outputs from whole vectors, as the first of two fully connected layers
@@ -125,13 +123,21 @@ class LayerDescription(Node):
 
     def receptive_window_for(self, input_shape: Shape) -> Window | None:
         """Return the window of all cells on which an output depends, if it is the same for every output, else None."""
-        if self.recompute_blocker:
+        if self.recompute_blocker_for(input_shape):
             return None
         return self.window_for(input_shape) or Window.for_pointwise(len(input_shape) - 1)
 
     def output_channels_for(self, input_shape: Shape) -> int:
         """Return the number of output channels."""
         return input_shape[-1]
+
+    def recompute_blocker_for(self, input_shape: Shape) -> str:
+        """Return the reason why the layer cannot compute cells of other tiles; '' if it can."""
+        arrays = [*self.parameters_for(input_shape).values(), *self.state_for(input_shape).values()]
+        is_image = len(self.output_shape_for(input_shape)) > 1
+        if not self.recompute_blocker and is_image and any(array.layout.is_partitioned for array in arrays):
+            return "each tile stores only the weights of its own outputs"
+        return self.recompute_blocker
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the global output shape, without the batch; raises ShapeError or ConfigError if there is none."""
@@ -162,6 +168,10 @@ class LayerDescription(Node):
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return a step's reductions over ranks: at most one before `forward`, one before `backward`."""
         return []
+
+    def reduces_over_image(self, input_shape: Shape) -> bool:
+        """Return whether outputs with spatial axes need reductions over the `ctx.owned` cells of all ranks."""
+        return len(self.output_shape_for(input_shape)) > 1 and bool(self.reductions_for(input_shape))
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return the trained arrays, by name."""

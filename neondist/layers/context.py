@@ -198,11 +198,16 @@ class StepContext:
 
     def owned(self, array: Any, cells: Box | None = None) -> Any:
         """Return the part of an array over the view, or over other cells, that no other call or rank owns."""
-        layer = self._layer
-        if layer.regions[0] is None:
+        layer, extent = self._layer, self._layer.input_shape[:-1]
+        own, region = layer.context.grid.tile_box(extent), cells or layer.input.need
+        if not extent or own == region:
             return array
-        own = layer.context.grid.tile_box(layer.input_shape[:-1]).relative_to(cells or layer.input.need)
-        return array[(slice(None), *own.slices)]
+        if own.size and own.intersect(region) != own:
+            raise ConfigError(
+                f"layer '{layer.name}': its view lacks cells of this rank's tile, which ctx.owned should return;"
+                " compute the reduction in a layer without a window, before this one"
+            )
+        return array[(slice(None), *own.relative_to(region).slices)]
 
     def contribution_to_sum(self, array: Any) -> Any:
         """Return this rank's contribution to a sum over all ranks of values computed from the output.

@@ -134,5 +134,10 @@ class Parameter:
 
 def declared_with(instance: Any, attribute: str, method: str) -> Any:
     """Return a class attribute that is set in the class that defines a method; None if that class only inherits it."""
-    declarations = next(vars(cls) for cls in type(instance).__mro__ if method in vars(cls))
-    return declarations.get(attribute)
+    cls = method_class(instance, method)
+    return vars(cls).get(attribute)
+
+
+def method_class(instance: Any, method: str) -> type:
+    """Return the class that defines an instance's method."""
+    return next(cls for cls in type(instance).__mro__ if method in vars(cls))

@@ -73,7 +73,7 @@ class LCNLayer(Layer):
             raise ConfigError(f"sigma {sigma} needs window 'gaussian'; leave sigma out, or change the window")
         self.local_window = LCNWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
-        self.reduces_over_image = min_deviation == "mean"
+        self.uses_mean_deviation = min_deviation == "mean"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window of one stage or, for halo 'wide', of both stages."""
@@ -107,7 +107,7 @@ class LCNLayer(Layer):
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reductions of the mean deviation, in fprop and bprop, if it is used."""
-        directions = ("forward", "backward") if self.reduces_over_image else ()
+        directions = ("forward", "backward") if self.uses_mean_deviation else ()
         return [Reduction(direction, "tiles", result_elements_per_sample=1) for direction in directions]
 
     def prepare_for_tile(self) -> None:
@@ -138,9 +138,9 @@ class LCNLayer(Layer):
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return v divided by its local deviation."""
-        if not self.reduces_over_image:
+        if not self.uses_mean_deviation:
             self._save_deviations(ctx, view)
-        least = self._image_mean(ctx, ctx.reduced) if self.reduces_over_image else self.min_deviation
+        least = self._image_mean(ctx, ctx.reduced) if self.uses_mean_deviation else self.min_deviation
         divisor = ctx.xp.maximum(ctx.sigma, least)
         scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a constant image becomes 0
         ctx.save(least=least, scale=scale)
@@ -172,7 +172,7 @@ class LCNLayer(Layer):
             return None
         kernels = self.kernels
         _, by_sigma = self._divisor_and_deviation_gradients(ctx, dy)
-        if self.reduces_over_image:
+        if self.uses_mean_deviation:
             counted = ctx.owned(by_sigma, ctx.output_box)
             counted += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
         by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)

@@ -69,8 +69,6 @@ class LocalFilteringLayer(Layer):
         if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):
             raise ConfigError(f"shared: expected true, false, or block sizes of at least 1 cell, got {shared}")
         self.shared, self.position_dependent = shared, shared is not True or bias
-        if bias or shared is False:
-            self.recompute_blocker = "each tile stores only the weights of its own outputs"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window."""

@@ -13,7 +13,6 @@ from .context import StepContext
 class NormLayer(Layer):
     """Base class of layers that normalise cells by statistics of the image."""
 
-    reduces_over_image = True
     saves_output = saves_activated = False
 
     def normalise_view(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:

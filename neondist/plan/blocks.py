@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, OverlappingPartition
+from ..layers import Layer, declared_with, method_class
 from ..system.memory import format_bytes
 from .graph import Graph, Step, needed_cells, trace_needed_cells
 from .section import PlannedSection
@@ -163,7 +164,7 @@ class BlockPlan(OutputBlocks):
     def _block_kinds(self) -> list[list[int]]:
         """The kind of each block along each axis."""
         kinds = []
-        position_dependent = any(step.layer is not None and step.layer.position_dependent for step in self.graph.steps)
+        position_dependent = any(step.layer and _may_depend_on_position(step.layer) for step in self.graph.steps)
         for axis, ratios in enumerate(self._scale_factors):
             number_of_key: dict[tuple[object, ...], int] = {}
             periodic = not position_dependent and None not in ratios and self.size[axis] % _common_period(ratios) == 0
@@ -181,6 +182,14 @@ class BlockPlan(OutputBlocks):
             a, b = ratio or (0, 1)
             ranges.append((lo - first * a // b, hi - lo))
         return tuple(ranges)
+
+
+def _may_depend_on_position(layer: Layer) -> bool:
+    """Return whether outputs may depend on the position; true for custom layers that do not declare the contrary."""
+    is_builtin = method_class(layer, "forward").__module__.partition(".")[0] == "neondist"
+    return layer.position_dependent or (
+        not is_builtin and declared_with(layer, "position_dependent", "forward") is None
+    )
 
 
 def block_partition(extent: Extent, size: Extent, overlap: int = 0) -> OverlappingPartition:
@@ -240,7 +249,7 @@ def find_blockwise_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
         elif any(not reduction.spans_batch for reduction in layer.reductions_for(shape)):
             yield str(layer.name), "sums over the whole image"
         elif layer.receptive_window_for(shape) is None:
-            yield str(layer.name), layer.recompute_blocker
+            yield str(layer.name), layer.recompute_blocker_for(shape)
         elif window is not None and window.wraps:
             yield str(layer.name), "its image wraps around"
 

@@ -154,7 +154,9 @@ class _SegmentSearch:
             )
         if self.reads_image and first == 0 and all(self.can_join_segment[:end]):
             wide = self.links[:end]
-            text = "overlap_tile" + "(statistics=global)" * any(_reduces_over_image(node) for node, _ in wide)
+            text = "overlap_tile" + "(statistics=global)" * any(
+                node.leaves[0].reduces_over_image(shape) for node, shape in wide
+            )
             costs = overhead_seconds(self.profile, layers_with_regions(wide, self.grid, wide=True), self.grid, backward)
             options.append((text, self._costs_per_halo_layer(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
@@ -171,7 +173,3 @@ class _SegmentSearch:
 
 def _is_layer(node: Node) -> bool:
     return len(node.leaves) == 1 and node.leaves[0] is node
-
-
-def _reduces_over_image(node: Node) -> bool:
-    return node.leaves[0].reduces_over_image

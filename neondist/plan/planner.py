@@ -99,7 +99,7 @@ def halo_seconds_if_gathered(profile: MachineProfile, placed: LayerWithRegions, 
 def can_compute_halo_cells(layer: Layer, input_shape: Shape) -> bool:
     """Return whether a layer can compute cells of other tiles."""
     window = layer.window_for(input_shape)
-    return not layer.recompute_blocker and (window is None or not window.wraps)
+    return not layer.recompute_blocker_for(input_shape) and (window is None or not window.wraps)
 
 
 def _redundant_computation_seconds(profile: MachineProfile, placed: LayerWithRegions, grid: GridShape) -> float:

@@ -281,12 +281,11 @@ def _is_stripable(plan: LayerPlan) -> bool:
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (
         len(plan.output_shape) > 1
-        and not layer.recompute_blocker
+        and not layer.recompute_blocker_for(shape)
         and not layer.reductions_for(shape)
         and not layer.state_for(shape)
         and not plan.adds_output_halo
         and layer.gathered_gradient_shape_and_window(shape, plan.grid) is None
         and layer.view_window_for(shape, plan.grid) == plan.window
         and layer.halos_for(shape, plan.grid) == halos
-        and not any(parameter.layout.is_partitioned for parameter in plan.trained_parameters.values())
     )

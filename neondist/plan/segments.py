@@ -149,23 +149,21 @@ def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> Lay
         window = layer.window_for(shape) or Window.for_pointwise(len(shape) - 1)
         inputs: Partition | None = None
         if place or wide:
-            _check_halo_computable(layer, segment, window)
+            _check_halo_computable(layer, shape, segment, window)
             inputs = needed_image_cells(outputs, window, shape[:-1], grid.partition(shape[:-1]))
-        elif layer.recompute_blocker:
-            raise _scheme_error(
-                layer, f"computes cells of other tiles, but this layer cannot do so: {layer.recompute_blocker}"
-            )
+        elif blocker := layer.recompute_blocker_for(shape):
+            raise _scheme_error(layer, f"computes cells of other tiles, but this layer cannot do so: {blocker}")
         regions[id(layer)] = inputs, outputs
         outputs = inputs or outputs
     return regions
 
 
-def _check_halo_computable(layer: Layer, segment: Chain, window: Window) -> None:
+def _check_halo_computable(layer: Layer, shape: Shape, segment: Chain, window: Window) -> None:
     """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
-    reason = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
+    reason = layer.recompute_blocker_for(shape) or ("its image wraps around" if window.wraps else "")
     if reason:
         raise _scheme_error(layer, f"computes cells of other tiles, but this layer cannot do so: {reason}")
-    if layer.reduces_over_image and any(
+    if layer.reduces_over_image(shape) and any(
         fusion.reads_extended_tile and fusion.statistics is None for fusion in _fusion_schemes(segment)
     ):
         raise _layer_error(

@@ -280,7 +280,11 @@ class StripwisePlan:
         graph, outputs = self.graph, self.output_cells
         own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
         own[graph.output_value] = outputs
-        counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.reduces_over_image}
+        counts = {
+            at
+            for at, step in enumerate(graph.steps)
+            if step.layer is not None and step.layer.reduces_over_image(graph.shapes[step.inputs[0]])
+        }
         # such a layer reduces all own cells, even those that no other step reads
         counted = {s.output_value for at, s in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
         traced = trace_needed_cells(graph, outputs, self._needed_cells, {value: own[value] for value in counted})

@@ -21,8 +21,6 @@ AMPLE_MEMORY = "1TiB"
 class ScaledCenterLayerDist(nd.Dist, nd.Layer):
     """Subtraction of each channel's mean, and a trained factor, whose gradient is computed in `backward`."""
 
-    reduces_over_image = True
-
     def parameters_for(self, input_shape):
         return {"factor": nd.Parameter(input_shape[-1:], nd.Constant(2.0))}
 
