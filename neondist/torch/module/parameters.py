@@ -242,6 +242,29 @@ class ModuleParameters(Parameters):
                 " module before you create the optimizer"
             )
 
+    def partition_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Replace the module's parameters, in an optimiser's groups and state, by this rank's parts; return it.
+
+        An optimiser is created with whole parameters, since its groups may depend on their shapes and identities.
+        """
+        names: dict[torch.Tensor, str] = {tensor: name for name, tensor in self.tensors.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [self.optimizer_parameters[names[tensor]] for tensor in group["params"]]
+        for tensor, slots in [*optimizer.state.items()]:
+            del optimizer.state[tensor]
+            own_slots = {slot: self.own_slot_part(names[tensor], slot, value) for slot, value in slots.items()}
+            optimizer.state[self.optimizer_parameters[names[tensor]]] = own_slots
+        return optimizer
+
+    def own_slot_part(self, name: str, slot: str, value: Any) -> Any:
+        """Return this rank's part of a value in an optimiser's state for a whole parameter."""
+        share = self.shards[name][1]
+        if share is None or slot == "step" or not isinstance(value, torch.Tensor):
+            return value
+        if value.shape != self.tensors[name].shape:
+            return value
+        return self.part(share, value).clone(memory_format=torch.contiguous_format)
+
     def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's state for `updated`: this rank's part if shaped like a parameter, others whole."""
         slots = []

@@ -35,7 +35,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     model : DistributedModule
         A module returned by `distribute`. Its parameters become views of one flat buffer.
     optimizer : class
-        Optimizer class, such as torch.optim.Adam, or a function of the parameters and the arguments.
+        Optimizer class, such as torch.optim.Adam, or a function of a list of parameters and the arguments. It is first
+        called with other parameters, to check the optimizer; groups must consist of parameters in the list.
     strategy : StrategyBuilder or Strategy or str, optional
         A builder of `nd.strategies`, its name, or the path of a strategy file. Default: AllReduce.
     **arguments
@@ -63,7 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
         settings = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _PLAIN)}
-        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | settings)
+        name = getattr(optimizer, "__qualname__", type(optimizer).__name__)
+        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": name} | settings)
         with all_or_none(grid.world):
             inner = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
@@ -76,8 +78,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.parameters = ModuleParameters(
                 tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
             )
-        self.grid, self.strategy, self._names = grid, planned.strategy, list(tensors)
-        self.optimizer = inner.create(self.parameters.optimizer_parameters[name] for name in self._names)
+        self.grid, self.strategy = grid, planned.strategy
+        self.optimizer = self.parameters.partition_optimizer(inner.create(tensors.values()))
+        names = {part: name for name, part in self.parameters.optimizer_parameters.items()}
+        self._names = [names[part] for group in self.optimizer.param_groups for part in group["params"]]
         self._overflow_parameter: torch.Tensor | None = None
         if self.parameters.names_with_owners:
             # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
@@ -109,11 +113,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.parameters.names_with_owners:
             self.grid.check("DistributedOptimizer.step")
+        if self._overflow_parameter is not None:
+            self._overflow_parameter.grad = None  # has no state
         with self.parameters.optimizer_update():
             self.optimizer.step()
-        if self._overflow_parameter is not None:
-            self.optimizer.state.pop(self._overflow_parameter, None)
-            self._overflow_parameter.grad = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

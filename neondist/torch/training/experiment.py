@@ -242,7 +242,7 @@ class TorchModel(TrainableModel):
         synchronisation = planned.shares, planned.compressors, sparse_embedding_weights(self.module)
         self.parameters = ModuleParameters(updated, self.grid, self._sync, *synchronisation)
         self.sync = self.parameters.sync
-        self.torch_optimizer = self.optimizer.create(self.parameters.optimizer_parameters.values())
+        self.torch_optimizer = self.parameters.partition_optimizer(self.optimizer.create(updated.values()))
         self._base_rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
         cut = axes_of(self.compiled.output.layout)
         owns = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in cut)

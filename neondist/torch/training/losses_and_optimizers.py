@@ -89,9 +89,12 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
 
     def create(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer for a module's parameters."""
-        optimizer = call_checked("arguments", self.constructor, list(parameters), **self.options)
+        given = list(parameters)
+        optimizer = call_checked("arguments", self.constructor, given, **self.options)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"name: must create a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if not {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} <= {*map(id, given)}:
+            raise ConfigError("name: creates an optimizer of other parameters; select groups from its first argument")
         return optimizer
 
     @cached_property

@@ -136,12 +136,7 @@ class OwnerSteps:
     def _own_slot_part(self, part: nn.Parameter, slot: str, value: Any) -> Any:
         """Return this rank's part of an optimiser-state tensor that belongs to a whole parameter."""
         name = self._name_by_part_id.get(id(part))
-        _, share = (None, None) if name is None else self.parameters.shards[name]
-        if share is None or slot == "step" or not isinstance(value, torch.Tensor) or name is None:
-            return value
-        if value.shape != self.parameters.tensors[name].shape:
-            return value
-        return self.parameters.part(share, value).clone(memory_format=torch.contiguous_format)
+        return value if name is None else self.parameters.own_slot_part(name, slot, value)
 
     def _gather_slot(self, part: nn.Parameter, slot: str, value: Any) -> Any:
         """Return a value in an optimiser's state for the whole parameter, given this rank's part. Collective."""

@@ -240,6 +240,93 @@ def test_scripts_with_distributed_optimizer(name, before, after, shape):
                 torch.testing.assert_close(state["state"][at][slot], value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("strategy", ["AllReduce", "ShardedOptimizer", "PartitionedPS"])
+@pytest.mark.parametrize("kind", ["ndim", "reversed", "identity"])
+def test_parameter_groups_are_those_of_whole_parameters(kind, strategy):
+    """Functions select groups by shape, position or identity, although ranks own flat parts of the parameters."""
+    arguments = {"lr": 0.05, "initial_accumulator_value": 0.1}
+
+    def make_creator(module):
+        chosen = {id(tensor) for tensor in module.last.parameters()}
+        select = {
+            "ndim": lambda tensor, at: tensor.ndim > 1,
+            "reversed": lambda tensor, at: at >= 3,
+            "identity": lambda tensor, at: id(tensor) in chosen,
+        }[kind]
+
+        def create_optimizer(tensors, **options):
+            groups = [[one for at, one in enumerate(tensors) if select(one, at) == first] for first in (True, False)]
+            settings = {"weight_decay": 0.5}, {"lr": 0.02}
+            pairs = zip(groups, settings, strict=True)
+            return torch.optim.Adagrad([{"params": group, **extra} for group, extra in pairs], **options)
+
+        return create_optimizer
+
+    def body(world):
+        module = SmallNet().double()
+        model = ndt.distribute(module, (4, 2, 6, 5), nd.ProcessGrid(world))
+        optimizer = ndt.DistributedOptimizer(model, make_creator(module), strategy, **arguments)
+        train_script(module, optimizer, model, range(2))
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(copy.deepcopy(state))
+        return train_script(module, optimizer, model, range(2, 4)), state
+
+    module = SmallNet().double()
+    optimizer = make_creator(module)(list(module.parameters()), **arguments)
+    train_script(module, optimizer, steps=range(2))
+    expected_state = copy.deepcopy(optimizer.state_dict())
+    expected = train_script(module, optimizer, steps=range(2, 4))
+    for parameters, state in nd.loopback.run(2, body):
+        torch.testing.assert_close(parameters, expected, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(state["state"], expected_state["state"], rtol=1e-8, atol=1e-8)
+        assert state["param_groups"][0]["params"] == expected_state["param_groups"][0]["params"]
+
+
+@pytest.mark.long
+def test_experiments_with_parameter_groups_match_one_process():
+    def create_optimizer(tensors, lr):
+        matrices = [one for one in tensors if one.ndim > 1]
+        others = [one for one in tensors if one.ndim <= 1]
+        return torch.optim.SGD([{"params": matrices, "weight_decay": 0.5}, {"params": others}], lr)
+
+    def body(world, strategy="ShardedOptimizer"):
+        rule = ndt.TorchOptimizer(create_optimizer, {"lr": 0.05})
+        model = ndt.TorchModel(Net, loss=ndt.TorchLoss(compute_first_loss), optimizer=rule, dtype="float64")
+        model.configure_execution(strategy=strategy)
+        model.build(SHAPE, BATCH, nd.ProcessGrid(world))
+        return train_model(model, range(2))
+
+    expected = nd.loopback.run(1, partial(body, strategy=None))[0]
+    for arrays in nd.loopback.run(2, body):
+        for name, array in expected.items():
+            np.testing.assert_allclose(arrays[name], array, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def test_optimizers_of_other_parameters_are_rejected():
+    def body(world):
+        module = SmallNet()
+        model = ndt.distribute(module, (4, 2, 6, 5), nd.ProcessGrid(world))
+        with pytest.raises(nd.ConfigError, match="other parameters; select groups from its first argument"):
+            ndt.DistributedOptimizer(model, lambda tensors: torch.optim.SGD(module.parameters(), 0.1))
+
+    nd.loopback.run(2, body)
+
+
+def test_fused_momentum_with_owners_matches_one_process():
+    arguments = {"lr": 0.1, "momentum": 0.9, "fused": True}
+
+    def body(world):
+        module = SmallNet().double()
+        model = ndt.distribute(module, (4, 2, 6, 5), nd.ProcessGrid(world))
+        optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, "ShardedOptimizer", **arguments)
+        return train_script(module, optimizer, model)
+
+    module = SmallNet().double()
+    expected = train_script(module, torch.optim.SGD(module.parameters(), **arguments))
+    for parameters in nd.loopback.run(3, body):
+        torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("way", ["optimizer", "experiment", "scope"])
 def test_fused_optimizers_update_parts_along_any_axis(way):
     """PyTorch's fused kernels ignore strides, so parts along later axes must be contiguous."""
