@@ -385,6 +385,25 @@ def test_truncated_weights_and_unsupported_outputs(folder, tmp_path):
         trained.check_images(folder / "slide.ome.tif")
 
 
+@pytest.mark.parametrize("dims", [(1,), (2, 3)])
+def test_outputs_without_the_axes_of_images(tmp_path, dims):
+    """They are not written with other axes in place of the channels."""
+
+    class Regression(torch.nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x).mean(1) if dims == (1,) else super().forward(x).mean(dims)
+
+    torch.save(Regression(2, 4, 3).state_dict(), tmp_path / "x.pt")
+    trained = TrainedModule(lambda: Regression(2, 4, 3), tmp_path / "x.pt", "Regression")
+    np.save(tmp_path / "x.npy", np.ones((3, 12, 10, 2), np.float32))
+    if dims == (1,):
+        with pytest.raises(ConfigError, match=r"shape \(\d, 10, 8\).*return \(N, C, \*spatial\), such as y.unsqueeze"):
+            predict_module(trained, tmp_path / "x.npy", tmp_path / "y.npy")
+    else:
+        predict_module(trained, tmp_path / "x.npy", tmp_path / "y.npy")
+        assert np.load(tmp_path / "y.npy").shape == (3, 4)
+
+
 @pytest.mark.parametrize("block", [None, "37"])
 def test_loss_and_error_match_pytorch(folder, tmp_path, capsys, block):
     y = torch.from_numpy(np.load(folder / "dense.npy")).permute(2, 0, 1)[None]

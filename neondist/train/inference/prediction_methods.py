@@ -265,6 +265,11 @@ def _choose_torch_module_method(
     plan, batch = _plan_largest_fitting_batch(
         lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed_bytes, batch, grid, limit
     )
+    if len(plan.output_shape) not in (1, len(shape)):
+        raise ConfigError(
+            f"model: returns outputs of shape {tuple(plan.output.shape)} for images with {len(shape) - 1} spatial axes;"
+            " return (N, C, *spatial), such as y.unsqueeze(1) for outputs without channels, or (N, C)"
+        )
     if block is None and plan.needed_bytes <= limit:
         return WholeImagePrediction(model, images, batch, grid, plan)
     needed = f"for a whole image, a rank needs {format_bytes(plan.needed_bytes)}"
