@@ -113,14 +113,14 @@ def main() -> int:
         return 0
     print(f"{model.compiled.stream}")
     print(
-        f"{extent} x {extent} x 3 on {world.size} ranks: {seconds:.0f} s, {seconds / extent**2 * 1e6:.3f} µs a pixel;"
-        f" peak memory of all processes {sum(peaks) / 2**20:.2f} GiB, the limit is {arguments.memory}",
+        f"{extent} x {extent} x 3 on {world.size} ranks: {seconds:.0f} s, {seconds / extent**2 * 1e6:.3f} µs per pixel;"
+        f" peak memory of all processes {sum(peaks) / 2**20:.2f} GiB (limit {arguments.memory})",
         flush=True,
     )
     worst = 0.0
     for name, reference in expected_gradients(state, square, extent // arguments.square).items():
         difference = float(np.abs(actual[name] - reference).max() / np.abs(reference).max())
-        print(f"{name}: {difference:.1e} of its largest value {np.abs(reference).max():.3e}")
+        print(f"{name}: error {difference:.1e} relative to the largest value, {np.abs(reference).max():.3e}")
         worst = max(worst, difference)
     return int(not worst < (1e-4 if arguments.dtype == "float32" else 1e-9))
 

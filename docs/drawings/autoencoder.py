@@ -1,4 +1,4 @@
-"""The tied autoencoder across a seam: what travels in a step of pretraining."""
+"""The tied autoencoder across a seam: what travels in a pretraining step."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 

@@ -21,7 +21,7 @@ def namespace(array: Any) -> Any:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return an array as a NumPy array: itself if on the host, else a copy, for which the device is awaited."""
+    """Return an array as a NumPy array: itself if on the host, else a copy, after synchronising with the device."""
     return np.asarray(array) if isinstance(array, (np.ndarray, np.generic)) else namespace(array).asnumpy(array)
 
 
@@ -32,7 +32,7 @@ class HostStagingBuffer:
 
     Parameters
     ----------
-    array : array of a device
+    array : device array
 
     Attributes
     ----------

@@ -38,7 +38,7 @@ def measure_seam_errors(
     exact, approximate : Model
         Models with the same layers, built on the same grid; `approximate` receives the weights of `exact`.
     batches : sequence of array
-        This rank's tiles of images; errors are those of the last batch, and schemes with a memory use earlier ones.
+        This rank's tiles of images; errors are those of the last batch, and stateful schemes use the earlier ones.
     """
     approximate.load_state(exact.state())
     profiles: dict[str, ErrorsByDistance] = {}
@@ -108,7 +108,7 @@ def _error_by_distance(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, o
 
 
 def seam_distances(partition: Partition, tile: int) -> np.ndarray:
-    """Return each cell's distance, in cells, to the nearest border with another tile; 0 is next to it."""
+    """Return each cell's distance, in cells, to the nearest border with another tile: 0 for cells at the border."""
     box, far = partition.box(tile), max(partition.extent, default=0)
     nearest = np.full(box.shape, far)
     for axis, (lo, hi) in enumerate(box.axes()):
@@ -121,7 +121,7 @@ def seam_distances(partition: Partition, tile: int) -> np.ndarray:
 
 
 def seam_table(errors: SeamErrors) -> str:
-    """Return a Markdown table of the errors in the cells next to the seam and in the following ones."""
+    """Return a Markdown table of the errors at the first few distances from the seam."""
     return markdown_table(
         ["scheme", "layer", "kind", *(f"at {at}" for at in range(MAX_SHOWN_DISTANCES))],
         [
@@ -149,7 +149,7 @@ def write_seam_report(folder: Path, errors: SeamErrors) -> list[Path]:
 
 
 def plot_seam_errors(errors: SeamErrors, file: Path) -> bool:
-    """Plot the errors of each scheme in one row, outputs left and gradients right; False without matplotlib."""
+    """Plot the errors of each scheme in one row, outputs left and gradients right; return False without matplotlib."""
     if not has_matplotlib():
         return False
     from matplotlib.figure import Figure

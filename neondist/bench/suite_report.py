@@ -101,9 +101,9 @@ def ratio_text(ratios: Results | None) -> str:
 def means_lines(results: Results) -> list[str]:
     """Return a line for each group of networks."""
     ranks, threads, cores = (results[name] for name in ("ranks", "threads", "cores"))
-    labels = {"ranks": f"{ranks} × {threads}", "one": f"1 × {cores}", "memory": "memory"}
+    labels = {"ranks": f"{ranks} × {threads} ÷ best", "one": f"1 × {cores} ÷ best", "memory": "memory ÷ eager"}
     return [
-        f"geometric mean of {group}: " + ", ".join(f"{labels[kind]} {value:.2f}" for kind, value in ratios.items())
+        f"geometric mean, {group}: " + ", ".join(f"{labels[kind]} = {value:.2f}" for kind, value in ratios.items())
         for group, ratios in results["means"].items()
     ]
 

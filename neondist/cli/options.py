@@ -27,7 +27,7 @@ def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS
     )  # fmt: skip
     cmd.add_argument(
         "--memory", dest="settings", action="append", type="memory={}".format, metavar="SIZE",
-        help="total memory limit of all ranks on a machine, such as 8GiB; larger steps are streamed in strips",
+        help="total memory limit of all ranks on a machine, such as 8GiB; larger steps are processed strip by strip",
     )  # fmt: skip
     cmd.add_argument(
         "--strategy", dest="settings", action="append", type="strategy={}".format, metavar="NAME|FILE",

@@ -29,7 +29,7 @@ _README = """\
 
 def add_parser(commands: Any) -> None:
     """Register the commands."""
-    group = commands.add_parser("zoo", help="write an example of a model-definition file")
+    group = commands.add_parser("zoo", help="write an example model-definition file")
     parts = group.add_subparsers(required=True, metavar="WHAT")
     cmd = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
     cmd.add_argument(

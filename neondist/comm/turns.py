@@ -1,4 +1,4 @@
-"""Turns of virtual ranks, and the global random generators of each."""
+"""Scheduling of virtual ranks, and the state of the global random generators of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class ComputeTurns:
-    """Turns to compute, which at most `at_once` ranks have at a time, in first-come order.
+    """Semaphore that lets at most `at_once` virtual ranks compute at a time, first come, first served.
 
     With at_once=1 the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
     whose turn it is; all ranks begin with the caller's states.
@@ -20,7 +20,7 @@ class ComputeTurns:
     Attributes
     ----------
     lock : threading.Lock
-        Held by callers of `open_gate_on_free_turn` and `pass_turn_to_next`, also while they decide whether to wait.
+        Held by callers of `open_gate_on_free_turn` and `pass_turn_to_next`, even while they decide whether to wait.
     """
 
     def __init__(self, ranks: int, at_once: int) -> None:
@@ -50,7 +50,7 @@ class ComputeTurns:
             self.pass_turn_to_next()
 
     def open_gate_on_free_turn(self, gate: threading.Lock) -> None:
-        """Open a gate as soon as a turn is free for the rank that waits at it."""
+        """Queue a gate, a lock that a rank waits for; release it as soon as a turn is free for the rank."""
         self._waiting_gates.append(gate)
         if self._free_turns:
             self._free_turns -= 1

@@ -51,7 +51,6 @@ def add_channel_axis(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape, 1)
     if not 2 < len(shape) < 5 or 0 in shape:
         raise DataError(
-            f"{path}: each sample has shape {shape}; expected images of shape (N, H, W), (N, H, W, C) or"
-            " (N, D, H, W, C), without empty axes"
+            f"{path}: each sample has shape {shape}; expected (H, W), (H, W, C) or (D, H, W, C), without empty axes"
         )
     return shape

@@ -38,7 +38,7 @@ _OWN_ATTRIBUTES = {
     "_Netcdf4Coordinates",
     "_Netcdf4Dimid",
 }
-"""attributes that name the axes, or belong to HDF5"""
+"""Attributes that name the axes, or that HDF5 and NetCDF use internally."""
 
 
 class HDF5Source(TileSource):
@@ -171,7 +171,7 @@ class HDF5Sink(InPlaceSink):
         properties.set_chunk(tuple(chunks))
         properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        properties.set_obj_track_times(False)  # so that equal cells give equal files at any time
+        properties.set_obj_track_times(False)  # the file depends only on its data
         kind, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
         return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, properties))
 

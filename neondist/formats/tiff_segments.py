@@ -53,7 +53,7 @@ class SegmentDecoder:
         ):
             raise DataError(
                 f"{path}: combines LERC with a predictor or with big-endian cells, which different readers decode"
-                " differently; rewrite it with deflate, with the program that wrote it"
+                " differently; use the program that wrote it to rewrite it with deflate"
             )
         if page.compression in _BYTE_CODECS:
             bits = page.bitspersample if isinstance(page.bitspersample, int) else 8 * page.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Journal of the completed parts of a long job: a few bytes each, consistent whenever the job is killed."""
+"""Journal of the completed parts of a long job: a few bytes per part, consistent even if the job is killed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ProgressJournal:
         return not self._completed_parts
 
     def write_header(self, job: dict[str, Any]) -> None:
-        """Start the journal of a job without completed parts."""
+        """Start a new journal for a job, with no completed parts."""
         text = json.dumps({"title": _FILE_TITLE, **job})
         write_text(self.path, text + "\n")
         self.recorded_job, self._header_checksum, self._completed_parts = job, zlib.crc32(text.encode()), set()

@@ -232,8 +232,8 @@ def _limit_stall(job: Job, watchdog: Watchdog | None, place: str) -> AbstractCon
         return nullcontext()
     return _exit_if_longer_than(
         watchdog.timeout,
-        f"rank {job.rank} of {job.size}: no progress for {watchdog.timeout:g} s (--stall-timeout): waits in {place} for"
-        " a rank that has not reached it",
+        f"rank {job.rank} of {job.size}: no progress for {watchdog.timeout:g} s (--stall-timeout): waiting in {place}"
+        " for a rank that has not reached it",
     )
 
 

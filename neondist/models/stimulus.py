@@ -18,7 +18,7 @@ from .passes import sum_overlapping_input_gradients
 def optimal_stimulus(
     model: Model, layer: int, units: Sequence[Sequence[int]], norm: float = 1.0, steps: int = 40
 ) -> tuple[Any, np.ndarray]:
-    """Maximise each unit over all inputs of one norm (Le et al. 2012), by gradient ascent on the sphere.
+    """Maximise each unit over all inputs of a given norm (Le et al. 2012), by gradient ascent. Collective over tiles.
 
     A step along the gradient is accepted if it increases the unit's value; otherwise the next step is halved.
 
@@ -37,14 +37,14 @@ def optimal_stimulus(
     Returns
     -------
     inputs : array (units, *tile, C)
-        This rank's tile of each unit's input (`model.gather_input` assembles whole inputs, once per replica).
+        This rank's tile of each unit's input (`model.gather_input` assembles the whole inputs of a replica).
     values : array (units,)
-        The units' values, the same on all ranks. Collective over the tiles.
+        The units' values, the same on all ranks.
     """
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.node_ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # of a segment: with cells of other ranks
+    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # with other ranks' cells in a segment
     # boxes of other ranks' units are empty; a vector is whole on every rank
     boxes = [own.intersect(_single_cell_box(unit)).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
@@ -91,7 +91,7 @@ def _draw_initial_stimulus(model: Model, count: int) -> Any:
 
 
 def _scale_to_norm(model: Model, x: Any, norm: float) -> Any:
-    """Return each sample scaled to a norm over all tiles; zero samples stay zero."""
+    """Return each sample scaled to the given norm, computed over all tiles; zero samples stay zero."""
     own = model.input.owned_part(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tile_comm.allreduce(squares)

@@ -41,7 +41,7 @@ class ScheduledOptimizer:
         return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
 
     def check_schedule_covers(self, epochs: int) -> None:
-        """Raise ConfigError if a run of `epochs` epochs would continue at rate 0, or has no momentum to schedule."""
+        """Raise ConfigError if the rate is 0 before `epochs` epochs are over, or a scheduled momentum is not used."""
         if isinstance(self.schedule, Schedule):
             try:
                 self.schedule.check_schedule_covers(epochs)
@@ -124,7 +124,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
         slots : dict of str to ndarray
             Slots returned by `create_slots` for these parameters.
         step : int
-            Number of updates before this one: 0 at the first.
+            Number of updates before this one: 0 for the first.
         rate_factor : float
             Multiplier of the learning rate.
         layout : FlatLayout, optional

@@ -28,7 +28,7 @@ class Schedule(Registered, ABC):
         return None
 
     def check_schedule_covers(self, epochs: int) -> None:
-        """Raise ConfigError if a run of `epochs` epochs would continue at rate 0."""
+        """Raise ConfigError if the learning rate is 0 before `epochs` epochs are over."""
 
 
 class StepDecay(Schedule):

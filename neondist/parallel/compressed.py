@@ -1,4 +1,4 @@
-"""The part of the flat gradients that is sent compressed, or as rows."""
+"""The part of the flat gradients that is sent compressed, or as the non-zero rows of sparse gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sync import are_all_finite
 
 
 class CompressedAllReduce:
-    """Gradients that are summed over all ranks by compressors, and as rows of sparse parameters.
+    """Gradients that are summed over all ranks: by compressors, or as non-zero rows for sparse parameters.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ class ParameterShard:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether the parts of tiles differ."""
+        """Whether each tile has its own part of the array."""
         return self.parameter.layout.is_partitioned and self.grid.shape.tiles > 1
 
     @property
@@ -84,7 +84,7 @@ class ParameterShard:
         return whole.reshape(self.unflattened_shape)[self.box.slices].reshape(self.local_shape)
 
     def slot_shard(self, slot_name: str, share: OwnerBoxes | None = None) -> ParameterShard:
-        """Return the shard of an optimiser's array for this parameter; `share`: the array is divided among owners."""
+        """Return the shard of an optimiser's array for this parameter; `share`: the owners' parts, if it is divided."""
         return ParameterShard(self.layer_name, f"{self.name}/{slot_name}", self.parameter, self.grid, share)
 
     def gather(self, array: Any) -> Any:

@@ -31,7 +31,7 @@ class TrainedSubset:
         return [array.reshape(-1) for array, selected in pairs if selected]
 
     def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum gradients, divided by `loss_scale`, over all ranks; of partitioned parameters, over replicas only."""
+        """Sum gradients, divided by `loss_scale`, over all ranks (for partitioned parameters, over replicas only)."""
         sync = self.parameters.sync
         pairs = zip(self.parameters.trained_shards, self.update_mask, strict=True)
         shards = [shard for shard, selected in pairs if selected]

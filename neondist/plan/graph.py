@@ -58,17 +58,17 @@ class Graph:
     shapes : list of tuple
         The global shape of every value, without the batch.
     node_ends : list of (int, int)
-        For every number of leading nodes: the number of their steps, and their output value.
+        Item n: number of steps, and output value, of the first n nodes.
     readers : list of list of int
         The steps that read each value.
     fused_activations : dict of step to step
         Activation layers fused into the step before them, which applies them in its own pass over memory; the
         intermediate value does not exist.
     deferred_relu_gradients : dict of step to step
-        Steps whose max(z, 0) is differentiated by the step after them (a pooling, which stores no position of
-        non-positive maxima, or a convolution, whose view holds the output), so that they need not reread their output.
+        Steps with a ReLU whose gradient the following step applies (a pooling, which stores no position of non-positive
+        maxima, or a convolution, whose view holds the ReLU's output), so that the first step need not reread it.
     input_recomputation_steps : dict of step to step
-        Readers of a normalisation's output, each with the step that recomputes it in the backward pass.
+        Readers of a normalisation's output, each with the step that recomputes this output in the backward pass.
     always_replicated_value : int
         The vector that stays replicated even if its readers need only a shard.
     sharded_vectors : set of int
@@ -258,7 +258,7 @@ class GraphBuilder:
         layer.check_signatures()
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
-                f"needs an image, but its input is a vector of shape {shape}; put this layer before the fully"
+                f"the layer needs an image, but its input is a vector of shape {shape}; put it before the fully"
                 " connected or global pooling layer"
             )
         output = self._append(layer, None, (value,), layer.output_shape_for(shape))

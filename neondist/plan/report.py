@@ -97,7 +97,7 @@ def layer_table(
         *filter(None, [streamed]),
         *(f"{heading}: {_format_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
         *(
-            f"a step of pretraining '{name}' sends {format_size(most)} (the busiest rank), {format_size(total)} (all)"
+            f"a pretraining step of '{name}' sends {format_size(most)} (busiest rank), {format_size(total)} in total"
             for name, most, total in pretraining
         ),
     ]

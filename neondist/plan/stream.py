@@ -88,8 +88,8 @@ class StripwisePlan:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
         sweeps = len(self.reduction_steps("forward")) + len(self._backward_sweep_ends_without_cuts)
         tiled = len(self.graph.shapes[self.graph.output_value]) > 1
-        strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
-        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {counted(sweeps + tiled, 'time')} a step"
+        strips, times = counted(self.grid.strips, "strip"), counted(sweeps + tiled, "time")
+        return f"streamed: {layers[0]} to {layers[-1]} in {strips} per tile, each processed {times} per step"
 
     def with_replicated_output(self, graph: Graph) -> Graph:
         """Return the network's graph in which the output of the stream is replicated."""

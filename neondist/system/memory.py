@@ -94,7 +94,7 @@ def model_bytes_per_rank(memory: int, local_ranks: int) -> int:
     share = memory // local_ranks - PROCESS_OVERHEAD_BYTES
     if share <= 0:
         raise ConfigError(
-            f"memory: {format_bytes(memory)} for {counted(local_ranks, 'rank')} on a machine; each rank needs"
+            f"memory: {format_bytes(memory)} is too little for {counted(local_ranks, 'rank')} on a machine; each needs"
             f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads any image; set memory to more than"
             f" {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}, or start fewer ranks"
         )
@@ -102,7 +102,7 @@ def model_bytes_per_rank(memory: int, local_ranks: int) -> int:
 
 
 def memory_trim_threshold(share: int) -> int:
-    """Return the bytes above which a process returns freed memory to the system, if its network may use `share`."""
+    """Return the number of bytes above which a process whose network may use `share` bytes returns freed memory."""
     return share + PROCESS_OVERHEAD_BYTES * 15 // 16  # the rest is for temporary buffers of kernels
 
 
@@ -156,7 +156,7 @@ def out_of_memory_error(
     )
     return ConfigError(
         f"memory: layer '{layer}' could not allocate {size} in the {direction} pass{left}; the planned peak of a step"
-        f" is {format_bytes(planned_bytes)} per rank, without temporary buffers of kernels;"
+        f" is {format_bytes(planned_bytes)} per rank, excluding temporary buffers of kernels;"
         f" {fits} more ranks or smaller batches"
     )
 

@@ -12,7 +12,7 @@ from ..terminal.console import counted
 
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 MAX_EFFICIENT_RANKS_PER_CORE = 2
-"""Most single-threaded ranks per core that lose little time; several threads of a rank busy-wait: one core each."""
+"""Maximum number of single-threaded ranks per core without much slowdown; threads that busy-wait need a core each."""
 THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -24,7 +24,7 @@ def count_cores(process: int = 0) -> int:
 
 
 def default_thread_count() -> int:
-    """Return OMP_NUM_THREADS if set, else the number of usable physical cores: hyperthreads bring no gain."""
+    """Return OMP_NUM_THREADS if set, else the number of usable physical cores: hyper-threading does not help."""
     import psutil
 
     setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -60,7 +60,7 @@ def limit_threads(ranks: int) -> int | None:
 def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]:
     """Limit the threads as `limit_threads` does, for a script under mpirun; the first rank logs a change.
 
-    Oversubscription makes a job 15 to 30 times slower, since threads busy-wait. Returns a function to end the limit.
+    Oversubscription makes a job 15 to 30 times slower, since threads busy-wait. Returns a function to remove the limit.
     """
     if is_thread_count_set(os.environ):
         return lambda: None
@@ -101,7 +101,7 @@ def describe_oversubscription(ranks: int, thread_count: int, cores: int) -> str:
 
 
 def log_oversubscription(ranks: int) -> None:
-    """Log a warning if the ranks of this machine, of which this process is one, lose time waiting for cores."""
+    """Log a warning if the ranks on this machine, including this one, lose time waiting for cores."""
     warning = describe_oversubscription(ranks, default_thread_count(), count_cores(os.getppid()))
     if warning:
         logging.getLogger("neondist").warning("%s", warning)

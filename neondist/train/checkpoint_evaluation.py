@@ -54,8 +54,8 @@ def evaluate_checkpoint(
     Returns
     -------
     dict
-        'split', 'samples', 'loss' and the metrics by name ('error' is the misclassification), None for values that are
-        not finite or do not apply to the targets; equal on every rank.
+        'split', 'samples', 'loss' and the metrics by name ('error' is the misclassification rate), None for values that
+        are not finite or do not apply to the targets; equal on every rank.
 
     Raises
     ------

@@ -106,7 +106,7 @@ class FitExperiment(Registered):
     backend, dtype, precision, seed : optional
         Override those of the model.
     metrics : sequence of Metric, optional
-        Metrics to evaluate in addition to the misclassification.
+        Metrics to evaluate in addition to the misclassification rate.
     augment : sequence of Transform, optional
         Random augmentations of the training images, redrawn in every epoch: nd.Flip, nd.Shift, nd.Noise and others.
     checkpoint : mapping, optional
@@ -193,7 +193,7 @@ class FitExperiment(Registered):
                 )
             if model.precision.new_scaler() is not None:
                 raise ConfigError(
-                    "precision: float16 needs loss scaling across all ranks of a step, but servers apply updates"
+                    "precision: float16 needs a loss scale that all ranks share in a step, but servers apply updates"
                     " one by one; set precision: bfloat16, or sync: true and staleness: 0 in the strategy"
                 )
         model.nonfinite = nonfinite
@@ -254,7 +254,7 @@ class FitExperiment(Registered):
             Replace the files of an earlier run in `output`; if False, an earlier run is an error.
         snapshot : int or 'auto', optional
             In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every `snapshot`
-            steps, or, with 'auto', as often as possible in 2 % of the time. A resumed run uses the newest snapshot.
+            steps, or, with 'auto', as often as 2 % of the run time permits. A resumed run uses the newest snapshot.
         worker : AsyncWorkerSpec, optional
             For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
 
@@ -272,7 +272,8 @@ class FitExperiment(Registered):
             raise ConfigError("overwrite: pass only one of resume and overwrite (options --resume, --overwrite)")
         if resume is True and init_from is not None:
             raise ConfigError(
-                "init_from: a resumed run has weights; pass only one of resume and init_from (--resume, --init-from)"
+                "init_from: a resumed run already has weights; pass only one of resume and init_from"
+                " (--resume, --init-from)"
             )
         if (self.server_strategy is None) != (worker is None):
             raise ConfigError(
@@ -420,7 +421,7 @@ def _file_writing_hooks(
 
 
 def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
-    """Return the misclassification and the given metrics; raise ConfigError for duplicate names."""
+    """Return the misclassification rate and the given metrics; raise ConfigError for duplicate names."""
     by_name: dict[str, Metric] = {}
     for metric in metrics or ():
         if metric.name in by_name:

@@ -50,7 +50,7 @@ def fit(
         Samples per update, over all replicas; an epoch's last batch may be smaller.
     hooks : iterable of Hook
     metrics : sequence of Metric, optional
-        Metrics to evaluate on the validation and test splits after every epoch. Default: only the misclassification,
+        Metrics to evaluate on the validation and test splits after every epoch. Default: the misclassification rate,
         recorded as 'validation_error' and 'test_error', which are None if the targets are not classes.
     seed : int, optional
         Seed of the order of samples. Default: that of the model.

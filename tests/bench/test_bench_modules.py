@@ -185,7 +185,7 @@ def test_tables():
     page = module_markdown(report)
     assert "| a | 1×3×8×8 | 1 s | 4 s | 2 s* | 0.50 (0.50 to 0.50) | 3 B | 4 B | 0.75 | 3 s | 3 s | 3 s |" in page
     assert "| a | a rank | 200 ms | 200 ms | 200 ms | 200 ms | 200 ms | mm 100 ms |" in page
-    assert "* geometric mean of CNN: 2 × 1 0.50, memory 0.75" in page
+    assert "* geometric mean, CNN: 2 × 1 ÷ best = 0.50, memory ÷ eager = 0.75" in page
     assert "* b, ranks, eager, compile: ended" in page
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(module_table(report))

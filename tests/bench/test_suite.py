@@ -100,7 +100,7 @@ def test_tables_and_picture(variants, tmp_path):
     page = suite_markdown(report)
     if "warm" in variants:
         assert "| a | 2×4×5×1 | 3 s | 4 s | 9 s | 4 s* | - | 0.75 (0.50 to 2.00) | 1.00 (1.00 to 2.00) |" in page
-        assert "* geometric mean of all: 2 × 1 0.75, 1 × 2 1.00, memory 0.50" in page
+        assert "* geometric mean, all: 2 × 1 ÷ best = 0.75, 1 × 2 ÷ best = 1.00, memory ÷ eager = 0.50" in page
         assert "* b, compile: no compiler" in page
     else:
         assert "| a | 2×4×5×1 | 3 s | 4 s | 300 B |" in page

@@ -278,7 +278,7 @@ def test_invalid_arrays(tmp_path):
     assert "real numbers" in convert_arrays(x + 1j, y)
     assert "x.npy of shape (0, 4, 4): there are no images; give at least one" in convert_arrays(x[:0], y[:0])
     assert "of shape (): give one label per image" in convert_arrays(x, np.array(0))
-    assert "x.npy: each sample has shape (); expected images of shape (N, H, W)," in convert_arrays(np.array(0.0), y)
+    assert "x.npy: each sample has shape (); expected (H, W), (H, W, C) or" in convert_arrays(np.array(0.0), y)
     x[1, 2, 3] = np.nan
     assert "sample 1 has values that are not finite" in convert_arrays(x, y)
     assert "--size and --mode apply to folders" in convert(

@@ -265,7 +265,7 @@ def test_lerc_masks(tmp_path, count, packing):
 def test_reject_lerc_with_different_readings(tmp_path):
     """Reject predictors, which tifffile applies and GDAL does not, and GDAL's big-endian cells."""
     tifffile.imwrite(tmp_path / "a.tif", SMOOTH[0], compression="lerc", predictor=True)
-    with pytest.raises(nd.DataError, match=r"LERC with a predictor or .* rewrite it with deflate"):
+    with pytest.raises(nd.DataError, match=r"LERC with a predictor or .* that wrote it to rewrite it with deflate"):
         nd.open_source(tmp_path / "a.tif")
     for dtype in ("uint8", "int16", "float32"):
         array = draw_bands(1, dtype)

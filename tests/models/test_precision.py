@@ -313,7 +313,7 @@ SERVERS = "strategy=!PS {sync: false}"
         (["precision=bfloat16"], r"precision: bfloat16 requires float32 parameters, but dtype is float64; leave out"),
         (
             ["precision=float16", "dtype=float32", SERVERS],
-            r"precision: float16 needs loss scaling.*precision:"
+            r"precision: float16 needs a loss scale.*precision:"
             r" bfloat16",
         ),
     ],

@@ -157,7 +157,7 @@ def test_strips_are_chosen_by_the_memory_limit(extent, limit, ranks):
         plan.memory(rank) + PROCESS_OVERHEAD_BYTES <= parse_bytes("memory", limit) / ranks for rank in range(ranks)
     )
     strips = plan.stream.grid.strips
-    assert f"streamed: conv1 to global_avg_pooling1 in {strips} strips of each tile" in plan.describe()
+    assert f"streamed: conv1 to global_avg_pooling1 in {strips} strips per tile" in plan.describe()
     fewer = make_chain_model(memory=AMPLE_MEMORY, strips=2 * -(-plan.stream.rows // strips)).plan(
         (extent, extent, 3), plan.grid
     )
@@ -308,7 +308,7 @@ def test_insufficient_memory_is_rejected():
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
     with pytest.raises(nd.ConfigError, match="most of it for layer 'fc1'"):
         nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(10**9)], memory="8GiB").plan((12, 12, 3))
-    with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each rank needs 629 MB before it loads"):
+    with pytest.raises(nd.ConfigError, match="too little for 4 ranks on a machine; each needs 629 MB before it loads"):
         make_chain_model(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
     for invalid in ("8 parsecs", "", "-3GB", "GiB", 0, "1e99999GB"):
         with pytest.raises(nd.ConfigError, match=r"memory: .* is not an amount of memory; expected one such as 8GiB"):

@@ -198,10 +198,10 @@ def test_waits_name_the_layer_and_the_operation():
     run_on_grid(3, body)
     for direction in ("forward", "backward"):
         message = (
-            f"{direction} pass of layer 'global_avg_pooling1': waits in a redistribution over the tiles of replica 0"
+            f"{direction} pass of layer 'global_avg_pooling1': waiting in a redistribution over the tiles of replica 0"
         )
         assert waits.count(message) == 3
-    assert waits.count("forward pass of layer 'fc1': waits in a sum over the tiles of replica 0") == 3
+    assert waits.count("forward pass of layer 'fc1': waiting in a sum over the tiles of replica 0") == 3
 
 
 def test_passes_ending_at_a_vector_gather_it():

@@ -24,6 +24,6 @@ def test_step_matches_its_reference(tool, tmp_path, monkeypatch, capsys):
     options = ["--extent", "384", "--square", "32", "--dtype", "float64", "--file", str(tmp_path / "large.h5")]
     monkeypatch.setattr(sys, "argv", ["large_step.py", *options])
     assert tool.main() == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if "of its largest value" in line]) == 9
+    assert len([line for line in capsys.readouterr().out.splitlines() if "relative to the largest value" in line]) == 9
     monkeypatch.setattr(tool, "LABEL", 4)  # the file has another label
     assert tool.main() == 1

@@ -1,4 +1,4 @@
-"""Seconds, bytes and memory of a step on a rank count and a machine."""
+"""Predicted time, bytes sent and memory of a step, for a number of ranks and a machine."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def fit_machine(machine: Machine, rows: Sequence[Row], measured: Mapping[int, fl
 
 
 def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
-    """Return a row of `predict` for another machine, which `fit_machine` has returned for the previous machine."""
+    """Return a row of `predict` converted from machine `previous` to the same machine after `fit_machine`."""
     ranks, compute_before = row["ranks"], row["compute_seconds"]
     compute = compute_before * machine.compute_factor / previous.compute_factor
     waiting = row["waiting_seconds"] - previous.expected_delay_seconds(ranks, compute_before)
@@ -189,12 +189,12 @@ def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
 
 
 def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_busiest_rank) -> float:
-    """Return the seconds that a row's rank, run alone, takes now."""
+    """Measure again the seconds per step of a row's busiest rank when nothing else runs."""
     return profile(experiment, GridShape(**row["grid"]), COMPARISON_SECONDS).seconds
 
 
 def replace_uncontended_seconds(machine: Machine, row: Row, uncontended_seconds: Sequence[float]) -> Row:
-    """Return a row of `predict` with new uncontended times: their mean; the noise is at least their spread."""
+    """Return a row of `predict` with the mean of new uncontended times, and with at least their spread as noise."""
     alone = float(np.mean(uncontended_seconds))
     now = replace(machine, compute_factor=machine.compute_factor * alone / row["uncontended_seconds"])
     noise = max(row["noise"], max(uncontended_seconds) / min(uncontended_seconds) - 1)

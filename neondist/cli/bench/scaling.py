@@ -57,7 +57,7 @@ def add_parser(benches: Any) -> None:
     parts = group.add_subparsers(required=True, metavar="WHAT")
 
     cmd = parts.add_parser(
-        "calibrate", help="measure message times, cores and memory of this machine", allow_abbrev=False
+        "calibrate", help="measure message times, core speed and memory bandwidth", allow_abbrev=False
     )
     options.add_rank_options(cmd, "number of ranks to start with mpirun (default: two per core)")
     cmd.add_argument(

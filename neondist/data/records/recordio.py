@@ -33,7 +33,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 
 class RecordIOWriter:
-    """Writer of RecordIO files as of pyrecordio, not of MXNet; a file gets its final name when it is complete.
+    """Writer of RecordIO files in the format of pyrecordio, not MXNet; a file gets its final name when complete.
 
     Parameters
     ----------
@@ -150,8 +150,8 @@ class RecordIORecords(RecordReader):
             self._file.seek(start)
             head = self._file.read(_HEADER.size)
             if len(head) < _HEADER.size or _HEADER.unpack(head)[0] != MAGIC:
-                problem = "no chunk begins at byte" if chunks else "is not a RecordIO file: no chunk begins at byte"
-                raise DataError(f"{self.path}: record {records}: {problem} {start}; rewrite the file")
+                problem = f"record {records}" if chunks else "not a RecordIO file"
+                raise DataError(f"{self.path}: {problem}: no chunk begins at byte {start}; rewrite the file")
             _, _, _, length, count = _HEADER.unpack(head)
             if start + _HEADER.size + length > size:
                 raise DataError(f"{self.path}: record {records}: the file ends inside its chunk; rewrite the file")
@@ -185,7 +185,7 @@ class RecordIORecords(RecordReader):
         try:
             array: np.ndarray = np.load(io.BytesIO(record), allow_pickle=False)
         except (ValueError, EOFError, SyntaxError) as error:
-            raise self._bad_record(number, f"is not a valid .npy array ({error}); rewrite the file") from error
+            raise self._bad_record(number, f"not a valid .npy array ({error}); rewrite the file") from error
         return array
 
 

@@ -121,7 +121,8 @@ class DebugHaloStepContext(StepContext):
             raise self.layer_error(
                 direction,
                 f"{marks.sum()} elements of {quantity} were computed from cells outside its view, or never written, the"
-                f" first at index {tuple(map(int, np.argwhere(marks)[0]))}; declare a larger window, or write them all",
+                f" first at index {tuple(map(int, np.argwhere(marks)[0]))}; declare a larger window, or write every"
+                " element",
             )
 
 

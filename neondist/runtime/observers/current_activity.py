@@ -45,21 +45,21 @@ class CurrentActivity(Observer):
         place, doing, before = "", "", ""
         for what, name, direction, subject in [*self._stack]:
             if what == "layer":
-                place, doing = f"{direction} pass of layer '{name}': ", "is not waiting for another rank"
+                place, doing = f"{direction} pass of layer '{name}': ", "not waiting for another rank"
             elif what == "wait":
                 doing = self._describe_wait(subject, before)
             else:
-                place, doing = _WORK_PREFIXES.get(what, place), doing or "is not waiting for another rank"
+                place, doing = _WORK_PREFIXES.get(what, place), doing or "not waiting for another rank"
             before = what
         return place + doing
 
     def _describe_wait(self, subject: Exchange | str, activity: str) -> str:
         if isinstance(subject, str):
             operation = "redistribution" if activity == "redistribute" else "sum"
-            return f"waits in a {operation} over {self._describe_group(subject)}"
+            return f"waiting in a {operation} over {self._describe_group(subject)}"
         first = self.grid.rank - self.grid.tile  # first rank of this replica
         peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})
-        return f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
+        return f"waiting for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))} in the halo exchange"
 
     def _describe_group(self, name: str) -> str:
         grid = self.grid

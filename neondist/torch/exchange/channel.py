@@ -44,12 +44,12 @@ class TransferChannel:
         return self.comm.grid.observers.observe(event, self.name, direction)
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
-        """Return this rank's view of a tensor, from the rank's part.
+        """Return this rank's view of a partitioned tensor, given the rank's part.
 
         Parameters
         ----------
         pads : sequence of (dimension, before, after)
-            Numbers of indices of value `fill` added around the view.
+            Widths of the padding, filled with `fill`, before and after the view along each dimension.
         """
         result = view = self.empty_like_view(tensor, pads)
         for dim, before, after in pads:
@@ -90,7 +90,7 @@ class TransferChannel:
         pads: Sequence[tuple[int, int, int]] = (),
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part from the summed gradients of all views of it.
+        """Return the gradient of this rank's part: the sum of the gradients of all ranks' views of its cells.
 
         Parameters
         ----------
@@ -203,7 +203,7 @@ CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last if a tensor, or the tensor that it is sliced from, has only this format; else contiguous."""
+    """Return channels-last if a tensor, or the one it is sliced from, is in this format only; otherwise contiguous."""
     if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
         if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():

@@ -30,9 +30,9 @@ _HALO_ARGS = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilatio
 def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
     """Return the view of a window on a tiled image: this rank's tile plus its halo.
 
-    Each view has the cells needed for this rank's part of the window's output, which is split evenly, too: a
-    convolution without padding over the views yields the tiles of the output. Padding is filled in. Backward sums the
-    gradient of a cell over all ranks whose views contain it. Collective over all ranks, forward and backward.
+    Each view contains the cells needed for this rank's part of the window's output, which is also split evenly: a
+    convolution without padding over the views yields the tiles of the output. Padding is filled in. Gradients are
+    those of the sum, over all ranks, of the values on which `backward` is called. Collective, forward and backward.
 
     `halo` is implemented as the custom operator `torch.ops.neondist.halo`, whose shapes and gradient torch.compile
     knows: with `global_shape`, it compiles into a single graph.
@@ -80,7 +80,7 @@ _uncompiled_global_extent_of = torch._disable_dynamo(_global_extent_of)
 def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
     """Return the elementwise sum or maximum over ranks, on every rank (an allreduce). Collective.
 
-    As in `halo`, the loss is taken to be the sum of the values on which the ranks call `backward`. Therefore, call
+    As for `halo`, gradients are those of the sum of the values on which the ranks call `backward`. Therefore, call
     `backward` on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
 
     The custom operator `torch.ops.neondist.reduce` implements it; torch.compile knows its shapes and gradient.
@@ -303,7 +303,7 @@ def _check_grid(grid: Any) -> None:
     if not isinstance(grid, ProcessGrid):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
     if grid.closed:
-        raise GridError("grid: expected an open one, got a closed one; call halo and reduce inside its `with` block")
+        raise GridError("grid: already closed; call halo and reduce inside its `with` block")
 
 
 def _check_arguments(x: Any, window: Any, global_shape: Any) -> None:
@@ -311,10 +311,10 @@ def _check_arguments(x: Any, window: Any, global_shape: Any) -> None:
         raise ConfigError(f"window: expected an nd.Window, got {window!r}")
     if not isinstance(x, torch.Tensor):
         raise ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
-    expected = f"(N, C, *spatial) of {window.ndim + 2} numbers"
     if x.dim() != window.ndim + 2:
         raise ShapeError(
-            f"x: a window of {counted(window.ndim, 'axis', 'axes')} needs the shape {expected}, got {tuple(x.shape)}"
+            f"x: a window with {counted(window.ndim, 'axis', 'axes')} needs a {window.ndim + 2}-D tensor"
+            f" (N, C, *spatial), got shape {tuple(x.shape)}"
         )
     if global_shape is not None and len(global_shape) != x.dim():
-        raise ShapeError(f"global_shape: expected {expected}, got {len(global_shape)} numbers")
+        raise ShapeError(f"global_shape: expected {x.dim()} numbers (N, C, *spatial), got {len(global_shape)}")

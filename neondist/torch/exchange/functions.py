@@ -31,8 +31,8 @@ def save_recompute_trigger(ctx: Any) -> None:
 def trigger_recompute(ctx: Any) -> Any:
     """Return the saved tensors, so that an enclosing checkpoint recomputes its forward pass before any send.
 
-    A checkpoint recomputes when the first saved tensor is unpacked. With local work, it may be a different one on each
-    rank, and the messages of the two passes would then have different orders on different ranks.
+    A checkpoint recomputes when the first saved tensor is unpacked. Without this, that tensor could differ between
+    ranks, whose local work differs, and they would order the messages of the two passes differently.
     """
     return ctx.saved_tensors
 
@@ -44,7 +44,7 @@ class ExchangeView(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, channel: TransferChannel, pads: Any, fill: float, has_unaliased_gradient: bool
     ) -> torch.Tensor:
-        """Return the view of this rank; `has_unaliased_gradient`: whether its gradient shares no memory."""
+        """Return the view of this rank; `has_unaliased_gradient`: its gradient shares no memory with others."""
         ctx.channel, ctx.options = channel, (tensor.shape, pads, has_unaliased_gradient)
         save_recompute_trigger(ctx)
         with channel.observe("forward"):
@@ -171,7 +171,7 @@ class SumParameterGradients(torch.autograd.Function):
     def forward(
         ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], unaliased: Sequence[bool], *tensors: torch.Tensor
     ) -> Any:
-        """Return the parameters, or this rank's parts of them; `unaliased` gradients may be modified."""
+        """Return the parameters, or this rank's parts of them; `unaliased`: whether each gradient may be modified."""
         ctx.comm, ctx.parts, ctx.unaliased, ctx.shapes = comm, parts, unaliased, [tensor.shape for tensor in tensors]
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
@@ -203,7 +203,7 @@ class SumParameterGradients(torch.autograd.Function):
 
 
 MAX_BUCKET_BYTES = 1 << 22
-"""Size of gradients that are summed at once: the allocator would not reuse the memory of larger arrays."""
+"""Maximum size of gradients that are summed together: the allocator would not reuse the memory of larger arrays."""
 MIN_SINGLE_BYTES = 1 << 18
 """Size from which a gradient is summed alone, in place if possible, instead of being joined with others."""
 

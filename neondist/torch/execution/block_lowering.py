@@ -32,8 +32,8 @@ from ..lowering.steps import shapes_if_empty
 AxisRanges = tuple[tuple[Range, ...], ...]
 """For each of several values, the range along each dimension."""
 _REFUSAL_REASON_BY_KIND = {
-    "gather": "it sees the whole image",
-    "ring": "it sees the whole image",
+    "gather": "it needs the whole image",
+    "ring": "it needs the whole image",
     "sum": "it sums over the whole image",
     "max": "it compares the whole image",
     "norm": "it normalises by sums over the whole image",
@@ -64,7 +64,7 @@ class BlockMesh(Mesh):
 
 
 class InputNorm(NamedTuple):
-    """Norm by statistics of its input: input, mean and variance (N·groups,) or (C,), their definition, and result."""
+    """Norm with statistics of its input; mean and variance have shape (N·groups,) or (C,), y is the result."""
 
     x: Value
     mean: Value

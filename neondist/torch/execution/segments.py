@@ -21,7 +21,7 @@ from .program_lowering import OperatorRecord, RecordedProgram
 
 Strips: TypeAlias = int | Literal["auto"] | None
 MAX_STRIP_BYTES = 1 << 20
-"""Maximum bytes per sample of all operators' results in a strip of 'auto'."""
+"""Maximum bytes per sample of all operators' results in a strip if `strips` is 'auto'."""
 SEED_INPUT_NUMBER = -1
 """Number of the random seed among values of the program."""
 
@@ -32,7 +32,7 @@ class SegmentBuilder(BlockLowering):
     Attributes
     ----------
     has_margin : bool
-        Whether the segment reads the image with the whole margin of a tile.
+        Whether a rank reads its tile of the image with a margin as wide as all windows of the segment need.
     numbers : list of int
         Numbers of the operators.
     segment_values : dict of int to Value
@@ -77,8 +77,7 @@ class SegmentBuilder(BlockLowering):
         Parameters
         ----------
         inside : bool
-            Whether the operator is part of the segment; other operators, whose results the segment may read, are
-            repeated in it.
+            False: the operator stays outside the segment, which only recomputes results that it reads.
         """
         before = dict(self.program_inputs), dict(self.segment_values), list(self.input_norms), self.seed
         try:
@@ -109,7 +108,7 @@ class SegmentBuilder(BlockLowering):
         return {number: value for number, value in self.program_inputs.items() if value.id in read}
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
-        """Reject an operator whose results are not boxes of cells around those of its arguments."""
+        """Reject an operator whose results cannot be computed from boxes of cells of its arguments."""
         boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids_in(record.result)]
         if not (
             record.is_getitem_or_constructor
@@ -169,7 +168,7 @@ class OperatorSegment:
     rows : int
         Rows of a strip; 0: the whole tile at once.
     has_margin : bool
-        Whether the segment reads the image with the whole margin of a tile.
+        Whether a rank reads its tile of the image with a margin as wide as all windows of the segment need.
     """
 
     records: dict[int, OperatorRecord]

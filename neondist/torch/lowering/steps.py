@@ -173,7 +173,7 @@ class StepListBuilder:
         return self._new_value(local_shape(layout, self._place), axes_of(layout), dtype, kind, layout)
 
     def passed_image_and_tile(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
-        """Return the value as which a module's input is passed, and the input's tile; they differ in some schemes."""
+        """Return the value passed as a module's input, and the input's tile; they differ in some schemes."""
         tile = self.new_input(layout, dtype)
         return tile, tile
 
@@ -227,7 +227,7 @@ class StepListBuilder:
     def _add_local_step(
         self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: PlaceFunction | None
     ) -> None:
-        """Add local work on tensors and, if `at` is given, on its value at the place."""
+        """Add local work on tensors; if `at` is given, `run` takes its value at the place of the rank or block."""
         bind = None if at is None else lambda place: partial(run, at(place))
         bound = run if bind is None else bind(self._place)
         self._add_step("local", inputs, results, run=bound, bind_to_place=bind, kind_args=shapes_if_empty(results))

@@ -12,9 +12,9 @@ class DebugHalo(Hook):
     """Detect errors in custom layers and border schemes, with bitwise identical results.
 
     Cells of a view that are to be filled are initialised with a special NaN. Layers receive copies of their views and
-    output gradients, surrounded by such NaNs. Messages are sent and received with random delays, and must not change in
-    transit. An error stops the run with a HaloError that names layer, direction and step. In PyTorch modules, the
-    results of custom rules are compared with their declarations, and rules must not modify their arguments.
+    output gradients, surrounded by such NaNs. Messages are delayed at random, and must not be modified until their
+    transfer is complete. An error stops the run with a HaloError that names layer, direction and step. In PyTorch
+    modules, results of custom rules are compared with their declarations, and rules must not modify their arguments.
 
     Parameters
     ----------

@@ -14,9 +14,9 @@ _LEASE_SECONDS = 1e9
 
 
 class TaskQueueHook(Hook):
-    """Take the order of records from a queue in the run's folder, and credit them after each step.
+    """Take the order of records from a queue in the run's folder, and mark them as done after each step.
 
-    A resumed run continues from its checkpoint: credits of records on which the weights were not trained are revoked.
+    A resumed run continues from its checkpoint: records on which its weights were not trained are pending again.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class TaskQueueHook(Hook):
         run.dataset.train.sampler = self.queue
 
     def after_step(self, run: TrainState) -> None:
-        """Credit the batch."""
+        """Mark the records of the batch as done."""
         self._credit_samples(run.epoch, run.samples_seen)
 
     def after_run(self, run: TrainState) -> None:

@@ -157,7 +157,7 @@ class Watchdog(Hook):
         lines = [f"{head}: {activity}" if activity else head]
         if not waits:
             calls = innermost_calls(self.watched_thread_id) or "  none: its thread has ended"
-            lines = [f"{lines[0]}, most recent call first:", calls]
+            lines = [f"{lines[0]}; most recent call first:", calls]
         lines += [
             f"rank {rank} of {self.size}: process {pid} is stopped (by SIGSTOP, a debugger or a terminal)"
             for rank, pid in self.local_pids.items()

@@ -61,8 +61,8 @@ def evaluate_files(
     Returns
     -------
     dict
-        'samples', 'loss', 'error' (misclassification) and metrics by name, equal on every rank; None for values that
-        do not apply to the targets.
+        'samples', 'loss', 'error' (misclassification rate) and metrics by name, equal on every rank; None for values
+        that do not apply to the targets.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def evaluate_module(
     block: int | None = None,
     samples: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Return the cross entropy and the misclassification of a module with trained weights over files. Collective.
+    """Return the cross entropy and the misclassification rate of a module with trained weights over files. Collective.
 
     Parameters
     ----------

@@ -169,9 +169,9 @@ class Attention(nn.Module):
         (nn.InstanceNorm2d(2), "instance_norm", "it normalises by sums over the whole image"),
         (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it normalises by sums over the whole image"),
         (nn.Sequential(FlattenCells(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
-        (RowOrder(), "gather", "it sees the whole image"),
-        (Spectrum(), "fft_rfft2", "it sees the whole image"),
-        (Attention(), "scaled_dot_product_attention", "it sees the whole image"),
+        (RowOrder(), "gather", "it needs the whole image"),
+        (Spectrum(), "fft_rfft2", "it needs the whole image"),
+        (Attention(), "scaled_dot_product_attention", "it needs the whole image"),
     ],
 )
 def test_global_operators_are_named(part, operator, reason):
