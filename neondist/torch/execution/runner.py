@@ -75,10 +75,10 @@ class PlanRunner:
         if plan.seed_id is not None:
             env[plan.seed_id] = self._draw_seed(inputs)
         before = self.comm.bytes_sent
-        with self._saved_tensors.record_saved_tensors():
-            if self._recomputed_segments and torch.is_grad_enabled():
-                self._run_segments(env)
-            else:
+        if self._recomputed_segments and torch.is_grad_enabled():
+            self._run_segments(env)
+        else:
+            with self._saved_tensors.record_saved_tensors():
                 self._run_steps(plan.steps, env)
         self._check_sent_bytes(self.comm.bytes_sent - before)
         if plan.mutated_buffers:
@@ -110,7 +110,8 @@ class PlanRunner:
                 env.update(zip(segment.outputs, outputs, strict=True))
                 for value in {value for step in segment.steps for value in step.freed_ids}:
                     env.pop(value, None)
-        self._run_steps(last.steps, env)
+        with self._saved_tensors.record_saved_tensors():  # others must be recomputed from tensors of the same strides
+            self._run_steps(last.steps, env)
 
     def _run_segment(self, segment: Segment, *tensors: torch.Tensor) -> list[torch.Tensor]:
         env = dict(zip(segment.inputs, tensors, strict=True))

@@ -133,3 +133,21 @@ class DetachedTarget(nn.Module):
 
 def test_detached_output_has_no_gradient():
     check_module(DetachedTarget(), (2, 4, 5), grids=[(2, 1, 2)], recompute=True)
+
+
+class StridedAttention(nn.Module):
+    """Attention of every second cell, with one feature: PyTorch's kernel depends on the strides of the arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(3, 2, (1, 3), (1, 2), (0, 0), (0, 3), 1, True, (1, 5))
+
+    def forward(self, x):
+        cells = x[1::2, 1:, -3:, ::2]
+        heads = [cells.flatten(2).unflatten(1, (3, 1)).transpose(2, 3) for _ in range(3)]
+        y = self.conv(nn.functional.scaled_dot_product_attention(*heads).transpose(2, 3).reshape([1, 3, 3, 3]))
+        return torch.stack([y, y.sin()], 0)
+
+
+def test_segments_are_recomputed_from_tensors_of_the_same_strides():
+    check_module(StridedAttention(), (3, 4, 7, 6), grids=[(1, 5, 1)], recompute=True)
