@@ -167,10 +167,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
         _print_results(arguments, grid, arguments.file, arguments.checkpoint, results, samples, read_class_names)
 
+    def check_sources(_: Any) -> None:
+        _check_source(arguments.input, arguments.axes)
+        _check_source(arguments.labels)
+
     load = (
         partial(load_and_validate, arguments)
         if None in files
-        else lambda world, ranks: load_experiment_on_all_ranks(arguments, world, lambda _: _check_files(arguments))
+        else lambda world, ranks: load_experiment_on_all_ranks(arguments, world, check_sources)
     )
     return _run_with_experiment(arguments, load, work)
 
@@ -196,12 +200,11 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
     return _run_with_module(arguments, work)
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
+def _check_source(path: str | Path, axes: str | None = None) -> None:
     """Raise DataError if images or labels cannot be opened; called before ranks are started."""
     from ..formats import open_source
 
-    open_source(arguments.input, axes=arguments.axes).close()
-    open_source(arguments.labels).close()
+    open_source(path, axes=axes).close()
 
 
 def _print_results(
@@ -343,7 +346,7 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
             trained = TrainedModule(factory, arguments.weights, arguments.factory, **module_options)
             trained.check_images(arguments.input)
             if command == "evaluate":
-                _check_files(arguments)
+                _check_source(arguments.labels)
         return trained
 
     def work_on_grid(world: Transport, trained: Any) -> int:
