@@ -179,9 +179,12 @@ class ModuleParameters(Parameters):
         self._earlier_sums = self.grads.copy() if names else None
         self.grads[...] = 0
 
-    def broadcast_from_owners(self) -> None:
+    def broadcast_from_owners(self, previous_sparse_parts: list[Any] | None = None) -> None:
         """Receive, from their owners, the values that this rank does not own. Collective."""
-        self._broadcast_from_owners()
+        self.version += 1
+        for part, own in self._owned_parts():
+            _copy_if_separate(own, part)
+        self.owners.broadcast_from_owners(self.values[self.owned_start :], previous_sparse_parts)
 
     @contextmanager
     def optimizer_update(self) -> Iterator[None]:
@@ -197,13 +200,7 @@ class ModuleParameters(Parameters):
         self.adopt_assigned_data()
         before = self.owners.copy_own_sparse_parts(self.values[self.owned_start :])
         yield
-        self._broadcast_from_owners(before)
-
-    def _broadcast_from_owners(self, previous_sparse_parts: list[Any] | None = None) -> None:
-        self.version += 1
-        for part, own in self._owned_parts():
-            _copy_if_separate(own, part)
-        self.owners.broadcast_from_owners(self.values[self.owned_start :], previous_sparse_parts)
+        self.broadcast_from_owners(before)
 
     def _owned_parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield views of the parts that this rank owns in the flat buffer, each with the tensor of its optimiser."""
