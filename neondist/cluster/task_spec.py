@@ -13,6 +13,7 @@ from ..comm import Transport
 from ..errors import ConfigError, LaunchError
 from ..registry import suggest
 from ..registry.arguments import type_checked
+from ..system.heartbeat import has_port
 from ..system.job import count_torchrun_ranks, detect_job, local_rank
 
 _CANONICAL_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
@@ -182,7 +183,7 @@ class TaskSpecDef:
                 " all workers as one job, without addresses, and pass their number to ProcessGrid as replicas"
             )
         address = self.master or self.worker_hosts[0]
-        if not _has_port(address):
+        if not has_port(address):
             raise ConfigError(f"create_server: '{address}' has no port; give the first task's address as HOST:PORT")
         joined: Transport = _import_torch_transport().join_process_group(address, self.shard_index, self.num_workers)
         return joined
@@ -284,18 +285,13 @@ def _create_task(variable: str, **arguments: Any) -> TaskSpecDef:
         )
     addresses = [address for hosts in members.values() for address in hosts]
     for address in addresses:
-        if not _has_port(address):
+        if not has_port(address):
             raise ConfigError(f"{variable}: '{address}' has no port; give the address of each task as HOST:PORT")
         if addresses.count(address) > 1:
             raise ConfigError(
                 f"{variable}: '{address}' is listed {addresses.count(address)} times; give each task its own port"
             )
     return task
-
-
-def _has_port(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and int(port) < 1 << 16
 
 
 def _tf_config_section(config: dict[str, Any], name: str) -> dict[str, Any]:

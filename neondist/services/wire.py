@@ -39,6 +39,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserError
+from ..system.heartbeat import has_port
 from ..version import __version__
 from .message import CHUNK_BYTES, Message, MessageArray, MessageError, ProtocolVersionError, decode, encode
 
@@ -312,9 +313,9 @@ class ServiceClient:
 
 def split_address(address: str) -> tuple[str, int]:
     """Return the host and the port of 'HOST:PORT'; ConfigError if it is invalid."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not has_port(address):
         raise ConfigError(f"address '{address}': expected HOST:PORT, such as 10.0.0.1:7001")
+    host, _, port = address.rpartition(":")
     return host, int(port)
 
 

@@ -80,6 +80,12 @@ def supervisor_descriptor(env: Mapping[str, str]) -> int | None:
     return int(number) if process == str(os.getpid()) else None
 
 
+def has_port(address: str) -> bool:
+    """Return whether an address is HOST:PORT with a valid port."""
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 1 << 16
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Return the host and the port of 'HOST:PORT' or '[IPV6]:PORT'."""
     host, _, port = address.rpartition(":")
