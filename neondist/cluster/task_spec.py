@@ -166,7 +166,10 @@ class TaskSpecDef:
             When a parameter server has finished.
         """
         if self.is_ps():
-            sys.exit(import_module("neondist.services.job").run_server_task(self))  # by name: a higher layer with gRPC
+            if not self.ps_hosts:
+                raise ConfigError(f"create_server: parameter server {self.index} has no address; add it to ps_hosts")
+            services = import_module("neondist.services.job")  # by name: a higher layer with gRPC
+            sys.exit(services.run_server_task(self.ps_hosts[self.index]))
         if self.is_evaluator() or self.num_ps:
             return None
         if not self.worker_hosts:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ..cluster import TaskSpecDef
 from ..errors import LaunchError
 from ..system.signals import INTERRUPTED_EXIT_CODE, SignalRecorder
 from ..terminal.console import say
 from .message import Message
-from .server import MAX_WAIT_SECONDS, ParameterServer, create_parameter_server
-from .wire import Service, ServiceMethod
+from .server import MAX_WAIT_SECONDS, ParameterServer
+from .wire import Service, ServiceHost, ServiceMethod, read_token
 
 FIRST_WORKER_TIMEOUT_SECONDS = 3600.0
 WORKER_LEASE_SECONDS = 120.0
@@ -117,13 +117,13 @@ class JobService(Service):
         return over
 
 
-def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None) -> int:
-    """Run the server of a task of type 'ps' until the end of the job, SIGTERM or Ctrl-C; return the exit code.
+def run_server_task(address: str) -> int:
+    """Run a parameter server at HOST:PORT until the end of the job, SIGTERM or Ctrl-C; return the exit code.
 
     Raises
     ------
     ConfigError
-        As for `create_parameter_server`.
+        The address is in use or on another machine, or NEONDIST_TOKEN is not set.
     LaunchError
         No worker has connected, or all workers are lost.
     """
@@ -131,7 +131,7 @@ def run_server_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None)
     job = JobService(lambda worker: server.remove_worker(Message({"worker": worker})))
     signals = SignalRecorder().install_signal_handlers()
     try:
-        with create_parameter_server(task, environ, services=[server, job]) as host:
+        with ServiceHost([server, job], address, read_token(os.environ)) as host:
             say(f"PServer at {host.address}")
             signals.add_listener(lambda name: job.stop_waiting_for_end())
             job.wait_for_end()

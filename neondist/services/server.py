@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..cluster import TaskSpecDef
 from ..errors import ConfigError, ServiceUnavailableError
 from .checkpoint import load_state, make_state_writer, read_configuration
 from .message import Message, MessageError, encode
 from .progress import AppliedMinibatches, StalenessBound, learning_rate_factor
 from .state import PushedGradient, ServerState, SyncPolicy
-from .wire import Reply, Service, ServiceHost, ServiceMethod, read_token
+from .wire import Reply, Service, ServiceMethod
 
 MAX_WAIT_SECONDS = 60.0
 """Seconds after which a waiting call returns; clients repeat it."""
@@ -337,30 +335,6 @@ class ParameterServer(Service):
         if not _CHECKPOINT_NAME_PATTERN.fullmatch(name):
             raise MessageError("field 'name': expected letters, digits, '.', '-' and '_'")
         return self._checkpoint_folder / name
-
-
-def create_parameter_server(
-    task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] | None = None
-) -> ServiceHost:
-    """Create the parameter server of a task of type 'ps', at its address in the cluster.
-
-    Parameters
-    ----------
-    task : TaskSpecDef
-    environ : mapping, optional
-        Environment with the job's token. Default: that of the process.
-    services : sequence of Service, optional
-        Services to run. Default: a `ParameterServer` without checkpoints.
-
-    Raises
-    ------
-    ConfigError
-        The task is not a parameter server, its address is in use or on another machine, or the token is missing.
-    """
-    if not task.is_ps() or task.index >= task.num_ps:
-        raise ConfigError(f"task '{task.type}' {task.index} is not a parameter server of the cluster; add it to ps")
-    token = read_token(os.environ if environ is None else environ)
-    return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 
 
 def _parse_server_configuration(request: Message) -> tuple[ServerState, SyncPolicy]:

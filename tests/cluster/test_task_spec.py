@@ -107,6 +107,11 @@ def test_first_address_needs_a_port(hosts, master):
         task.create_server()
 
 
+def test_parameter_server_without_address():
+    with pytest.raises(nd.ConfigError, match="create_server: parameter server 0 has no address; add it to ps_hosts"):
+        nd.TaskSpecDef("ps", 0).create_server()
+
+
 @pytest.mark.parametrize("kind", ["ps", "worker", "master"])
 @pytest.mark.parametrize(("address", "problem"), [
     ("h", "'h' has no port; give the address of each task as HOST:PORT"),

@@ -13,12 +13,10 @@ from processes import list_commands
 
 import neondist as nd
 from neondist.cli import main
-from neondist.cluster import TaskSpecDef
 from neondist.errors import ServiceUnavailableError
 from neondist.services.client import ParameterClient
 from neondist.services.placement import place_parameters
 from neondist.services.progress import MinibatchId
-from neondist.services.server import create_parameter_server
 from neondist.services.wire import TOKEN_VARIABLE, ServiceHost, create_token
 from neondist.strategies import PS, ParameterSpec
 
@@ -70,16 +68,6 @@ def test_errors_are_one_message(monkeypatch, capsys):
     monkeypatch.delenv(TOKEN_VARIABLE)
     assert main(["serve", "ps"]) == 2
     assert "NEONDIST_TOKEN: expected a secret" in capsys.readouterr().err
-
-
-def test_server_of_a_task():
-    with create_parameter_server(
-        TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN_VARIABLE: create_token()}
-    ) as host:
-        assert host.address.startswith("127.0.0.1:")
-    for task in (TaskSpecDef("worker", 0, worker_hosts="a:1,b:1"), TaskSpecDef("ps", 0)):
-        with pytest.raises(nd.ConfigError, match="is not a parameter server of the cluster"):
-            create_parameter_server(task, {TOKEN_VARIABLE: create_token()})
 
 
 ASYNCHRONOUS_EXPERIMENT = """!FitExperiment
