@@ -21,6 +21,7 @@ from .resources import ResourceSpec
 from .ssh_config import SSH_AGENT_VARIABLE, remote_command
 
 HOST_SCRIPT_TIMEOUT = 60.0
+_SCRIPT_POLL_SECONDS = 0.1
 SSH_TIMEOUT = 15.0
 SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
 DEFAULT_SLOTS_VARIABLE = "OMPI_MCA_orte_set_default_slots"
@@ -87,6 +88,18 @@ class HostSource:
             raise ConfigError(f"{path}: no such file; give a host file, a resource file, or an executable script")
         self.is_resource_file = self.path.suffix in (".yaml", ".yml")
         self.is_script = not self.is_resource_file and os.access(self.path, os.X_OK)
+        self._closed = False
+        self._running_scripts: list[subprocess.Popen[bytes]] = []
+
+    def close(self) -> None:
+        """End a running script, and any started later, without waiting; may be called from a signal handler."""
+        self._closed = True
+
+    def wait_closed(self) -> None:
+        """Close the source, and wait until no script runs in another thread."""
+        self.close()
+        while self._running_scripts:
+            time.sleep(_SCRIPT_POLL_SECONDS / 4)
 
     @cached_property
     def slots_at_start(self) -> dict[str, int]:
@@ -126,16 +139,15 @@ class HostSource:
         except OSError as error:
             text = f"cannot be run ({error.strerror}); make it executable and begin it with #!/bin/sh"
             raise ConfigError(f"{self.path}: {text}") from None
+        self._running_scripts.append(process)
         with process:
             try:
-                output, errors = process.communicate(timeout=HOST_SCRIPT_TIMEOUT)
-            except BaseException as error:
+                output, errors = self._collect_output(process)
+            except BaseException:
                 _kill_with_children(process)
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                raise ConfigError(
-                    f"{self.path}: has not ended within {HOST_SCRIPT_TIMEOUT:g} s; run it by hand to see why"
-                ) from None
+                raise
+            finally:
+                self._running_scripts.remove(process)
         if process.returncode:
             message = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
             raise ConfigError(
@@ -143,6 +155,23 @@ class HostSource:
                 " HOST:SLOTS lines"
             )
         return output.decode(errors="replace")
+
+    def _collect_output(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+        """Return what a script has printed when it ends; a child that keeps the pipes open is not waited for."""
+        end = time.monotonic() + HOST_SCRIPT_TIMEOUT
+        while True:
+            has_ended = process.poll() is not None
+            try:
+                return process.communicate(timeout=_SCRIPT_POLL_SECONDS)
+            except subprocess.TimeoutExpired as expired:
+                if has_ended:
+                    return expired.output or b"", expired.stderr or b""
+            if self._closed:
+                raise ConfigError(f"{self.path}: ended before it had printed the hosts, as the command was stopped")
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{self.path}: has not ended within {HOST_SCRIPT_TIMEOUT:g} s; run it by hand to see why"
+                )
 
 
 def _kill_with_children(process: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ def run_generations(
     arguments.signals.needs_cleanup = True
     log = None if experiment is None else RunEventLog(arguments.folder, bool(arguments.resume))
     addresses = monitor_addresses(os.environ) if arguments.source is None else list_own_addresses()
-    with SnapshotKeepers(addresses) as snapshot_keepers:
+    with SnapshotKeepers(addresses) as snapshot_keepers, ExitStack() as stack:
+        if arguments.source is not None:
+            stack.callback(arguments.source.wait_closed)
         run = _MultiGenerationRun(arguments, experiment, log, snapshot_keepers, start, sleep)
         code = run.run()
         run.log_event("end", code=code)

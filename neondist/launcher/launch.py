@@ -20,6 +20,7 @@ from ..system.job import GENERATION_VARIABLE, JOB_START_TIME_VARIABLE, LAUNCHED_
 from ..terminal.console import say
 from . import pinning
 from .cleanup import create_temporary_job_folders
+from .members import report_early_stop
 from .monitor import LEASE_SECONDS, LOOPBACK_ADDRESS, Monitor
 from .mpirun import INSTALL_REMEDY, Mpirun, find_mpirun
 from .placement import list_own_addresses, open_job_placement
@@ -60,7 +61,7 @@ def launch(
     """
     mpirun, ranks = require_mpirun(os.environ), arguments.ranks
     if arguments.stops and received_signals:
-        say(f"stopped before the ranks were started: received {received_signals[0]}; start the same command again")
+        report_early_stop(received_signals)
     with open_job_placement(arguments, mpirun, ranks) as placement:
         env = rank_environment(mpirun, ranks, os.environ, pin_ranks=placement is None) | {**(variables or {})}
         if arguments.begun is not None:

@@ -6,14 +6,15 @@ import argparse
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, find_unusable_hosts, ranks_per_host, slots_by_node
-from ..errors import LaunchError, UserError
+from ..errors import ConfigError, LaunchError, UserError
 from ..system.job import LAUNCHED_RANKS_VARIABLE, Job
+from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
 
 HOST_COOLDOWN_SECONDS = 60.0
@@ -108,10 +109,22 @@ def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
         arguments.resources = ResourceSpec(arguments.hosts_from)
 
 
+def report_early_stop(received_signals: Sequence[str]) -> None:
+    """Report that a stop was requested before the start of the ranks."""
+    say(f"stopped before the ranks were started: received {received_signals[0]}; start the same command again")
+
+
 def _resolve_ranks(arguments: argparse.Namespace) -> None:
     """Check the numbers of ranks and spares against the available hosts."""
     source, spares = arguments.source, arguments.spares
-    slots = sum(source.slots_at_start.values())
+    arguments.signals.add_listener(lambda name: source.close())
+    try:
+        slots = sum(source.slots_at_start.values())
+    except ConfigError:
+        if not arguments.signals.received_signals:
+            raise
+        report_early_stop(arguments.signals.received_signals)
+        raise SystemExit(STOPPED_EXIT_CODE) from None
     if arguments.ranks is None:
         if not slots:
             raise LaunchError(
@@ -287,7 +300,7 @@ class HostWatcher:
         reported = host_pool.refresh_error
         while not self._end.wait(HOST_LIST_POLL_SECONDS):
             host_pool.refresh_host_list()
-            if host_pool.refresh_error not in ("", reported):
+            if host_pool.refresh_error not in ("", reported) and not self._end.is_set():
                 say(f"hosts: {host_pool.refresh_error}; keeping the last list")
             reported = host_pool.refresh_error
             times = times + 1 if self._roster.should_end_generation(self._members) else 0

@@ -182,7 +182,7 @@ def open_elastic_slots(
         reported, shrunk = "", 0
         while not closed.wait(HOST_LIST_POLL_SECONDS):
             pool.refresh_host_list()
-            if pool.refresh_error not in ("", reported):
+            if pool.refresh_error not in ("", reported) and not closed.is_set():
                 say(f"hosts: {pool.refresh_error}; keeping the last list", sys.stderr)
             reported = pool.refresh_error
             shrunk = shrunk + 1 if sum(pool.listed_slots.values()) < sum(hosts.values()) else 0
@@ -198,6 +198,8 @@ def open_elastic_slots(
             yield ElasticSlots(table, usable, pool.exclude_temporarily, wait_limit, pool.list_excluded_hosts)
         finally:
             closed.set()
+            if source is not None:
+                source.wait_closed()
 
 
 def describe_worker_count_change(before: int, after: int, reason: str) -> str:

@@ -1,5 +1,10 @@
 """Lists of hosts from files and scripts, and usable hosts."""
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +86,37 @@ def test_script_that_hangs(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="hangs: has not ended within 1 s; run it by hand to see why"):
         source.read()
     wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())), 10)
+
+
+def test_script_with_background_child(tmp_path):
+    """Return the output of a script that has ended, although a child of it keeps its output open."""
+    text = f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/pid\necho a:2\n"
+    try:
+        start = time.monotonic()
+        assert HostSource(write_script(tmp_path / "hosts", text)).read() == {"a": 2}
+        assert time.monotonic() - start < 20
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_closed_source_ends_its_script(tmp_path):
+    """End a script that runs in another thread, with its children, and wait for its end."""
+    source = HostSource(write_script(tmp_path / "hangs", f"#!/bin/sh\necho $$ > {tmp_path}/pid\nsleep 300\n"))
+    errors = []
+
+    def read():
+        try:
+            source.read()
+        except ConfigError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 10)
+    source.wait_closed()
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+    thread.join()
+    assert "hangs: ended before it had printed the hosts" in errors[0]
 
 
 def test_failed_host_cools_down():

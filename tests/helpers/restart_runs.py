@@ -21,10 +21,12 @@ class GenerationScript:
     Attributes
     ----------
     started : ranks by host of each generation
+    signals : the signals received by the command
     """
 
     def __init__(self, folder, *acts):
         self.folder, self.acts, self.started = folder, list(acts), []
+        self.signals = SignalRecorder()
 
     def write_hosts(self, text):
         (self.folder / "hosts.new").write_text(text.replace(" ", "\n") + "\n")
@@ -48,7 +50,7 @@ class GenerationScript:
             ["run", str(self.folder / "toy.yaml"), "--output", str(self.folder / "out"),
              "--hosts-from", str(self.folder / "discover"), *words]
         )  # fmt: skip
-        arguments.signals = SignalRecorder()
+        arguments.signals = self.signals
         members.resolve_host_options(arguments, None)
         return run_generations(arguments, load_experiment(self.folder / "toy.yaml"), self.start, sleep)
 

@@ -1,8 +1,13 @@
 """Generations of a run on changing hosts, scripted without ranks."""
 
+import signal
+import threading
+import time
+
 import pytest
 from cli_runs import run_in_process
 from restart_runs import GenerationScript
+from waiting import wait_until
 
 from neondist.cli.arguments import create_parser
 from neondist.errors import LaunchError
@@ -109,6 +114,35 @@ def test_wait_for_hosts_times_out(folder, capsys):
     assert script.run("--elastic", "2:3", "--wait", "0.1") == 1
     assert script.started == []
     assert "gave up after 0.1 s: there is room for 1 rank, but at least 2 are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reads_before", [0, 1])
+def test_stop_while_the_host_script_hangs(folder, capsys, reads_before):
+    """Stop at once, before the first generation or while the second one waits for hosts."""
+    script = GenerationScript(folder, JobEnding(137, "a was killed", ("a",)))
+    script.write_hosts("a:2")
+    reads, hangs = folder / "reads", folder / "hangs"
+    condition = f"[ $(wc -l < '{reads}') -le {reads_before} ]"
+    (folder / "discover").write_text(
+        f"#!/bin/sh\necho >> '{reads}'\n{condition} || {{ touch '{hangs}'; sleep 300; }}\ncat '{folder}/hosts'\n"
+    )
+
+    def stop():
+        wait_until(hangs.exists, 20)
+        script.signals.handle(signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    start = time.monotonic()
+    if reads_before:
+        assert script.run("--elastic", "2:4") == 75
+    else:
+        with pytest.raises(SystemExit, match="75"):
+            script.run("--elastic", "2:4")
+    thread.join()
+    assert time.monotonic() - start < 20
+    assert len(script.started) == reads_before
+    assert "received SIGTERM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
