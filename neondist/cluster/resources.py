@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 from .. import yaml_nodes
 from ..registry import suggest
+from ..registry.arguments import type_checked
 from ..registry.ranges import Index, Positive, between
 from ..yaml_nodes import field_error, join_path, node_error, parse_file, to_node, typed_value
 from ..yaml_nodes.convert import convert_fields, convert_node
@@ -127,6 +129,7 @@ class ResourceSpec:
 
     path: Path | None
 
+    @type_checked
     def __init__(self, resources: str | PathLike[str] | Mapping[str, Any]) -> None:
         if isinstance(resources, Mapping):
             self.path, root, folder = None, to_node(dict(resources), "resources"), Path()
@@ -172,6 +175,10 @@ class ResourceSpec:
         fields = convert_fields(node, path, _NODE_FIELDS, ["address"])
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", str(fields["address"])):
             raise field_error(node, path, "address", f"'{fields['address']}' is not a host name or IP address")
+        if ":" in str(fields["address"]) and not _is_ip_address(str(fields["address"])):
+            raise field_error(
+                node, path, "address", f"'{fields['address']}' is not an IP address; give a port below ssh"
+            )
         for kind in ("cpus", "gpus"):
             indices = fields.get(kind, ())
             if repeated := [index for index in indices if indices.count(index) > 1]:
@@ -206,12 +213,13 @@ class ResourceSpec:
         indices: dict[str, int] = {}
         for index, (entry, node) in enumerate(zip(entries, self.nodes, strict=True)):
             path = join_path(join_path("nodes", index), "address")
-            if node.address in indices:
+            key = _normalise_address(node.address)
+            if key in indices:
                 raise node_error(
                     entry, path, f"'{node.address}' is listed twice; list each machine once, with all devices"
                 )
-            indices[node.address] = index
-        local = [node.address for node in self.nodes if _is_loopback(node.address)]
+            indices[key] = index
+        local = [key for key in indices if _is_loopback(key)]
         if local and len(self.nodes) > 1 and ("localhost" in local or len(local) < len(self.nodes)):
             index = indices["localhost" if "localhost" in local else local[0]]
             address = self.nodes[index].address
@@ -221,11 +229,20 @@ class ResourceSpec:
             raise node_error(entries[index], path, f"{problem}; {remedy}")
 
 
+def _normalise_address(address: str) -> str:
+    """Return the same text for all spellings of a host name or IP address."""
+    return str(ipaddress.ip_address(address)) if _is_ip_address(address) else address.lower().rstrip(".")
+
+
+def _is_ip_address(text: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return False
+
+
 def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    """Return whether a normalised address is that of the machine itself on every machine."""
+    return ipaddress.ip_address(address).is_loopback if _is_ip_address(address) else address == "localhost"
 
 
 def _parse_ssh_configs(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:

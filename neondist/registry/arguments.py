@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -34,6 +35,12 @@ def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in class_fields and not matches_hint(value, class_fields[name].hint):
             raise _type_error(cls.__name__, name, value, class_fields[name].hint)
+
+
+def check_fields(value: Any) -> None:
+    """Raise ConfigError if the type of a field of a dataclass does not match its hint."""
+    fields = dataclasses.fields(value)
+    check_arguments(type(value), {field.name: getattr(value, field.name) for field in fields})
 
 
 def check_value(field: str, value: Any, hint: Any) -> None:

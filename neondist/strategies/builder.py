@@ -57,13 +57,15 @@ class StrategyBuilder(Registered, ABC):
         Raises
         ------
         ConfigError
-            If two parameters have the same name, or there are no replicas.
+            If two parameters have the same name, an argument has the wrong type, or there are no replicas.
         """
         if isinstance(resources_or_ranks, DeviceCounts):
             replicas, servers = resources_or_ranks.replicas, resources_or_ranks.servers
         else:
             check_value("replicas", resources_or_ranks, Count)
             replicas = servers = int(resources_or_ranks)
+        parameters = list(parameters) if isinstance(parameters, Iterable) else parameters
+        check_value("parameters", parameters, list[ParameterSpec])
         specs: dict[str, ParameterSpec] = {}
         for spec in parameters:
             if spec.name in specs:

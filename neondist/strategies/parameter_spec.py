@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -10,6 +11,7 @@ from operator import index
 import numpy as np
 
 from ..errors import ConfigError
+from ..registry.arguments import check_value
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class ParameterSpec:
     Raises
     ------
     ConfigError
-        If the name, an extent or the dtype is invalid.
+        If the name, an extent, the dtype or `sparse` is invalid.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ParameterSpec:
         if min(shape, default=0) < 0:
             problem = f"invalid shape {self.shape!r}; expected a sequence of integers of at least 0"
             raise ConfigError(f"parameter '{self.name}': {problem}")
+        check_value(f"parameter '{self.name}': sparse", self.sparse, bool)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "dtype", str(self.dtype))
         _itemsize(self)
@@ -66,9 +69,8 @@ class ParameterSpec:
 def _itemsize(spec: ParameterSpec) -> int:
     if spec.dtype == "bfloat16":
         return 2
-    try:
-        return np.dtype(spec.dtype).itemsize
-    except TypeError:
-        raise ConfigError(
-            f"parameter '{spec.name}': unknown dtype '{spec.dtype}'; expected for example float32"
-        ) from None
+    with suppress(TypeError):
+        dtype = np.dtype(spec.dtype)
+        if dtype.kind in "biufc":
+            return dtype.itemsize
+    raise ConfigError(f"parameter '{spec.name}': unknown dtype '{spec.dtype}'; expected for example float32")

@@ -13,6 +13,7 @@ import yaml
 
 from ..errors import ConfigError
 from ..io.files import write_text
+from ..registry.arguments import check_fields, type_checked
 from ..registry.ranges import Count, Index, between
 from ..terminal.console import counted
 from ..yaml_nodes import Node, field_error, join_path, node_error, parse_file
@@ -52,6 +53,9 @@ class ParameterStrategy:
     compressor: str | None = None
     sync: bool = True
     staleness: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def partition_text(self) -> str:
@@ -93,6 +97,9 @@ class Strategy:
     grid: dict[str, int] | None = None
     schemes: dict[str, str] | None = None
     file_lines: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def create_error(self, problem: str, name: str = "") -> ConfigError:
         """Return an error about a parameter, or all parameters, with the location in the strategy file."""
@@ -159,6 +166,7 @@ class Strategy:
                     name,
                 )
 
+    @type_checked
     def save(self, path: str | PathLike[str]) -> None:
         """Write the strategy to a YAML file.
 
@@ -170,6 +178,7 @@ class Strategy:
         write_text(Path(path), self.to_yaml())
 
     @classmethod
+    @type_checked
     def load(cls, path: str | PathLike[str]) -> Strategy:
         """Load a strategy from a file written by `save`, possibly edited since.
 

@@ -168,6 +168,14 @@ def test_greedy_balance_bound():
     (lambda: ParameterSpec("a", 3), "shape"),
     (lambda: ParameterSpec("a", (2,), "float33"), "float33"),
     (lambda: ParameterSpec("", (2,)), "name"),
+    (lambda: ParameterSpec("a", (2,), "object"), "unknown dtype 'object'"),
+    (lambda: ParameterSpec("a", (2,), sparse="yes"), "'a': sparse: expected true or false, got the text 'yes'"),
+    (lambda: strategies.PS().build(["a"], 2), "parameters: expected a list"),
+    (lambda: strategies.PS().build(3, 2), "parameters: expected a list"),
+    (lambda: strategies.ParameterStrategy("server", owners=[0.5]), "owners.0: expected an integer"),
+    (lambda: nd.Strategy("PS", 2, "2", {}, {}), "Strategy: servers: expected an integer"),
+    (lambda: nd.Strategy.load(3), "load: path: expected"),
+    (lambda: nd.ResourceSpec(None), "ResourceSpec: resources: expected"),
 ])  # fmt: skip
 def test_invalid_arguments(make, message):
     with pytest.raises(nd.ConfigError) as error:
