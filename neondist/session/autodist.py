@@ -10,6 +10,8 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from .. import safe_path
 from ..cluster import ResourceSpec
 from ..comm import ProcessGrid, SingleTransport
-from ..errors import ConfigError, LaunchError
+from ..errors import ConfigError, LaunchError, UserError
 from ..geometry import grid_shape
 from ..models import Model
 from ..models.whole_batches import distribute_created_models
@@ -25,6 +27,7 @@ from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import resolve_grid
 from ..system.job import detect_job
+from ..terminal.console import say
 from ..train import Hook
 from .distributed_session import DistributedSession
 
@@ -37,7 +40,8 @@ class AutoDist:
 
     AutoDist joins an existing MPI job; otherwise `python script.py` reruns the script on all devices of the resource
     spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec a single process is used.
-    Ranks start with rank 0's random states of Python, NumPy and PyTorch, and only rank 0 prints.
+    Ranks start with rank 0's random states of Python, NumPy and PyTorch, and only rank 0 prints. A mistake found before
+    the ranks are started, if not caught, ends the script with one message and exit code 2.
 
     Parameters
     ----------
@@ -76,6 +80,9 @@ class AutoDist:
         strategy: StrategyBuilder | Strategy | str = "AllReduce",
         grid: ProcessGrid | Mapping[str, int] | None = None,
     ) -> None:
+        job = detect_job(os.environ)
+        if job is None and sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _report_uncaught_mistake
         if not (resource_spec is None or isinstance(resource_spec, ResourceSpec)):
             resource_spec = ResourceSpec(resource_spec)
         self.resources = resource_spec
@@ -83,7 +90,6 @@ class AutoDist:
         if not isinstance(self._given_strategy, StrategyBuilder | Strategy):
             raise ConfigError(f"strategy: expected a builder, its name or a strategy, got {strategy!r}")
         factors = None if isinstance(grid, ProcessGrid) else _grid_factors(grid, self._given_strategy)
-        job = detect_job(os.environ)
         standalone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
         if standalone and self.resources is not None and self.resources.replicas > 1:
             if factors is not None:
@@ -272,6 +278,17 @@ def _grid_factors(grid: object, strategy: StrategyBuilder | Strategy) -> dict[st
         if name not in _GRID_KEYS:
             raise ConfigError(f"grid: unknown key '{name}'{suggest(str(name), _GRID_KEYS)}")
     return resolve_grid(strategy, dict(grid or {})) or {"replicas": None}
+
+
+def _report_uncaught_mistake(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a mistake of the user as one message with the line of the script; called by Python as the excepthook."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None or not isinstance(error, UserError):  # the interpreter continues after an error at its prompt
+        sys.__excepthook__(kind, error, trace)
+        return
+    lines = [f"{script}:{line}: " for frame, line in walk_tb(trace) if frame.f_code.co_filename == script]
+    say(f"error: {lines[-1] if lines else ''}{error}", sys.stderr)
+    raise SystemExit(2)
 
 
 def _source_line(function: object) -> str:

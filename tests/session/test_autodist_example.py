@@ -2,9 +2,11 @@
 
 import difflib
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from cli_runs import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS, DISTRIBUTED = (ROOT / "examples" / name for name in ("autodist_one_process.py", "autodist.py"))
@@ -33,3 +35,20 @@ def test_documentation_shows_the_changed_lines():
     assert len(changes) <= 6
     page = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
     assert "\n".join(changes) in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("'none.yaml'", "none.yaml: no such file"),
+        ("'two.yaml', 'PSX'", "strategy: unknown builder 'PSX'; did you mean 'PS'?"),
+        ("'two.yaml', grid={'rows': 3}", "grid (replicas: 1, rows: 3, cols: any) does not match 2 ranks"),
+    ],
+)
+def test_mistakes_before_the_start_of_ranks(tmp_path, arguments, message):
+    """Print one message with the line of the script, and exit with code 2."""
+    (tmp_path / "two.yaml").write_text("nodes: [{address: localhost, cpus: [0, 1]}]")
+    (tmp_path / "script.py").write_text(f"import neondist as nd\n\nd = nd.AutoDist({arguments})\n")
+    code, out, err = run_command([sys.executable, "script.py"], tmp_path)
+    assert (code, out) == (2, "")
+    assert (err.startswith("error: "), f"script.py:3: {message}" in err, err.count("\n")) == (True, True, 1), err
