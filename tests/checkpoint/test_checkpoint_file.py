@@ -219,7 +219,8 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, call):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        with pytest.raises(OutputError, match=r"c\.h5: .*\(No space left on device\).*--resume"):
+        message = r"c\.h5: .*\(No space left on device\); the previous one is unchanged; free .*--resume"
+        with pytest.raises(OutputError, match=message):
             save_run(tmp_path / "c.h5", 2)
     assert (tmp_path / "c.h5").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["c.h5"]
@@ -229,7 +230,7 @@ def test_disk_space_is_checked_before_writing(tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(OutputError, match=r"it needs 0\.\d MB, but 0\.0 MB are free"):
+    with pytest.raises(OutputError, match=r"it needs 0\.\d MB, but 0\.0 MB are free\); free disk space"):
         save_run(tmp_path / "c.h5", 2)
     assert not list(tmp_path.iterdir())
 

@@ -120,7 +120,8 @@ def _to_output_error(path: Path, error: Exception) -> Exception:
 
 
 def _write_error_message(path: Path, reason: str) -> str:
+    previous = "; the previous one is unchanged" if path.exists() else ""
     return (
-        f"{path}: the checkpoint cannot be written ({reason}); the previous one is unchanged; free disk space or"
-        " check permissions, then resume the run (--resume), or choose another output folder"
+        f"{path}: the checkpoint cannot be written ({reason}){previous}; free disk space or check permissions, then"
+        " resume the run (--resume), or choose another output folder"
     )
