@@ -61,12 +61,12 @@ class Updater(ABC):
         """Raise ConfigError if parameters cannot be updated independently, or (not `whole_parameters`) in parts."""
 
     def skips_zero_gradients(self) -> bool:
-        """Whether a zero gradient never changes a value, so that rows without a gradient need no update."""
+        """Whether a zero gradient changes neither values nor slots, so that rows without a gradient need no update."""
         values, slots = np.ones(1), Slots()
         self.update(values, np.ones(1), slots, 0, 1.0)
-        before = values.copy()
+        before = {name: array.copy() for name, array in slots.items() if array.ndim} | {"": values.copy()}
         self.update(values, np.zeros(1), slots, 1, 1.0)
-        return bool(values[0] == before[0])
+        return all(np.array_equal(array, (slots | {"": values})[name]) for name, array in before.items())
 
 
 class NeondistOptimizerUpdater(Updater):
@@ -147,6 +147,13 @@ class TorchUpdater(Updater):
                 f"optimizer: {name} needs whole parameters, but servers hold parts; use an elementwise optimiser, such"
                 " as Adam"
             )
+
+
+def check_server_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError if servers cannot apply an optimiser to whole parameters."""
+    if getattr(optimizer, "ema", None) is not None:
+        raise ConfigError("ema: is not supported on parameter servers; leave it out")
+    make_updater(describe_optimizer(optimizer)).require_independent_updates(whole_parameters=True)
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def update_densely(optimizer, table, steps):
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize(
     "optimizer",
-    [nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.01), nd.RMSprop(0.01, momentum=0.5)],
-    ids=["plain", "momentum", "adam", "rmsprop"],
+    [nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.01), nd.RMSprop(0.01, momentum=0.5), nd.RMSprop(0.01)],
+    ids=["plain", "momentum", "adam", "rmsprop", "rmsprop-without-momentum"],
 )
 @pytest.mark.long
 def test_sparse_updates_equal_dense_ones(servers, optimizer):
