@@ -112,6 +112,10 @@ class RemoteUpdate(ABC):
         """
 
     @abstractmethod
+    def pull_values(self) -> None:
+        """Receive new values. Collective."""
+
+    @abstractmethod
     def pull_final_values(self) -> None:
         """Receive the final values at the end of training. Collective."""
 

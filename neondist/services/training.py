@@ -20,6 +20,7 @@ from .client import ParameterClient
 from .master_client import RETRY_SECONDS, MasterClient
 from .placement import place_parameters
 from .state import SyncPolicy
+from .updates import check_server_optimizer
 from .wire import read_token
 
 SERVERS_VARIABLE, MASTER_VARIABLE, WORKER_VARIABLE = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
@@ -123,8 +124,7 @@ class ServerUpdate(RemoteUpdate):
         master_client: MasterClient | None = None,
     ) -> None:
         self._worker, self._parameters, self._world, self._master_client = worker, parameters, world, master_client
-        if getattr(optimizer, "ema", None) is not None:
-            raise ConfigError("ema: is not supported on parameter servers; leave it out")
+        check_server_optimizer(optimizer)
         count = len(worker.servers)
         specs = [
             ParameterSpec(shard.full_name, layout.shape, str(parameters.values.dtype), bool(layout.max_rows_per_sample))
@@ -147,7 +147,7 @@ class ServerUpdate(RemoteUpdate):
                 if master_client is not None:
                     master_client.set_before_task_wait_callback(client.leave)
                     master_client.set_uninitialised_callback(lambda: client.initialize(self._values, optimizer, policy))
-        self._pull_values()
+        self.pull_values()
 
     def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
         """Push this worker's gradients, wait for slower workers within the staleness bound, and pull new values."""
@@ -163,7 +163,7 @@ class ServerUpdate(RemoteUpdate):
                 self._client.wait_for_staleness_bound()
         if master is not None:
             master.was_pushed = True
-        self._pull_values()
+        self.pull_values()
 
     def leave_and_wait_for_others(self, workers: int, timeout: float) -> None:
         """Leave the job; on the first worker, wait up to `timeout` seconds until all `workers` have left."""
@@ -175,10 +175,23 @@ class ServerUpdate(RemoteUpdate):
                 while is_first and self._client.count_departed_workers() < workers and time.monotonic() < end:
                     time.sleep(0.05)
 
+    def pull_values(self) -> None:
+        """Pull new values."""
+        with all_or_none(self._world, root_only=True):
+            if self._client is not None:
+                self._client.pull(self._values)
+                self.version = self._client.versions[0]
+        if self._world.size > 1:
+            self._values, self.version = self._world.bcast((self._values, self.version))
+        parameters = self._parameters
+        for shard, array in zip(parameters.trained_shards, parameters.split_flat(parameters.values), strict=True):
+            array[...] = namespace(array).asarray(shard.own_part_of(self._values[shard.full_name])).reshape(array.shape)
+        parameters.version += 1
+
     def pull_final_values(self) -> None:
         """Pull the final values on the first worker."""
         if not self._worker.index:
-            self._pull_values()
+            self.pull_values()
 
     def close(self) -> None:
         """Close the connections."""
@@ -193,18 +206,6 @@ class ServerUpdate(RemoteUpdate):
             shard.full_name: np.ascontiguousarray(shard.gather(array))
             for shard, array in zip(shards, self._parameters.split_flat(flat), strict=True)
         }
-
-    def _pull_values(self) -> None:
-        with all_or_none(self._world, root_only=True):
-            if self._client is not None:
-                self._client.pull(self._values)
-                self.version = self._client.versions[0]
-        if self._world.size > 1:
-            self._values, self.version = self._world.bcast((self._values, self.version))
-        parameters = self._parameters
-        for shard, array in zip(parameters.trained_shards, parameters.split_flat(parameters.values), strict=True):
-            array[...] = namespace(array).asarray(shard.own_part_of(self._values[shard.full_name])).reshape(array.shape)
-        parameters.version += 1
 
 
 def _sync_policy_of_strategy(strategy: Strategy) -> SyncPolicy:

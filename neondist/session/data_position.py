@@ -70,7 +70,7 @@ class DataPosition:
         with closing(split.batches((part for _, part in parts), state.model.dtype, lazy)) as read:
             for (size, _), (x, targets) in zip(parts, read, strict=True):
                 if model is not None and model.optimizer.schedule is not None:
-                    set_scheduled_rate_and_momentum(state, losses)
+                    set_scheduled_rate_and_momentum(state, state.epoch + state.samples_seen / state.epoch_size, losses)
                 self.current_batch_size = self.uncounted_samples = size
                 yield x, targets
                 if state.stop is not None:

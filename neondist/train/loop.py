@@ -120,6 +120,9 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     model, split, master = run.model, run.dataset.train, run.master_client
     model.begin_epoch(run.epoch, run.samples_seen)
     losses = selection_losses(run)
+    remote = model.whole_model.remote_update
+    if remote is not None:
+        remote.pull_values()  # includes updates by other workers since the last step, such as during an evaluation
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.whole_model.bytes_sent - totals.sent, model.whole_model.bytes_summed - totals.summed
     for split.epoch, batches in _epoch_minibatches(run, seed):
@@ -128,7 +131,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             for first, upto, batch in batches:
                 if run.stop is not None:
                     return
-                set_scheduled_rate_and_momentum(run, losses)
+                set_scheduled_rate_and_momentum(run, split.epoch + first / run.epoch_size, losses)
                 if master is not None:
                     master.begin_minibatch(first, upto, len(batch))
                 # no variable refers to the images, so their memory is free while the next batch is read
@@ -154,8 +157,11 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
         return
     totals.elsewhere += len(split) - run.samples_seen
     run.samples_seen = len(split)
-    if model.whole_model.remote_update is not None and run.epoch + 1 >= run.epochs:
-        model.whole_model.remote_update.pull_final_values()
+    if remote is not None:  # the values to evaluate
+        if run.epoch + 1 < run.epochs:
+            remote.pull_values()
+        else:
+            remote.pull_final_values()
 
 
 def _epoch_minibatches(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
@@ -176,9 +182,9 @@ def selection_losses(run: TrainState) -> list[float | None]:
     return [record.selection_value("loss") for record in run.history[len(run.history) - run.epoch :]]
 
 
-def set_scheduled_rate_and_momentum(run: TrainState, epoch_losses: Sequence[float | None]) -> None:
-    """Set the model's learning rate and momentum for the current position in the data."""
-    model, epoch = run.model, run.epoch + run.samples_seen / run.epoch_size
+def set_scheduled_rate_and_momentum(run: TrainState, epoch: float, epoch_losses: Sequence[float | None]) -> None:
+    """Set the model's learning rate and momentum for a position in the data, in epochs."""
+    model = run.model
     model.learning_rate_scale = model.optimizer.rate_factor_at(epoch, epoch_losses)
     model.scheduled_momentum = model.optimizer.momentum_at(epoch)
 

@@ -18,6 +18,7 @@ from ..geometry import GridShape, grid_shape, part_range
 from ..metrics import Metric
 from ..models import TrainableModel
 from ..plan import Plan
+from ..strategies import Strategy, StrategyBuilder
 from ..system.memory import require_memory
 from ..terminal.console import counted
 from .callbacks.best_epoch import Best
@@ -42,6 +43,7 @@ class Experiment(Protocol):
     best: Best | None
     loggers: list[MetricLogger]
     overridden_model_fields: frozenset[str]
+    server_strategy: StrategyBuilder | Strategy | None
 
 
 def validate_experiment(
@@ -101,7 +103,23 @@ def validate_experiment(
     if experiment.best is not None:
         with set_error_subject(experiment.best):
             experiment.best.check_metric_is_recorded(experiment.metrics)
+    if experiment.server_strategy is not None:
+        _check_server_support(experiment)
     return plan
+
+
+def _check_server_support(experiment: Experiment) -> None:
+    """Raise ConfigError if the optimiser or the early stopping cannot be used with parameter servers."""
+    from ..services.updates import check_server_optimizer
+
+    with set_error_subject(experiment.model.optimizer):
+        check_server_optimizer(experiment.model.optimizer)
+    if experiment.best is not None and experiment.best.patience is not None:
+        with set_error_subject(experiment.best):
+            raise ConfigError(
+                "patience: workers of parameter servers do not stop early; leave it out, or use sync: true and"
+                " staleness: 0 in the strategy"
+            )
 
 
 def _check_memory_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:

@@ -8,6 +8,7 @@ from parameter_servers import Servers
 
 import neondist as nd
 from neondist.comm import ProcessGrid, loopback
+from neondist.services.client import ParameterClient
 from neondist.services.training import AsyncWorkerSpec
 
 SAMPLES, BATCH_SIZE, EPOCHS = 24, 8, 2
@@ -118,6 +119,96 @@ def test_workers_train_each_batch_once():
     assert sum(results[index][0].history[-1]["step"] for index in range(3)) == 5 * EPOCHS
     for name, value in final_values.items():
         np.testing.assert_array_equal(results[0][1][name], value, err_msg=name)
+
+
+class UpdatesByOthers(nd.Hook):
+    """Pushes a gradient of another worker after the last step, and after the evaluation, of each epoch."""
+
+    def __init__(self, job, experiment):
+        self.experiment, self.server = experiment, job.servers[0]
+        self.addresses, self.token = [host.address for host in job.hosts], job.token
+        self.changes = []
+
+    def push(self):
+        layouts = [self.server._state.layout]
+        with ParameterClient(self.addresses, layouts, self.token, "other") as client:
+            client.pull({piece.name: np.zeros(piece.shape) for piece in layouts[0].pieces})
+            assert not client.push({piece.name: np.ones(piece.shape) for piece in layouts[0].pieces}).stale
+
+    def after_step(self, run):
+        if run.samples_seen == SAMPLES and len(run.history) + 1 < EPOCHS:
+            self.push()
+
+    def after_epoch(self, run):
+        state = self.server._state
+        own = gather_weights(self.experiment)
+        flat = np.concatenate([own[piece.name].reshape(-1) for piece in state.layout.pieces])
+        self.changes.append(abs(flat - state.dense_parameters.values["float64"]).max())
+        if run.epoch < EPOCHS:
+            self.push()
+
+
+def test_values_are_pulled_before_and_after_an_evaluation(monkeypatch):
+    staleness, push = [], ParameterClient.push
+
+    def record_staleness(client, *args, **kwargs):
+        result = push(client, *args, **kwargs)
+        staleness.append(result.staleness) if client.worker != "other" else None
+        return result
+
+    monkeypatch.setattr(ParameterClient, "push", record_staleness)
+    experiment = make_experiment(make_model, "PS(sync=False)")
+    with Servers(1) as job:
+        hook = UpdatesByOthers(job, experiment)
+        experiment.run(ProcessGrid.serial(), hooks=[hook], worker=place_worker(job))
+    assert hook.changes == [0.0] * EPOCHS
+    assert staleness == [0] * (EPOCHS * SAMPLES // BATCH_SIZE)
+
+
+def test_learning_rate_depends_on_the_position_of_a_minibatch(monkeypatch):
+    """Share single-minibatch tasks among two workers; scales equal those of one process."""
+    scales, push = {}, ParameterClient.push
+
+    def record_scale(client, gradients, samples, minibatch, scale):
+        scales[minibatch.epoch, minibatch.task] = scale
+        return push(client, gradients, samples, minibatch, scale)
+
+    monkeypatch.setattr(ParameterClient, "push", record_scale)
+
+    def train(index):
+        experiment = make_experiment(make_model, "PS(sync=False)")
+        experiment.model.optimizer = nd.SGD(0.1, schedule=nd.Warmup(EPOCHS))
+        started.wait()
+        experiment.run(ProcessGrid.serial(), hooks=[], worker=place_worker(job, index))
+
+    started = threading.Barrier(2)
+    with Servers(1) as job:
+        threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    tasks = SAMPLES // BATCH_SIZE
+    rate = nd.Warmup(EPOCHS).factor
+    assert scales == {(epoch, task): rate(epoch + task / tasks) for epoch in range(EPOCHS) for task in range(tasks)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("optimizer", nd.SGD(0.1, clip_norm=1.0), "clip_norm: needs a norm"),
+        ("optimizer", nd.SGD(0.1, momentum=0.9, schedule=nd.OneCycle(2, momentum=(0.8, 0.9))), "the momentum"),
+        ("optimizer", nd.SGD(0.1, ema=0.9), "ema: is not supported"),
+        ("best", nd.Best(patience=1), "patience: workers of parameter servers do not stop early"),
+    ],
+)
+def test_settings_are_rejected_before_workers_are_started(field, value, problem):
+    experiment = make_experiment(make_model, "PS(sync=False)", **({"best": value} if field == "best" else {}))
+    if field == "optimizer":
+        experiment.model.optimizer = value
+    with pytest.raises(nd.ConfigError, match=problem) as caught:
+        experiment.validate(2)
+    assert caught.value.subject is value
 
 
 def test_strategy_requires_servers():
