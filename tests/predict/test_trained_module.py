@@ -278,6 +278,18 @@ def test_channels_of_tiff_are_never_rows_or_columns(folder, tmp_path):
             )
 
 
+@pytest.mark.parametrize("target", ["slide.npy", "sub/../slide.npy"])
+def test_outputs_never_replace_the_input(folder, tmp_path, target):
+    cells = tifffile.imread(folder / "slide.ome.tif")
+    np.save(tmp_path / "slide.npy", cells)
+    (tmp_path / "sub").mkdir()
+    trained = TrainedModule(load_nets()["Dense"], folder / "dense.safetensors", "Dense")
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.OutputError, match="is the input; choose another output"):
+        predict_module(trained, tmp_path / "slide.npy", tmp_path / target, grid, overwrite=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "slide.npy"), cells)
+    assert {path.name for path in tmp_path.iterdir()} == {"slide.npy", "sub"}
+
+
 @pytest.mark.parametrize("axes", ["CYX", "TCYX", "ZCYX", "CZYX", "CTYX"])
 @pytest.mark.parametrize("name", ["a.ome.tif", "a.tif"])
 def test_channels_named_by_ome_or_shaped_metadata(folder, tmp_path, axes, name):

@@ -148,6 +148,7 @@ def _write_outputs(
     overwrite: bool,
 ) -> tuple[int, ...]:
     """Write the outputs by the method that `open_method` yields; return their shape. Collective."""
+    paths = output_kinds.output_paths(kinds, target)
     with (
         first_rank_progress(grid.rank) as progress,
         _open_journal(target, grid) as (journal, resumed_method),
@@ -156,6 +157,9 @@ def _write_outputs(
         done: set[int] = set()
         with all_or_none(grid.world):
             output_kinds.check_output_kinds(kinds, method.output_shape[-1], target)
+            for path in paths.values():
+                if path.resolve() == Path(images.source.path).resolve():
+                    raise OutputError(f"{path}: is the input; choose another output")
             job = {"outputs": kinds, "route": method.identity_for_resume, "input": images.file_identity(), **identities}
             if journal is not None:
                 done = journal.completed_parts(job, overwrite)
@@ -163,9 +167,7 @@ def _write_outputs(
         with all_or_none(grid.world):  # before new outputs, which another job's journal must not describe
             if journal is not None and not done:
                 journal.write_header(job)
-        with _open_sinks(
-            output_kinds.output_paths(kinds, target), method, images, grid, overwrite, done, journal
-        ) as sinks:
+        with _open_sinks(paths, method, images, grid, overwrite, done, journal) as sinks:
             remaining = [part for part in range(method.num_parts) if part not in done]
             writer = OutputWriter(method, images, sinks, grid.world.bcast(journal))
             compute_and_write_parts(method, remaining, grid, writer, progress)
