@@ -161,6 +161,8 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     name = type(error).__name__
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     why = first if isinstance(error, CaptureError) else f"{name}: {first}"
+    if isinstance(error, TypeError) and "missing a required argument" in first:
+        why = f"{why}; give one input per required argument of forward, or wrap the module"
     if "DataDependent" in name:
         why = (
             "an if, a float() or an .item() needs the value of a tensor; a module's computation may depend on the"

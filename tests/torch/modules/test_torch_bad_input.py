@@ -83,6 +83,17 @@ def test_different_shapes():
     check_rejected(body, "rank 1 has a different module from rank 0: ")
 
 
+def test_missing_inputs():
+    class TwoInputs(nn.Module):
+        def forward(self, x, mask):
+            return x * mask
+
+    def body(grid):
+        ndt.distribute(TwoInputs(), IMAGES, grid)
+
+    check_rejected(body, "'mask'; give one input per required argument of forward, or wrap the module")
+
+
 def test_error_on_one_rank_is_raised_on_all():
     def body(grid):
         ndt.distribute(nn.Conv2d(3 + grid.rank, 3, 1), IMAGES, grid)
