@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import combinations, combinations_with_replacement
 from math import prod
 
 import torch
@@ -66,10 +67,11 @@ def traceable_embedding_bag(
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return torch.nn.functional.embedding_bag, by embeddings and sums if the bags are the rows of a matrix."""
+    """Return torch.nn.functional.embedding_bag by embeddings and sums; maxima only of the rows of a matrix."""
     if (
-        input.dim() != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq
-        or (per_sample_weights is not None and mode != "sum") or mode not in ("sum", "mean", "max")
+        (input.dim() == 2) != (offsets is None) or max_norm is not None or scale_grad_by_freq
+        or mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum")
+        or (offsets is not None and mode == "max")
     ):  # fmt: skip
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
@@ -78,6 +80,15 @@ def traceable_embedding_bag(
     rows = F.embedding(input, weight, padding_idx)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
+    if offsets is not None:
+        kept = torch.ones_like(input) if padding_idx is None else (input != padding_idx % len(weight)).long()
+        positions = torch.arange(len(input), dtype=offsets.dtype, device=offsets.device)
+        bags = torch.searchsorted(offsets, positions, right=True) - 1
+        summed = rows.new_zeros(len(offsets), weight.shape[1]).index_add(0, bags, rows * kept.unsqueeze(-1))
+        sizes = kept.new_zeros(len(offsets)).index_add(0, bags, kept).unsqueeze(-1)
+        if include_last_offset:
+            summed, sizes = summed[:-1], sizes[:-1]
+        return summed if mode == "sum" else summed / sizes.clamp(min=1)
     if padding_idx is None:
         return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
     kept = (input != padding_idx % len(weight)).unsqueeze(-1)
@@ -88,6 +99,26 @@ def traceable_embedding_bag(
 
 
 CAPTURE_REPLACEMENTS[F.embedding_bag] = traceable_embedding_bag
+
+
+def traceable_fill_diagonal(x: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
+    """Fill the diagonal of a matrix in place, without memory offsets."""
+    if x.dim() != 2 or wrap:
+        return x.fill_diagonal_(fill_value, wrap)
+    x.diagonal().fill_(fill_value)
+    return x
+
+
+CAPTURE_REPLACEMENTS[torch.Tensor.fill_diagonal_] = traceable_fill_diagonal
+
+
+def traceable_combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    """Return torch.combinations, by constant indices."""
+    choose = combinations_with_replacement if with_replacement else combinations
+    return input[torch.tensor(list(choose(range(len(input)), r)), dtype=torch.int64).reshape(-1, r)]
+
+
+CAPTURE_REPLACEMENTS[torch.combinations] = traceable_combinations
 
 
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")

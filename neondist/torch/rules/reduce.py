@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...geometry import Atom
+from ...geometry import Atom, index_of
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import Layout, axes_of, shape_of
@@ -223,6 +223,33 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
     return lowering.local(add_previous_parts, [x, before], x.layout, wanted, at=at)
 
 
+@rule("aten.prod.default", "aten.prod.dim_int")
+def product(
+    lowering: Lowering, x: Value, dim: int | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Value:
+    """Multiply locally, and multiply the products of all tiles."""
+    dims, wanted = nonnegative_dims(x, dim), lowering.fake_out.dtype
+    axes = sorted(axes_of_dims(x, dims))
+    parts = [lowering.mesh.parts[axis] for axis in axes]
+
+    def part_number(place: Any) -> int:
+        return index_of(parts, [place[axis] for axis in axes])
+
+    def products_by_part(part: int, a: torch.Tensor) -> torch.Tensor:
+        """Return this part's product in its element of a new last dimension."""
+        a = a.to(wanted)
+        for d in dims:
+            a = a.prod(d, keepdim=True)
+        return a.unsqueeze(-1).where(torch.arange(prod(parts), device=a.device) == part, 0)
+
+    layout = layout_after_reduction(x, dims, True)
+    products = lowering.allreduce_local_result(
+        products_by_part, [x], axes, (*layout, (Atom(prod(parts)),)), wanted, at=part_number
+    )
+    result = lowering.local(lambda a: a.prod(-1), [products], layout, wanted)
+    return lowering.reshape_local(result, layout_after_reduction(x, dims, keepdim))
+
+
 @rule("aten.histc.default")
 def histogram(lowering: Lowering, x: Value, bins: int = 100, min: float = 0, max: float = 0) -> Value:
     """Add the counts of all tiles."""
@@ -256,7 +283,7 @@ def order_statistic(
 @rule("aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
       "aten.argmax.default", "aten.argmin.default",
       "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim", "aten.glu.default",
-      "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
+      "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
       "aten.normalize.default")  # fmt: skip
 def operator_along_dims(

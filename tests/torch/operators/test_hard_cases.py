@@ -131,6 +131,23 @@ FUNCTIONS = {
     "distances of tokens": lambda x: (
         torch.cdist(to_tokens(x), to_tokens(x)) + torch.cdist(to_tokens(x), x[:, :3, 0, :4]).sum()
     ),
+    "products, including zeros": lambda x: (
+        sum(
+            product.sum()
+            for z in (x, x * (x > -1), x * (x != x[0, 0, 2, 3]))
+            for product in (
+                z.prod(),
+                z.prod(2),
+                z.prod(3, True),
+                z.flatten(2).prod(2),
+                (z > 0).prod(2),
+                z.mean(2).prod(0),
+            )
+        )
+        * x
+    ),
+    "a filled diagonal": lambda x: (x.flatten(1) @ x.flatten(1).T).fill_diagonal_(-torch.inf).softmax(1).sum() * x,
+    "combinations": lambda x: torch.combinations(x[0, 0, 0], 3) * torch.combinations(x[0, 0, :4, 0], 3, True)[0],
     "running maximum": lambda x: x.cummax(2)[0],
     "tokens pooled": lambda x: F.avg_pool1d(x.flatten(2), 3, 2, 1) * F.adaptive_max_pool1d(x.flatten(2), 1),
     "tokens sliced and rolled": lambda x: x.flatten(2).roll(7, -1)[..., 5:40].flip(-1),

@@ -17,6 +17,7 @@ from torch_runs import (  # noqa: E402
     split_into_groups,
 )
 
+import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 
 GRIDS = ((1, 1, 2), (1, 3, 1), (1, 2, 2), (2, 1, 2))
@@ -128,6 +129,28 @@ def test_embedding_bags():
     options = [{"mode": "sum"}, {}, {"mode": "max"}]
     tables = [nn.EmbeddingBag(7, 3, padding_idx=padding, **each) for each in options for padding in (None, 0)]
     check_module(FunctionModule(bag_cells, *tables), (2, 3, 13, 11), grids=GRIDS)
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 200], [0, 0, 143, 286]])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+def test_embedding_bags_with_offsets(offsets, include_last_offset):
+    """Bags differ in length, and some are empty."""
+    options = {"padding_idx": 0}, {"mode": "sum"}
+    tables = [nn.EmbeddingBag(7, 3, include_last_offset=include_last_offset, **each) for each in options]
+
+    def bag(x, *tables):
+        rows, starts = (x[:, 0] * 3).long().clamp(0, 6).flatten(), torch.tensor(offsets + [286] * include_last_offset)
+        return [table(rows, starts, x[:, 1].flatten() if table.mode == "sum" else None) for table in tables]
+
+    check_module(FunctionModule(bag, *tables), (2, 3, 13, 11), grids=((1, 2, 1), (2, 1, 2)))
+
+
+def test_invalid_embedding_bags():
+    def bag(x):
+        return F.embedding_bag((x[:, 0, 0] > 0).long().flatten(), torch.ones(2, 3))
+
+    with pytest.raises(nd.ConfigError, match="offsets has to be a 1D Tensor"), nd.ProcessGrid.serial() as grid:
+        ndt.distribute(FunctionModule(bag), (2, 3, 13, 11), grid)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
