@@ -215,6 +215,9 @@ def _out_of_place_variant(node: Any) -> Any:
     variant = next((f for f in overloads if not f._schema.is_mutable and _argument_types(f) == types), None)
     if variant is None:
         return None
+    for argument in schema.arguments[len(node.args) :]:  # the variant may have no default, as bernoulli_ (p=0.5)
+        if argument.name not in node.kwargs and argument.has_default_value():
+            node.update_kwarg(argument.name, argument.default_value)
     args, kwargs = pytree.tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
     )

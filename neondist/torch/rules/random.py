@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decomposition_table
 
-from ...geometry import Place
+from ...geometry import Atom, Place
 from ..ir.graph import Value
 from ..ir.layout import Layout, axes_of, replicated
 from ..ir.registry import rule
@@ -116,6 +116,27 @@ def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: object = 
     return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
 
 
+@rule("aten.multinomial.default", applies_if_replicated=True)
+def multinomial(
+    lowering: Lowering, x: Value, num_samples: int, replacement: bool = False, generator: object = None
+) -> Value:
+    """Gather the categories, and draw samples by numbers keyed by the global index."""
+    x = lowering.gather(x, [len(x.shape) - 1])
+    layout = (*x.layout[:-1], (Atom(num_samples),))
+
+    def run(a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        if not replacement:  # in the order of exponential waiting times with these rates
+            return (a / -torch.log1p(-u)).topk(num_samples).indices
+        sums = a.cumsum(-1)
+        drawn = torch.searchsorted(sums, (u * sums[..., -1:]).to(sums.dtype), right=True)
+        return drawn.clamp(max=a.shape[-1] - 1)
+
+    draws = draw_uniform(lowering, layout if replacement else x.layout)
+    result = lowering.local(run, [x, draws], layout, torch.int64)
+    result.kind = "constant"
+    return result
+
+
 @rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", applies_if_replicated=True)
 def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **options: Any) -> Value:
     """Draw uniform numbers locally, keyed by the global index."""
@@ -134,6 +155,13 @@ def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int 
     return lowering.local(
         lambda u: (low + (u * (high - low)).floor()).to(dtype), [draw_uniform(lowering, layout)], layout, dtype
     )
+
+
+@rule("aten.randperm.default", applies_if_replicated=True)
+def randperm(lowering: Lowering, **_: object) -> Value:
+    """Sort uniform numbers, the same on every rank."""
+    dtype, draws = lowering.fake_out.dtype, draw_uniform(lowering, replicated(lowering.fake_out.shape))
+    return lowering.local(lambda u: u.argsort().to(dtype), [draws], draws.layout, dtype)
 
 
 @rule("aten.randn_like.default", "aten.randn.default", "aten.normal_functional.default", "aten.normal.float_float",

@@ -68,6 +68,12 @@ GENERATORS = {
     "rrelu": lambda x: F.rrelu(x, training=True),
     "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
     "drop path": lambda x: x * x.new_empty((2, 1, 1, 1)).bernoulli_(0.7),
+    "default probability": lambda x: x * x.new_empty((2, 1, 1, 1)).bernoulli_(0.5),
+    "permutation": lambda x: x[:, :, torch.randperm(13)],
+    "categories": lambda x: F.one_hot(torch.multinomial(x.flatten(1).sigmoid(), 3), 429).to(x) * x.flatten(1)[:, None],
+    "categories, replaced": lambda x: (
+        x * torch.multinomial(x[:, 0, 0].sigmoid(), 13, replacement=True)[:, None, :, None]
+    ),
     "gumbel softmax": lambda x: F.gumbel_softmax(x, dim=1, hard=True),
     "normal": lambda x: torch.normal(x, 0.1) + torch.normal(0.0, 1.0, (13, 11)).to(x) + torch.empty_like(x).normal_(),
     "uniform": lambda x: x * torch.empty_like(x).uniform_(0.5, 0.7),
@@ -121,12 +127,15 @@ def test_criterion_that_starts_to_use_random_numbers(monkeypatch):
 @pytest.mark.usefixtures("fixed_seed")
 def test_distributions_match_pytorch():
     torch.manual_seed(0)
-    images = torch.randn(IMAGES, dtype=torch.float64)
+    images, weights = torch.randn(IMAGES, dtype=torch.float64), torch.tensor([0.0, 0.2, 0.5, 0.3])
     functions = {
         "alpha dropout": lambda x: F.alpha_dropout(x.expand(60, -1, -1, -1), 0.4, True),
         "normal": lambda x: torch.normal(2.0, 3.0, (60, 3, 13, 11)),
         "uniform": lambda x: x.new_empty((60, 3, 13, 11)).uniform_(-1, 3),
         "integers": lambda x: torch.randint(-2, 5, (60, 3, 13, 11)).to(x),
+        "permutation": lambda x: torch.randperm(4290).reshape(10, 3, 13, 11)[:5].to(x) / 2000,
+        "categories": lambda x: torch.multinomial(weights.expand(25740, 4), 2).to(x)[:, 1].reshape(60, 3, 13, 11),
+        "categories, replaced": lambda x: torch.multinomial(weights, 25740, True).to(x).reshape(60, 3, 13, 11),
     }
     for name, function in functions.items():
         module = FunctionModule(lambda x, f=function: f(x[:1] * 0 + 1) + 0 * x[:1])
@@ -161,8 +170,8 @@ def test_dropout_between_recurrent_layers_is_rejected():
 
 
 REJECTED = {
-    "permutation": lambda x: x.mean((2, 3))[:, torch.randperm(3)],
-    "multinomial": lambda x: x.mean((2, 3)).softmax(1).multinomial(1),
+    "poisson": lambda x: torch.poisson(x.mean((2, 3)).exp()),
+    "binomial": lambda x: torch.binomial(x.exp() + 1, x.sigmoid()),
 }
 
 
