@@ -36,6 +36,7 @@ from .no_grad import detach_no_grad_values
 from .persistent_state import restore_after_capture
 from .regions import PartitioningConverter
 from .tracing import (
+    SHAPE_REMEDY,
     InputSpecs,
     allow_self_assignment,
     hide_printed_graph,
@@ -255,8 +256,7 @@ def _check_static_shape(lowering: Lowering) -> None:
             location = lowering.where
             raise ConfigError(
                 f"{location.message_prefix}{location.operator}{_in_module_text(location)}: the shape of its"
-                " result depends on the values of tensors; a module's computation may depend on their shapes, but not"
-                " on their values"
+                f" result depends on the values of tensors; {SHAPE_REMEDY}"
             )
 
 

@@ -219,6 +219,8 @@ class _KnownValueProvider(TorchFunctionMode):
                 literals = self._fold_to_literals(func, args, kwargs)
                 if literals is not None:
                     return literals
+                if func is F.one_hot and (args[1:] or (kwargs.get("num_classes", -1),))[0] == -1:
+                    raise CaptureError("the number of classes of one_hot depends on values; pass num_classes")
             return func(*args, **kwargs)
 
     def _fold_to_literals(self, func: Any, args: Any, kwargs: Any) -> Any:

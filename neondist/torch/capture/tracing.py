@@ -31,6 +31,12 @@ _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvi
 _STDLIB_FOLDER = sysconfig.get_path("stdlib")
 InputSpecs = Sequence[tuple[Sequence[int], torch.dtype]]
 """Shapes and dtypes of a module's inputs."""
+SHAPE_REMEDY = (
+    "a module's computation may depend on the shapes of tensors, but not on their values: instead of selecting"
+    " elements, use torch.where, or multiply by the mask and divide by its sum"
+)
+_TEXTS_OF_VALUE_READS = "FakeTensor.__format__", ".numpy() is not supported"
+_TEXTS_OF_TRANSFORMS = "Cannot access data pointer", "Cannot access storage"
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
@@ -163,16 +169,18 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     why = first if isinstance(error, CaptureError) else f"{name}: {first}"
     if isinstance(error, TypeError) and "missing a required argument" in first:
         why = f"{why}; give one input per required argument of forward, or wrap the module"
-    if "DataDependent" in name:
+    if "DataDependent" in name or any(text in first for text in _TEXTS_OF_VALUE_READS):
         why = (
-            "an if, a float() or an .item() needs the value of a tensor; a module's computation may depend on the"
-            " shapes of tensors, but not on their values: use torch.where instead"
+            "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"
+            " computation may depend on the shapes of tensors, but not on their values: use torch.where instead"
         )
-    if "DynamicOutputShape" in name:
-        why = (
-            f"the shape of a result of {first} depends on the values of tensors; a module's computation may depend on"
-            " the shapes of tensors, but not on their values"
-        )
+    if "DynamicOutputShape" in name or "PendingUnbackedSymbol" in name:
+        subject = f" of {first}" if first.startswith("aten.") else ""
+        why = f"the shape of a result{subject} depends on the values of tensors; {SHAPE_REMEDY}"
+    if "UncapturedHigherOrderOp" in name:
+        why = "torch.cond, loops and maps of PyTorch's higher-order operators are not recorded; use torch.where instead"
+    if any(text in first for text in _TEXTS_OF_TRANSFORMS):
+        why = "transforms of torch.func and memory addresses are not recorded; compute with ordinary operators instead"
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 
 

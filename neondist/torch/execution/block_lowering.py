@@ -210,9 +210,9 @@ class BlockLowering(Lowering):
         """Return a random key; reject random numbers if each block is a separate pass."""
         return self.refuse("it draws random numbers") if self.block_axes is None else super().random_key()
 
-    def refuse(self, why: str = "") -> Any:
+    def refuse(self, why: str = "", remedy: str = "") -> Any:
         """Raise UnsupportedOperator for the current operator."""
-        raise UnsupportedOperator(self.where, why, action="be computed block by block", remedy=self.remedy)
+        raise UnsupportedOperator(self.where, why, action="be computed block by block", remedy=remedy or self.remedy)
 
     def _add_step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
         if kind != "local":

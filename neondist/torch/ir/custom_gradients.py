@@ -166,7 +166,11 @@ _UNRECORDED_NAMES: dict[Any, str] = {
     torch.Tensor.backward: "Tensor.backward",
 }
 _DATA_ACCESSORS = (_TENSOR_DATA.__get__, _TENSOR_DATA.__set__)
-_REMEDIES = {_TENSOR_DATA.__get__: "; use .detach() instead"}
+_REMEDIES = {
+    _TENSOR_DATA.__get__: "; use .detach() instead",
+    torch.Tensor.register_hook: "; use a torch.autograd.Function instead",
+    torch.autograd.grad: "; compute the derivative with ordinary operators instead",
+}
 
 
 @contextmanager

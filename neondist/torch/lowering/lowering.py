@@ -21,6 +21,11 @@ from ..ir.registry import POINTWISE_OPS, RULES, TRACING
 from .builder import PlanBuilder
 from .steps import OperatorPosition
 
+_REMEDY_FOR_RANDOM_NUMBERS = "use torch.rand, randn, randint, bernoulli, multinomial or randperm instead"
+_REMEDY_FOR_VALUES = (
+    "a module's computation may depend on the shapes of tensors, but not on their values: use torch.where"
+)
+
 
 class Lowering(PlanBuilder):
     """Context of a rule: the plan being built, and the current operator.
@@ -103,7 +108,9 @@ class Lowering(PlanBuilder):
             return inner
         if not self.mesh.axes:
             return self.compute_replicated()
-        return self.refuse("each rank would draw its own random numbers" if random else "")
+        if random:
+            self.refuse("each rank would draw its own random numbers", _REMEDY_FOR_RANDOM_NUMBERS)
+        return self.refuse()
 
     @property
     def has_partial_gradients(self) -> bool:
@@ -118,7 +125,7 @@ class Lowering(PlanBuilder):
         if isinstance(out, (tuple, list)):
             return self.local_results(run, values, out)
         if not isinstance(out, torch.Tensor):
-            self.refuse("it depends on the values of a tensor")
+            self.refuse("it depends on the values of a tensor", _REMEDY_FOR_VALUES)
         (result,) = self._add_local(run, values, [replicated(out.shape)], [out.dtype], frozenset())
         return result
 

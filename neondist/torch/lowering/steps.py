@@ -192,9 +192,9 @@ class StepListBuilder:
         """Return whether every rank has all indices of a dimension."""
         return all(atom.axis is None for atom in value.layout[dim])
 
-    def refuse(self, why: str = "") -> Any:
-        """Raise UnsupportedOperator for the current operator."""
-        raise UnsupportedOperator(self.where, why)
+    def refuse(self, why: str = "", remedy: str = "") -> Any:
+        """Raise UnsupportedOperator for the current operator; default remedy: `gather_at`, or a rule."""
+        raise UnsupportedOperator(self.where, why, remedy=remedy)
 
     def _add_local(
         self,

@@ -42,6 +42,9 @@ DATA_DEPENDENT = {
     "nonzero": lambda x: x[..., : x.nonzero().shape[0]],
     "float": lambda x: x / float(x.max()),
     "mask": lambda x: x[x > 0],
+    "numpy": lambda x: torch.from_numpy(x.numpy()) * 2,
+    "format": lambda x: x * len(f"{x.mean():.3f}"),
+    "list": lambda x: x * x.sum().tolist(),
     "repeats": lambda x: x.repeat_interleave(x[0, 0, 0].long().abs(), -1),
 }
 
@@ -61,6 +64,25 @@ def test_tensor_data():
         ndt.distribute(ConvolvedFunction(lambda x: torch.cat([x, x.data])), IMAGES, grid)
 
     check_rejected(body, "Tensor.data in a forward pass is not recorded; use .detach() instead")
+
+
+UNRECORDED = {
+    "autograd.grad": (lambda x: torch.func.grad(torch.sum)(x), "compute the derivative with ordinary operators"),
+    "hooks": (lambda x: x.register_hook(torch.neg) and x, "use a torch.autograd.Function instead"),
+    "transforms": (lambda x: torch.func.jacfwd(torch.sin)(x[0, 0, 0]), "compute with ordinary operators instead"),
+    "branches": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "use torch.where instead"),
+    "number of classes": (lambda x: F.one_hot((x > 0).long()), "pass num_classes"),
+    "distributions": (torch.poisson, "use torch.rand, randn, randint, bernoulli, multinomial or randperm instead"),
+}
+
+
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_remedies(name):
+    function, remedy = UNRECORDED[name]
+    for message in collect_messages(lambda grid: ndt.distribute(ConvolvedFunction(function), IMAGES, grid)):
+        assert remedy in message
+        assert "gather_at" not in message
+        assert len(message.splitlines()) == 1
 
 
 def test_writes_through_windows():
