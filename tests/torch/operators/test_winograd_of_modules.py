@@ -28,6 +28,20 @@ def test_results_and_gradients(data, n, c, o, dilation):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("extents", [(8, 8), (9, 8), (7, 5)])
+def test_results_may_be_written_in_place(extents, monkeypatch):
+    """As by the addition of the bias, and by a ReLU."""
+    for name, least in (("_MIN_CHANNELS", 1), ("_MIN_TILES", 1), ("_MAX_COVERED_PER_OUTPUT", 9)):
+        monkeypatch.setattr(winograd, name, least)
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, *extents), (3, 2, 3, 3), (3,))]
+    results = []
+    for convolve in (winograd.conv2d_with_winograd, F.conv2d):
+        own = [a.clone().requires_grad_() for a in inputs]
+        y = convolve(*own, (1, 1), (1, 1), (1, 1), 1).relu_()
+        results.append([y, *torch.autograd.grad(y.sum(), own)])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
+
+
 def test_slabs(monkeypatch):
     monkeypatch.setattr(winograd, "_MAX_BATCH_BYTES", 1)  # a row of tiles at a time
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64).requires_grad_()
