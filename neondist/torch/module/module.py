@@ -221,6 +221,8 @@ class DistributedModule(nn.Module):
         """
         check_tensor("image", image)
         shapes = self.programs.shapes
+        if index not in range(len(shapes)):
+            raise ConfigError(f"index: {index!r}; expected the position of an input, 0 to {len(shapes) - 1}")
         self.programs.set_shapes((*shapes[:index], self._check_image(image, index), *shapes[index + 1 :]))
         if self.grid.size > 1:
             name = "the image passed to scatter" if len(shapes) == 1 else f"image {index} passed to scatter"

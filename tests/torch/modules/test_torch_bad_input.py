@@ -126,6 +126,14 @@ def test_bad_tiles(name, everywhere):
 
 
 @pytest.mark.usefixtures("shared_programs")
+@pytest.mark.parametrize("index", [-1, 1])
+def test_positions_of_inputs(index):
+    check_rejected(
+        lambda grid: set_up(grid)[0].scatter(draw_tensor(*IMAGES), index),
+        f"index: {index}; expected the position of an input, 0 to 0",
+    )
+
+
 def test_wrong_number_of_inputs():
     def body(grid):
         model, x = set_up(grid)
