@@ -3,6 +3,7 @@
 import gzip
 import sqlite3
 import struct
+import sys
 import zlib
 
 import h5py
@@ -123,6 +124,54 @@ def test_table(tmp_path):
     with pytest.raises(nd.DataError, match=r"mysql://me:\*\*\*@localhost:1/db#t: cannot be read") as error:
         open_records("mysql://me:secret@localhost:1/db#t")  # no driver, or no server
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"), [(None, "None"), (b"\1" * 99, repr(b"\1" * 99)[:40])], ids=["null", "blob"]
+)
+@pytest.mark.parametrize("row", [0, 1])
+def test_table_rejects_cells_without_a_number(tmp_path, cell, problem, row):
+    pytest.importorskip("sqlalchemy")
+    cells = [1.5, 2.5]
+    cells[row] = cell
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
+        database.executemany("INSERT INTO t VALUES (?, ?)", enumerate(cells))
+    reader = open_records(f"sqlite:///{tmp_path}/a.db")
+    with pytest.raises(BadRecordError) as error:
+        reader.read([row])
+    assert f"row {row}: column x: {problem} is not a number; correct the row" in str(error.value)
+    assert reader.read([1 - row])[0].tolist() == [1 - row, cells[1 - row]]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5))
+@pytest.mark.parametrize("kind", ["NUMERIC", "DECIMAL(8, 2)", "REAL"])
+def test_table_keeps_all_digits(tmp_path_factory, kind, numbers):
+    pytest.importorskip("sqlalchemy")
+    path = tmp_path_factory.mktemp("table") / "a.db"
+    with sqlite3.connect(path) as database:
+        database.execute(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
+        database.executemany("INSERT INTO t VALUES (?, ?)", enumerate(numbers))
+    values = read_values(open_records(f"sqlite:///{path}"))
+    assert [record.tolist() for record in values] == [list(row) for row in enumerate(numbers)]
+
+
+def test_table_without_a_driver_names_it(monkeypatch):
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(nd.DataError, match="without the database driver psycopg; install it"):
+        open_records("postgresql+psycopg://localhost/db#t")
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("a,b\n1,2\n3,\n", [[1, 2], None]), ("1,\n2,3\n", [None, [2, 3]]), (",0,1\n0,5,6\n", [[0, 5, 6]])],
+)
+def test_csv_rejects_rows_with_an_empty_cell(tmp_path, text, numbers):
+    (tmp_path / "a.csv").write_text(text)
+    reader = open_records(str(tmp_path / "a.csv"))
+    assert [number for number, _ in reader.find_bad_records()] == [i for i, row in enumerate(numbers) if row is None]
+    assert [reader.read([i])[0].tolist() for i, row in enumerate(numbers) if row] == [row for row in numbers if row]
 
 
 def test_hdf5_array(tmp_path):

@@ -21,8 +21,8 @@ _BLOCK_BYTES = 1 << 22
 class CsvRecords(RecordReader):
     """Rows of a CSV file; only the line offsets are kept in memory.
 
-    A row is an array of float64, or of text if a column of the first row is not a number. The first line is a header
-    if it has text in a column whose next entry is a number.
+    A row is an array of float64, or of text if a column of the first row has text. The first line is a header if it
+    has text in a column whose next entry is a number, or if it numbers the columns after an empty cell.
 
     Parameters
     ----------
@@ -41,12 +41,16 @@ class CsvRecords(RecordReader):
             raise DataError(f"{path}: is empty; expected one record per line")
         head = [self._read_cells(number) for number in range(min(2, len(self._line_offsets)))]
         named = len(head) > 1 and len(head[0]) == len(head[1])
-        named = named and any(not is_number(name) and is_number(cell) for name, cell in zip(*head, strict=True))
+        if named:
+            names = head[0]
+            named = names == ["", *map(str, range(len(names) - 1))] or any(
+                _is_text(name) and is_number(cell) for name, cell in zip(*head, strict=True)
+            )
         if named:
             self.column_names = head[0]
             self._line_numbers, self._line_offsets = self._line_numbers[1:], self._line_offsets[1:]
         first = head[-1] if named else head[0]
-        self._column_count, self._is_text = len(first), not all(map(is_number, first))
+        self._column_count, self._is_text = len(first), any(map(_is_text, first))
 
     def __len__(self) -> int:
         return len(self._line_offsets)
@@ -101,3 +105,7 @@ class CsvRecords(RecordReader):
     def _is_non_blank_line(self, start: int) -> bool:
         self._file.seek(start)
         return bool(self._file.readline().strip(b"\xef\xbb\xbf\r\n \t"))
+
+
+def _is_text(cell: str) -> bool:
+    return bool(cell) and not is_number(cell)

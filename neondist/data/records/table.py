@@ -14,7 +14,7 @@ from .base import BadRecordError, RecordReader
 class SQLTableRecords(RecordReader):
     """Rows of a table, which is read whole, ordered by its primary key, or else as returned by the database.
 
-    Rows are arrays of float64 if the first row has only numbers, and arrays of text otherwise.
+    Rows are arrays of float64, or of text if the first row has text or dates; a missing value is then an empty text.
 
     Parameters
     ----------
@@ -44,11 +44,15 @@ class SQLTableRecords(RecordReader):
                 query = sqlalchemy.select(selected).order_by(*selected.primary_key.columns)
                 self._rows = [tuple(row) for row in connection.execute(query)]
             engine.dispose()
-        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-            raise DataError(f"{self.source}: cannot be read ({str(error).splitlines()[0]}); check the URL") from error
+        except ImportError as error:
+            problem = f"cannot be read without the database driver {error.name}; install it"
+            raise DataError(f"{self.source}: {problem}") from error
+        except sqlalchemy.exc.SQLAlchemyError as error:
+            problem = f"cannot be read ({str(error).splitlines()[0]}); check the URL and the database"
+            raise DataError(f"{self.source}: {problem}") from error
         if not self._rows:
             raise DataError(f"{self.source}: has no rows; specify another table")
-        self._is_text = not all(_is_number(value) for value in self._rows[0])
+        self._is_text = not all(isinstance(value, bytes | None) or _is_number(value) for value in self._rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -60,10 +64,10 @@ class SQLTableRecords(RecordReader):
     def _convert_row(self, number: int) -> np.ndarray:
         row = self._rows[number]
         if self._is_text:
-            return np.array([str(value) for value in row])
+            return np.array(["" if value is None else str(value) for value in row])
         for name, value in zip(self.column_names, row, strict=True):
             if not _is_number(value):
-                problem = f"row {number}: column {name}: {value!r} is not a number"
+                problem = f"row {number}: column {name}: {repr(value)[:40]} is not a number"
                 raise BadRecordError(
                     number, f"{self.source}: {problem}; correct the row, or skip it with --skip-bad-records"
                 )
@@ -84,7 +88,11 @@ class SQLTableRecords(RecordReader):
             if not table:
                 raise DataError(f"{self.source}: specify a table, as URL#TABLE; {contents}")
             raise DataError(f"{self.source}: no table '{table}'; {contents}")
-        return sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
+        selected = sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
+        for column in selected.columns:
+            if isinstance(column.type, sqlalchemy.Numeric):
+                column.type.asdecimal = False  # a Decimal would be rounded to the column's digits, or to 10
+        return selected
 
 
 def _is_number(value: Any) -> bool:
