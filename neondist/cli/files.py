@@ -9,6 +9,7 @@ import re
 import shlex
 from contextlib import suppress
 from glob import escape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from ..io.files import write_text
 from ..terminal.console import counted, emit, escape_invisible
 from . import options
 
-_IMAGE_FOLDERS, _MASK_FOLDERS = ("images", "imgs", "imagesTr"), ("masks", "labels", "annotations", "labelsTr")
+_IMAGE_FOLDERS = "images", "image", "imgs", "img", "imagestr", "jpegimages"
+_MASK_FOLDERS = (
+    "masks", "mask", "labels", "label", "segmentationclass", "annotations", "annotation", "gt",
+    "groundtruth", "labelstr",
+)  # fmt: skip
+_SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+"""Names of folders in lower case."""
 
 
 def add_parser(commands: Any) -> None:
@@ -91,13 +98,18 @@ def write_experiment(arguments: argparse.Namespace) -> int:
         raise DataError(f"{folder}: no such folder; specify one that contains images")
     if target.exists():
         raise OutputError(f"{target}: already exists; choose another name with --to")
-    pairs = [(folder / images, folder / masks) for images in _IMAGE_FOLDERS for masks in _MASK_FOLDERS]
-    pair = next((pair for pair in pairs if all(sub.is_dir() for sub in pair)), None)
-    if pair:
+    subfolders = {sub.name.lower(): sub for sub in sorted(folder.iterdir()) if sub.is_dir()}
+    pairs = [
+        (subfolders[images], subfolders[masks])
+        for images, masks in product(_IMAGE_FOLDERS, _MASK_FOLDERS)
+        if images in subfolders and masks in subfolders
+    ]
+    if pairs:
+        pair = next((pair for pair in pairs if all(map(_list_images, pair))), pairs[0])
         counts = [len(_list_images(sub)) for sub in pair]
         if not all(counts):
             problem = f"has {counted(counts[0], 'image')}, {pair[1]} has {counts[1]}"
-            raise DataError(f"{pair[0]}: {problem}; both need images")
+            raise DataError(f"{pair[0]}: {problem}; both need images, outside of subfolders")
         text = _segmentation_yaml(*map(_image_pattern, pair))
     elif patterns := _image_and_mask_patterns_of_cases(folder):
         text = _segmentation_yaml(*patterns)
@@ -129,6 +141,11 @@ def _classification_yaml(folder: Path) -> str:
             f"{folder}: has {counted(len(classes), 'subfolder')} with images; give a subfolder for each class, or"
             " images/ and masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
         )
+    elif all(sub.name.lower() in _SPLIT_FOLDERS for sub in classes):
+        raise DataError(
+            f"{folder}: {' and '.join(f'{sub.name}/' for sub in classes)} are splits, not classes; give the training"
+            " folder a subfolder for each class, or a labels.csv of its images, and run neondist init on it"
+        )
     else:
         images, pattern, labels = (
             [path for sub in classes for path in _list_images(sub)], _image_pattern(folder, "*"), "folders",
@@ -137,6 +154,7 @@ def _classification_yaml(folder: Path) -> str:
     items = list_images(match_files("images", pattern), len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     values, count, are_classes = read_labels(labels, items, None)
+    number = "validation_loss" if values.ndim > 1 else "validation_error"
     if values.ndim > 1:
         task, outputs, cost, metrics = "Regression: numbers per image", values.shape[1], "!MSE {}", ""
     else:
@@ -149,7 +167,7 @@ def _classification_yaml(folder: Path) -> str:
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
         images=_quote_yaml(pattern), labels=_quote_yaml(labels), layers=_classifier_yaml(min(crop), outputs),
-        cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
+        cost=cost, metrics=metrics, **_validation_yaml(len(items), number),
     )  # fmt: skip
 
 
@@ -234,8 +252,16 @@ def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
         images=_quote_yaml(image_pattern), labels=labels,
-        layers=_segmenter_yaml(outputs), cost=cost, metrics=metrics, number="validation_loss",
+        layers=_segmenter_yaml(outputs), cost=cost, metrics=metrics, **_validation_yaml(len(items), "validation_loss"),
     )  # fmt: skip
+
+
+def _validation_yaml(num_images: int, number: str) -> dict[str, str]:
+    """Return the fields of the validation split, which a single image cannot provide."""
+    if num_images < 2:
+        return {"validation": "null       # a single image is used for training", "best": ""}
+    best = f"best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping\n"
+    return {"validation": "0.2        # fraction of the images held out for validation", "best": best}
 
 
 def _list_images(folder: Path) -> list[Path]:
@@ -281,7 +307,7 @@ dataset: !ImageFiles
   labels: {labels}
   crop: {crop}         # cells per sample; larger crops give more context
   crops_per_image: {crops_per_image}
-  validation: 0.2        # fraction of the images held out for validation
+  validation: {validation}
 augment: [!Flip {{}}]      # remove transforms that change the meaning of an image
 model: !ConvnetDist
   layers:
@@ -294,8 +320,7 @@ model: !ConvnetDist
 batch_size: 16
 epochs: 30
 metrics: [{metrics}]
-best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping
-"""
+{best}"""
 _FORECAST_TEMPLATE = """\
 # Forecast of each time from the two before. `neondist predict --steps` computes longer forecasts.
 # neondist's docs/climate.md explains the fields; with `neondist schema`, an editor completes and checks them.

@@ -117,6 +117,41 @@ def test_init_writes_a_valid_file(tmp_path, monkeypatch, capsys, kind):
     assert "mine.yaml: already exists; choose another name with --to" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("images", "masks"), [("Images", "Masks"), ("image", "mask"), ("img", "GT"), ("JPEGImages", "SegmentationClass")]
+)
+def test_init_finds_folders_by_customary_names(tmp_path, monkeypatch, images, masks):
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "mine" / images)
+    write_images(tmp_path / "mine" / masks, masks=True)
+    (tmp_path / "mine" / "Annotations").mkdir()
+    assert main(["init", "mine"]) == 0
+    dataset = load_experiment("mine.yaml").dataset
+    assert (dataset.images, dataset.labels) == (f"mine/{images}/*.png", f"mine/{masks}/*.png")
+
+
+@pytest.mark.parametrize("splits", [["train", "test"], ["Training", "val", "Test"]])
+def test_init_rejects_splits_as_classes(tmp_path, monkeypatch, capsys, splits):
+    monkeypatch.chdir(tmp_path)
+    for split in splits:
+        write_images(tmp_path / "mine" / split)
+    assert main(["init", "mine"]) == 2
+    assert f"mine: {' and '.join(f'{name}/' for name in sorted(splits))} are splits, not classes; give" in (
+        capsys.readouterr().err
+    )
+
+
+def test_init_for_one_image_holds_none_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, shape in (("images", (16, 16, 3)), ("masks", (16, 16))):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+        np.save(tmp_path / "mine" / folder / "0.npy", np.arange(np.prod(shape)).reshape(shape).astype("u1") % 2)
+    assert main(["init", "mine"]) == 0
+    experiment = load_experiment("mine.yaml")
+    experiment.validate(2)
+    assert experiment.best is None
+
+
 def test_init_sets_one_crop_per_whole_image(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
