@@ -257,7 +257,11 @@ class Dataset(Registered, ABC):
 
     def count_validation_samples(self, samples: int) -> int:
         """Return the number of training samples held out for validation; DataError if none would remain."""
-        return count_held_out("validation", self._validation_share or 0, samples)
+        try:
+            return count_held_out("validation", self._validation_share or 0, samples)
+        except DataError as error:
+            error.subject = self  # the message then names the line of the experiment file
+            raise
 
     def properties_equal_on_all_ranks(self) -> list[str]:
         """Return the properties that must agree on all ranks once the data set is open, one per line."""

@@ -10,6 +10,8 @@ from small_hdf5 import write_hdf5, write_image_folder
 
 import neondist as nd
 from neondist.comm import loopback
+from neondist.config import load_experiment
+from neondist.config.source import add_location
 from neondist.errors import ConfigError, DataError, NotReadyError
 
 SERIAL = nd.ProcessGrid.serial()
@@ -227,3 +229,16 @@ def test_numpy_files(tmp_path):
         for opened_split, split in zip(splits.values(), ("train", "val", "test"), strict=True):
             np.testing.assert_array_equal(read_raw_cells(opened_split)[..., 0], arrays[f"x_{split}"])
     assert "four files (training, test), or six" in convert(tmp_path, *words[:3])
+
+
+def test_too_many_validation_samples_name_the_line(tmp_path):
+    (tmp_path / "e.yaml").write_text(
+        "!FitExperiment\ndataset: !Synthetic\n  shape: [4, 4, 1]\n  train: 12\n  validation: 12\n"
+        "model: !Convnet {layers: [!FCLayer {out_features: 4}], cost: !CrossEntropy {}, optimizer: !SGD {}}\n"
+    )
+    dataset = load_experiment(tmp_path / "e.yaml").dataset
+    with pytest.raises(DataError) as error:
+        open_dataset(dataset)
+    assert str(add_location(error.value)).endswith(
+        "e.yaml:5: dataset.validation: 12 of 12 training samples leave none for training; hold out fewer"
+    )
