@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from ..errors import ConfigError
@@ -79,8 +80,8 @@ class CropLayerDist(Dist, CropLayer):
 
 
 def _as_negative_padding(cropping: int | Sequence[Any]) -> Any:
-    if isinstance(cropping, Sequence):
+    if isinstance(cropping, Sequence) and not isinstance(cropping, str):
         return tuple(_as_negative_padding(side) for side in cropping)
-    if cropping < 0:
+    if not isinstance(cropping, Integral) or cropping < 0:
         raise ConfigError(f"cropping {cropping}: expected integers of at least 0; use PadLayer to add cells")
     return -cropping

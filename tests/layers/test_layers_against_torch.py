@@ -142,6 +142,9 @@ def test_padding(mode, torch_mode):
 def test_cropping():
     compare_with_torch(nd.CropLayer(((1, 2), (0, 3))), (7, 6, 2), lambda x, p: x[:, :, 1:-2, :-3])
     compare_with_torch(nd.CropLayer(1), (7, 6, 2), lambda x, p: x[:, :, 1:-1, 1:-1])
+    for side in (None, "a", 1.5, -1):
+        with pytest.raises(nd.ConfigError, match=f"cropping {side}: expected integers of at least 0"):
+            nd.CropLayer([(side, 1), 0])
 
 
 @pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 1)])
