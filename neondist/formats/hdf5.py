@@ -104,7 +104,7 @@ class HDF5Source(TileSource):
 
     def _shape_as_read(self, array: Any) -> tuple[int, ...]:
         """Return the shape of the array as it is read."""
-        return tuple(array.shape)
+        return tuple(array.shape or ())  # a null dataspace has no shape
 
     def _read(self, cells: Cells) -> np.ndarray:
         path, (first, *tile) = Path(self._file.filename), cells

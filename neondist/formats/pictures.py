@@ -117,9 +117,10 @@ class PictureSink(InPlaceSink):
         supported = "1 or 3 channels" if kind == "JPEG" else "1 to 4 channels, or 16-bit with 1"
         wide = kind == "PNG" and self.dtype == np.uint16 and self.shape[-1] == 1
         if self.axes != "YXC" or self.shape[-1] not in channels or not (wide or self.dtype in (np.uint8, np.bool_)):
+            other = ".tif" if {"Y", "X"} <= set(self.axes) else ".npy or .h5"
             raise ConfigError(
                 f"{self.path}: {kind} cannot store shape {list(self.shape)}, axes '{self.axes}', dtype {self.dtype}; it"
-                f" stores 8-bit (Y, X, C) with {supported}; choose .tif"
+                f" stores 8-bit (Y, X, C) with {supported}; choose {other}"
             )
         if self._options["palette"] and (kind, self.dtype, self.shape[-1]) != ("PNG", np.uint8, 1):
             raise ConfigError(f"{self.path}: a palette requires a PNG with one 8-bit channel; leave out palette")

@@ -67,6 +67,8 @@ class TIFFSource(TileSource):
 
     def _open_image(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         images = self._tiff.series
+        if not images:
+            raise DataError(f"{path}: contains no image; restore it from a good copy")
         if not (name_in_file or "0").isdecimal() or int(name_in_file or 0) >= len(images):
             raise DataError(
                 f"{path}: has no image '{name_in_file}'; specify an image number from 0 to {len(images) - 1}"
@@ -233,7 +235,7 @@ class TIFFSink(InPlaceSink):
 
         extents = dict(zip(self.axes, self.shape, strict=True))
         if not {"Y", "X"} <= set(self.axes):
-            raise ConfigError(f"{self.path}: TIFF files need axes Y and X, not '{self.axes}'; choose another format")
+            raise ConfigError(f"{self.path}: TIFF files need axes Y and X, not '{self.axes}'; choose .npy or .h5")
         chunks = dict(zip(self.axes, self.chunks or default_chunks(self.shape, self.axes, self.dtype), strict=True))
         tile = tuple(ceil(chunks[name] / 16) * 16 for name in "YX")
         channels = extents["C"] > 1

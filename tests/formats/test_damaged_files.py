@@ -1,5 +1,6 @@
 """100 damaged files of each format, which are read correctly or refused with one message that names the file."""
 
+import h5py
 import numpy as np
 import pytest
 from fuzz import check_outcomes, classify_call, damage_copies, run_isolated
@@ -18,8 +19,6 @@ def write_image(path, **options):
 
 
 def write_compressed_hdf5(path):
-    import h5py
-
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=np.arange(6000).reshape(10, 20, 30), chunks=(1, 8, 8), compression="gzip")
 
@@ -128,3 +127,14 @@ def test_damaged_zarr_folders(tmp_path, ome):
             outcomes.append(classify_call(lambda: read_source(path)))
         file.write_bytes(raw)
     check_refusals(outcomes, path)
+
+
+def test_files_without_an_array(tmp_path):
+    pytest.importorskip("tifffile")
+    (tmp_path / "a.tif").write_bytes(b"II*\0hello")
+    with pytest.raises(nd.DataError, match=r"a\.tif: contains no image; restore it from a good copy"):
+        nd.open_source(tmp_path / "a.tif")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["null"] = h5py.Empty("f4")
+    with pytest.raises(nd.ShapeError, match=r"cannot interpret an array of shape \[\] as images"):
+        nd.open_source(f"{tmp_path}/a.h5:null")

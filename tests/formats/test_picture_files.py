@@ -31,6 +31,8 @@ def test_jpeg_round_trip(tmp_path):
         assert np.abs(source.read(nd.Box.of(array.shape)).astype(int) - array).max() < 8
     with pytest.raises(nd.ConfigError, match=r"dtype float32; it stores 8-bit \(Y, X, C\) with 1 or 3 channels"):
         nd.create_sink(tmp_path / "b.jpg", (4, 4, 1), "float32", "YXC")
+    with pytest.raises(nd.ConfigError, match=r"shape \[4\], axes 'C', .* choose \.npy or \.h5"):
+        nd.create_sink(tmp_path / "b.png", (4,), "float32", "C")  # scores of a classifier
     with pytest.raises(nd.ConfigError, match="writing this format is not supported"):
         nd.create_sink(tmp_path / "b.gif", (4, 4, 1), "uint8", "YXC")
 
