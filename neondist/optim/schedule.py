@@ -113,7 +113,8 @@ class Warmup(Schedule):
 class OneCycle(Schedule):
     """One-cycle schedule: cosine rise to the learning rate and cosine decay (Smith and Topin 2018).
 
-    Equivalent to `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr.
+    The curve of `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr, as a function of
+    the epoch: it peaks at `rise * epochs` and ends after `epochs`, where PyTorch's peaks and ends one step earlier.
 
     Parameters
     ----------
