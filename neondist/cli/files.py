@@ -154,7 +154,6 @@ def _classification_yaml(folder: Path) -> str:
     items = list_images(match_files("images", pattern), len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     values, count, are_classes = read_labels(labels, items, None)
-    number = "validation_loss" if values.ndim > 1 else "validation_error"
     if values.ndim > 1:
         task, outputs, cost, metrics = "Regression: numbers per image", values.shape[1], "!MSE {}", ""
     else:
@@ -167,7 +166,7 @@ def _classification_yaml(folder: Path) -> str:
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
         images=_quote_yaml(pattern), labels=_quote_yaml(labels), layers=_classifier_yaml(min(crop), outputs),
-        cost=cost, metrics=metrics, **_validation_yaml(len(items), number),
+        cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
 
 
@@ -249,19 +248,13 @@ def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
     items = list_images(image_names, len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     find_masks(mask_pattern, items, len(crop))
+    if len(items) < 2:
+        raise DataError(f"{image_names[0]}: is the only image; cut it in two, one part for validation, or add images")
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
         images=_quote_yaml(image_pattern), labels=labels,
-        layers=_segmenter_yaml(outputs), cost=cost, metrics=metrics, **_validation_yaml(len(items), "validation_loss"),
+        layers=_segmenter_yaml(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
-
-
-def _validation_yaml(num_images: int, number: str) -> dict[str, str]:
-    """Return the fields of the validation split, which a single image cannot provide."""
-    if num_images < 2:
-        return {"validation": "null       # a single image is used for training", "best": ""}
-    best = f"best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping\n"
-    return {"validation": "0.2        # fraction of the images held out for validation", "best": best}
 
 
 def _list_images(folder: Path) -> list[Path]:
@@ -307,7 +300,7 @@ dataset: !ImageFiles
   labels: {labels}
   crop: {crop}         # cells per sample; larger crops give more context
   crops_per_image: {crops_per_image}
-  validation: {validation}
+  validation: 0.2        # fraction of the images held out for validation
 augment: [!Flip {{}}]      # remove transforms that change the meaning of an image
 model: !ConvnetDist
   layers:
@@ -320,7 +313,8 @@ model: !ConvnetDist
 batch_size: 16
 epochs: 30
 metrics: [{metrics}]
-{best}"""
+best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping
+"""
 _FORECAST_TEMPLATE = """\
 # Forecast of each time from the two before. `neondist predict --steps` computes longer forecasts.
 # neondist's docs/climate.md explains the fields; with `neondist schema`, an editor completes and checks them.

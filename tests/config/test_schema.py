@@ -141,15 +141,12 @@ def test_init_rejects_splits_as_classes(tmp_path, monkeypatch, capsys, splits):
     )
 
 
-def test_init_for_one_image_holds_none_out(tmp_path, monkeypatch):
+def test_init_rejects_a_single_image_and_mask(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for folder, shape in (("images", (16, 16, 3)), ("masks", (16, 16))):
-        (tmp_path / "mine" / folder).mkdir(parents=True)
-        np.save(tmp_path / "mine" / folder / "0.npy", np.arange(np.prod(shape)).reshape(shape).astype("u1") % 2)
-    assert main(["init", "mine"]) == 0
-    experiment = load_experiment("mine.yaml")
-    experiment.validate(2)
-    assert experiment.best is None
+    write_images(tmp_path / "mine" / "images", 1)
+    write_images(tmp_path / "mine" / "masks", 1, masks=True)
+    assert main(["init", "mine"]) == 2
+    assert "mine/images/0.png: is the only image; cut it in two, one part for validation" in capsys.readouterr().err
 
 
 def test_init_sets_one_crop_per_whole_image(tmp_path, monkeypatch):

@@ -161,7 +161,7 @@ class ImageFiles(Dataset):
             raise DataError("test: has another kind of labels than the training split; give both the same kind")
         self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
         if self._validation_share is not None and self._num_images_to_split < 2:
-            raise DataError(f"{self.images}: one image cannot be split; add images, or set validation: null")
+            raise DataError(f"{self.images}: one image cannot be split; add images, or set test and validation: null")
         self._image_numbers_by_split()
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
