@@ -28,6 +28,18 @@ OPTIMIZER_PREFIX = "optimizer/"
 _STORAGE_DTYPES = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtypes that NumPy or HDF5 lack
 
 
+class PartitionedOptimizer(torch.optim.Optimizer):
+    """Optimizer whose state is partitioned over the ranks."""
+
+    def gather_slots(self, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+        """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `names`. Collective."""
+        raise NotImplementedError
+
+    def load_slots(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the result of `gather_slots`."""
+        raise NotImplementedError
+
+
 def save_weights(
     model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None, **metadata: int | float | str
 ) -> None:
@@ -39,8 +51,9 @@ def save_weights(
     path : path
         The file can be read on any number of ranks, and by any program that reads safetensors.
     optimizer : torch.optim.Optimizer, optional
-        Optimizer of the model's parameters; its state is also written, as 'optimizer/PARAMETER/NAME', but not learning
-        rates and other settings, which the script sets.
+        Optimizer of the model's parameters, or its DistributedOptimizer; its state is also written, as
+        'optimizer/PARAMETER/NAME', but not learning rates and other settings, which the script sets, and not the error
+        feedback of compressors.
     **metadata
         Numbers and strings for `load_weights` to return, such as step=100.
 
@@ -93,7 +106,10 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         with all_or_none(world):
             if optimizer is not None:
                 slot_names = (name[len(OPTIMIZER_PREFIX) :] for name in shapes if name.startswith(OPTIMIZER_PREFIX))
-                create_optimizer_state(dict(model.named_parameters()), optimizer, slot_names)
+                if isinstance(optimizer, PartitionedOptimizer):
+                    optimizer.gather_slots(slot_names)
+                else:
+                    create_optimizer_state(dict(model.named_parameters()), optimizer, slot_names)
             tensors = state_tensors(model, optimizer)
             check_names_and_shapes(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -122,16 +138,23 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(fresh[name])
+    if isinstance(optimizer, PartitionedOptimizer):
+        slots = (name for name in fresh if name.startswith(OPTIMIZER_PREFIX))
+        optimizer.load_slots({name[len(OPTIMIZER_PREFIX) :]: fresh[name] for name in slots})
     return dict(metadata)
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's and an optimizer's state by name, without copying."""
+    """Return the tensors of a module's and an optimizer's state by name, not copied unless partitioned."""
     tensors = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"the state {name!r} is a {type(value).__name__}, not a tensor; remove it")
-    slots = {} if optimizer is None else optimizer_state_tensors(dict(model.named_parameters()), optimizer)
+    slots: dict[str, torch.Tensor] = {}
+    if isinstance(optimizer, PartitionedOptimizer):
+        slots = optimizer.gather_slots()
+    elif optimizer is not None:
+        slots = optimizer_state_tensors(dict(model.named_parameters()), optimizer)
     return tensors | {OPTIMIZER_PREFIX + name: value for name, value in slots.items()}
 
 

@@ -18,13 +18,13 @@ from ...parallel import ControlFlag, ParameterShard, SyncState
 from ...strategies import Strategy, StrategyBuilder
 from ..module.module import DistributedModule
 from ..module.parameters import ModuleParameters, plan_parameters, sparse_embedding_weights
-from ..module.weights import as_array, create_optimizer_state
+from ..module.weights import PartitionedOptimizer, as_array, create_optimizer_state
 from .losses_and_optimizers import TorchOptimizer, updates_any
 
 _PLAIN = bool, int, float, str, tuple
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(PartitionedOptimizer):
     """A torch.optim optimizer partitioned over the ranks by a strategy. Collective.
 
     Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module,
@@ -149,14 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Compressors add 'synchronisation', the error feedback of all ranks; its first axis is the rank.
         """
         self.grid.check("DistributedOptimizer.state_dict")
-        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._names))}
-        for shard, array in self.slots():
-            name, _, slot = shard.name.rpartition("/")
-            state[self._names.index(name)][slot] = torch.from_numpy(shard.gather(array))
-        groups = self.optimizer.state_dict()["param_groups"]
-        if self._overflow_parameter is not None:
-            groups[-1]["params"].pop()
-        result = {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
+        result = self._as_state_dict(self.gather_slots())
         sync = {
             sync_state.name: self._gather_sync(sync_state) for sync_state in self.parameters.compressed.sync_states()
         }
@@ -168,6 +161,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._overflow_parameter.grad = None  # the step that creates slots must not update it
         create_optimizer_state(self.parameters.optimizer_parameters, self.optimizer, names)
         return self.parameters.optimizer_slots(self.optimizer)
+
+    def gather_slots(self, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+        """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `names`. Collective."""
+        return {shard.name: torch.from_numpy(shard.gather(array)) for shard, array in self.slots(names)}
+
+    def load_slots(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the result of `gather_slots`."""
+        self.load_state_dict(self._as_state_dict(tensors))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
@@ -199,6 +200,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 " optimizer"
             )
         super().add_param_group(param_group)
+
+    def _as_state_dict(self, slots: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the `state_dict` of one process with whole state tensors by 'PARAMETER/SLOT'."""
+        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._names))}
+        for full_name, tensor in slots.items():
+            name, _, slot = full_name.rpartition("/")
+            state[self._names.index(name)][slot] = tensor
+        groups = self.optimizer.state_dict()["param_groups"]
+        if self._overflow_parameter is not None:
+            groups[-1]["params"].pop()
+        return {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
 
     def _reject_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ConfigError for another optimizer of parameters with owners, which would not see their gradients."""

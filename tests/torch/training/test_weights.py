@@ -67,6 +67,42 @@ def test_training_resumes_on_another_number_of_ranks(tmp_path, name):
     torch.testing.assert_close(*states, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "strategies", [("PartitionedPS", None, "PS"), ("ShardedOptimizer", "AllReduce", "RandomAxisPartitionAR")]
+)
+@pytest.mark.long
+def test_partitioned_optimizer_state_is_written_whole(tmp_path, strategies):
+    def create_optimizer(model, strategy):
+        if strategy is None:
+            return torch.optim.AdamW(model.parameters(), lr=0.05)
+        return ndt.DistributedOptimizer(model, torch.optim.AdamW, strategy, lr=0.05)
+
+    def train(world, strategy, path, first, last):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(
+                nn.Sequential(nn.Conv2d(3, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3)).double(), IMAGES, grid
+            )
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(torch.linspace(-0.5, 0.4, parameter.numel()).reshape(parameter.shape))
+            optimizer = create_optimizer(model, strategy)
+            if first:
+                assert ndt.load_weights(model, path, optimizer) == {"step": first}
+            for step in range(first, last):
+                optimizer.zero_grad()
+                x = model.scatter(draw_tensor(*IMAGES, step=step))
+                model.loss(lambda y, x: y.square().mean(), model(x), x).backward()
+                optimizer.step()
+            ndt.save_weights(model, path, optimizer, step=last)
+
+    path, expected = tmp_path / "model.safetensors", tmp_path / "expected.safetensors"
+    with share_captures():
+        loopback.run(1, lambda world: train(world, None, expected, 0, 3))
+        for step, (strategy, ranks) in enumerate(zip(strategies, (3, 1, 2), strict=True)):
+            loopback.run(ranks, lambda world, s=strategy, i=step: train(world, s, path, i, i + 1))
+    torch.testing.assert_close(*(safetensors.load_file(file) for file in (path, expected)), rtol=1e-9, atol=1e-12)
+
+
 class UnusualTensors(nn.Module):
     """Tied weights, and tensors of many dtypes."""
 
