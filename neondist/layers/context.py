@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,6 +79,10 @@ class StepContext:
     needs_weight_gradients = True
     #: whether another call has already updated the state: in recomputation, or if micro-batches share statistics
     state_already_updated = False
+    #: copies of the state before the first `forward` of this pass
+    initial_state: Mapping[str, Any] | None = None
+    #: whether `forward` runs, with copies of the state if another call has already updated it
+    is_in_forward = False
     #: whether `forward` has applied the layer's activation itself
     activated = False
     #: whether the following pooling layer applies the activation's gradient, so that `backward` needs no output
@@ -157,7 +161,8 @@ class StepContext:
     def state(self) -> dict[str, Any]:
         """The arrays that are saved but not trained."""
         state = self._layer.state
-        return {name: array.copy() for name, array in state.items()} if self.state_already_updated else state
+        uses_copies = self.state_already_updated and not self.is_in_forward
+        return {name: array.copy() for name, array in state.items()} if uses_copies else state
 
     @property
     def grads(self) -> dict[str, Any]:

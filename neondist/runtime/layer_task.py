@@ -86,6 +86,7 @@ class LayerTask(Task):
         if activation_step is not None and activation_step.layer is not None:
             ctx.activation = activation_step.layer.activation
         run.contexts[self.index], ctx.state_already_updated = ctx, self.index < run.first_new_step
+        ctx.initial_state = run.initial_states[self.index]
         ctx.applies_input_relu_gradient = self.applies_input_relu_gradient
         ctx.relu_gradient_left_to_next_layer = self.is_relu_gradient_deferred(run)
         exchanges, buffer = self.has_window and x is not None, space.view
@@ -112,7 +113,7 @@ class LayerTask(Task):
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs of a call whose reductions are complete."""
         layer = self.layer
-        y = self.call_forward(ctx, view)
+        y = self._call_forward_once_for_state(ctx, view)
         if layer.scattered_output_array is not None:
             y = layer.output_from_summed_contributions(ctx, ctx.scatter_add(layer.scattered_output_array, y))
         return self._activate_in_reserved_memory(ctx, view, y)
@@ -201,6 +202,21 @@ class LayerTask(Task):
         ctx.needs_input_gradient = False
         self.call_backward(ctx, dy)
         return layer.input_gradient(ctx, ctx.gather(layer.gathered_gradient_array, layer.gradient_to_gather(ctx, dy)))
+
+    def _call_forward_once_for_state(self, ctx: StepContext, view: Any) -> Any:
+        """Call `forward`; if another call has updated the state, with copies of the state before that call."""
+        layer, state = self.layer, self.layer.state
+        if not state or not ctx.training:
+            return self.call_forward(ctx, view)
+        if ctx.initial_state is None:
+            ctx.initial_state = {name: array.copy() for name, array in state.items()}
+        if not ctx.state_already_updated:
+            return self.call_forward(ctx, view)
+        layer.state, ctx.is_in_forward = {name: array.copy() for name, array in ctx.initial_state.items()}, True
+        try:
+            return self.call_forward(ctx, view)
+        finally:
+            layer.state, ctx.is_in_forward = state, False
 
     def call_forward(self, ctx: StepContext, view: Any) -> Any:
         """Call the layer's forward; debugging tasks override this method."""

@@ -74,19 +74,26 @@ class Section:
             self.workspaces[number] = Workspace(arena, self.shapes, [task.input_array for task in self.tasks])
         return self.workspaces[number]
 
-    def checkpoint(self, x: Any, run: SectionPass) -> tuple[Any, list[Any]]:
-        """Return the checkpoint of a completed pass: its input and the results of its reductions; close the pass."""
-        state = x, run.reduced
+    def checkpoint(self, x: Any, run: SectionPass) -> tuple[Any, list[Any], list[Any]]:
+        """Return a completed pass's input, results of reductions and initial states of layers; close the pass."""
+        state = x, run.reduced, [None if ctx is None else ctx.initial_state for ctx in run.contexts]
         run.close()
         return state
 
-    def recompute(self, checkpoints: Sequence[tuple[Any, list[Any]]], phases: Sequence[Phase]) -> list[SectionPass]:
+    def recompute(
+        self, checkpoints: Sequence[tuple[Any, list[Any], list[Any]]], phases: Sequence[Phase]
+    ) -> list[SectionPass]:
         """Return passes run again from their checkpoints."""
-        inputs, reduced = zip(*checkpoints, strict=True)
-        return self.forward(inputs, phases, reduced=reduced)
+        inputs, reduced, states = zip(*checkpoints, strict=True)
+        return self.forward(inputs, phases, reduced=reduced, initial_states=states)
 
     def forward(
-        self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None, reduced: Sequence[Any] | None = None
+        self,
+        xs: Sequence[Any],
+        phases: Sequence[Phase],
+        nodes: int | None = None,
+        reduced: Sequence[Any] | None = None,
+        initial_states: Sequence[list[Any]] = (),
     ) -> list[SectionPass]:
         """Return passes through the first `nodes` nodes (default: all), which execute each step at the same time."""
         nodes = self.stop_node - self.first_node if nodes is None else nodes
@@ -98,6 +105,8 @@ class Section:
             SectionPass(self.acquire_workspace(), phase, len(x), end, r)
             for x, phase, r in zip(xs, phases, known, strict=True)
         ]
+        for run, states in zip(passes, initial_states, strict=False):
+            run.initial_states = states
         self._run(passes, xs)
         return passes
 

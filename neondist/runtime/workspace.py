@@ -122,6 +122,8 @@ class SectionPass:
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
         self.saved_states_by_step: Mapping[int, Any] = {}
+        #: for a repeated pass: layers' state before the first pass, by step
+        self.initial_states: list[Any] = [None] * self.num_steps
         #: outputs of joins, by step, that fused activations need in the backward pass
         self.join_outputs: dict[int, Any] = {}
 

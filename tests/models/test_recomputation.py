@@ -91,3 +91,42 @@ def test_head_and_full_training_of_gb():
         model.stages[0].train_batch(x)
         states.append(model.state())
     assert max_relative_difference(*states) < 1e-12
+
+
+class DampedLayerDist(nd.Dist, nd.Layer):
+    """Division by a count of training steps, kept as state and updated in `forward`."""
+
+    def state_for(self, input_shape):
+        return {"steps": nd.Parameter((1,), nd.Constant(0.0))}
+
+    def forward(self, ctx, view):
+        steps = self.state["steps"] if self.uses_attribute else ctx.state["steps"]
+        if ctx.training:
+            steps += 1
+        ctx.save(factor=1 / (1 + float(steps[0])))
+        return view * ctx.factor
+
+    def backward(self, ctx, dy):
+        return dy * ctx.factor
+
+
+@pytest.mark.parametrize("uses_attribute", [False, True])
+def test_custom_state_is_updated_once(uses_attribute):
+    def job(comm):
+        models = []
+        for recompute in (False, True):
+            damped = [DampedLayerDist(), DampedLayerDist()]
+            for layer in damped:
+                layer.uses_attribute = uses_attribute
+            layers = [nd.ConvLayerDist(2, 3, padding=1), damped[0], nd.ConvLayerDist(2, 3, padding=1), damped[1]]
+            model = nd.ConvnetDist([*layers, nd.FCLayerDist(3)], dtype="float64", seed=1, recompute=recompute)
+            model.build((7, 5, 1), 2, nd.ProcessGrid(comm))
+            for step in range(3):
+                x = model.scatter(np.random.default_rng(step).normal(size=(2, 7, 5, 1)))
+                model.train_batch(x, np.array([0, 2]))
+            models.append(model.state())
+        assert models[0]["damped1/steps"] == 3
+        return models
+
+    for states in loopback.run(2, job):
+        assert max_relative_difference(*states) < 1e-12
