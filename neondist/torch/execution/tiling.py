@@ -163,7 +163,8 @@ class Tiling:
             shapes = sorted({shape_of(layout) for layout in layouts if layout})
             raise ShapeError(
                 f"a target of shape {shape} matches none of the outputs {', '.join(map(str, shapes))}; it must have"
-                " the batch and spatial extents of one of them, or be (N,) or (N, C)"
+                " the batch and spatial extents of one of them, or be (N,) or (N, C); for a batch or image of another"
+                " size, call model.scatter(image) first"
             )
         return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:])) if shape else ()
 

@@ -227,7 +227,8 @@ def test_global_tensors_of_the_wrong_shape():
             model.scatter(draw_tensor(*IMAGES).numpy())
         for shape in ((2, 11, 10), (3, 11, 9), (2, 3, 9, 11), (5,)):
             with pytest.raises(
-                nd.ShapeError, match=r"a target of shape .* matches none of the outputs \(2, 3, 11, 9\)"
+                nd.ShapeError,
+                match=r"of shape .* matches none of the outputs \(2, 3, 11, 9\).* call model.scatter\(image\) first",
             ):
                 model.scatter_target(torch.zeros(shape))
 
