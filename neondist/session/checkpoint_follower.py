@@ -94,12 +94,12 @@ class CheckpointFollower:
                 if self.world.rank == 0:
                     complete = (self.folder / COMPLETE).exists()  # read before the list: nothing is written later
                     result = self._find_next(), complete or self.clock() >= self.deadline
+                    if result[0] is None and self.last_step < 0 and not (complete or self._is_waiting):
+                        say(f"waiting for the first checkpoint in {self.folder}", sys.stderr)
+                        self._is_waiting = True
             checkpoint, over = self.world.bcast(result)
             if checkpoint is not None or over:
                 return checkpoint
-            if self.world.rank == 0 and self.last_step < 0 and not self._is_waiting:
-                say(f"waiting for the first checkpoint in {self.folder}", sys.stderr)
-            self._is_waiting = True
             self.sleep(max(0.0, min(self.interval, self.deadline - self.clock())))
 
     def process(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, RunProgress], None]) -> bool:

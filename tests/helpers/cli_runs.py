@@ -62,7 +62,8 @@ def run_command(command, cwd, **env):
 
 def strip_progress_lines(err):
     """Return stderr without the progress lines that only a busy machine prints."""
-    return re.sub(r"^(preparing, [^\n]* so far  |starting the ranks)\n", "", err, flags=re.MULTILINE)
+    lines = r"(preparing, [^\n]* so far|\w+ \d+ of \d+, [^\n]*)  |starting the ranks"
+    return re.sub(rf"^({lines})\n", "", err, flags=re.MULTILINE)
 
 
 def run_in_process(folder, *argv):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import psutil
+from cli_runs import strip_progress_lines
 
 from neondist.errors import UserError
 
@@ -92,7 +93,7 @@ def classify_command(*argv: object) -> str:
             code = main([str(word) for word in argv])
     except BaseException:
         return f"BAD {traceback.format_exc()}"
-    text = err.getvalue()
+    text = strip_progress_lines(err.getvalue())
     if code == 0:
         return "fine" if not text else f"BAD: exit code 0, stderr {text!r}"
     message = text.removeprefix("error: ").removesuffix("\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from availability import needs_mpirun
-from cli_runs import build_command, strip_progress_lines
+from cli_runs import build_command, run_command, strip_progress_lines
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -381,13 +381,9 @@ def test_failing_feed_on_one_rank_ends_all(folder, capsys):
 
 
 def test_without_torch(folder):
-    process = subprocess.run(
-        build_command("check", "classifier.yaml"), cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 2
-    assert process.stderr == (
-        "error: classifier.yaml:3: model: neondist.torch needs PyTorch: pip install 'neondist[torch]'\n"
-    )
+    code, _, error = run_command(build_command("check", "classifier.yaml"), folder)
+    assert code == 2
+    assert error == "error: classifier.yaml:3: model: neondist.torch needs PyTorch: pip install 'neondist[torch]'\n"
 
 
 def test_neondist_does_not_import_torch():
