@@ -184,6 +184,9 @@ async def _check_all_nodes(
 
 async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments: str, env: Mapping[str, str]) -> None:
     """Run the check on a node, and record its result."""
+    if ":" in report.node.address:
+        report.problems.append("mpirun does not accept IPv6 addresses; give a host name, such as one of /etc/hosts")
+        return
     command = [report.python, "-c", _CHECK_PROGRAM, check_arguments]
     if report.node.ssh_config is not None:
         command = ssh_command(report.node, ssh_config_path, command, env)

@@ -35,6 +35,7 @@ _NODE_FIELDS = {
 }
 SSH_CONFIG_OF_ALL_NODES = "default"
 """Name of a flat `ssh:` mapping, which applies to all nodes."""
+_LOOPBACK_NAMES = "localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"
 
 
 @dataclass(frozen=True)
@@ -220,8 +221,9 @@ class ResourceSpec:
                 )
             indices[key] = index
         local = [key for key in indices if _is_loopback(key)]
-        if local and len(self.nodes) > 1 and ("localhost" in local or len(local) < len(self.nodes)):
-            index = indices["localhost" if "localhost" in local else local[0]]
+        names = [key for key in local if _is_loopback_name(key)]
+        if local and len(self.nodes) > 1 and (names or len(local) < len(self.nodes)):
+            index = indices[[*names, *local][0]]
             address = self.nodes[index].address
             remedy = "give the address by which the other nodes reach it"
             path = join_path(join_path("nodes", index), "address")
@@ -242,7 +244,12 @@ def _is_ip_address(text: str) -> bool:
 
 def _is_loopback(address: str) -> bool:
     """Return whether a normalised address is that of the machine itself on every machine."""
-    return ipaddress.ip_address(address).is_loopback if _is_ip_address(address) else address == "localhost"
+    return ipaddress.ip_address(address).is_loopback if _is_ip_address(address) else _is_loopback_name(address)
+
+
+def _is_loopback_name(address: str) -> bool:
+    """Return whether a normalised address is a common name of the machine itself (see RFC 6761)."""
+    return address.endswith(".localhost") or address in _LOOPBACK_NAMES
 
 
 def _parse_ssh_configs(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:
@@ -261,6 +268,8 @@ def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConf
         raise field_error(node, path, "username", f"invalid; expected a user name, got '{fields['username']}'")
     if "key_file" in fields:  # the launcher checks relative paths, whose files may be created later
         file = Path(fields["key_file"]).expanduser()
+        if not fields["key_file"]:
+            raise field_error(node, path, "key_file", "is empty; give the path of a private key, or leave it out")
         if file.is_absolute() and not file.is_file():
             raise field_error(node, path, "key_file", f"'{file}' does not exist; give the path of a private key")
         fields["key_file"] = str((folder / file).absolute())

@@ -179,7 +179,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | type | numbers.Number | Mapping) or _is_sequence(value)
+    return value is None or isinstance(value, str | bytes | type | numbers.Number | Mapping) or _is_sequence(value)
 
 
 def describe_mismatch(value: Any, hint: Any) -> str:

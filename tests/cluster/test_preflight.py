@@ -70,6 +70,12 @@ def check(tmp_path, monkeypatch):
 
 
 @posix
+def test_ipv6_addresses_are_rejected(check):
+    [_, report] = check(resources("fe80::1"))
+    assert report.problems == ["mpirun does not accept IPv6 addresses; give a host name, such as one of /etc/hosts"]
+
+
+@posix
 def test_report(check):
     reports = check(resources("a", "b"))
     assert [report.problems for report in reports] == [[]] * 3

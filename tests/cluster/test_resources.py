@@ -81,6 +81,11 @@ def test_bad_addresses(address):
         nd.ResourceSpec({"nodes": [{"address": address}]})
 
 
+def test_bytes_are_rejected():
+    with pytest.raises(nd.ConfigError, match="resources: expected text"):
+        nd.ResourceSpec(b"resources.yaml")
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 99_999) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
