@@ -124,7 +124,6 @@ class ServerUpdate(RemoteUpdate):
         master_client: MasterClient | None = None,
     ) -> None:
         self._worker, self._parameters, self._world, self._master_client = worker, parameters, world, master_client
-        check_server_optimizer(optimizer)
         count = len(worker.servers)
         specs = [
             ParameterSpec(shard.full_name, layout.shape, str(parameters.values.dtype), bool(layout.max_rows_per_sample))
@@ -133,6 +132,7 @@ class ServerUpdate(RemoteUpdate):
         ]
         self.strategy = strategy.build(specs, count) if isinstance(strategy, StrategyBuilder) else strategy
         self.strategy.check_parameters_match(specs)
+        check_server_optimizer(optimizer, self.strategy)
         decays = [shard.full_name for shard in parameters.trained_shards if shard.decays]
         layouts = place_parameters(self.strategy, count, decayed_names=decays)
         self._values = self._gather_parameters(parameters.values)

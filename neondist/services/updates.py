@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..optim import FlatLayout, Optimizer, ScheduledOptimizer
 from ..registry import registered_classes, suggest
+from ..strategies import Strategy
 from .message import MessageError
 from .placement import construct_from_message
 
@@ -97,7 +98,9 @@ class NeondistOptimizerUpdater(Updater):
     def require_independent_updates(self, whole_parameters: bool) -> None:
         """Reject optimisers that need norms over all parameters, or of partitioned parameters."""
         if self.optimizer.clip_norm is not None:
-            raise ConfigError("clip_norm: needs a norm over all servers; leave it out, and clip on the workers")
+            raise ConfigError(
+                "clip_norm: needs a norm over all servers; leave it out, or use sync: true and staleness: 0"
+            )
         if not whole_parameters and self.optimizer.num_reduced_norms(1):
             name = type(self.optimizer).__name__
             raise ConfigError(f"optimizer: {name} updates whole parameters; choose a strategy without partitions")
@@ -149,11 +152,12 @@ class TorchUpdater(Updater):
             )
 
 
-def check_server_optimizer(optimizer: Any) -> None:
-    """Raise ConfigError if servers cannot apply an optimiser to whole parameters."""
+def check_server_optimizer(optimizer: Any, strategy: Strategy) -> None:
+    """Raise ConfigError if servers cannot apply an optimiser to the parameters of a strategy."""
     if getattr(optimizer, "ema", None) is not None:
         raise ConfigError("ema: is not supported on parameter servers; leave it out")
-    make_updater(describe_optimizer(optimizer)).require_independent_updates(whole_parameters=True)
+    whole = all(placement.partition is None for placement in strategy.parameters.values())
+    make_updater(describe_optimizer(optimizer)).require_independent_updates(whole)
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:

@@ -104,16 +104,18 @@ def validate_experiment(
         with set_error_subject(experiment.best):
             experiment.best.check_metric_is_recorded(experiment.metrics)
     if experiment.server_strategy is not None:
-        _check_server_support(experiment)
+        _check_server_support(experiment, experiment.server_strategy, plan)
     return plan
 
 
-def _check_server_support(experiment: Experiment) -> None:
+def _check_server_support(experiment: Experiment, strategy: StrategyBuilder | Strategy, plan: Plan) -> None:
     """Raise ConfigError if the optimiser or the early stopping cannot be used with parameter servers."""
     from ..services.updates import check_server_optimizer
 
+    if isinstance(strategy, StrategyBuilder):
+        strategy = strategy.build(plan.parameters.specs, 1)
     with set_error_subject(experiment.model.optimizer):
-        check_server_optimizer(experiment.model.optimizer)
+        check_server_optimizer(experiment.model.optimizer, strategy)
     if experiment.best is not None and experiment.best.patience is not None:
         with set_error_subject(experiment.best):
             raise ConfigError(

@@ -196,14 +196,20 @@ def test_learning_rate_depends_on_the_position_of_a_minibatch(monkeypatch):
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("optimizer", nd.SGD(0.1, clip_norm=1.0), "clip_norm: needs a norm"),
+        (
+            "optimizer",
+            nd.SGD(0.1, clip_norm=1.0),
+            "clip_norm: needs a norm over all servers; leave it out, or use sync",
+        ),
+        ("optimizer", nd.LAMB(0.1), "LAMB updates whole parameters; choose a strategy without partitions"),
         ("optimizer", nd.SGD(0.1, momentum=0.9, schedule=nd.OneCycle(2, momentum=(0.8, 0.9))), "the momentum"),
         ("optimizer", nd.SGD(0.1, ema=0.9), "ema: is not supported"),
         ("best", nd.Best(patience=1), "patience: workers of parameter servers do not stop early"),
     ],
 )
 def test_settings_are_rejected_before_workers_are_started(field, value, problem):
-    experiment = make_experiment(make_model, "PS(sync=False)", **({"best": value} if field == "best" else {}))
+    settings = {"best": value} if field == "best" else {}
+    experiment = make_experiment(make_model, "PartitionedPS(sync=False)", **settings)
     if field == "optimizer":
         experiment.model.optimizer = value
     with pytest.raises(nd.ConfigError, match=problem) as caught:
