@@ -160,8 +160,10 @@ def train(arguments: argparse.Namespace) -> int:
         return definition, experiment
 
     def work(world: Transport, prepared: tuple[Any, Any]) -> int:
+        from ..train import Hook
+
         definition, experiment = prepared
-        hooks = [*_task_and_evaluation_hooks(arguments, experiment), *definition.callbacks()]
+        hooks = [*_task_and_evaluation_hooks(arguments, experiment), *definition.callbacks(Hook)]
         result = experiment.run(
             experiment.open_grid(world),
             output=arguments.folder,

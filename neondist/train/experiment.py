@@ -59,7 +59,7 @@ from .grid_factors import apply_dist_mode, parse_grid_factors
 from .loop import train_loop
 from .pretrain import pretrain_stages
 from .starting_point import initialise_or_resume_run
-from .state import EpochRecord, Stop, TrainState
+from .state import RESERVED_METRIC_NAMES, EpochRecord, Stop, TrainState
 from .validate import validate_experiment
 
 if TYPE_CHECKING:
@@ -426,6 +426,8 @@ def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
     for metric in metrics or ():
         if metric.name in by_name:
             raise ConfigError(f"metrics: two metrics are named '{metric.name}'; leave one out")
+        if metric.name in RESERVED_METRIC_NAMES:
+            raise ConfigError(f"metrics: '{metric.name}' names another value of the records; rename the metric")
         by_name[metric.name] = metric
     return list({Misclassification.name: Misclassification(), **by_name}.values())
 

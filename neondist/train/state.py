@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm import ProcessGrid
 from ..data import Dataset
+from ..data.base import SPLITS
 from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
@@ -20,6 +21,13 @@ from .class_names import class_name_texts
 
 if TYPE_CHECKING:
     from ..services.master_client import MasterClient
+
+
+RESERVED_METRIC_NAMES = {
+    "epoch", "step", "split", "samples", "loss", "seconds", "samples_per_second", "bytes_sent", "bytes_summed",
+    "loss_scale", "skipped_steps", "job", *(f"{split}_{value}" for split in SPLITS for value in ("loss", "error")),
+}  # fmt: skip
+"""Names of the other values of an epoch or an evaluation."""
 
 
 class EpochRecord(dict[str, Any]):

@@ -1,6 +1,7 @@
 """Command `train MODEL.py`, with `evaluate`, `predict`, `check` and `zoo init`."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,15 @@ def test_tiled_replicas_match_one_process(project):
             "optimizer must return a torch optimizer, got int",
         ),
         (MODEL_DEFINITION.replace("4 * 4", "5"), "out"),
+        (
+            f"{MODEL_DEFINITION}\ndef custom_data_reader(source): return 3\n",
+            "custom_data_reader returned a int; return an object with __len__ and __getitem__",
+        ),
+        (
+            f"{MODEL_DEFINITION}\ndef custom_model(): return 3\n",
+            "custom_model returned a int; return a torch.nn.Module",
+        ),
+        (f"{MODEL_DEFINITION}\ndef custom_model(n): return 3\n", "custom_model failed: TypeError"),
         *(
             (
                 MODEL_DEFINITION.replace("nn.functional.cross_entropy(predictions, labels)", value),
@@ -188,6 +198,14 @@ def test_bad_definitions(project, capsys, text, message):
     assert message in error
     assert file in error or "out" in error
     assert not (project / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["3", "[3]", "CustomModel"])
+def test_bad_callbacks(project, capsys, value):
+    file = write_model(project, f"{MODEL_DEFINITION}\ndef callbacks(): return {value}\n", f"hooks{len(value)}")
+    assert main(["train", file, *DATA_OPTIONS, "--output", "run"]) == 2
+    message = "callbacks must return a list of nd.Hook objects"
+    assert re.search(rf"{re.escape(file)}:\d+: {message}", capsys.readouterr().err)
 
 
 def test_bad_validation_records(project, capsys):

@@ -18,6 +18,12 @@ def make_small_experiment(**fields):
     return FitExperiment(DATA, ConvnetDist([ConvLayerDist(2, 3), FCLayerDist(4)]), **fields)
 
 
+def rename_metric(name):
+    metric = TopK(2)
+    metric.name = name
+    return metric
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -34,6 +40,8 @@ def make_small_experiment(**fields):
         ({"seed": -1}, r"seed: expected an integer of at least 0 or null, got -1"),
         ({"metrics": [3]}, r"metrics\.0: expected .*Accuracy.* got 3"),
         ({"metrics": [TopK(2), TopK(2)]}, "metrics: two metrics are named 'top2_error'"),
+        ({"metrics": [rename_metric("loss")]}, "metrics: 'loss' names another value of the records; rename the metric"),
+        ({"metrics": [rename_metric("seconds")]}, "metrics: 'seconds' names another value"),
         ({"metrics": TopK(2)}, r"metrics: expected a list .* got a TopK"),
     ],
 )

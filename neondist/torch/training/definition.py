@@ -76,8 +76,20 @@ class ModelDefinition:
 
     def model(self, seed: int = 0) -> TorchModel:
         """Return the model for the training loop."""
-        assert self.factory is not None
-        return TorchModel(self.factory, loss=TorchLoss(self._make_loss()), optimizer=self._make_optimizer(), seed=seed)
+        factory = self.factory
+        assert factory is not None
+
+        def create_module() -> nn.Module:
+            module = self._call(factory)
+            if not isinstance(module, nn.Module):
+                site, name = self._source_line(factory), type(module).__name__
+                raise ConfigError(f"{site}: {factory.__name__} returned a {name}; return a torch.nn.Module")
+            return module
+
+        module_function = _rename_function(factory, create_module)
+        return TorchModel(
+            module_function, loss=TorchLoss(self._make_loss()), optimizer=self._make_optimizer(), seed=seed
+        )
 
     def check_loss(self, output_shape: Sequence[int], images: np.ndarray, labels: np.ndarray | None) -> None:
         """Check the type of the loss for predictions of this shape, channels last, which are 0.
@@ -128,15 +140,24 @@ class ModelDefinition:
             raise ConfigError(f"{self.path}: eval_metrics_fn must return a dict of functions of (labels, predictions)")
         return [_FunctionMetric(name, metric, self._source_line(metric)) for name, metric in functions.items()]
 
-    def callbacks(self) -> list[Any]:
-        """Return the hooks of callbacks()."""
+    def callbacks(self, hook_type: type) -> list[Any]:
+        """Return the hooks of callbacks(), which must be instances of `hook_type`."""
         function = self._optional("callbacks")
-        return [] if function is None else list(self._call(function))
+        hooks = [] if function is None else self._call(function)
+        if not isinstance(hooks, list | tuple) or not all(isinstance(hook, hook_type) for hook in hooks):
+            raise ConfigError(f"{self._source_line(function)}: callbacks must return a list of nd.Hook objects")
+        return list(hooks)
 
     def custom_reader(self, source: str) -> Any:
         """Return the reader of custom_data_reader for a source, or None if the file has none."""
         function = self._optional("custom_data_reader")
-        return None if function is None else self._call(function, source)
+        reader = None if function is None else self._call(function, source)
+        if reader is not None and not (hasattr(reader, "__len__") and hasattr(reader, "__getitem__")):
+            raise ConfigError(
+                f"{self._source_line(function)}: custom_data_reader returned a {type(reader).__name__}; return an"
+                " object with __len__ and __getitem__, such as a list"
+            )
+        return reader
 
     def processor(self) -> Any:
         """Return a PredictionOutputsProcessor, or None if the file has none."""
@@ -168,7 +189,7 @@ class ModelDefinition:
         return None
 
     def _source_line(self, function: Any) -> str:
-        code = getattr(function, "__code__", None)
+        code = getattr(function, "__code__", None) or getattr(getattr(function, "__init__", None), "__code__", None)
         return self.path if code is None else f"{self.path}:{code.co_firstlineno}"
 
     def _call(self, function: Any, *args: Any) -> Any:
