@@ -336,6 +336,8 @@ def _run_in_locked_folder(
         remote = ServerUpdate(
             worker, experiment.server_strategy, model.built_parameters, model.optimizer, grid.world, run.master_client
         )
+    elif run.resumed_without_optimizer_state:
+        run.start_messages.append("checkpoint.h5 was written with parameter servers: the optimiser state is new")
     model.remote_update = remote
     writers: list[Hook] = []
     if folder is not None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ..services.master_client import MasterClient
 
 
+_SERVER_STATE_TEXT = "server state"
+"""Name of the text of a checkpoint that lacks the optimiser state, which parameter servers have."""
 RESERVED_METRIC_NAMES = {
     "epoch", "step", "split", "samples", "loss", "seconds", "samples_per_second", "bytes_sent", "bytes_summed",
     "loss_scale", "skipped_steps", "job", *(f"{split}_{value}" for split in SPLITS for value in ("loss", "error")),
@@ -129,6 +131,8 @@ class TrainState:
         Sums over the current epoch.
     start_messages : list of str
         Messages to print at the start.
+    resumed_without_optimizer_state : bool
+        Whether the run resumes from a checkpoint without the optimiser state, which was on parameter servers.
     master_client : MasterClient or None
         Client of the master that assigns tasks to asynchronous workers. None: train whole epochs.
     """
@@ -144,6 +148,7 @@ class TrainState:
     stop: Stop | None = None
     totals: EpochTotals = field(default_factory=EpochTotals)
     start_messages: list[str] = field(default_factory=list)
+    resumed_without_optimizer_state: bool = False
     master_client: MasterClient | None = None
 
     @property
@@ -194,10 +199,13 @@ class TrainState:
         factor, offset = train.factor_and_subtrahend
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
         texts = {"images": json.dumps(images), **class_name_texts(self.dataset)}
+        if self.model.whole_model.remote_update is not None:
+            texts[_SERVER_STATE_TEXT] = "optimiser state is on parameter servers"
         return texts | field_metadata_texts(getattr(train, "fields", None))
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Check that the texts of a checkpoint match the data set; raise ValueError otherwise."""
+        self.resumed_without_optimizer_state = _SERVER_STATE_TEXT in texts
         fields = getattr(self.dataset.train, "fields", None)  # missing in user-defined splits
         if fields is not None:
             restore_field_normalisation(texts, fields)

@@ -91,6 +91,21 @@ def test_one_worker_matches_a_serial_run(model, strategy, tiles):
             np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
+def test_message_about_missing_optimizer_state(tmp_path, capsys):
+    message = "checkpoint.h5 was written with parameter servers: the optimiser state is new"
+
+    def run(strategy, epochs, **options):
+        experiment = make_experiment(make_model, strategy)
+        experiment.epochs = epochs
+        experiment.run(ProcessGrid.serial(), output=tmp_path, **options)
+        return capsys.readouterr().out
+
+    with Servers(1) as job:
+        assert message not in run("PS(sync=False)", EPOCHS, worker=place_worker(job))
+    assert message in run(None, EPOCHS + 1, resume=True)
+    assert message not in run(None, EPOCHS + 2, resume=True)
+
+
 def test_workers_train_each_batch_once():
     """Share five batches per epoch among three workers; the first ends with the final weights."""
     results = {}
