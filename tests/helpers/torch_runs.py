@@ -275,7 +275,8 @@ def share_captures(programs=None):
         # code may depend on these values; a tensor's repr would suspend the tracing of another thread
         buffers = [b.tolist() for b in module.buffers() if b.numel() < 10 and not b.is_meta]
         values = tuple(map(repr, (*buffers, *attributes)))
-        key = type(module), repr(module), getattr(module, "criterion", None), signature, mode, values
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = type(module), repr(module), getattr(module, "criterion", None), signature, mode, values, autocast
         with lock:
             if key in programs:
                 return programs[key]

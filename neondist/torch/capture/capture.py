@@ -25,11 +25,12 @@ from ..ir.functionalize import (
     store_out_of_place_variants,
     store_result,
 )
-from ..ir.graph import Value
+from ..ir.graph import Value, autocast_states
 from ..ir.layout import Layout, Mesh, replicated
 from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
+from .autocast import devices_with_own_autocast, floating_dtypes, mark_autocast_regions
 from .checks import check_module
 from .constants import remove_number_reads, track_known_values
 from .no_grad import detach_no_grad_values
@@ -52,7 +53,8 @@ RANDOM_KEY_STRIDE = 1000
 def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device: torch.device | None = None) -> Any:
     """Return the exported program of a module, with composite operators preserved.
 
-    no_grad, inference_mode and autocast around the call are not captured; they apply when the program runs. Code that
+    no_grad, inference_mode and autocast around the call are not captured; they apply when the program runs, autocast
+    except where the module sets it itself. Dtypes are those under autocast around this call. Code that
     calls `torch.is_grad_enabled()` sees its value around this call.
 
     Parameters
@@ -131,6 +133,7 @@ def _functionalize(program: Any) -> Any:
     """Return the program without in-place and composite operators."""
     reject_writes_through_windows(program.graph)
     separate_statistics_updates(program.graph)
+    mark_autocast_regions(program)
     return program.run_decompositions({})
 
 
@@ -153,7 +156,7 @@ def node_location(node: Any) -> OperatorPosition:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     frames = user_frames(node.meta.get("stack_trace") or "")
-    return OperatorPosition(str(node.target), path, frames[-1] if frames else "")
+    return OperatorPosition(str(node.target), path, frames[-1] if frames else "", devices_with_own_autocast(node))
 
 
 def lower_program(
@@ -245,6 +248,7 @@ def lower_program(
         buffers_after,
         None if lowering.seed is None else lowering.seed.id,
         recompute,
+        floating_dtypes({node: lowering.read(env, node) for node in env}) if any(autocast_states()) else {},
     )
     assign_schemes(plan.steps, schemes or {})
     return plan, program.call_spec.out_spec

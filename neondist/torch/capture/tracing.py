@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ..ir.errors import CaptureError
-from ..ir.graph import AUTOCAST_DEVICES, autocast_states
 from ..ir.registry import TRACING
 
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
@@ -48,7 +47,7 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
         _suppress_logs(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        _disable_autocast(),
+        _disable_autocast_cache(),
         _disable_argument_validation(),
         _disable_parametrization_cache(),
     ):
@@ -113,12 +112,14 @@ def allow_self_assignment() -> Iterator[None]:
 
 
 @contextmanager
-def _disable_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for device, enabled in zip(AUTOCAST_DEVICES, autocast_states(), strict=True):
-            if enabled:
-                stack.enter_context(torch.autocast(device, enabled=False))
+def _disable_autocast_cache() -> Iterator[None]:
+    """Do not let autocast cache casts of fake weights."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
         yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

@@ -92,10 +92,12 @@ class PlanRunner:
         run = self._run_observed if self.comm.grid.observers else self._run_step
         if self.comm.has_debug_checks:
             run = partial(run_step_with_checks, self.plan.rank, run, self.plan.values)
+        dtypes = self.plan.dtypes_under_autocast
         for step in steps:
             outputs = run(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, outputs, strict=True):
-                env[value] = tensor
+                # an operator of several steps does not follow autocast's rule for the operator
+                env[value] = tensor.to(dtypes[value]) if value in dtypes else tensor
             for value in step.freed_ids:
                 del env[value]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -59,6 +60,23 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 def autocast_states() -> list[bool]:
     """Return for each kind of device whether autocast is on."""
     return [torch.is_autocast_enabled(device) for device in AUTOCAST_DEVICES]
+
+
+def autocast_key() -> tuple[torch.dtype | None, ...]:
+    """Return for each kind of device the dtype of autocast, or None where it is off."""
+    return tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in AUTOCAST_DEVICES
+    )
+
+
+@contextmanager
+def disable_autocast() -> Iterator[None]:
+    """Disable autocast where it is on."""
+    with ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def is_eager_cpu_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -220,6 +238,8 @@ class TorchGraph:
         Id of the random seed.
     recompute : bool
         Whether the backward pass recomputes segments instead of keeping their values.
+    dtypes_under_autocast : dict of int to dtype
+        Dtypes of floating-point values under the autocast around the capture, by id; empty without autocast.
     unaliased_gradients : set of int
         Parameters whose gradients in a pass are in memory of their own, which may be reused.
     """
@@ -235,6 +255,7 @@ class TorchGraph:
     mutated_buffers: dict[str, int]
     seed_id: int | None = None
     recompute: bool = False
+    dtypes_under_autocast: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Drop steps whose values are never read, and determine which memory can be freed or reused."""

@@ -228,6 +228,8 @@ class StepListBuilder:
         self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: PlaceFunction | None
     ) -> None:
         """Add local work on tensors; if `at` is given, `run` takes its value at the place of the rank or block."""
+        for device in self.where.own_autocast:
+            run = partial(_run_without_autocast, device, run)
         bind = None if at is None else lambda place: partial(run, at(place))
         bound = run if bind is None else bind(self._place)
         self._add_step("local", inputs, results, run=bound, bind_to_place=bind, kind_args=shapes_if_empty(results))
@@ -260,6 +262,11 @@ def shapes_if_empty(results: Sequence[Value]) -> tuple[Shape, ...] | None:
     return tuple(value.local for value in results) if any_empty else None
 
 
+def _run_without_autocast(device: str, run: Callable[..., Any], *tensors: Any) -> Any:
+    with torch.autocast(device, enabled=False):
+        return run(*tensors)
+
+
 def _returning_tuple(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
     return lambda *tensors: (run(*tensors),)
 
@@ -284,10 +291,12 @@ class OperatorPosition:
         Path of the enclosing module.
     source : str
         The user's file and line.
+    own_autocast : tuple of str
+        Kinds of devices for which autocast around a pass does not apply, because the module sets it itself.
     """
 
-    def __init__(self, operator: str, module: str, source: str) -> None:
-        self.operator, self.module, self.source = operator, module, source
+    def __init__(self, operator: str, module: str, source: str, own_autocast: tuple[str, ...] = ()) -> None:
+        self.operator, self.module, self.source, self.own_autocast = operator, module, source, own_autocast
 
     @property
     def name(self) -> str:

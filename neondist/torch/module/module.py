@@ -96,7 +96,7 @@ class DistributedModule(nn.Module):
         changes: tuple[int, ...] = ()
         moved = self._layouts_of_moved_inputs(tiles)
         try:
-            prepared = self.programs.current
+            prepared = self.programs.for_autocast([getattr(tile, "dtype", torch.float32) for tile in tiles])
             parameters, buffers = self.programs.watch.named_parameters_and_buffers()
             self._check_tiles(tiles, prepared, moved)
             check_parameter_shapes(prepared.runner.plan, parameters, buffers)

@@ -18,6 +18,7 @@ from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
 from ..execution.runner import PlanRunner
 from ..execution.tiling import Tiling
+from ..ir.graph import autocast_key, autocast_states, disable_autocast
 from ..ir.layout import Layout, NeededRanges, Shape
 from ..lowering.norm_gradients import has_single_sample_norm
 
@@ -90,12 +91,33 @@ class ProgramCache:
         self.export_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._programs: dict[Any, CompiledProgram] = {}
         self._last_state_and_program: tuple[Any, CompiledProgram] | None = None
+        self._last_under_autocast: dict[Any, tuple[Any, CompiledProgram]] = {}
 
     def set_shapes(self, shapes: tuple[Shape, ...]) -> None:
         """Set the global shapes of the inputs."""
         if shapes != self.shapes:
             self.shapes, self._last_state_and_program = shapes, None
+            self._last_under_autocast.clear()
             self.tiling.set_input_shapes(shapes)
+
+    def for_autocast(self, dtypes: Sequence[torch.dtype]) -> CompiledProgram:
+        """Return the program for the module's current state and the autocast around this call.
+
+        Parameters
+        ----------
+        dtypes : dtypes of the inputs, which autocast accepts in any precision
+        """
+        if not any(autocast_states()) or len(dtypes) != len(self.shapes):
+            return self.current
+        with self.export_context(), leave_inference_mode():
+            key, state = (*autocast_key(), *dtypes), self.watch.key()
+            if key not in self._last_under_autocast or self._last_under_autocast[key][0] != state:
+                if (self.shapes, key, state) not in self._programs:
+                    program, reads = self._compile(dtypes)
+                    state = self.watch.exclude_changed_values(state, reads)
+                    self._add((self.shapes, key, state), program)
+                self._last_under_autocast[key] = state, self._programs[self.shapes, key, state]
+            return self._last_under_autocast[key][1]
 
     @property
     def current(self) -> CompiledProgram:
@@ -108,8 +130,8 @@ class ProgramCache:
         return None if self._last_state_and_program is None else self._last_state_and_program[1]
 
     def current_state_and_program(self) -> tuple[Any, CompiledProgram]:
-        """Return the module's current state and its compiled program."""
-        with self.export_context(), leave_inference_mode():
+        """Return the module's current state and its compiled program without autocast."""
+        with self.export_context(), leave_inference_mode(), disable_autocast():
             state = self.watch.key()
             if (
                 self._last_state_and_program is None or state != self._last_state_and_program[0]
@@ -117,11 +139,14 @@ class ProgramCache:
                 if (self.shapes, state) not in self._programs:
                     program, reads = self._compile()
                     state = self.watch.exclude_changed_values(state, reads)
-                    if len(self._programs) >= MAX_CACHED_PROGRAMS:
-                        del self._programs[next(iter(self._programs))]
-                    self._programs[self.shapes, state] = program
+                    self._add((self.shapes, state), program)
                 self._last_state_and_program = state, self._programs[self.shapes, state]
             return self._last_state_and_program
+
+    def _add(self, key: Any, program: CompiledProgram) -> None:
+        if len(self._programs) >= MAX_CACHED_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        self._programs[key] = program
 
     def ignore_changes_by_forward(self, state: Any, program: CompiledProgram) -> None:
         """Use a program also for the state after its forward pass, and exclude values that the pass has changed."""
@@ -133,11 +158,12 @@ class ProgramCache:
     def clear(self) -> None:
         """Remove all programs."""
         self._programs.clear()
+        self._last_under_autocast.clear()
         self._last_state_and_program = None
 
-    def _compile(self) -> tuple[CompiledProgram, Any]:
+    def _compile(self, dtypes: Sequence[torch.dtype] | None = None) -> tuple[CompiledProgram, Any]:
         """Return the program for the current state, and the values of the module that were read during capture."""
-        dtypes = self._input_dtypes()
+        dtypes = list(dtypes or self._input_dtypes())
         captured = capture_module(self.module, list(zip(self.shapes, dtypes, strict=True)))
         location = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
         plan, tree, lowering = self.execution.lower(captured, *location, self.module)

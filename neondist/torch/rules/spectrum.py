@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Atom
-from ..ir.graph import Value
+from ..ir.graph import ACCUMULATION_DTYPES, Value
 from ..ir.layout import replace_dim
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
@@ -50,7 +50,12 @@ def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normali
 def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, onesided: bool) -> Value:
     """Gather one dimension at a time, while others are partitioned."""
     *rest, last = dim
-    run = partial(torch._fft_r2c, dim=[last], normalization=normalization, onesided=onesided)
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        if a.device.type == "cpu":  # as autocast does: transforms on CPUs have no 16-bit kernels
+            a = a.to(ACCUMULATION_DTYPES.get(a.dtype, a.dtype))
+        return torch._fft_r2c(a, dim=[last], normalization=normalization, onesided=onesided)
+
     x = _transform_dim(lowering, x, last, lowering.fake_out.shape[last], run, lowering.fake_out.dtype)
     return complex_to_complex(lowering, x, rest, normalization, True)
 

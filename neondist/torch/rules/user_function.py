@@ -16,7 +16,7 @@ from ..lowering.steps import OperatorPosition
 def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> Sequence[Value]:
     """Run an autograd.Function locally; reject it unless its forward and backward are pointwise."""
     function, here, outs = lowering.autograd_functions[number], lowering.where, lowering.fake_out
-    lowering.where = OperatorPosition(function.name, here.module, here.source)
+    lowering.where = OperatorPosition(function.name, here.module, here.source, here.own_autocast)
     if lowering.has_partial_gradients:
         lowering.refuse("its backward may not be linear, and would receive parts of a gradient instead of their sum")
     if not axes_of_values(tensors):
