@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...comm import ProcessGrid
@@ -68,6 +69,17 @@ def check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         hint = "; use torch.from_numpy to convert an array" if hasattr(value, "__array__") else ""
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
+
+
+def check_not_traced(tiles: Sequence[Any]) -> None:
+    """Raise ConfigError if a distributed module is being captured or transformed: its messages would be lost."""
+    is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    if is_traced or any(isinstance(t, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tiles):
+        raise ConfigError(
+            "a distributed module exchanges messages, and cannot be traced or transformed, such as by torch.jit.trace,"
+            " torch.export, torch.onnx or torch.func; apply them to the original module, model.module, which has the"
+            " same weights"
+        )
 
 
 def check_parameter_shapes(

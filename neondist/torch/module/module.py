@@ -19,6 +19,7 @@ from ..capture.capture import device_of
 from ..capture.checks import (
     BackwardEntryCheck,
     check_module,
+    check_not_traced,
     check_parameter_shapes,
     check_tensor,
     checksum_of,
@@ -33,6 +34,9 @@ from ..lowering.norm_gradients import ContiguousNormGradients
 from ..lowering.plan import TorchPlan
 from .criteria import CriterionCache, criterion_module
 from .programs import CompiledProgram, ProgramCache
+
+_UNCOMPILED_METHODS = "forward", "loss", "scatter", "scatter_target", "gather"
+_UNCOMPILED_REASON = "it exchanges messages; pass compile=True to ndt.distribute instead of calling torch.compile"
 
 
 class DistributedModule(nn.Module):
@@ -81,11 +85,14 @@ class DistributedModule(nn.Module):
             arguments = module, self.comm, self.execution, shapes, dtypes, compiler, self._deferred_gradients
             self.programs, self._criteria = ProgramCache(*arguments), CriterionCache(self.comm)
             self.tiling, digest = self.programs.tiling, self.programs.current.digest
+        for name in _UNCOMPILED_METHODS:  # an attribute of the object: importing what the class would need is slow
+            object.__setattr__(self, name, torch.compiler.disable(getattr(self, name), reason=_UNCOMPILED_REASON))
         self.comm.connect_devices(device_of(module))
         self._require_same_on_all_ranks({"the module's steps": digest, "example_shape": self.programs.shapes})
 
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given its tiles of the inputs. Collective."""
+        check_not_traced(tiles)
         self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
             state, prepared = self.programs.current_state_and_program()

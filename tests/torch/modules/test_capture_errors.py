@@ -212,3 +212,46 @@ def test_gather_at_suggests_similar_names():
     check_rejected(body, "gather_at: the module has no submodule named 'firts'; did you mean 'first'?")
     with nd.ProcessGrid.serial() as grid, pytest.raises(nd.ConfigError, match=r"got a string; use \['first'\]"):
         ndt.distribute(build_seeded(Net), IMAGES, grid, gather_at="first")
+
+
+def trace_model(kind, model, x):
+    """Trace or transform a distributed module."""
+    if kind == "jit":
+        torch.jit.trace(model, x)
+    elif kind == "export":
+        torch.export.export(model, (x,))
+    elif kind == "jvp":
+        torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    else:
+        torch.func.vmap(model)(x[None])
+
+
+@pytest.mark.parametrize("kind", ["jit", "export", "jvp", "vmap"])
+def test_distributed_modules_cannot_be_traced(kind):
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(nn.Conv2d(1, 1, 3, padding=1), (1, 1, 6, 6), grid)
+            x = model.scatter(torch.ones(1, 1, 6, 6))
+            with pytest.raises(nd.ConfigError, match=r"apply them to the original module, model\.module"):
+                trace_model(kind, model, x)
+            assert model(x).shape == x.shape
+
+    loopback.run(2, body)
+
+
+def test_compiled_functions_call_distributed_modules_eagerly():
+    module = nn.Conv2d(1, 1, 3, padding=1)
+    image = torch.randn(1, 1, 6, 6)
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(module, image.shape, grid)
+
+            @torch.compile(backend="eager")
+            def step(image, target):
+                return model.loss(nn.functional.mse_loss, model(model.scatter(image)), model.scatter_target(target))
+
+            return step(image, torch.zeros_like(image)).item()
+
+    expected = nn.functional.mse_loss(module(image), torch.zeros_like(image)).item()
+    assert loopback.run(2, body) == pytest.approx([expected] * 2)
