@@ -113,8 +113,8 @@ def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgres
     last = history[-1]
     if last.selection_value("error") is None:
         raise ConfigError(
-            f"bench schemes compares classification errors, but the {last.selection_split} split has no classes;"
-            " give an experiment with class labels"
+            "bench schemes compares classification errors of a validation or test split, but the experiment has none;"
+            " give an experiment with class labels and such a split"
         ).mark_raised_on_all_ranks()  # all ranks have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),

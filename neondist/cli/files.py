@@ -166,7 +166,7 @@ def _classification_yaml(folder: Path) -> str:
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
         images=_quote_yaml(pattern), labels=_quote_yaml(labels), layers=_classifier_yaml(min(crop), outputs),
-        cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
+        cost=cost, metrics=metrics, **_selection_yaml(len(items), "error" if metrics else "loss"),
     )  # fmt: skip
 
 
@@ -248,13 +248,21 @@ def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
     items = list_images(image_names, len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     find_masks(mask_pattern, items, len(crop))
-    if len(items) < 2:
-        raise DataError(f"{image_names[0]}: is the only image; cut it in two, one part for validation, or add images")
     return _EXPERIMENT_TEMPLATE.format(
         task=escape_invisible(task, keep=""), crop=crop, crops_per_image=crops_per_image,
         images=_quote_yaml(image_pattern), labels=labels,
-        layers=_segmenter_yaml(outputs), cost=cost, metrics=metrics, number="validation_loss",
+        layers=_segmenter_yaml(outputs), cost=cost, metrics=metrics, **_selection_yaml(len(items), "loss"),
     )  # fmt: skip
+
+
+def _selection_yaml(num_images: int, number: str) -> dict[str, str]:
+    """Return the fields of the validation split and of the best epoch; a single image is only trained on."""
+    name, patience = (f"validation_{number}", ", patience: 10") if num_images > 1 else ("train_loss", "")
+    held_out = "0.2        # fraction of the images held out for validation"
+    return {
+        "validation": held_out if num_images > 1 else "null       # a single image; set 0.2 if there are more",
+        "best": f"!Best {{number: {name}{patience}}}  # keeps checkpoint_best.h5{'; early stopping' * bool(patience)}",
+    }
 
 
 def _list_images(folder: Path) -> list[Path]:
@@ -300,7 +308,7 @@ dataset: !ImageFiles
   labels: {labels}
   crop: {crop}         # cells per sample; larger crops give more context
   crops_per_image: {crops_per_image}
-  validation: 0.2        # fraction of the images held out for validation
+  validation: {validation}
 augment: [!Flip {{}}]      # remove transforms that change the meaning of an image
 model: !ConvnetDist
   layers:
@@ -313,7 +321,7 @@ model: !ConvnetDist
 batch_size: 16
 epochs: 30
 metrics: [{metrics}]
-best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping
+best: {best}
 """
 _FORECAST_TEMPLATE = """\
 # Forecast of each time from the two before. `neondist predict --steps` computes longer forecasts.

@@ -57,8 +57,6 @@ class Dataset(Registered, ABC):
 
     content_hash: str = ""
     class_names: Sequence[str] = ()
-    needs_selection_split = True
-    """Whether `open` rejects data that have neither a validation nor a test split."""
     _validation_share: float | int | None = None  # default for subclasses that do not call this constructor
     _shard_and_count: tuple[int, int] | None = None
     _batch_limit: tuple[int, int] | None = None
@@ -92,8 +90,8 @@ class Dataset(Registered, ABC):
 
     @property
     def selection_split(self) -> Split:
-        """The split that selects settings: validation, or test if there is none."""
-        return list(self.splits.values())[1]
+        """The split that selects settings: validation, or test if there is none, or else train."""
+        return list(self.splits.values())[:2][-1]
 
     @property
     def fields(self) -> FieldMetadata | None:
@@ -152,8 +150,6 @@ class Dataset(Registered, ABC):
                 samples = len(self.train)
                 first = samples - self.count_validation_samples(samples)
                 self.train, self.validation = self.train.select_range(0, first), self.train.select_range(first, samples)
-            if len(self.splits) == 1 and self.needs_selection_split:
-                raise DataError("dataset: has neither a validation nor a test split; set validation, e.g. to 0.1")
             self._grid = grid
             if self._shard_and_count is not None:
                 self._restrict_to_shard(*self._shard_and_count, grid)

@@ -66,7 +66,7 @@ def evaluate_checkpoint(
     settings = {"the checkpoint": checkpoint, "pictures": pictures is not None}
     with open_model_and_dataset(experiment, grid, split, settings) as (model, dataset):
         if split is None:
-            split = "test" if "test" in dataset.splits else "validation"
+            split = next(name for name in ("test", "validation", "train") if name in dataset.splits)
         with open_checkpoint(Path(checkpoint), model.grid.world) as file:
             load_inference_weights(file, model)
             with all_or_none(model.grid.world):

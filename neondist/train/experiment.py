@@ -320,6 +320,8 @@ def _run_in_locked_folder(
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.is_streamed and model.memory is None:
         run.start_messages.append(f"a step does not fit into the available memory; {plan.stream}")
+    if len(dataset.splits) == 1:
+        run.start_messages.append("no validation or test split: only the training loss is reported")
     if note := precision_note(model.backend, model.precision):
         run.start_messages.append(note)
     under_supervisor = GENERATION_VARIABLE in os.environ

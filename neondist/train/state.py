@@ -43,8 +43,8 @@ class EpochRecord(dict[str, Any]):
 
     @property
     def selection_split(self) -> str:
-        """Split for model selection: 'validation', or 'test' if there is no validation split."""
-        return "validation" if "validation_loss" in self else "test"
+        """Split for model selection: 'validation', or 'test' if there is no validation split, or else 'train'."""
+        return next((name for name in ("validation", "test") if f"{name}_loss" in self), "train")
 
     def selection_value(self, loss_or_error: str) -> Any:
         """Return 'loss' or 'error' of the selection split; None if there is none."""

@@ -141,12 +141,25 @@ def test_init_rejects_splits_as_classes(tmp_path, monkeypatch, capsys, splits):
     )
 
 
-def test_init_rejects_a_single_image_and_mask(tmp_path, monkeypatch, capsys):
+def test_init_for_a_single_image_and_mask_writes_a_file_that_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "mine" / "images", 1)
     write_images(tmp_path / "mine" / "masks", 1, masks=True)
-    assert main(["init", "mine"]) == 2
-    assert "mine/images/0.png: is the only image; cut it in two, one part for validation" in capsys.readouterr().err
+    assert main(["init", "mine"]) == 0
+    short = ["--set", "epochs=1", "dataset.crop=[16, 16]"]
+    assert main(["check", "mine.yaml", *short]) == 0
+    assert main(["run", "mine.yaml", "--output", "run", *short]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no validation or test split: only the training loss is reported") == 1
+    assert "4 training samples" in out
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert np.isfinite(record["train_loss"])
+    assert not [name for name in record if name.startswith(("validation_", "test_"))]
+    assert (tmp_path / "run" / "checkpoint_best.h5").is_file()
+    assert main(["report", "run"]) == 0
+    assert "Lowest train loss" in (tmp_path / "run" / "report.html").read_text()
+    assert main(["evaluate", "mine.yaml", "--checkpoint", "run/checkpoint.h5", *short]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["split"] == "train"
 
 
 def test_init_sets_one_crop_per_whole_image(tmp_path, monkeypatch):

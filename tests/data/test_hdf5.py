@@ -222,10 +222,6 @@ FAULTS = {
     "scale": (set_attributes("train/images", scale=0.0), r"scale: 0\.0 is invalid; expected positive numbers"),
     "mean": (set_attributes("train/images", mean=[1.0, 2.0, 3.0]), r"shape \(3,\) do not fit the 2 channels"),
     "classes": (set_attributes("train/labels", classes=2), "is 2; expected a class from 0, below 2"),
-    "one sample": (
-        lambda file: [replace(n, file[n][:1])(file) for n in ("train/images", "train/labels")] + [file.pop("test")],
-        "one sample cannot be split",
-    ),
 }  # fmt: skip
 
 
@@ -234,6 +230,21 @@ def test_damaged_files_are_reported(path, fault):
     write_damaged(path, FAULTS[fault][0])
     with pytest.raises((DataError, ConfigError), match=FAULTS[fault][1]):
         nd.HDF5Dataset(path).check()
+
+
+def test_a_single_sample_is_only_trained_on(path):
+    def keep_one(file):
+        for name in ("train/images", "train/labels"):
+            replace(name, file[name][:1])(file)
+        del file["test"]
+
+    write_damaged(path, keep_one)
+    dataset = nd.HDF5Dataset(path)
+    dataset.open(nd.ProcessGrid.serial())
+    assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 1}
+    dataset.close()
+    with pytest.raises(DataError, match="one sample cannot be split into training and test; leave out test_share"):
+        nd.HDF5Dataset(path, test_share=0.5).check()
 
 
 def test_invalid_files(path, tmp_path):

@@ -95,8 +95,9 @@ def test_validation_split_without_test_split():
         "the split of the dataset has precedence"
     )
     assert [len(split) for split in open_dataset(CustomSplits([], validation=3)).splits.values()] == [17, 3]
-    with pytest.raises(DataError, match="neither a validation nor a test split; set validation"):
-        CustomSplits([]).open(SERIAL)
+    data = open_dataset(CustomSplits([]))
+    assert list(data.splits) == ["train"]
+    assert data.selection_split is data.train
 
 
 @pytest.mark.parametrize(("validation", "count"), [(0.25, 5), (7, 7)])

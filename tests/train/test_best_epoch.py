@@ -72,4 +72,8 @@ def test_invalid_settings_are_rejected():
     experiment.dataset = nd.Synthetic((5, 6, 1), classes=2, train=8, test=4)
     with pytest.raises(ConfigError, match=r"no validation split; set validation: 0\.1"):
         experiment.run(nd.ProcessGrid.serial(), hooks=[])
+    for splits, remedy in ((["train", "validation"], "test: 0.1"), (["train"], "choose a metric of the train split")):
+        with pytest.raises(ConfigError, match=f"no 'f1', because the data set has no test split.*{remedy}"):
+            nd.Best("f1").check_split_exists(splits)
+    nd.Best("train_loss").check_split_exists(["train"])
     assert np.isfinite(make_experiment(2, number="f1").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]["f1"])

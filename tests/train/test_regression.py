@@ -55,7 +55,7 @@ def _read_png_width(path):
 
 def test_scheme_benchmark_requires_classes(tmp_path):
     describe_object = type("Described", (), {"scheme": "halo", "seed": 1})
-    with pytest.raises(ConfigError, match="no classes"):
+    with pytest.raises(ConfigError, match="errors of a validation or test split, but the experiment has none"):
         bench_schemes(SingleTransport(), tmp_path, [(describe_object, make_experiment)])
 
 

@@ -41,6 +41,9 @@ def test_selection_prefers_the_validation_split():
     assert (both.selection_split, both.selection_value("loss"), both.selection_value("error")) == ("validation", 1, 0.5)
     regression = EpochRecord(validation_loss=1, validation_error=None, test_loss=2, test_error=0.25)
     assert regression.selection_value("error") is None
+    train_only = EpochRecord(train_loss=3)
+    assert (train_only.selection_split, train_only.selection_value("loss")) == ("train", 3)
+    assert train_only.selection_value("error") is None
     test_only = EpochRecord(train_loss=0, test_loss=2, test_error=0.25)
     assert (test_only.selection_split, test_only.selection_value("loss"), test_only.selection_value("error")) == (
         "test",

@@ -40,7 +40,7 @@ class HDF5Dataset(Dataset):
         Names of the groups; '/' is the file itself.
     test_share : float, optional
         Fraction of the samples to draw once and hold out for testing if there is no group `test`. Default: 0.1, or
-        none if there is a validation group or file.
+        none if there is a validation group or file, or a single sample.
     classes : int, optional
         Number of classes. Default: the attribute 'classes' of the labels, or the largest class plus one; unknown for
         maps.
@@ -136,7 +136,8 @@ class HDF5Dataset(Dataset):
 
     def _random_test_share(self, groups: Mapping[str, HDF5GroupInfo]) -> float:
         """Return the fraction of the training samples that is held out for testing."""
-        return 0.0 if "test" in groups else self.test_share or (0.0 if "validation" in groups else _DEFAULT_TEST_SHARE)
+        keep_all = "validation" in groups or len(groups["train"]) < 2
+        return 0.0 if "test" in groups else self.test_share or (0.0 if keep_all else _DEFAULT_TEST_SHARE)
 
     def _read_groups(self) -> dict[str, HDF5GroupInfo]:
         """Return the description of each existing split; DataError if groups are missing or do not match."""
@@ -157,7 +158,7 @@ class HDF5Dataset(Dataset):
                     f" {first.labels.shape}; make the shapes agree"
                 )
         if self._random_test_share(groups) and len(first) < 2:
-            raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
+            raise DataError(f"{self.file}: one sample cannot be split into training and test; leave out test_share")
         self.sample_shape = shape
         self.classes = self._count_classes(groups)
         self.class_names = self._given_class_names or first.labels.class_names

@@ -141,7 +141,6 @@ class _RecordDataset(Dataset):
     """Records of one or two sources; see `record_dataset`."""
 
     classes = None
-    needs_selection_split = False
 
     def __init__(self, training: RecordSamples, evaluation: RecordSamples | None = None) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...data.base import SPLITS
 from ...errors import ConfigError
 from ...io.output import BEST
 from ...metrics import Metric
@@ -32,7 +33,7 @@ class Best(Registered):
     ----------
     number : str, optional
         Name of the metric in metrics.jsonl, such as validation_loss, test_error or validation_iou. Default: the
-        validation loss, or the test loss if there is no validation split.
+        validation loss, or the test loss if there is no validation split, or else the training loss.
     patience : int, optional
         Number of epochs without improvement after which the run stops. Default: never.
     min_change : float
@@ -50,11 +51,12 @@ class Best(Registered):
             raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, names)}")
 
     def check_split_exists(self, splits: Sequence[str]) -> None:
-        """Raise ConfigError if the metric belongs to a validation split that the data set does not have."""
-        if (self.number or "").startswith("validation_") and "validation" not in splits:
+        """Raise ConfigError if the metric belongs to a split that the data set does not have."""
+        split = next((name for name in SPLITS if (self.number or "").startswith(f"{name}_")), "test")
+        if self.number is not None and split not in splits:
             error = ConfigError(
-                f"number: no '{self.number}', because the data set has no validation split; set validation: 0.1"
-                " in the data set, or choose a metric of the test split"
+                f"number: no '{self.number}', because the data set has no {split} split; set {split}: 0.1 in the data"
+                f" set, or choose a metric of the {splits[-1]} split"
             )
             error.subject = self
             raise error.mark_raised_on_all_ranks()

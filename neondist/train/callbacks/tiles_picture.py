@@ -53,7 +53,7 @@ class TilesPicture(Hook):
             return
         self._drawn = True
         shape, grid = run.dataset.sample_shape, run.grid
-        if len(shape) != 3 or len(run.dataset.splits) == 1 or not len(run.dataset.selection_split):
+        if len(shape) != 3 or not len(run.dataset.selection_split):
             return
         image = gather_first_image(run.dataset, grid, run.model.dtype, run.model.whole_model.input.own)
         with all_or_none(grid.world):
