@@ -70,6 +70,10 @@ class TileSource(ABC):
 
     max_chunk_bytes = MAX_CHUNK_BYTES
     cache: ChunkCache | None = None
+    class_values: Sequence[int] = ()
+    """Stored value of each class; `read` returns classes, and values that are not listed are an error."""
+    ignored_value: int | None = None
+    """Stored value that `read` returns in addition to classes."""
 
     def __init__(
         self,
@@ -129,8 +133,27 @@ class TileSource(ABC):
         require_memory(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller boxes")
         with convert_read_errors(self.path), self._read_lock:  # threads share the file's position
             if self.cache is None or self.chunks is None:
-                return self._read_channels_last(cells)
-            return self._read_cached(self.cache, cells, self.chunks)
+                array = self._read_channels_last(cells)
+            else:
+                array = self._read_cached(self.cache, cells, self.chunks)
+        return self._number_classes(array) if self.class_values else array
+
+    def _number_classes(self, array: np.ndarray) -> np.ndarray:
+        """Return the class of each cell."""
+        order = np.argsort(self.class_values)
+        known = np.asarray(self.class_values)[order]
+        at = np.searchsorted(known, array).clip(max=len(known) - 1)
+        wrong = known[at] != array
+        classes: np.ndarray = order[at]
+        if self.ignored_value is not None:
+            ignored = array == self.ignored_value
+            wrong, classes = wrong & ~ignored, np.where(ignored, self.ignored_value, classes)
+        if wrong.any():
+            raise DataError(
+                f"{self.path}: contains the value {array[wrong][0]}, but class_values are {list(self.class_values)};"
+                " add it, or correct the mask"
+            )
+        return classes.astype(self.dtype)
 
     def _read_channels_last(self, cells: Cells) -> np.ndarray:
         shape = [cut.stop - cut.start for cut in cells]

@@ -200,23 +200,194 @@ def test_init_for_a_table(tmp_path, monkeypatch, factor):
     assert (experiment.model.leaves[-1].arguments()["out_features"], type(experiment.model.cost)) == (outputs, cost)
 
 
-@pytest.mark.parametrize("labels", [[0, 1, 255], [0, 1, -1], [0, 255]])
-def test_init_ignores_255_and_negative_labels(tmp_path, monkeypatch, capsys, labels):
+@pytest.mark.parametrize("labels", [[0, 1, 255], [0, 1, -1]])
+def test_init_ignores_255_and_negative_labels(tmp_path, monkeypatch, labels):
     monkeypatch.chdir(tmp_path)
     for folder, values in (("images", [0]), ("masks", labels)):
         (tmp_path / "mine" / folder).mkdir(parents=True)
         for i in range(3):
             np.save(tmp_path / "mine" / folder / f"{i}.npy", np.resize(np.array(values, "i2"), (16, 16)))
-    assert main(["init", "mine"]) == (0 if 1 in labels else 2)
-    if 1 not in labels:
-        assert "masks: has only the values [0, 255]; number the classes 0, 1, ..." in capsys.readouterr().err
-        return
+    assert main(["init", "mine"]) == 0
     experiment = load_experiment("mine.yaml")
     experiment.validate(2)
     assert (experiment.dataset.classes, experiment.dataset.ignore_index, experiment.model.cost.ignore_index) == (
         2,
         *labels[2:] * 2,
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "outputs", "class_values", "ignored"),
+    [
+        ([0, 255], 2, [0, 255], None),
+        ([0, 128, 255], 3, [0, 128, 255], None),
+        ([0, 15, 255], 16, [], 255),
+        ([-1, 0, 500], 2, [0, 500], -1),
+        ([0, 1, 2, 4], 5, [], None),
+        (range(256), 256, [], None),
+    ],
+)
+def test_init_numbers_classes_of_any_values(tmp_path, monkeypatch, values, outputs, class_values, ignored):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("images", "masks"):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+        for i in range(2):
+            np.save(tmp_path / "mine" / folder / f"{i}.npy", np.resize(np.array(values, "i2"), (16, 24)))
+    assert main(["init", "mine"]) == 0
+    experiment = load_experiment("mine.yaml")
+    dataset = experiment.dataset
+    assert experiment.model.leaves[-1].arguments()["out_channels"] == outputs
+    assert (dataset.class_values, dataset.ignore_index, experiment.model.cost.ignore_index) == (
+        class_values,
+        ignored,
+        ignored,
+    )
+    dataset.open(nd.ProcessGrid.serial())
+    targets = dataset.train.targets([0])
+    dataset.close()
+    expected = range(len(class_values)) if class_values else set(values) - {ignored}
+    assert set(targets.ravel().tolist()) <= {*expected, *({ignored} - {None})}
+
+
+def lay_out(tmp_path, names):
+    """Write images, and masks of 0 and 1 for names that contain 'mask', 'seg', 'gt' or 'label'."""
+    image = pytest.importorskip("PIL.Image")
+    for name in names:
+        path = tmp_path / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_mask = any(word in name.lower() for word in ("mask", "seg", "gt", "label"))
+        image.fromarray(np.random.default_rng(len(name)).integers(0, 2 if is_mask else 255, (24, 24), "u1")).save(path)
+
+
+LAYOUTS = {
+    "a_mask": (["{}.png", "{}_mask.png"], "*.png", "*_mask.png"),
+    "a-seg": (["{}.jpg", "{}-seg.png"], "*.jpg", "*-seg.png"),
+    "image_a": (["case{}_t1.png", "case{}_gt.png"], "*.png", "*_gt.png"),
+    "splits": (
+        ["images/train/{}.png", "masks/train/{}.png", "images/val/{}.png", "masks/val/{}.png"],
+        "images/train/*.png",
+        "masks/train/*.png",
+    ),
+    "patients": (["images/p{}/x{}.png", "labels/p{}/x{}.png"], "images/*/*.png", "labels/*/*.png"),
+    "VOC": (
+        ["JPEGImages/{}.jpg", "SegmentationClass/{}.png", "SegmentationObject/{}.png", "Annotations/{}.png"],
+        "JPEGImages/*.jpg",
+        "SegmentationClass/*.png",
+    ),
+    "cityscapes": (
+        [
+            "leftImg8bit/train/ulm/ulm_{}_leftImg8bit.png", "gtFine/train/ulm/ulm_{}_gtFine_labelIds.png",
+            "gtFine/train/ulm/ulm_{}_gtFine_color.png", "leftImg8bit/val/bonn/bonn_{}_leftImg8bit.png",
+        ],
+        "leftImg8bit/train/*/*.png",
+        "gtFine/train/*/*_labelIds.png",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("numbers", [["7"], ["08", "11", "9"]])
+def test_init_finds_customary_layouts(tmp_path, monkeypatch, capsys, layout, numbers):
+    monkeypatch.chdir(tmp_path)
+    names, images, labels = LAYOUTS[layout]
+    lay_out(tmp_path, [name.format(number, number) for name in names for number in numbers])
+    assert main(["init", "mine"]) == 0
+    dataset = load_experiment("mine.yaml").dataset
+    assert (dataset.images, dataset.labels) == (f"mine/{images}", f"mine/{labels}")
+    assert (" is used, without val" in capsys.readouterr().out) == (layout in ("splits", "cityscapes"))
+    assert main(["check", "mine.yaml"]) == 0
+    assert len(dataset._images or dataset.check() or dataset._images) == len(numbers)
+
+
+def test_init_warns_of_masks_that_number_objects(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("images", "masks"):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+        for i in range(2):
+            np.save(tmp_path / "mine" / folder / f"{i}.npy", np.arange(1024, dtype="i2").reshape(32, 32))
+    assert main(["init", "mine"]) == 0
+    assert "masks have values up to 1023, each of them a class; if they number objects" in capsys.readouterr().out
+
+
+def test_init_chooses_one_modality_of_nnunet_folders(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
+    monkeypatch.chdir(tmp_path)
+    kinds = "imagesTr/la_{}_0000", "imagesTr/la_{}_0001", "labelsTr/la_{}"
+    for name in [f"{kind.format(n)}.nii.gz" for n in (3, 12) for kind in kinds]:
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        with nd.create_sink(tmp_path / "mine" / name, (8, 8, 8, 1), "u1", "ZYXC") as sink:
+            sink.write([(0, 8), (0, 8), (0, 8), (0, 1)], np.resize(np.arange(2, dtype="u1"), (8, 8, 8, 1)))
+            sink.commit()
+    assert main(["init", "mine"]) == 0
+    assert "one image of each case is used, *_0000.nii.gz, without _0001.nii.gz" in capsys.readouterr().out
+    load_experiment("mine.yaml").validate(2)
+
+
+def run_init_and_check(capsys, folder="mine"):
+    assert main(["init", folder]) == 0
+    assert main(["check", "mine.yaml"]) == 0
+    capsys.readouterr()
+    return load_experiment("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "cost", "number"),
+    [
+        ((), "i8", nd.CrossEntropy, "test_error"),
+        ((2,), "f4", nd.MSE, "test_loss"),
+        ((8, 9), "i8", nd.DiceCE, "test_loss"),
+        ((8, 9, 2), "f4", nd.MSE, "test_loss"),
+    ],
+)
+def test_init_for_an_hdf5_file(tmp_path, monkeypatch, capsys, shape, dtype, cost, number):
+    h5py = pytest.importorskip("h5py")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with h5py.File(tmp_path / "mine" / "data.h5", "w") as file:
+        file["train/images"] = np.zeros((10, 8, 9, 3), "u1")
+        file["train/labels"] = np.arange(10 * np.prod(shape, dtype=int)).reshape(10, *shape).astype(dtype) % 3
+    experiment = run_init_and_check(capsys)
+    assert (type(experiment.model.cost), experiment.best.number) == (cost, number)
+    (tmp_path / "mine" / "data.h5").rename("mine.h5")
+    (tmp_path / "mine.yaml").unlink()
+    assert run_init_and_check(capsys, "mine.h5").dataset.path == "mine.h5"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["X.npy", "y.npy"],
+        ["images.npy", "labels.npy"],
+        ["x_train.npy", "y_train.npy", "x_test.npy", "y_test.npy"],
+        ["d.npz"],
+    ],
+)
+def test_init_names_the_commands_for_arrays(tmp_path, monkeypatch, capsys, names):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    images, labels = np.zeros((10, 8, 9), "u1"), np.arange(10) % 3
+    for name in names:
+        if name.endswith(".npz"):
+            np.savez(tmp_path / "mine" / name, images=images, labels=labels)
+        else:
+            np.save(tmp_path / "mine" / name, labels if name[0] in "yl" else images)
+    assert main(["init", "mine"]) == 2
+    commands = capsys.readouterr().err.strip().partition("; run neondist ")[2].split(" and then neondist ")
+    assert all(main(command.split()) == 0 for command in commands)
+    assert main(["check", "mine.yaml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "folder", "extra"),
+    [("train.csv", "", "notes.csv"), ("train.csv", "train", "sample_submission.csv"), ("any.csv", "train_images", "")],
+)
+def test_init_finds_the_table_of_images(tmp_path, monkeypatch, capsys, table, folder, extra):
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "mine" / folder)
+    (tmp_path / "mine" / table).write_text("id,label\n" + "".join(f"{n}.png,{'ab'[n % 2]}\n" for n in range(4)))
+    if extra:
+        (tmp_path / "mine" / extra).write_text("x,y\n")
+    assert run_init_and_check(capsys).dataset.labels == f"mine/{table}"
 
 
 def test_init_counts_indices_of_palettes(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import neondist as nd
+from neondist.train.inference.file_evaluation import evaluate_files
 
 FORMATS = {
     ".npy": "",
@@ -272,6 +273,60 @@ def test_ranks_read_little_more_than_their_tiles(write_files, tmp_path):
 
     assert run_on_ranks(1, read_epochs)[0] <= array.nbytes  # chunks are cached
     assert run_on_ranks(1, lambda grid: read_epochs(grid, 1))[0] > 2 * array.nbytes
+
+
+def test_class_values_number_the_classes(tmp_path):
+    """Masks of 0 and 255 train, and are evaluated, like masks of 0 and 1."""
+    draw = np.random.default_rng(3)
+    for kind in ("images", "numbers", "values", "voids"):
+        (tmp_path / kind).mkdir()
+    for n in range(4):
+        classes = draw.integers(0, 2, (12, 14), "uint8")
+        np.save(tmp_path / "images" / f"{n}.npy", draw.integers(0, 255, (12, 14, 3), "uint8"))
+        np.save(tmp_path / "numbers" / f"{n}.npy", classes)
+        np.save(tmp_path / "values" / f"{n}.npy", 255 * classes)
+        classes[:2] = 9
+        np.save(tmp_path / "voids" / f"{n}.npy", np.where(classes == 9, 9, 255 * (classes == 1)).astype("uint8"))
+
+    def train(kind, **fields):
+        data = nd.ImageFiles(f"{tmp_path}/images/*.npy", f"{tmp_path}/{kind}/*.npy", validation=1, **fields)
+        model = nd.ConvnetDist([nd.ConvLayerDist(2, 3, padding=1)], cost=nd.CrossEntropy(), seed=1, dtype="float64")
+        experiment = nd.FitExperiment(data, model, batch_size=2, epochs=2)
+        history = experiment.run(nd.ProcessGrid.serial(), output=tmp_path / f"run_{kind}", hooks=[]).history
+        file = tmp_path / kind / "2.npy"
+        results = evaluate_files(
+            experiment, tmp_path / f"run_{kind}" / "checkpoint.h5", tmp_path / "images" / "2.npy", file,
+            nd.ProcessGrid.serial(),
+        )  # fmt: skip
+        return [(row["train_loss"], row["validation_loss"], row["validation_error"]) for row in history], results
+
+    assert train("values", class_values=[0, 255]) == train("numbers", classes=2)
+    fields = {"images": f"{tmp_path}/images/*.npy", "labels": f"{tmp_path}/voids/*.npy", "class_values": [255, 0]}
+    data = nd.ImageFiles(**fields, ignore_index=9, validation=1)
+    data.open(nd.ProcessGrid.serial())
+    stored = np.concatenate([np.load(tmp_path / "voids" / f"{n}.npy")[None] for n in range(4)])
+    numbers = [int(item.name[-5]) for item in data.train.labels.images]
+    expected = np.where(stored == 9, 9, stored == 0)[numbers]
+    np.testing.assert_array_equal(data.train.targets(np.arange(3)), expected)
+    data = nd.ImageFiles(**fields, validation=1)
+    data.open(nd.ProcessGrid.serial())
+    with pytest.raises(nd.DataError, match=r"npy: contains the value 9, but class_values are \[255, 0\]; add it"):
+        data.train.targets(np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"class_values": [0, 0]}, "expected 2 different values, one per class"),
+        ({"class_values": [0, 255], "classes": 3}, "expected 3 different values"),
+        ({"class_values": [0, 255], "class_names": ["a"]}, "expected 1 different value, one"),
+        ({"class_values": [0, 255], "ignore_index": 255}, "255 is a class, or in class_values"),
+        ({"class_values": [0, 255], "ignore_index": 1}, "1 is a class, or in class_values"),
+    ],
+)
+def test_invalid_class_values_are_rejected(fields, message):
+    with pytest.raises(nd.ConfigError, match=message):
+        nd.ImageFiles("*.png", "m/*.png", **fields)
 
 
 INVALID = {

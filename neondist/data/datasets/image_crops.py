@@ -175,7 +175,8 @@ class RandomCropTileReader:
             if wrong.size:
                 raise DataError(
                     f"{item.name}: contains label {wrong.flat[0]}; labels must be 0 to {count - 1}; correct the mask,"
-                    f" increase `classes`, or set ignore_index: {wrong.flat[0]} in the data set and in the cost"
+                    " increase `classes`, list the masks' values in class_values, such as [0, 255], or set"
+                    f" ignore_index: {wrong.flat[0]} in the data set and in the cost"
                 )
         return cells
 

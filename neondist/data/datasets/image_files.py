@@ -10,6 +10,7 @@ import numpy as np
 from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
+from ...formats import TileSource
 from ...io.hdf5 import checksum
 from ...registry.ranges import Count, Finite, Positive
 from ...system.memory import parse_bytes
@@ -23,7 +24,15 @@ from ..base import (
     tile_slices,
 )
 from .image_crops import CropSplit, RandomCropPositions, RandomCropTileReader
-from .image_lists import ImageEntry, find_masks, list_images, match_files, open_mask, read_labels, require_same_format
+from .image_lists import (
+    ImageEntry,
+    find_masks,
+    list_images,
+    match_images,
+    open_mask,
+    read_labels,
+    require_same_format,
+)
 
 _NUM_FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitting the normalisation
 
@@ -56,6 +65,8 @@ class ImageFiles(Dataset):
     class_names : sequence of str, optional
         Names of the classes in reports, from class 0, such as ``[background, vessel]``. Default: the names of folders,
         or the class names in a table.
+    class_values : sequence of int, optional
+        Value of each class in masks, such as ``[0, 255]``. Default: classes are numbered from 0.
     ignore_index : int, optional
         Value in masks that is not a class, to be ignored by a cost with the same `ignore_index`.
     normalise : 'mean', 'percentile' or 'none'
@@ -94,6 +105,7 @@ class ImageFiles(Dataset):
         crops_per_image: Count = 1,
         classes: Count | None = None,
         class_names: Sequence[str] | None = None,
+        class_values: Sequence[int] | None = None,
         ignore_index: int | None = None,
         normalise: Literal["mean", "percentile", "none"] = "mean",
         percentiles: tuple[float, float] = (1.0, 99.0),
@@ -113,6 +125,10 @@ class ImageFiles(Dataset):
             raise ConfigError(f"percentiles: {list(percentiles)} is invalid; expected [low, high] within 0 to 100")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
         self._given_classes, self.ignore_index = count_named_classes(classes, class_names), ignore_index
+        self.class_values = list(class_values or ())
+        if class_values is not None:
+            self._given_classes = self._given_classes or len(class_values)
+            _check_class_values(class_values, self._given_classes, ignore_index)
         self._given_class_names = class_names
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
         self.seed, self.ahead, self.cache = seed, ahead, cache
@@ -133,13 +149,13 @@ class ImageFiles(Dataset):
     def check(self) -> None:
         """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
         num_axes = None if self.crop is None else len(self.crop)
-        self._images = list_images(match_files("images", self.images), num_axes)
+        self._images = list_images(match_images("images", self.images, self.labels), num_axes)
         self._num_images_to_split, groups = len(self._images), [(self.labels, self._images)]
         if isinstance(self._test_option, Mapping):
-            test_items = list_images(match_files("test.images", self._test_option["images"]), num_axes)
+            labels = self._test_option.get("labels", self.labels)
+            test_items = list_images(match_images("test.images", self._test_option["images"], labels), num_axes)
             if shared := {item.name for item in test_items} & {item.name for item in self._images}:
                 raise DataError(f"test: {min(shared)} is also a training image; make the patterns disjoint")
-            labels = self._test_option.get("labels", self.labels)
             groups = [*groups, (labels, test_items)] if labels != self.labels else [(labels, self._images + test_items)]
             self._images = self._images + test_items
         first = self._images[0]
@@ -176,6 +192,10 @@ class ImageFiles(Dataset):
         assert train is not None
         return train, rest[0], rest[1]
 
+    def open_mask(self, name: str, axes: str | None = None) -> TileSource:
+        """Open a file of class labels whose values are those of the masks."""
+        return open_mask(name, axes, self.class_values, self.ignore_index)
+
     def _image_numbers_by_split(self) -> list[np.ndarray]:
         """Return the indices of the images for training, validation and test."""
         count = self._num_images_to_split
@@ -208,7 +228,7 @@ class ImageFiles(Dataset):
         else:
             classes = None if self._given_classes is None else (self._given_classes, self.ignore_index)
             masks = [self._masks[n] for n in samples]
-            labels = RandomCropTileReader(crops, masks, tile, open_mask, classes=classes, cache=self._cache_bytes)
+            labels = RandomCropTileReader(crops, masks, tile, self.open_mask, classes=classes, cache=self._cache_bytes)
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **normalisation)
 
     def _fit_normalisation(self, image_numbers: np.ndarray) -> dict[str, Any]:
@@ -235,3 +255,13 @@ class ImageFiles(Dataset):
             low, high = np.percentile(sample, self.percentiles, axis=0)
             width = high - low
         return {"mean": low, "std": np.where(width > 0, width, 1.0), **overrides}
+
+
+def _check_class_values(values: Sequence[int], classes: int, ignore_index: int | None) -> None:
+    """Raise ConfigError unless there is one value for each class."""
+    if len({*values}) < len(values) or len(values) != classes:
+        raise ConfigError(
+            f"class_values: {list(values)} is invalid; expected {counted(classes, 'different value')}, one per class"
+        )
+    if ignore_index is not None and (ignore_index in values or 0 <= ignore_index < classes):
+        raise ConfigError(f"ignore_index: {ignore_index} is a class, or in class_values; leave out one of the two")

@@ -59,16 +59,26 @@ def match_files(field: str, pattern: str) -> list[str]:
     return [path + suffix for path in paths]
 
 
+def match_images(field: str, pattern: str, labels: str) -> list[str]:
+    """Return the files that match a pattern, without masks among them: a.png and a_mask.png may be in one folder."""
+    names = match_files(field, pattern)
+    has_masks = labels not in ("folders", pattern) and not labels.lower().endswith(".csv")
+    masks = match_files("labels", labels) if has_masks else []
+    return sorted({*names} - {*masks}) or names
+
+
 def is_picture(name: str) -> bool:
     """Return whether a file is a picture, which is decoded as a whole; TIFF files may be read in parts."""
     return Path(name).suffix.lower() in _PICTURE_SUFFIXES
 
 
-def open_mask(name: str) -> TileSource:
+def open_mask(
+    name: str, axes: str | None = None, class_values: Sequence[int] = (), ignored_value: int | None = None
+) -> TileSource:
     """Open a mask; a picture with a palette is read as palette indices."""
-    if is_picture(name):
-        return ClassMapSource(Path(name), "", 0, None)
-    return open_source(name)
+    source = ClassMapSource(Path(name), "", 0, None) if is_picture(name) else open_source(name, axes=axes)
+    source.class_values, source.ignored_value = class_values, ignored_value
+    return source
 
 
 def list_images(names: Sequence[str], num_axes: int | None, masks: bool = False) -> list[ImageEntry]:
@@ -206,8 +216,9 @@ def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: s
         by_stem[stem_of(name)] = name
     missing = [name for name in images if stem_of(name) not in by_stem]
     if missing:
-        problem = f"has no mask called {stem_of(missing[0])} among {pattern}"
-        raise DataError(f"{missing[0]}: {problem}; add it, or name masks like their images")
+        others = f", and {counted(len(missing) - 1, 'other image')} of {len(images)} have none" if missing[1:] else ""
+        problem = f"has no mask called {stem_of(missing[0])} among {pattern}{others}"
+        raise DataError(f"{missing[0]}: {problem}; add it, name masks like their images, or remove the image")
     surplus = sorted(set(by_stem) - {stem_of(name) for name in images})
     if surplus:
         raise DataError(f"{by_stem[surplus[0]]}: is a mask without an image; remove it, or correct the pattern")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from ...comm import ProcessGrid, all_or_none
 from ...costs import Dice
 from ...costs.mean import local_weighted_denominators, mean_cost, parts_of, weighted_mean_parts
 from ...data.datasets.hdf5_tiles import PrefetchingSplit
-from ...data.datasets.image_lists import open_mask
+from ...data.datasets.image_lists import is_picture, open_mask
 from ...errors import ConfigError, DataError
-from ...formats import open_source
+from ...formats import TileSource, open_source
 from ...geometry import Box
 from ...metrics.base import Metric, PerSampleMetric
 from ...metrics.output_layout import OutputLayout
@@ -76,7 +76,8 @@ def evaluate_files(
         (metric.overlap_cells for metric in experiment.metrics if isinstance(metric, PerSampleMetric)), default=0
     )
     prediction = open_checkpoint_prediction(experiment, checkpoint, source, grid, block, None, extra_cells, axes)
-    return _evaluate_by_prediction(prediction, experiment.model, experiment.metrics, labels, grid, samples)
+    opener = getattr(experiment.dataset, "open_mask", open_mask)
+    return _evaluate_by_prediction(prediction, experiment.model, experiment.metrics, labels, grid, samples, opener)
 
 
 def evaluate_module(
@@ -119,13 +120,14 @@ def _evaluate_by_prediction(
     labels: str | Path,
     grid: ProcessGrid,
     samples: dict[str, np.ndarray] | None,
+    opener: Callable[..., TileSource] = open_mask,
 ) -> dict[str, Any]:
     """Evaluate cost and metrics by the method that `prediction` yields. Collective."""
     with first_rank_progress(grid.rank, sys.stderr) as progress, prediction as (method, images, _):
         with all_or_none(grid.world):
             for metric in metrics:
                 metric.check_output_shape(method.output_shape)
-            targets = _open_labels(labels, method, images)
+            targets = _open_labels(labels, method, images, opener)
         with closing(targets), _name_label_file_in_errors(labels):
             if isinstance(method, WholeImagePrediction):
                 results = _evaluate_whole_images(method, metrics, images, targets, samples)
@@ -140,14 +142,17 @@ def _evaluate_by_prediction(
     return format_evaluation_results(images.shape[0], results)
 
 
-def _open_labels(labels: str | Path, method: PredictionMethod, images: Images) -> Images:
+def _open_labels(
+    labels: str | Path, method: PredictionMethod, images: Images, open_class_map: Callable[..., TileSource]
+) -> Images:
     *extent, channels = method.output_shape
     expected, problem = (images.shape[0], *extent), DataError("")
     # files without axis names are ambiguous; a PNG with a palette holds class indices
     is_png = Path(labels).suffix.lower() == ".png"
     for depth in (1, channels) if is_png else (channels, 1):
         try:
-            image = open_images(labels, (*extent, depth), opener=open_mask if is_png and depth == 1 else open_source)
+            is_class_map = depth == 1 and (is_png or not is_picture(str(labels)))
+            image = open_images(labels, (*extent, depth), opener=open_class_map if is_class_map else open_source)
         except DataError as error:
             problem = error
             continue

@@ -139,7 +139,7 @@ def open_images(
                 f" {shape[-1]} channels, but the model takes one channel; give images of one channel, or"
                 f" --axes {fits[0]} if the last axis is {fits[0][-1]}"
             )
-        source = open_source(path, axes=fits[0])
+        source = opener(path, axes=fits[0])
     try:
         return Images(source, sample_shape, factor, subtrahend, fill)
     except DataError:
