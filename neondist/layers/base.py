@@ -70,6 +70,10 @@ class Node(Registered, ABC):
             word = self._class_name_in_snake_case()
             counts[word] = counts.get(word, 0) + 1
             self.name = f"{prefix}{word}{counts[word]}"
+        if "\0" in self.name:
+            error = ConfigError(f"name: {self.name!r} contains a null character, which files cannot store; remove it")
+            error.subject = self
+            raise error
 
     def _class_name_in_snake_case(self) -> str:
         """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""

@@ -20,8 +20,9 @@ from .type_hints import cache_by_hint, describe_hint, ranges_in_hint, registered
 
 Predicate = Callable[[Any], bool]
 _NUMBER_TYPES: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
-_TYPES_WITHOUT_FURTHER_CHECK = frozenset((int, float, bool, str, type(None)))
-"""types of most arguments; a value of exactly such a type needs no further check"""
+_TYPES_WITHOUT_FURTHER_CHECK = frozenset((float, bool, str, type(None)))
+"""types of which any value needs no further check"""
+_INTEGER_RANGE = range(-(2**63), 2**63)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -84,6 +85,8 @@ def matches_hint(value: Any, hint: Any) -> bool:
 
 def in_range_of_hint(value: Any, hint: Any) -> bool:
     """Return whether a number is in the range of a type hint."""
+    if type(value) is int and value not in _INTEGER_RANGE:
+        return False
     return all(limit.allows(value) for limit in ranges_in_hint(hint))
 
 
@@ -113,6 +116,10 @@ def _predicate_for_member(hint: Any) -> Predicate:
         return _is_bool
     if kind in _NUMBER_TYPES:
         number = _NUMBER_TYPES[kind]
+        if kind is int:
+            return lambda value: (
+                isinstance(value, numbers.Integral) and not _is_bool(value) and int(value) in _INTEGER_RANGE
+            )
         return lambda value: isinstance(value, number) and not _is_bool(value)
     if issubclass(kind, os.PathLike):
         return lambda value: isinstance(value, str | os.PathLike)
@@ -213,6 +220,8 @@ def _remedy(value: Any, hint: Any) -> str:
 def plain_value_remedy(value: Any, hint: Any) -> str:
     """Return the remedy for a text or number that almost matches a hint, or ''."""
     choices = union_members(hint)
+    if type(value) is int and value not in _INTEGER_RANGE:
+        return "; integers have at most 64 bits"
     literals = [arg for kind in choices if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]
     if isinstance(value, str) and literals:
         near = suggest(value, map(str, literals))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
@@ -102,7 +103,7 @@ def _convert_to_union_member(node: Node, hint: Any, path: str, build: BuildObjec
             return {name: convert_node(child, item, join_path(path, name), build) for name, child in value.items()}
     elif isinstance(value, str) and is_class(hint) and issubclass(hint, PurePath):
         return hint(value)
-    elif hint is float and type(value) is int:
+    elif hint is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     elif matches_hint(value, hint):
         return value

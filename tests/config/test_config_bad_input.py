@@ -6,6 +6,8 @@ import time
 import pytest
 from toy_registry import load
 
+import neondist as nd
+from neondist.cli import main
 from neondist.config import dump, load_experiment
 from neondist.errors import ConfigError, ShapeError, UserError
 
@@ -287,3 +289,42 @@ def test_dump_names_unsupported_values():
 
     with pytest.raises(ConfigError, match=r"^anything: <function .*> cannot be written to a YAML file"):
         dump(ToyExperiment(ToyModel([]), anything=lambda: 1))
+
+
+BIG = 10**20
+BIG_INTEGERS = {
+    "stride": f"!ConvLayerDist {{out_channels: 2, kernel_size: 3, stride: {BIG}}}",
+    "dilation": f"!ConvLayerDist {{out_channels: 2, kernel_size: 3, dilation: [1, {BIG}]}}",
+    "kernel_size": f"!LCNLayerDist {{kernel_size: {BIG + 1}}}",
+    "depth": f"!LRNLayerDist {{depth: {BIG}}}",
+}
+
+
+@pytest.mark.parametrize("field", [*BIG_INTEGERS, "ignore_index", "epochs", "seed"])
+def test_integers_beyond_64_bits_are_rejected(tmp_path, capsys, field):
+    cost = f"!CrossEntropy {{ignore_index: -{BIG}}}" if field == "ignore_index" else "!CrossEntropy {}"
+    layers = f"[{BIG_INTEGERS.get(field, '!GlobalAvgPoolingLayerDist {}')}, !FCLayerDist {{out_features: 2}}]"
+    more = f"{field}: {BIG}" if field in ("epochs", "seed") else ""
+    (tmp_path / "x.yaml").write_text(
+        "!FitExperiment\ndataset: !Synthetic {shape: [8, 8, 1], classes: 2, train: 8, test: 4}\nmodel: !ConvnetDist\n"
+        f"  layers: {layers}\n  cost: {cost}\n{more}\n"
+    )
+    assert main(["check", str(tmp_path / "x.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert f"{field}" in error
+    assert "; integers have at most 64 bits" in error
+
+
+def test_integers_beyond_64_bits_are_rejected_in_python():
+    with pytest.raises(nd.ConfigError, match=r"ignore_index: expected an integer or null, got 1.*at most 64 bits"):
+        nd.CrossEntropy(ignore_index=BIG)
+    nd.CrossEntropy(ignore_index=-(2**63))
+
+
+def test_layer_names_with_null_characters_are_rejected(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text(
+        "!FitExperiment\ndataset: !Synthetic {shape: [8, 8, 1], classes: 2, train: 8, test: 4}\nmodel: !ConvnetDist\n"
+        '  layers:\n    - !FCLayerDist {out_features: 2, name: "a\\0b"}\n'
+    )
+    assert main(["check", str(tmp_path / "x.yaml")]) == 2
+    assert "x.yaml:5: model.layers.0.name: 'a\\x00b' contains a null character" in capsys.readouterr().err
