@@ -219,6 +219,12 @@ FAULTS = {
     "truth": (replace("train/images", np.zeros((20, 13, 10, 2), bool)), "store them as uint8"),
     "shapes": (replace("test/images", np.zeros((7, 13, 11, 2))), r"test/images \(7, 13, 11, 2\) and its"),
     "kinds": (replace("test/labels", np.zeros((7, 13, 10), int)), "differ in shape from"),
+    "dtypes": (replace("test/images", np.zeros((7, 13, 10, 2))), r"test/images is float64, but train/images is uint8"),
+    "NaN": (replace("test/labels", np.array([0, 1, 0, np.nan, 1, 0, 1])), "test/labels of sample 3 is not finite"),
+    "infinite": (
+        replace("train/labels", np.where(np.arange(40).reshape(20, 2) == 9, np.inf, 1.0)),
+        "train/labels of sample 4 is not finite",
+    ),
     "scale": (set_attributes("train/images", scale=0.0), r"scale: 0\.0 is invalid; expected positive numbers"),
     "mean": (set_attributes("train/images", mean=[1.0, 2.0, 3.0]), r"shape \(3,\) do not fit the 2 channels"),
     "classes": (set_attributes("train/labels", classes=2), "is 2; expected a class from 0, below 2"),

@@ -157,6 +157,11 @@ class HDF5Dataset(Dataset):
                     f" differ in shape from {first.images.name} {first.images.shape} and its labels"
                     f" {first.labels.shape}; make the shapes agree"
                 )
+            if self.scale is None and white_value(info.images.dtype) != white_value(first.images.dtype):
+                raise DataError(
+                    f"{info.path}: {info.images.name} is {info.images.dtype}, but {first.images.name} is"
+                    f" {first.images.dtype}, and all splits have the same scale; give both the same dtype, or set scale"
+                )
         if self._random_test_share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; leave out test_share")
         self.sample_shape = shape
@@ -176,6 +181,9 @@ class HDF5Dataset(Dataset):
         count = self._given_classes or (None if attr is None else int(attr.item()))
         for group in groups.values():
             values = group.sample_labels
+            if values is not None and values.dtype.kind == "f" and not np.isfinite(values).all():
+                at = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))[0])
+                raise DataError(f"{group.path}: {group.labels.name} of sample {at} is not finite; correct it")
             if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
                 continue
             count = count if self._given_classes or attr is not None else max(count or 0, int(values.max()) + 1)
