@@ -98,6 +98,10 @@ class Dataset(Registered, ABC):
         """Metadata of the targets, if they are physical fields; None otherwise."""
         return None
 
+    def known_splits(self) -> Sequence[str] | None:
+        """Return the names of the splits, available after `check`; None if they are known only when opened."""
+        return None
+
     @abstractmethod
     def check(self) -> None:
         """Check the source quickly, without MPI, and set the attributes read from it; DataError if it is invalid."""

@@ -103,6 +103,8 @@ def validate_experiment(
     if experiment.best is not None:
         with set_error_subject(experiment.best):
             experiment.best.check_metric_is_recorded(experiment.metrics)
+            if (splits := dataset.known_splits()) is not None:
+                experiment.best.check_split_exists(splits)
     if experiment.server_strategy is not None:
         _check_server_support(experiment, experiment.server_strategy, plan)
     return plan

@@ -587,3 +587,27 @@ def test_repr_of_a_built_model_is_its_table():
     assert repr(model) == str(model.summary())
     assert "conv1" in repr(model)
     assert str(model) == repr(model)  # as print shows it
+
+
+def test_check_rejects_the_best_epoch_of_a_missing_split(tmp_path, monkeypatch, capsys):
+    h5py = pytest.importorskip("h5py")
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "mine" / "cat")
+    write_images(tmp_path / "mine" / "dog")
+    assert main(["init", "mine"]) == 0
+    assert main(["check", "mine.yaml"]) == 0
+    assert main(["check", "mine.yaml", "--set", "dataset.validation=null"]) == 2
+    assert "best.number: no 'validation_error', because the data set has no validation split" in capsys.readouterr().err
+    assert main(["check", "mine.yaml", "--set", "best.number=test_loss"]) == 2
+    assert main(["check", "mine.yaml", "--set", "best.number=test_loss", "dataset.test=1"]) == 0
+    with h5py.File("h5.h5", "w") as file:
+        file["train/images"], file["train/labels"] = np.zeros((10, 8, 9, 3), "u1"), np.arange(10) % 3
+    assert main(["init", "h5.h5"]) == 0
+    for number, fields, code in (
+        ("test_loss", [], 0),
+        ("validation_loss", [], 2),
+        ("validation_loss", ["dataset.validation=2"], 0),
+        ("f1", [], 0),
+    ):
+        assert main(["check", "h5.yaml", "--set", f"best.number={number}", *fields]) == code
+    assert "--set best.number=validation_loss: best.number: no 'validation_loss'" in capsys.readouterr().err

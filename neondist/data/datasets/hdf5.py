@@ -14,7 +14,7 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, Finite, Positive, above
 from ...terminal.console import counted
-from ..base import Dataset, Split, count_named_classes
+from ..base import SPLITS, Dataset, Split, count_named_classes
 from ..raw_values import white_value
 from .hdf5_source import ArrayInfo, HDF5GroupInfo, hash_content, read_group_info
 from .hdf5_tiles import HDF5Array, PrefetchingSplit
@@ -103,6 +103,12 @@ class HDF5Dataset(Dataset):
     def check(self) -> None:
         """Check the shapes and dtypes of the arrays, and read the labels unless they are maps."""
         self._read_groups()
+
+    def known_splits(self) -> Sequence[str]:
+        """Return the names of the splits."""
+        groups = self._read_groups()
+        exists = {"train": True, "test": self._random_test_share(groups), "validation": self._validation_share} | groups
+        return [name for name in SPLITS if exists.get(name)]
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the file on demand."""

@@ -16,6 +16,7 @@ from ...registry.ranges import Count, Finite, Positive
 from ...system.memory import parse_bytes
 from ...terminal.console import counted
 from ..base import (
+    SPLITS,
     Dataset,
     Split,
     count_held_out,
@@ -191,6 +192,10 @@ class ImageFiles(Dataset):
         train, *rest = (self._make_split(grid, part, normalisation) if len(part) else None for part in by_split)
         assert train is not None
         return train, rest[0], rest[1]
+
+    def known_splits(self) -> Sequence[str]:
+        """Return the names of the splits."""
+        return [name for name, numbers in zip(SPLITS, self._image_numbers_by_split(), strict=True) if len(numbers)]
 
     def open_mask(self, name: str, axes: str | None = None) -> TileSource:
         """Open a file of class labels whose values are those of the masks."""
