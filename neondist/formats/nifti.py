@@ -42,6 +42,8 @@ _OTHER_METADATA_FIELDS = {
 }
 """metadata names, and the header fields of each"""
 _SILENT_HANDLER = logging.NullHandler()
+_HEADER_STARTS = b"\x5c\x01\0\0", b"\0\0\x01\x5c", b"\x1c\x02\0\0", b"\0\0\x02\x1c"
+"""first bytes of NIfTI-1 and NIfTI-2, in either byte order"""
 _MAX_DEFLATE_RATIO = 1032  # maximal compression ratio of deflate
 
 
@@ -57,6 +59,10 @@ class NIfTISource(TileSource):
         with convert_read_errors(path), nibabel.imageglobals.LoggingOutputSuppressor():  # of unusual files
             nibabel.imageglobals.logger.addHandler(_SILENT_HANDLER)  # otherwise Python prints warnings
             check_regular(path)
+            with open_regular(path) as file:
+                start = file.read(4)
+            if path.suffix.lower() == ".gz" and start in _HEADER_STARTS:
+                raise DataError(f"{path}: is not compressed, despite its name; rename it to {path.stem}")
             image: Any = nibabel.load(path, mmap=False)  # truncating a mapped file would kill the process
             proxy = image.dataobj
             shape, stored = tuple(map(int, proxy.shape)), proxy.dtype

@@ -190,3 +190,15 @@ def test_invalid_scales(tmp_path, size):
             sink.commit()
         assert sink.lost_metadata == []
     assert nibabel.load(tmp_path / "b.nii").header["pixdim"][4] == 0
+
+
+@pytest.mark.parametrize("kind", ["Nifti1Image", "Nifti2Image"])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_uncompressed_volumes_named_gz_are_named_as_such(tmp_path, kind, order):
+    nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
+    kind = getattr(nibabel, kind)
+    header = kind.header_class(endianness=order)
+    nibabel.save(kind(np.zeros((4, 5, 6), "u1"), np.eye(4), header), tmp_path / "a.nii")
+    (tmp_path / "a.nii").rename(tmp_path / "b.nii.gz")
+    with pytest.raises(nd.DataError, match=r"b\.nii\.gz: is not compressed, despite its name; rename it to b\.nii"):
+        nd.open_source(tmp_path / "b.nii.gz")
