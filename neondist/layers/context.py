@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,10 +79,6 @@ class StepContext:
     needs_weight_gradients = True
     #: whether another call has already updated the state: in recomputation, or if micro-batches share statistics
     state_already_updated = False
-    #: copies of the state before the first `forward` of this pass
-    initial_state: Mapping[str, Any] | None = None
-    #: whether `forward` runs, with copies of the state if another call has already updated it
-    is_in_forward = False
     #: whether `forward` has applied the layer's activation itself
     activated = False
     #: whether the following pooling layer applies the activation's gradient, so that `backward` needs no output
@@ -100,6 +96,8 @@ class StepContext:
         self._layer, self.phase, self.activation = layer, phase, layer.activation
         self.training, self.step = phase.training, phase.step
         self._sample_count, self._saved = samples, {}  # type: int, dict[str, Any]
+        #: copies of the state before the first `forward` of the pass, shared by all calls in it; empty before that
+        self.initial_state: dict[str, Any] = {}
         self.set_out_allocator(allocate_out)
 
     def set_out_allocator(self, allocate: Callable[[], Any]) -> None:
@@ -161,8 +159,7 @@ class StepContext:
     def state(self) -> dict[str, Any]:
         """The arrays that are saved but not trained."""
         state = self._layer.state
-        uses_copies = self.state_already_updated and not self.is_in_forward
-        return {name: array.copy() for name, array in state.items()} if uses_copies else state
+        return {name: array.copy() for name, array in state.items()} if self.state_already_updated else state
 
     @property
     def grads(self) -> dict[str, Any]:

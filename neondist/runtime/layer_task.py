@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -85,8 +86,8 @@ class LayerTask(Task):
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_array, self.result_value(run), samples))
         if activation_step is not None and activation_step.layer is not None:
             ctx.activation = activation_step.layer.activation
-        run.contexts[self.index], ctx.state_already_updated = ctx, self.index < run.first_new_step
-        ctx.initial_state = run.initial_states[self.index]
+        run.contexts[self.index], ctx.initial_state = ctx, run.initial_states[self.index]
+        ctx.state_already_updated = bool(ctx.initial_state)
         ctx.applies_input_relu_gradient = self.applies_input_relu_gradient
         ctx.relu_gradient_left_to_next_layer = self.is_relu_gradient_deferred(run)
         exchanges, buffer = self.has_window and x is not None, space.view
@@ -113,7 +114,13 @@ class LayerTask(Task):
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs of a call whose reductions are complete."""
         layer = self.layer
-        y = self._call_forward_once_for_state(ctx, view)
+        if not ctx.initial_state:
+            copies = {name: array.copy() for name, array in layer.state.items()}
+            y = self.call_forward(ctx, view)
+            ctx.initial_state.update(copies)
+        else:
+            with self._initial_state(ctx):
+                y = self.call_forward(ctx, view)
         if layer.scattered_output_array is not None:
             y = layer.output_from_summed_contributions(ctx, ctx.scatter_add(layer.scattered_output_array, y))
         return self._activate_in_reserved_memory(ctx, view, y)
@@ -203,20 +210,16 @@ class LayerTask(Task):
         self.call_backward(ctx, dy)
         return layer.input_gradient(ctx, ctx.gather(layer.gathered_gradient_array, layer.gradient_to_gather(ctx, dy)))
 
-    def _call_forward_once_for_state(self, ctx: StepContext, view: Any) -> Any:
-        """Call `forward`; if another call has updated the state, with copies of the state before that call."""
+    @contextmanager
+    def _initial_state(self, ctx: StepContext) -> Iterator[None]:
+        """Replace the layer's state by copies of the state before the pass, because another call has updated it."""
         layer, state = self.layer, self.layer.state
-        if not state or not ctx.training:
-            return self.call_forward(ctx, view)
-        if ctx.initial_state is None:
-            ctx.initial_state = {name: array.copy() for name, array in state.items()}
-        if not ctx.state_already_updated:
-            return self.call_forward(ctx, view)
-        layer.state, ctx.is_in_forward = {name: array.copy() for name, array in ctx.initial_state.items()}, True
+        layer.state = {name: array.copy() for name, array in ctx.initial_state.items()}
+        ctx.state_already_updated = False  # the copies may be updated
         try:
-            return self.call_forward(ctx, view)
+            yield
         finally:
-            layer.state, ctx.is_in_forward = state, False
+            layer.state, ctx.state_already_updated = state, True
 
     def call_forward(self, ctx: StepContext, view: Any) -> Any:
         """Call the layer's forward; debugging tasks override this method."""
@@ -228,7 +231,10 @@ class LayerTask(Task):
 
     def compute_partial_result(self, direction: str, ctx: StepContext, array: Any) -> Any:
         """Call the layer's reduce, or reduce_backward."""
-        return (self.layer.reduce if direction == "forward" else self.layer.reduce_backward)(ctx, array)
+        if direction == "backward":
+            return self.layer.reduce_backward(ctx, array)
+        with self._initial_state(ctx) if ctx.initial_state else nullcontext():
+            return self.layer.reduce(ctx, array)
 
     def exchange_halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
         """Return the view of a tile, or the gradient of a tile given the gradient of its view."""
@@ -255,8 +261,8 @@ class LayerTask(Task):
             return
         counts = [ctx.samples[1] - ctx.samples[0] for ctx, _ in calls]
         results = self.combine_partials(direction, partials, counts)
-        for at, ((ctx, _), reduced) in enumerate(zip(calls, results, strict=True)):
-            ctx.reduced, ctx.state_already_updated = reduced, reduction.spans_batch and at > 0
+        for (ctx, _), reduced in zip(calls, results, strict=True):
+            ctx.reduced = reduced
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Return the combined partial results of all ranks for each pass. Collective.

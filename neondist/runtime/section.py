@@ -13,8 +13,8 @@ from ..plan.section import INSIDE_SEGMENT
 from ..system.memory import count_local_ranks, out_of_memory_error
 from .arena import Arena, BlockPool
 from .layer_task import LayerTask
-from .tasks import FusedActivationTask, JoinTask, Task
-from .workspace import Passes, SectionPass, Workspace
+from .tasks import FusedActivationTask, JoinTask, Task, share_initial_states
+from .workspace import InitialStates, Passes, SectionPass, Workspace
 
 
 class Section:
@@ -74,14 +74,14 @@ class Section:
             self.workspaces[number] = Workspace(arena, self.shapes, [task.input_array for task in self.tasks])
         return self.workspaces[number]
 
-    def checkpoint(self, x: Any, run: SectionPass) -> tuple[Any, list[Any], list[Any]]:
+    def checkpoint(self, x: Any, run: SectionPass) -> tuple[Any, list[Any], InitialStates]:
         """Return a completed pass's input, results of reductions and initial states of layers; close the pass."""
-        state = x, run.reduced, [None if ctx is None else ctx.initial_state for ctx in run.contexts]
+        state = x, run.reduced, run.initial_states
         run.close()
         return state
 
     def recompute(
-        self, checkpoints: Sequence[tuple[Any, list[Any], list[Any]]], phases: Sequence[Phase]
+        self, checkpoints: Sequence[tuple[Any, list[Any], InitialStates]], phases: Sequence[Phase]
     ) -> list[SectionPass]:
         """Return passes run again from their checkpoints."""
         inputs, reduced, states = zip(*checkpoints, strict=True)
@@ -93,7 +93,7 @@ class Section:
         phases: Sequence[Phase],
         nodes: int | None = None,
         reduced: Sequence[Any] | None = None,
-        initial_states: Sequence[list[Any]] = (),
+        initial_states: Sequence[InitialStates] = (),
     ) -> list[SectionPass]:
         """Return passes through the first `nodes` nodes (default: all), which execute each step at the same time."""
         nodes = self.stop_node - self.first_node if nodes is None else nodes
@@ -105,6 +105,7 @@ class Section:
             SectionPass(self.acquire_workspace(), phase, len(x), end, r)
             for x, phase, r in zip(xs, phases, known, strict=True)
         ]
+        share_initial_states(passes, self.tasks)
         for run, states in zip(passes, initial_states, strict=False):
             run.initial_states = states
         self._run(passes, xs)

@@ -17,7 +17,8 @@ from .layer_task import LayerTask
 from .reduce import combine_micro_batches
 from .section import Section
 from .strips import section_of_strip_or_block
-from .workspace import SectionPass
+from .tasks import share_initial_states
+from .workspace import InitialStates, SectionPass
 
 CellIndex = tuple[slice, ...]
 
@@ -39,6 +40,7 @@ class StripwisePass:
         #: saved states of the steps that are not recomputed, by strip
         self.saved_states_by_strip: dict[int, dict[int, Any]] = {}
         self.x, self.phase, self.samples = x, phase, len(x)
+        self.initial_states: InitialStates = [{} for _ in range(steps)]
         self.reduced: dict[str, list[Any]] = {"forward": [None] * steps, "backward": [None] * steps}
         self.last_strip_pass: SectionPass | None = None
         self.is_closed = False
@@ -131,13 +133,12 @@ class StripwiseSection:
                 " memory for whole images"
             )
         passes = [StripwisePass(x, phase, self.num_steps) for x, phase in zip(xs, phases, strict=True)]
+        share_initial_states(passes, self.tasks.values())
         with self.context.grid.observers.observe("layer", self.name, "forward"):
-            first_new_step = 0
             for step in self.planned.reduction_steps("forward"):
-                self._run_to_reduction(passes, step, first_new_step)
-                first_new_step = step
+                self._run_to_reduction(passes, step)
             if self._output_box is not None:
-                self._compute_output_strips(passes, first_new_step)
+                self._compute_output_strips(passes)
         return passes
 
     def backward(
@@ -169,8 +170,8 @@ class StripwiseSection:
                     on_layer_done(layer)
         return dxs
 
-    def _run_to_reduction(self, passes: Sequence[StripwisePass], reduction_step: int, first_new_step: int) -> None:
-        """Run all strips up to a step's `reduce`, and combine the results; steps before `first_new_step` have run.
+    def _run_to_reduction(self, passes: Sequence[StripwisePass], reduction_step: int) -> None:
+        """Run all strips up to a step's `reduce`, and combine the results.
 
         If the step is the last of a stream with a vector output, its outputs are computed as well.
         """
@@ -178,9 +179,8 @@ class StripwiseSection:
         parts: list[list[Any]] = [[] for _ in passes]
         for number in self.strip_numbers:
             section = self._section(number)
-            for place, (run, partials) in enumerate(zip(passes, parts, strict=True)):
-                is_first = number == self.strip_numbers[0] and not place
-                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.num_steps)
+            for run, partials in zip(passes, parts, strict=True):
+                inner = self._new_strip_pass(section, run)
                 inner.keeps_states = is_last and run.phase.training and number in self._checkpointed_strips
                 ctx, view, part = section.run_to_reduction(inner, self._image_of_strip(run.x, number), reduction_step)
                 partials.append(part)
@@ -271,16 +271,15 @@ class StripwiseSection:
         for run, reduced in zip(passes, results, strict=True):
             run.reduced[direction][at] = reduced
 
-    def _compute_output_strips(self, passes: Sequence[StripwisePass], first_new_step: int) -> None:
-        """Write the output, strip by strip; steps before `first_new_step` have already run."""
+    def _compute_output_strips(self, passes: Sequence[StripwisePass]) -> None:
+        """Write the output, strip by strip."""
         for run in passes:
             shape = run.samples, *self._output_shape
             run.output = self.context.backend.xp.empty(shape, self.context.dtype)
         for number in self.strip_numbers:
             section = self._section(number)
-            for place, run in enumerate(passes):
-                is_first = number == self.strip_numbers[0] and not place
-                inner = self._new_strip_pass(section, run, first_new_step if is_first else self.num_steps)
+            for run in passes:
+                inner = self._new_strip_pass(section, run)
                 inner.keeps_states = run.phase.training and number in self._checkpointed_strips
                 section.run_forward(inner, self._image_of_strip(run.x, number))
                 if inner.keeps_states:
@@ -295,7 +294,7 @@ class StripwiseSection:
         """Return a strip's section and a completed forward pass; steps from `before` on have accumulated gradients."""
         section, inner = self._section(number), run.last_strip_pass
         if number != self.strip_numbers[-1] or inner is None:
-            inner = self._new_strip_pass(section, run, self.num_steps)
+            inner = self._new_strip_pass(section, run)
             checkpointed = self.planned.checkpointed_strips  # 0 below a cut, where strips have other cells
             saved = run.saved_states_by_strip.get(number) if checkpointed else None
             section.run_forward(inner, self._image_of_strip(run.x, number), saved)
@@ -303,10 +302,10 @@ class StripwiseSection:
         inner.first_accumulated_step = before
         return section, inner
 
-    def _new_strip_pass(self, section: Section, run: StripwisePass, first_new_step: int) -> SectionPass:
+    def _new_strip_pass(self, section: Section, run: StripwisePass) -> SectionPass:
         end = section.graph.node_ends[-1]
         inner = SectionPass(section.acquire_workspace(), run.phase, run.samples, end, run.reduced["forward"])
-        inner.known_backward_reductions, inner.first_new_step = run.reduced["backward"], first_new_step
+        inner.known_backward_reductions, inner.initial_states = run.reduced["backward"], run.initial_states
         return inner
 
     # Sections and cells of strips.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from ..backends import Kernels
 from ..geometry import Box
 from ..halo import GlobalArray
 from ..layers import Branches, Layer
 from ..plan import Graph, Step
-from .workspace import Passes, SectionPass
+from .workspace import InitialStates, Passes, SectionPass
 
 
 class Task(ABC):
@@ -151,3 +151,15 @@ class FusedActivationTask(Task):
                 pass
             for array in arrays:
                 self.observers.on_value(self.layer, quantity, array)
+
+
+class _StatefulPass(Protocol):
+    initial_states: InitialStates
+
+
+def share_initial_states(passes: Sequence[_StatefulPass], tasks: Iterable[Task]) -> None:
+    """Let micro-batches share the initial states of layers that update their state once for all of them."""
+    for task in tasks:
+        if task.spans_batch:
+            for run in passes[1:]:
+                run.initial_states[task.index] = passes[0].initial_states[task.index]

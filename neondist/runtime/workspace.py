@@ -10,6 +10,8 @@ from ..halo import GlobalArray, Phase
 from ..layers import StepContext
 from .arena import Arena, ArenaSlot
 
+InitialStates: TypeAlias = list[dict[str, Any]]
+
 
 class Workspace:
     """Memory of one pass at a time: the arena, and the buffers of all views in it.
@@ -101,8 +103,6 @@ class SectionPass:
         For a repeated pass: the results of the reductions of each step.
     keeps_states : bool
         Whether saved states are kept when the pass is closed, so that another pass can skip steps.
-    first_new_step : int
-        Steps before this one have already run, and change no state.
     first_accumulated_step : int
         Steps from this index on have already accumulated their weight gradients, except those that the step at
         this index computes in `backward`, since only its `reduce_backward` has run.
@@ -117,13 +117,13 @@ class SectionPass:
         self._workspace: Workspace | None = workspace
         self.phase, self.samples, self.known_forward_reductions = phase, samples, reduced
         self.num_steps, self.output_value = end
-        self.first_new_step, self.first_accumulated_step = 0 if reduced is None else self.num_steps, self.num_steps
+        self.first_accumulated_step = self.num_steps
         self.contexts: list[StepContext | None] = [None] * self.num_steps
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
         self.saved_states_by_step: Mapping[int, Any] = {}
-        #: for a repeated pass: layers' state before the first pass, by step
-        self.initial_states: list[Any] = [None] * self.num_steps
+        #: layers' state before the pass, by step; empty for steps that have not run yet, in this pass or one it repeats
+        self.initial_states: InitialStates = [{} for _ in range(self.num_steps)]
         #: outputs of joins, by step, that fused activations need in the backward pass
         self.join_outputs: dict[int, Any] = {}
 

@@ -110,22 +110,61 @@ class DampedLayerDist(nd.Dist, nd.Layer):
         return dy * ctx.factor
 
 
+class MeanSquareLayerDist(nd.Dist, nd.Layer):
+    """Division by a running mean square of the whole batch, before its update."""
+
+    saves_input = saves_output = False
+
+    def state_for(self, input_shape):
+        return {"mean": nd.Parameter((1,), nd.Constant(1.0)), "steps": nd.Parameter((1,), nd.Constant(0.0))}
+
+    def reductions_for(self, input_shape):
+        return [nd.Reduction("forward", "world", fixed_elements=1)]
+
+    def reduce(self, ctx, view):
+        return ((ctx.owned(view) - ctx.state["steps"]) ** 2).sum().reshape(1)
+
+    def forward(self, ctx, view):
+        ctx.save(factor=1 / (1 + self.state["mean"][0]))
+        ctx.state["mean"] += ctx.reduced
+        ctx.state["steps"] += 1
+        return view * ctx.factor
+
+    def backward(self, ctx, dy):
+        return dy * ctx.factor
+
+
+STREAM = {"memory": "1TiB", "strips": 2}
+
+
+@pytest.mark.parametrize(
+    "mode", [{"recompute": True}, STREAM, {**STREAM, "recompute": True}], ids=["recompute", "stream", "both"]
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("uses_attribute", [False, True])
-def test_custom_state_is_updated_once(uses_attribute):
+def test_custom_state_is_updated_once(uses_attribute, accumulate, mode):
     def job(comm):
         models = []
-        for recompute in (False, True):
+        for options in ({}, mode):
             damped = [DampedLayerDist(), DampedLayerDist()]
             for layer in damped:
                 layer.uses_attribute = uses_attribute
-            layers = [nd.ConvLayerDist(2, 3, padding=1), damped[0], nd.ConvLayerDist(2, 3, padding=1), damped[1]]
-            model = nd.ConvnetDist([*layers, nd.FCLayerDist(3)], dtype="float64", seed=1, recompute=recompute)
+            layers = [
+                nd.ConvLayerDist(2, 3, padding=1),
+                damped[0],
+                MeanSquareLayerDist(),
+                nd.ConvLayerDist(2, 3),
+                damped[1],
+            ]
+            options = {**options, "accumulate": accumulate, "dtype": "float64", "seed": 1}
+            model = nd.ConvnetDist([*layers, nd.FCLayerDist(3)], **options)
             model.build((7, 5, 1), 2, nd.ProcessGrid(comm))
             for step in range(3):
                 x = model.scatter(np.random.default_rng(step).normal(size=(2, 7, 5, 1)))
                 model.train_batch(x, np.array([0, 2]))
             models.append(model.state())
-        assert models[0]["damped1/steps"] == 3
+        assert models[0]["damped1/steps"] == 3 * accumulate
+        assert models[0]["mean_square1/steps"] == 3
         return models
 
     for states in loopback.run(2, job):
