@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from ..backends import Kernels
+from ..comm import GROUP_NAMES
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, Window
 from ..halo import ExchangePolicy, GlobalArray, SerialArray, as_scheme
@@ -285,6 +287,32 @@ class Layer(LayerDescription):
                     f"{name}{signature}: takes other arguments than the context of the call and an array; define"
                     f" {name}(self, ctx, {argument}) (docs/adding_a_layer.md)"
                 ) from None
+
+    def check_declarations(self, input_shape: Shape) -> None:
+        """Raise ConfigError if a declaration of the layer has an invalid type or value."""
+        window = self.window_for(input_shape)
+        if window is not None and not isinstance(window, Window):
+            raise ConfigError(f"window, or window_for, is {window!r}; expected an nd.Window, or None")
+        arrays = self.parameters_for(input_shape), self.state_for(input_shape)
+        output, reductions = self.output_shape_for(input_shape), self.reductions_for(input_shape)
+        if not (isinstance(output, tuple) and all(isinstance(n, Integral) and int(n) > 0 for n in output)):
+            raise ConfigError(
+                f"output shape {output!r}; expected a tuple of positive integers from output_shape_for and"
+                " output_channels_for"
+            )
+        for declared, name in zip(arrays, ("parameters_for", "state_for"), strict=True):
+            if not (isinstance(declared, Mapping) and all(isinstance(p, Parameter) for p in declared.values())):
+                raise ConfigError(f"{name} returns {declared!r}; expected a dict of name to nd.Parameter")
+        if both := sorted(arrays[0].keys() & arrays[1].keys()):
+            raise ConfigError(f"parameters_for and state_for both declare '{both[0]}'; rename one of them")
+        if not all(isinstance(reduction, Reduction) for reduction in reductions):
+            raise ConfigError(f"reductions_for returns {reductions!r}; expected a list of nd.Reduction")
+        for direction, group, *_ in reductions:
+            if direction not in ("forward", "backward") or group not in (None, *GROUP_NAMES):
+                raise ConfigError(
+                    f"reductions_for returns a reduction in direction {direction!r} over {group!r}; expected 'forward'"
+                    f" or 'backward', and one of {', '.join(GROUP_NAMES)}"
+                )
 
     def recompute_output(self, ctx: StepContext, y: Any) -> None:
         """Write the output of `forward` into y; called if `can_recompute_output`."""

@@ -79,6 +79,9 @@ class StepContext:
     needs_weight_gradients = True
     #: whether another call has already updated the state: in recomputation, or if micro-batches share statistics
     state_already_updated = False
+    #: shapes of the output of `forward` and of the gradient of its view; None: not checked
+    output_shape: Shape | None = None
+    view_shape: Shape | None = None
     #: whether `forward` has applied the layer's activation itself
     activated = False
     #: whether the following pooling layer applies the activation's gradient, so that `backward` needs no output

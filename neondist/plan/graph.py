@@ -261,6 +261,7 @@ class GraphBuilder:
                 f"the layer needs an image, but its input is a vector of shape {shape}; put it before the fully"
                 " connected or global pooling layer"
             )
+        layer.check_declarations(shape)
         output = self._append(layer, None, (value,), layer.output_shape_for(shape))
         self._current_node = outer
         return output

@@ -94,6 +94,11 @@ class LayerTask(Task):
         view = self.exchange_halo("forward", ctx, buffer(self.index, samples), x) if exchanges else x
         space.save_border(self.index, samples)
         restores = self.index in space.plan.rebuilt_view_ranges
+        has_whole_vectors = not layer.splits_outputs and self.input_gather is None and self.output_gather is None
+        if has_whole_vectors and layer.scattered_output_array is None:
+            ctx.output_shape = samples, *space.shapes[self.result_value(run)]
+        if view is not None:
+            ctx.view_shape = view.shape
         ctx.view_to_rebuild = view if restores or (run.keeps_states and layer.saves_input) else None
         return ctx, view
 
@@ -121,6 +126,7 @@ class LayerTask(Task):
         else:
             with self._initial_state(ctx):
                 y = self.call_forward(ctx, view)
+        self._check_result("forward", y, ctx.output_shape)
         if layer.scattered_output_array is not None:
             y = layer.output_from_summed_contributions(ctx, ctx.scatter_add(layer.scattered_output_array, y))
         return self._activate_in_reserved_memory(ctx, view, y)
@@ -188,6 +194,7 @@ class LayerTask(Task):
         dview = self.call_backward(ctx, dy)
         if not needed:
             return None
+        self._check_result("backward", dview, ctx.view_shape)
         if self.input_gather is not None:
             return self._redistribute("backward", self.input_gather, dview)
         if self.has_window:
@@ -287,6 +294,20 @@ class LayerTask(Task):
                 ]
                 return results * len(partials) if reduction.spans_batch else results
         return partials
+
+    def _check_result(self, method: str, array: Any, shape: tuple[int, ...] | None) -> None:
+        """Raise PlanMismatchError if the result of `forward` or `backward` has another shape, or a narrower dtype."""
+        dtype = self.layer.context.dtype
+        if not hasattr(array, "dtype"):
+            fault = f"an object of type {type(array).__name__}; return an array"
+        elif shape is not None and tuple(array.shape) != tuple(shape):
+            shapes = "declare this shape" if method == "forward" else "return the gradient of the whole view"
+            fault = f"an array of shape {tuple(array.shape)}; expected {tuple(shape)}: {shapes}, or correct {method}"
+        elif array.dtype.itemsize < dtype.itemsize:
+            fault = f"an array of dtype {array.dtype}; expected {dtype}"
+        else:
+            return
+        raise PlanMismatchError(f"layer '{self.name}' ({type(self.layer).__name__}): {method} returns {fault}")
 
     def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
         """Raise PlanMismatchError if the sizes of partial results differ from the layer's declaration."""
