@@ -34,13 +34,15 @@ class Cost(Registered, ABC):
     ----------
     has_weighted_mean : bool
         Whether the denominator of the mean depends on the targets.
+    has_target_per_output : bool
+        Whether a cell's target is either a class or has one value per output.
     ignore_index : int or None
         Label of the cells that are ignored, also by metrics.
     parts : sequence of (factor, Cost)
         The costs whose means are added; a simple cost is its only part.
     """
 
-    has_weighted_mean = False
+    has_weighted_mean = has_target_per_output = False
     ignore_index: int | None = None
 
     @property
@@ -88,6 +90,22 @@ class Cost(Registered, ABC):
                 f"the last layer has {counted(y_shape[-1], 'output')}, but the data set has"
                 f" {counted(classes, 'class', 'classes')}; give the layer {counted(classes, 'output')}"
             )
+
+    def check_target_shape(self, y_shape: tuple[int, ...], target_shape: tuple[int, ...] | None) -> None:
+        """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with such targets of a sample.
+
+        Only the spatial axes are compared unless `has_target_per_output` is set. None: unknown.
+        """
+        if target_shape is None or target_shape in (y_shape, y_shape[:-1]):
+            return
+        if not self.has_target_per_output and target_shape[: len(y_shape) - 1] == y_shape[:-1]:
+            return
+        if not target_shape:
+            remedy = "one class per image; end the network with a fully connected or a global pooling layer"
+        else:
+            fitting = f" or {y_shape[:-1]}" if y_shape[:-1] else ""
+            remedy = f"targets of shape {target_shape}, not {y_shape}{fitting}; change the layers, or the targets"
+        raise ShapeError(f"the network's outputs have shape {y_shape}, but the data set has {remedy}")
 
     def check_output_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:
         """Raise ConfigError, naming this cost, unless there is a weight for each output and not all are 0."""

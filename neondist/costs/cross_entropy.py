@@ -28,6 +28,8 @@ class CrossEntropy(Cost):
         Fraction of each target distributed over all classes, in [0, 1) (Szegedy et al. 2016).
     """
 
+    has_target_per_output = True
+
     def __init__(
         self,
         *,

@@ -27,6 +27,8 @@ class Dice(Cost):
         Cells with this label are excluded from all sums.
     """
 
+    has_target_per_output = True
+
     def __init__(self, smooth: Positive = 1.0, *, ignore_index: int | None = None) -> None:
         self.smooth, self.ignore_index = smooth, ignore_index
 
@@ -89,6 +91,8 @@ class DiceCE(Cost):
     class_weights, ignore_index, label_smoothing : optional
         As in CrossEntropy; `ignore_index` applies to both terms.
     """
+
+    has_target_per_output = True
 
     def __init__(
         self,

@@ -31,6 +31,8 @@ class Regression(Cost):
         variable of a file, 'FILE.nc:NAME'. Default: uniform.
     """
 
+    has_target_per_output = True
+
     _cell_weights: Any = None  # weights of the local cells (*tile, 1)
 
     def __init__(self, *, weights: str | None = None) -> None:
@@ -164,6 +166,8 @@ class BCE(Cost):
     ignore_index : int, optional
         Cells with this label are ignored, including in the mean. A batch with only this label has a mean of 0.
     """
+
+    has_target_per_output = True
 
     def __init__(
         self, *, pos_weight: NotNegative | Sequence[NotNegative] | None = None, ignore_index: int | None = None

@@ -39,6 +39,8 @@ class Dataset(Registered, ABC):
         Global shape of one sample, (H, W, C) or (*spatial, C); available after `check`.
     classes : int
         Number of classes; available after `check`. None if unknown, or if the targets are not classes.
+    target_shape : tuple of int or None
+        Global shape of the target of one sample, () for a class; available after `check`. None if unknown.
     class_names : sequence of str
         Names of the classes for reports; available after `check`. Empty if unknown.
     train : Split
@@ -56,6 +58,7 @@ class Dataset(Registered, ABC):
     """
 
     content_hash: str = ""
+    target_shape: tuple[int, ...] | None = None
     class_names: Sequence[str] = ()
     _validation_share: float | int | None = None  # default for subclasses that do not call this constructor
     _shard_and_count: tuple[int, int] | None = None
@@ -70,6 +73,12 @@ class Dataset(Registered, ABC):
     train: Split
     validation: Split | None
     test: Split | None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Reset `target_shape` in subclasses with their own `open_splits`, which may return other targets."""
+        super().__init_subclass__(**options)
+        if "open_splits" in vars(cls) and "target_shape" not in vars(cls):
+            cls.target_shape = None
 
     def __init__(self, validation: float | int | None = None) -> None:
         require_fraction_or_count("validation", validation)

@@ -38,6 +38,7 @@ class CachedDataset(Dataset):
     A subclass implements `source_files`, the files of the images, and `decode`.
     """
 
+    target_shape = ()
     mean: float | tuple[float, ...]
     std: float | tuple[float, ...]
 

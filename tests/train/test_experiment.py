@@ -1,10 +1,15 @@
 """Validation errors of experiments, raised before training starts."""
 
+import itertools
+
+import h5py
+import numpy as np
 import pytest
 from toy_training import make_experiment
 
+import neondist as nd
 from neondist.config import add_location, load_experiment
-from neondist.data import MNIST, Synthetic
+from neondist.data import MNIST, HDF5Dataset, Synthetic
 from neondist.errors import ConfigError, DataError, GridError, ShapeError
 from neondist.layers import ConvLayer, ConvLayerDist, FCLayer, FCLayerDist
 from neondist.metrics import TopK
@@ -99,6 +104,48 @@ def test_too_few_outputs_names_the_last_layer():
     error = catch_validation_error(experiment)
     assert error.subject is experiment.model.layers[-1]
     assert "3 outputs, but the data set has 4 classes" in str(error)
+
+
+TARGETS = {
+    (): np.uint8, (1,): np.float32, (3,): np.float32, (12, 10): np.uint8, (12, 10, 1): np.float32,
+    (12, 10, 3): np.float32, (6, 5): np.uint8, (6, 5, 3): np.float32,
+}  # fmt: skip
+NETWORKS = {
+    "vector": lambda outputs: [FCLayer(outputs)],
+    "equal extents": lambda outputs: [ConvLayer(outputs, 3, padding=1)],
+    "half the extents": lambda outputs: [ConvLayer(outputs, 2, stride=2)],
+    "without padding": lambda outputs: [ConvLayer(outputs, 3)],
+}
+
+
+def user_error_of(call, *args):
+    """Return the error that a call raises, or None."""
+    try:
+        call(*args)
+    except (ShapeError, DataError) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("shape", TARGETS, ids=str)
+def test_validation_accepts_the_targets_that_training_accepts(tmp_path, shape):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        for split in ("train", "test"):
+            file[f"{split}/images"] = np.ones((4, 12, 10, 2), np.float32)
+            file[f"{split}/labels"] = np.ones((4, *shape), TARGETS[shape])
+    images, targets, accepted = np.ones((4, 12, 10, 2), "f4"), np.ones((4, *shape), TARGETS[shape]), 0
+    costs = nd.CrossEntropy, nd.MSE, nd.BCE, nd.DiceCE
+    for layers, outputs, cost in itertools.product(NETWORKS.values(), (1, 3), costs):
+        model = Convnet(layers(outputs), cost=cost())
+        dataset = HDF5Dataset(tmp_path / "data.h5", classes=None if shape else 2)
+        rejection = user_error_of(FitExperiment(dataset, model, batch_size=4, dist_flag=False).validate, 1)
+        if rejection is None or "but the data set has 2 classes" not in str(rejection):
+            model.build((12, 10, 2), 4)
+            failure = user_error_of(model.train_batch, images, targets)
+            assert isinstance(failure, ShapeError) == (rejection is not None), (rejection, failure)
+        assert rejection is None or rejection.subject is model.layers[-1]
+        accepted += rejection is None
+    assert accepted
 
 
 def test_missing_data_names_the_data_set(tmp_path):

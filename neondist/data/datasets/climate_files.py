@@ -107,6 +107,7 @@ class ClimateFiles(Dataset):
         inputs = len(self.input_channels(series))
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
         chosen = [series.channels[index] for index in self.target_channels(series)]
+        self.target_shape = (*series.extent, len(chosen))
         self._fields = FieldMetadata(
             f"{series.file_names[0]}:{chosen[0].variable}",
             chosen,

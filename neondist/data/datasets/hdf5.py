@@ -157,7 +157,8 @@ class HDF5Dataset(Dataset):
         first = groups["train"]
         shape = first.images.shape[1:]
         for info in groups.values():
-            if info.images.shape[1:] != shape or info.has_label_maps != first.has_label_maps:
+            labels_match = info.labels.shape[1 : len(shape)] == first.labels.shape[1 : len(shape)]
+            if info.images.shape[1:] != shape or info.has_label_maps != first.has_label_maps or not labels_match:
                 raise DataError(
                     f"{info.path}: {info.images.name} {info.images.shape} and its labels {info.labels.shape}"
                     f" differ in shape from {first.images.name} {first.images.shape} and its labels"
@@ -170,7 +171,7 @@ class HDF5Dataset(Dataset):
                 )
         if self._random_test_share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; leave out test_share")
-        self.sample_shape = shape
+        self.sample_shape, self.target_shape = shape, first.labels.shape[1:]
         self.classes = self._count_classes(groups)
         self.class_names = self._given_class_names or first.labels.class_names
         self._normalisation_arguments(first.images)

@@ -14,7 +14,7 @@ from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
 from ..raw_values import fill_missing
 from .hdf5_tiles import PrefetchingSplit
-from .image_lists import ImageEntry, is_picture
+from .image_lists import ImageEntry, is_class_map, is_picture
 
 _MAX_OPEN_FILES, _MAX_OPEN_ONE_CHUNK_FILES = 64, 4  # files stored as one chunk are kept in memory
 
@@ -86,7 +86,7 @@ class RandomCropTileReader:
         first = images[0]
         dtype = np.result_type(*{item.dtype for item in images})
         self.dtype = np.dtype(np.uint8) if dtype == np.bool_ else dtype
-        self._drops_channel_axis = opener is not open_source and first.shape[-1] == 1 and first.dtype.kind in "iub"
+        self._drops_channel_axis = opener is not open_source and is_class_map(first)
         cells = tuple(cut.stop - cut.start for cut in tile)
         self.shape = (len(images), *cells, *(() if self._drops_channel_axis else first.shape[-1:]))
         self._sources: OrderedDict[str, TileSource] = OrderedDict()

@@ -28,6 +28,7 @@ from .image_crops import CropSplit, RandomCropPositions, RandomCropTileReader
 from .image_lists import (
     ImageEntry,
     find_masks,
+    is_class_map,
     list_images,
     match_images,
     open_mask,
@@ -177,6 +178,10 @@ class ImageFiles(Dataset):
         if len(kinds) > 1:
             raise DataError("test: has another kind of labels than the training split; give both the same kind")
         self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
+        if self._image_labels is not None:
+            self.target_shape = self._image_labels.shape[1:]
+        else:
+            self.target_shape = extents if is_class_map(masks[0]) else (*extents, masks[0].shape[-1])
         if self._validation_share is not None and self._num_images_to_split < 2:
             raise DataError(f"{self.images}: one image cannot be split; add images, or set test and validation: null")
         self._image_numbers_by_split()

@@ -81,6 +81,11 @@ def open_mask(
     return source
 
 
+def is_class_map(mask: ImageEntry) -> bool:
+    """Return whether a mask has one integer per cell, so that targets have no axis of channels."""
+    return mask.shape[-1] == 1 and mask.dtype.kind in "iub"
+
+
 def list_images(names: Sequence[str], num_axes: int | None, masks: bool = False) -> list[ImageEntry]:
     """Return the images in some files; `num_axes`: number of spatial axes; None: Y, X, and Z if present."""
     items = []

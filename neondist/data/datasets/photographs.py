@@ -44,6 +44,8 @@ class Photographs(Dataset):
         If an argument is of the wrong type or out of range.
     """
 
+    target_shape = ()
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,

@@ -48,6 +48,7 @@ class Synthetic(Dataset):
     """
 
     classes: int
+    target_shape = ()
 
     def __init__(
         self,
