@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError, UserError
 from ..geometry import GridShape, part_range
 from ..layers import Layer, Sequential
-from ..system.memory import format_bytes
+from ..system.memory import format_bytes, format_limit_for
 from .graph import Graph, GraphBuilder, Step, prefix_error_with_layer
 from .layer import LayerPlan
 from .plan import Plan, TrainingSettings
@@ -112,7 +112,8 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     largest, _ = max(smallest.memory_by_layer(), key=lambda pair: pair[1])
     raise ConfigError(
         f"memory: a rank may use {format_bytes(limit)}, but needs at least {format_bytes(count)}, most of it for layer"
-        f" '{largest}'; give more memory, or use more ranks or smaller batches"
+        f" '{largest}'; give memory: {format_limit_for(count, plan.grid.size)} or more, or use more ranks or smaller"
+        " batches"
     )
 
 

@@ -94,11 +94,16 @@ def model_bytes_per_rank(memory: int, local_ranks: int) -> int:
     share = memory // local_ranks - PROCESS_OVERHEAD_BYTES
     if share <= 0:
         raise ConfigError(
-            f"memory: {format_bytes(memory)} is too little for {counted(local_ranks, 'rank')} on a machine; each needs"
-            f" {format_bytes(PROCESS_OVERHEAD_BYTES)} before it loads any image; set memory to more than"
-            f" {format_bytes(PROCESS_OVERHEAD_BYTES * local_ranks)}, or start fewer ranks"
+            f"memory: {format_bytes(memory)} is too little for {counted(local_ranks, 'rank')} on a machine; of the"
+            f" limit, {format_bytes(PROCESS_OVERHEAD_BYTES)} per rank are reserved for Python, libraries and temporary"
+            f" buffers; set memory to at least {format_limit_for(1, local_ranks)}, or start fewer ranks"
         )
     return share
+
+
+def format_limit_for(model_bytes: int, ranks: int) -> str:
+    """Return the smallest `memory`, in MiB, that leaves each of `ranks` ranks these bytes for its network."""
+    return f"{-(-count_local_ranks(ranks) * (model_bytes + PROCESS_OVERHEAD_BYTES) >> 20)}MiB"
 
 
 def memory_trim_threshold(share: int) -> int:

@@ -1,5 +1,7 @@
 """Streaming of images that do not fit in memory: the first layers run in strips, with unchanged results."""
 
+import re
+
 import numpy as np
 import pytest
 from common_checks import max_relative_difference
@@ -301,6 +303,32 @@ def test_strips_and_memory_for_a_network_that_cannot_be_streamed(strips):
     assert model.plan((6, 5, 2)).stream is None
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap"), nd.FCLayer(4)],
+        [nd.ConvLayer(4, 3), nd.BatchNormLayer(), nd.ConvLayer(8, 3), nd.GlobalAvgPoolingLayer(), nd.FCLayer(1000)],
+        [nd.FCLayer(512), nd.FCLayer(512)],
+    ],
+    ids=["wrap", "streamable", "fc"],
+)
+def test_smallest_limit_named_by_the_message_suffices(layers, ranks):
+    grid, limit, named = nd.GridShape(1, ranks), "1MiB", []
+    for _ in range(3):
+        try:
+            plan = nd.Convnet(layers, memory=limit).plan((256, 256, 3), grid)
+            break
+        except nd.ConfigError as error:
+            named.append(str(error))
+            limit = re.search(r"(?:set memory to at least|give memory:) (\d+MiB)", str(error))[1]
+    assert plan.needed_bytes + PROCESS_OVERHEAD_BYTES <= parse_bytes("memory", limit) / ranks
+    assert "too little for" in named[0]
+    less = f"{int(limit.removesuffix('MiB')) - ranks}MiB"
+    with pytest.raises(nd.ConfigError, match=r"give memory|set memory"):
+        nd.Convnet(layers, memory=less).plan((256, 256, 3), grid)
+
+
 def test_insufficient_memory_is_rejected():
     convolutions = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap")]
     layers = [*convolutions, nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)]
@@ -308,7 +336,9 @@ def test_insufficient_memory_is_rejected():
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
     with pytest.raises(nd.ConfigError, match="most of it for layer 'fc1'"):
         nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(10**9)], memory="8GiB").plan((12, 12, 3))
-    with pytest.raises(nd.ConfigError, match="too little for 4 ranks on a machine; each needs 629 MB before it loads"):
+    with pytest.raises(
+        nd.ConfigError, match="too little for 4 ranks on a machine; of the limit, 629 MB per rank are reserved"
+    ):
         make_chain_model(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
     for invalid in ("8 parsecs", "", "-3GB", "GiB", 0, "1e99999GB"):
         with pytest.raises(nd.ConfigError, match=r"memory: .* is not an amount of memory; expected one such as 8GiB"):

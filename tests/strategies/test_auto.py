@@ -163,7 +163,10 @@ def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     for text in ("conv1/weights", "synchroniser", "runner-up", "reason: "):
         assert text in printed
     assert main(["plan", "one.yaml", "-n", "4", "--memory", "1GiB"]) == 2
-    assert "1.07 GB is too little for 4 ranks on a machine; each needs 629 MB before" in capsys.readouterr().err
+    assert (
+        "1.07 GB is too little for 4 ranks on a machine; of the limit, 629 MB per rank are reserved"
+        in capsys.readouterr().err
+    )
     strategy = Strategy.load("chosen.yaml")
     assert strategy.grid == {"replicas": 4, "planes": 1, "rows": 1, "cols": 1}
     assert Strategy.load("chosen.yaml") == strategy

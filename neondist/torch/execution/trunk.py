@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...system.memory import format_bytes
+from ...system.memory import format_bytes, format_limit_for
 from ...terminal.console import counted
 from ..capture.capture import lower_program
 from ..exchange.normalisation import MomentsSpec
@@ -230,7 +230,7 @@ def create_trunk_lowering(
         max_norms += 1 + max_norms // 3  # each norm costs another sweep
     shortage = (
         f"a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} is available; use more ranks,"
-        " or give more memory"
+        f" or give memory: {format_limit_for(needed + weights, mesh.size)} or more"
     )
     if trunk.refusal is None:
         raise ConfigError(f"memory: {shortage}")

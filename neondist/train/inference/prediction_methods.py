@@ -19,7 +19,14 @@ from ...models import Model, TrainableModel
 from ...plan import Plan, TrainingSettings, compile_plan
 from ...plan.blocks import IMAGE_COPIES, find_blockwise_obstacles, fit_blocks, shrink_blocks_to_fit
 from ...runtime.blocks import BlockwiseExecutor
-from ...system.memory import PROCESS_OVERHEAD_BYTES, count_local_ranks, format_bytes, free_bytes, model_bytes_per_rank
+from ...system.memory import (
+    PROCESS_OVERHEAD_BYTES,
+    count_local_ranks,
+    format_bytes,
+    format_limit_for,
+    free_bytes,
+    model_bytes_per_rank,
+)
 from .images import Images
 
 DEFAULT_BLOCK_EXTENT_BY_NDIM = {1: 1 << 18, 2: 2048, 3: 256}
@@ -274,7 +281,8 @@ def _choose_torch_module_method(
         return WholeImagePrediction(model, images, batch, grid, plan)
     needed = f"for a whole image, a rank needs {format_bytes(plan.needed_bytes)}"
     if block is None:
-        remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or increase --memory"
+        remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or give"
+        remedy += f" --memory {format_limit_for(plan.needed_bytes, grid.size)}"
     else:
         remedy = f"leave out block: {needed}"
     traced, cache = model.trace_for_blocks(shape, remedy), chunk_cache_bytes(images, limit)

@@ -321,6 +321,6 @@ def test_global_operators_report_memory(folder, tmp_path, monkeypatch):
     with pytest.raises(
         UserError,
         match=message + r"for a whole image, a rank needs .*, but has 50 kB; use more"
-        r" ranks, or increase --memory",
+        r" ranks, or give --memory 1MiB",
     ):
         predict_on(1, folder, tmp_path / "y.npy", make=lambda: make_group_norm(memory="50kB"))
