@@ -12,7 +12,7 @@ import numpy as np
 from ..geometry import GridShape
 from ..layers import Parameter
 from ..parallel import FLAG_HEADER_LENGTH, ROWS_COMPRESSOR
-from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
+from ..strategies import AllReduce, AutoStrategy, ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.shares import OwnerBoxes, compute_owner_boxes
 from .gradient_costs import compressed_reduction_bytes, gradient_encodings, max_sparse_bytes_sent
 
@@ -49,6 +49,10 @@ class ParameterPlan:
             The strategy is for another model or more ranks, or cannot be executed within one MPI job.
         """
         chosen = self.requested_strategy or AllReduce()
+        if isinstance(chosen, AutoStrategy):
+            shared = sum(prod(item.shape) for item in self.untiled.values())
+            tiled_bytes = (self.num_parameters_on(0) - shared) * self.dtype.itemsize * (2 + self.slots_per_parameter)
+            chosen = chosen.with_network(self.untiled, tiled_bytes, self.slots_per_parameter)
         strategy = chosen.build(self.specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
         strategy.check_parameters_match(self.specs)
         strategy.check_needs_no_servers()

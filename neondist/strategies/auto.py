@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -89,10 +90,27 @@ class AutoStrategy(StrategyBuilder):
     """
 
     _called_in_fields = ("Auto",)
+    _compared_names: Collection[str] | None = None
+    _tiled_bytes, _slots_per_parameter = 0, DEFAULT_SLOTS_PER_PARAMETER
 
     def __init__(self, memory: int | str | None = None, machine: str | None = None) -> None:
         self.limit = None if memory is None else parse_bytes("memory", memory)
         self.machine = Machine.default() if machine is None else read_machine(Path(machine))
+
+    def with_network(self, untiled: Collection[str], tiled_bytes: int, slots_per_parameter: int) -> AutoStrategy:
+        """Return a copy that compares the costs of parameters that all tiles share, for a network and an optimiser.
+
+        Parameters
+        ----------
+        untiled : collection of str
+            Names of these parameters.
+        tiled_bytes : int
+            Bytes of the other parameters, their gradients and optimiser state on a rank.
+        """
+        result = copy(self)
+        result._compared_names, result._tiled_bytes = untiled, tiled_bytes
+        result._slots_per_parameter = slots_per_parameter
+        return result
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the assignment of the best builder."""
@@ -100,11 +118,13 @@ class AutoStrategy(StrategyBuilder):
         assignments = {
             format_builder(builder): builder.assign(specs, replicas, servers) for builder in create_candidate_builders()
         }
+        compared = [spec for spec in specs if self._compared_names is None or spec.name in self._compared_names]
         costs = {
-            name: estimate_sync_costs(rules, specs, ranks, DEFAULT_SLOTS_PER_PARAMETER, self.machine)
+            name: estimate_sync_costs(rules, compared, ranks, self._slots_per_parameter, self.machine)
             for name, rules in assignments.items()
         }
-        fitting = self.select_fitting(list(costs), [cost.held_bytes for cost in costs.values()])
+        held_bytes = [self._tiled_bytes + cost.held_bytes for cost in costs.values()]
+        fitting = self.select_fitting(list(costs), held_bytes)
         return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
 
     def select_fitting(self, choices: Sequence[Choice], held_bytes: Sequence[int]) -> list[Choice]:

@@ -100,6 +100,25 @@ def test_builder_chooses_the_fastest_in_memory():
         nd.strategies.Auto(1).build(SPECS, 4)
 
 
+@pytest.mark.parametrize(
+    "optimizer", [nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam()], ids=["sgd", "momentum", "adam"]
+)
+@pytest.mark.parametrize("grid", [(1, 1, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1), (1, 3, 2)])
+def test_runs_choose_as_the_planner_does(grid, optimizer):
+    """Weights of a layer over a tiled feature map stay on their tiles, so their gradients cost no messages."""
+    layers = [nd.ConvLayerDist(6, 3, padding=1), nd.FCLayerDist(7), nd.FCLayerDist(3)]
+    model = nd.ConvnetDist(layers, cost=nd.CrossEntropy(), optimizer=optimizer)
+    shape = nd.GridShape(*grid)
+    choices = search.sort_choices([model.plan(SHAPE, shape, BATCH)], create_candidate_builders(), Machine.default())
+    held = [search.held_parameter_bytes(choice) for choice in choices]
+    for limit in (None, *sorted(set(held))):
+        fastest = AutoStrategy(limit).select_fitting(choices, held)[0]
+        model.configure_execution(strategy=AutoStrategy(limit))
+        plan = model.plan(SHAPE, shape, BATCH)
+        assert plan.workload.parameters.strategy.parameters == fastest.strategy.parameters
+        assert plan.workload.parameters.memory(0) <= (limit or max(held))
+
+
 def test_builder_uses_a_measured_machine(tmp_path):
     file = tmp_path / "machine.yaml"
     machine = Machine(1, Link(1.0, 1e12), Link(1.0, 1e12), memory_bandwidth=1e15)
