@@ -172,7 +172,11 @@ def image_files_in(folder: Path) -> list[Path]:
     """Return the image files of a folder, sorted by name; DataError if it has none."""
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     if not paths:
-        raise DataError(f"{folder}: has no images ({', '.join(IMAGE_SUFFIXES)}); give a folder with images")
+        nested = next((path for path in folder.glob("*/*") if path.suffix.lower() in IMAGE_SUFFIXES), None)
+        remedy = "give a folder with images"
+        if nested is not None:
+            remedy = f"give a subfolder, or as images of a data set the pattern '{folder}/*/*{nested.suffix}'"
+        raise DataError(f"{folder}: has no images ({', '.join(IMAGE_SUFFIXES)}); {remedy}")
     return paths
 
 

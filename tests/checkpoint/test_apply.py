@@ -201,6 +201,8 @@ def write_invalid_inputs(tmp_path):
     (tmp_path / "text.h5").write_text("no array")
     (tmp_path / "text.csv").write_text("1,2")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "nested" / "cats").mkdir(parents=True)
+    (tmp_path / "nested" / "cats" / "1.png").touch()
     save_object_array(tmp_path / "objects.npy")
     np.save(tmp_path / "words.npy", np.array(["a"]))
     np.save(tmp_path / "axes.npy", np.zeros((3, 4)))
@@ -212,7 +214,8 @@ def write_invalid_inputs(tmp_path):
         "text.npy": "damaged, or of another file type",
         "text.h5": "not an HDF5 file",
         "text.csv": "unknown file type",
-        "empty": "has no images",
+        "empty": "has no images .*; give a folder with images",
+        "nested": r"has no images .*; give a subfolder, or .* '.*/nested/\*/\*\.png'",
         "objects.npy": "not numbers",
         "words.npy": "not numbers",
         "axes.npy": r"shape \[3, 4\]; the model takes \(N, H, W, 2\)",
