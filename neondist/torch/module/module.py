@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -35,8 +36,25 @@ from ..lowering.plan import TorchPlan
 from .criteria import CriterionCache, criterion_module
 from .programs import CompiledProgram, ProgramCache
 
-_UNCOMPILED_METHODS = "forward", "loss", "scatter", "scatter_target", "gather"
-_UNCOMPILED_REASON = "it exchanges messages; pass compile=True to ndt.distribute instead of calling torch.compile"
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _uncompiled(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let compiled functions call a method, which exchanges messages, without compiling it.
+
+    PyTorch's decorator for this is applied when a module is distributed: its import would delay that of neondist.
+    """
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call_uncompiled(method, self, *args, **kwargs)
+
+    return call
+
+
+def _call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 class DistributedModule(nn.Module):
@@ -85,11 +103,13 @@ class DistributedModule(nn.Module):
             arguments = module, self.comm, self.execution, shapes, dtypes, compiler, self._deferred_gradients
             self.programs, self._criteria = ProgramCache(*arguments), CriterionCache(self.comm)
             self.tiling, digest = self.programs.tiling, self.programs.current.digest
-        for name in _UNCOMPILED_METHODS:  # an attribute of the object: importing what the class would need is slow
-            object.__setattr__(self, name, torch.compiler.disable(getattr(self, name), reason=_UNCOMPILED_REASON))
+        self._call_uncompiled = torch.compiler.disable(
+            _call_function, reason="it exchanges messages; pass compile=True to ndt.distribute instead"
+        )
         self.comm.connect_devices(device_of(module))
         self._require_same_on_all_ranks({"the module's steps": digest, "example_shape": self.programs.shapes})
 
+    @_uncompiled
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given its tiles of the inputs. Collective."""
         check_not_traced(tiles)
@@ -215,6 +235,7 @@ class DistributedModule(nn.Module):
         """Global shapes of the tensor outputs."""
         return [shape_of(layout) for layout in self.programs.current.output_layouts]
 
+    @_uncompiled
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Return this rank's tile of a whole input; with scheme `overlap_tile`, the tile includes its margin.
 
@@ -237,6 +258,7 @@ class DistributedModule(nn.Module):
         overlaps = self.programs.current.widened_ranges if self.execution.tiles_may_have_margins else ()
         return self.tiling.local_part(image, self.tiling.input_layouts[index], overlaps[index] if overlaps else None)
 
+    @_uncompiled
     def scatter_target(self, target: Any) -> Any:
         """Return this rank's part of a whole target, or of each target in a dict or list.
 
@@ -264,6 +286,7 @@ class DistributedModule(nn.Module):
             else pytree.tree_map(local_part_of_leaf, target)
         )
 
+    @_uncompiled
     def gather(self, tile: Any) -> Any:
         """Return the whole tensor, given this rank's tile of an output, an input or its gradient. Collective."""
         tensors, tree = pytree.tree_flatten(tile)
@@ -278,6 +301,7 @@ class DistributedModule(nn.Module):
         wholes = [self.tiling.gather(t, next(remaining)) if isinstance(t, torch.Tensor) else t for t in tensors]
         return pytree.tree_unflatten(wholes, tree)
 
+    @_uncompiled
     def loss(self, criterion: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
         """Return the loss of the whole images, the same on every rank. Collective.
 
