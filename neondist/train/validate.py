@@ -83,9 +83,6 @@ def validate_experiment(
             _check_memory_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with set_error_subject(model.output_error_subject):
         model.cost.check_output_shape(plan.output_shape, dataset.classes)
-    if isinstance(model.cost, Cost):
-        with set_error_subject(model.output_error_subject):
-            model.cost.check_target_shape(plan.output_shape, dataset.target_shape)
     for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
         with set_error_subject(part):
             part.check_cell_weights_available(plan.output_shape, dataset.fields)
@@ -100,6 +97,9 @@ def validate_experiment(
             metric.check_class_count(dataset.classes)
             metric.check_output_shape(plan.output_shape)
             metric.check_field_metadata(plan.output_shape, dataset.fields)
+    if isinstance(model.cost, Cost):
+        with set_error_subject(model.output_error_subject):
+            model.cost.check_target_shape(plan.output_shape, dataset.target_shape)
     for logger in experiment.loggers:
         with set_error_subject(logger):
             logger.check_package_installed()

@@ -117,7 +117,7 @@ EXPERIMENT = """\
 !FitExperiment
 dataset: !Synthetic {shape: [8, 6, 1], classes: 2, train: 4, test: 2}
 model: !ConvnetDist
-  layers: [!ConvLayerDist {out_channels: 2, kernel_size: 1}]
+  layers: [!ConvLayerDist {out_channels: 2, kernel_size: 1}, !GlobalAvgPoolingLayerDist {}]
   cost: !CrossEntropy {}
 batch_size: 4
 epochs: 1

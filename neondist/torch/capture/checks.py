@@ -73,8 +73,10 @@ def check_tensor(name: str, value: Any) -> None:
 
 def check_not_traced(tiles: Sequence[Any]) -> None:
     """Raise ConfigError if a distributed module is being captured or transformed: its messages would be lost."""
-    is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
-    if is_traced or any(isinstance(t, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tiles):
+    tensors = [tile for tile in tiles if isinstance(tile, torch.Tensor)]
+    is_transformed = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    is_exported = torch.compiler.is_exporting() or any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    if is_transformed or is_exported or torch.jit.is_tracing():
         raise ConfigError(
             "a distributed module exchanges messages, and cannot be traced or transformed, such as by torch.jit.trace,"
             " torch.export, torch.onnx or torch.func; apply them to the original module, model.module, which has the"
