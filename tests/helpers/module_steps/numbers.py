@@ -144,23 +144,23 @@ def complex_numbers(gen, x, t):
 def normalise(gen, x, t, n):
     c, cells = t.shape[1], list(t.shape[2:])
     affine = gen.chance(0.7)
-    return (
-        gen.bind(
-            gen.pick(
-                f"nn.BatchNorm{n}d({c}, affine={affine}, track_running_stats={gen.chance(0.8)},"
-                f" momentum={gen.pick(0.1, 0.3)})",
-                f"nn.BatchNorm{n}d({c})",
-                f"nn.InstanceNorm{n}d({c}, affine={affine}, track_running_stats={gen.chance(0.3)})",
-                f"nn.GroupNorm({draw_divisor(gen, c)}, {c}, affine={affine})",
-                f"nn.LayerNorm({[c, *cells]}, elementwise_affine={affine})",
-                f"nn.LayerNorm({cells}, elementwise_affine={affine})",
-                f"nn.LayerNorm({cells[-1:]}, bias={gen.chance()})",
-                f"nn.RMSNorm({gen.pick([c, *cells], cells[-1:])})",
-                "nn.LocalResponseNorm(2)",
-            )
-        )
-        + f"({x})"
+    norm = gen.pick(
+        f"nn.BatchNorm{n}d({c}, affine={affine}, track_running_stats={gen.chance(0.8)}, momentum={gen.pick(0.1, 0.3)})",
+        f"nn.BatchNorm{n}d({c})",
+        f"nn.InstanceNorm{n}d({c}, affine={affine}, track_running_stats={gen.chance(0.3)})",
+        f"nn.GroupNorm({draw_divisor(gen, c)}, {c}, affine={affine})",
+        f"nn.LayerNorm({[c, *cells]}, elementwise_affine={affine})",
+        f"nn.LayerNorm({cells}, elementwise_affine={affine})",
+        f"nn.LayerNorm({cells[-1:]}, bias={gen.chance()})",
+        f"nn.RMSNorm({gen.pick([c, *cells], cells[-1:])})",
+        "nn.LocalResponseNorm(2)",
     )
+    return f"{gen.bind(norm)}({_contiguous(x) if 'BatchNorm' in norm else x})"
+
+
+def _contiguous(x):
+    """Return a contiguous batch norm input: for channels-last strides of one row, PyTorch's gradients are wrong."""
+    return f"{x}.contiguous()"
 
 
 @register_step(1)
@@ -177,7 +177,7 @@ def computed_weights(gen, x, t, n):
     return gen.pick(
         f"F.conv{n}d({x}, {values}.reshape({c}, 1{ones}), {values}, groups={c})",
         f"F.conv_transpose{n}d({x}, {values}.reshape({c}, 1{ones}), {values}, groups={c})",
-        f"F.batch_norm({x}, None, None, {values}, {values}, True)",
+        f"F.batch_norm({_contiguous(x)}, None, None, {values}, {values}, True)",
         f"F.instance_norm({x}, weight={values}, bias={values})",
         f"F.group_norm({x}, {draw_divisor(gen, c)}, {values}, {values})", f"F.prelu({x}, {values})",
         f"F.layer_norm({x}, {[last]}, {x}.flatten()[:{last}], {x}.flatten()[-{last}:])",

@@ -338,6 +338,31 @@ def test_statistics_of_float32_with_a_large_mean():
         assert worst < 1e-3, location
 
 
+class PermutedNorm(nn.Module):
+    """Batch norm of a row of cells with the strides of a permuted tensor, or of its copy."""
+
+    def __init__(self, copied):
+        super().__init__()
+        self.copied, self.norm = copied, nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x = x.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+        return self.norm(x.contiguous() if self.copied else x)
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 2), (1, 1, 3), (2, 1, 2)])
+def test_batch_norm_of_permuted_rows(grid):
+    """Compare with a copy: PyTorch's own gradients are wrong for these strides."""
+    torch.manual_seed(3)
+    module, inputs = PermutedNorm(copied=False).double(), [torch.randn(2, 4, 1, 8, dtype=torch.float64)]
+    copied = PermutedNorm(copied=True).double()
+    copied.load_state_dict(module.state_dict())
+    expected = run_serial(copied, inputs)
+    for actual in run_distributed(module, inputs, expected["gradients"], grid):
+        worst, location = find_difference(actual, expected)
+        assert worst < 1e-12, location
+
+
 @pytest.mark.parametrize("batch", [1, 2, 4])
 @pytest.mark.long
 def test_batch_over_three_replicas(batch):
