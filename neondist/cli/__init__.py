@@ -2,7 +2,7 @@
 
 arguments: the parser; options: options shared by several commands. experiment: loading of an experiment. One file per
 command, which adds its options and runs it: run (and check), launch, inference (evaluate, predict), sweep, bench,
-serve, doctor, data, files (init, schema, report). completion: shell completion.
+serve, doctor, data, init, files (schema, report). completion: shell completion.
 """
 
 from __future__ import annotations

@@ -12,7 +12,24 @@ from typing import Any, NoReturn
 from ..launcher.report import is_reporting_rank
 from ..registry.names import suggest_nearest
 from ..terminal.console import say
-from . import bench, data, doctor, files, inference, launch, options, plan, run, serve, submit, sweep, top, train, zoo
+from . import (
+    bench,
+    data,
+    doctor,
+    files,
+    inference,
+    init,
+    launch,
+    options,
+    plan,
+    run,
+    serve,
+    submit,
+    sweep,
+    top,
+    train,
+    zoo,
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,7 +106,9 @@ def create_parser() -> argparse.ArgumentParser:
     root.set_defaults(num_ps=0, sync_policy=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, train, launch, submit, plan, inference, sweep, bench, serve, top, doctor, data, files, zoo):
+    for command in (
+        run, train, launch, submit, plan, inference, sweep, bench, serve, top, doctor, data, init, files, zoo,
+    ):  # fmt: skip
         command.add_parser(commands)
     return root
 
