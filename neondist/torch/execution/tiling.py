@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ShapeError
+from ...errors import ConfigError, ShapeError
 from ..exchange.mesh_comm import MeshComm
 from ..ir.layout import (
     Layout,
@@ -92,7 +92,11 @@ class Tiling:
         if reference is not None and reference() is tensor:
             return layout
         aliases = (known for reference, known in tuple(self._layouts_by_id.values()) if _is_alias(tensor, reference()))
-        return getattr(tensor, "neondist_layout", None) or next(aliases, None)
+        marked: Layout | None = getattr(tensor, "neondist_layout", None)
+        parts = self.comm.mesh.parts
+        if any(a.axis is not None and len(a.ranges) != parts[a.axis] for atoms in marked or () for a in atoms):
+            raise ConfigError("a tile was read for another grid than the model's; pass grid=model.grid to the loader")
+        return marked or next(aliases, None)
 
     def indices_of_ambiguous_inputs(self, tiles: Sequence[Any]) -> list[int]:
         """Return the indices of inputs of unknown layout that may be partitioned in another way than the module's."""

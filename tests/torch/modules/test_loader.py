@@ -153,6 +153,17 @@ def test_different_samples_on_ranks_are_rejected():
         load_batches(lambda rank: UnseededImages())
 
 
+def test_tiles_for_another_grid_are_rejected():
+    def body(world):
+        torch.manual_seed(0)
+        model = ndt.distribute(nn.Conv2d(2, 2, 1).double(), (3, 2, 9, 11), nd.ProcessGrid(world, replicas=2))
+        images, *_ = next(iter(ndt.loader(Images(), 3, grid=nd.ProcessGrid(world))))
+        with pytest.raises(nd.ConfigError, match=r"read for another grid than the model's; pass grid=model\.grid"):
+            model(images)
+
+    loopback.run(2, body)
+
+
 def test_error_on_one_rank_ends_all():
     with pytest.raises((OSError, nd.RemoteError), match="sample 4 cannot be read"):
         load_batches(lambda rank: BrokenImages(rank))
