@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import AUTOCAST_DEVICES, Value
+from ..ir.autocast import AUTOCAST_DEVICES
+from ..ir.graph import Value
 
 _REGION_KEY = "autocast of the module on "
 """Key of the metadata of operators in an autocast region of the module, followed by the kind of device."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ConfigError
 from ...halo import ExchangePolicy
 from ..exchange.schemes import assign_schemes
+from ..ir.autocast import autocast_dtypes
 from ..ir.custom_gradients import record_autograd_functions
 from ..ir.errors import CaptureError
 from ..ir.functionalize import (
@@ -25,7 +26,7 @@ from ..ir.functionalize import (
     store_out_of_place_variants,
     store_result,
 )
-from ..ir.graph import Value, autocast_states
+from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, replicated
 from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
@@ -248,7 +249,7 @@ def lower_program(
         buffers_after,
         None if lowering.seed is None else lowering.seed.id,
         recompute,
-        floating_dtypes({node: lowering.read(env, node) for node in env}) if any(autocast_states()) else {},
+        floating_dtypes({node: lowering.read(env, node) for node in env}) if any(autocast_dtypes()) else {},
     )
     assign_schemes(plan.steps, schemes or {})
     return plan, program.call_spec.out_spec

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import HaloError
-from ..ir.graph import IN_PLACE_VARIANTS, Step, Value, autocast_states
+from ..ir.autocast import autocast_dtypes
+from ..ir.graph import IN_PLACE_VARIANTS, Step, Value
 
 
 def run_step_with_checks(
@@ -35,7 +36,7 @@ def run_step_with_checks(
                     rank, step, f"modified its argument {index} in place, which other steps may read; modify a copy"
                 )
     for index, (tensor, value) in enumerate(zip(results, (values[out] for out in step.outputs), strict=True)):
-        dtype = tensor.dtype if any(autocast_states()) else value.dtype
+        dtype = tensor.dtype if any(autocast_dtypes()) else value.dtype
         if (tuple(tensor.shape), tensor.dtype) != (value.local, dtype):
             raise _step_check_error(
                 rank,

@@ -17,7 +17,8 @@ from ..exchange.mesh_comm import MeshComm
 from ..exchange.normalisation import Normalise
 from ..exchange.ring import RingAttention, RingChannel
 from ..exchange.schemes import SchemeChannel
-from ..ir.graph import DimPart, Segment, Step, Value, autocast_states, supports_gradients
+from ..ir.autocast import autocast_dtypes
+from ..ir.graph import DimPart, Segment, Step, Value, supports_gradients
 from ..lowering.plan import TorchPlan
 from ..lowering.traffic import message_kind
 from .saved_tensors import SavedTensors
@@ -158,7 +159,7 @@ class PlanRunner:
         return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
     def _check_sent_bytes(self, sent: int) -> None:
-        if sent != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_states())):  # changes dtypes
+        if sent != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_dtypes())):  # changes dtypes
             raise RuntimeError(
                 f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_sent_bytes} were planned;"
                 " this is a bug in neondist"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -54,29 +53,6 @@ UNSHARED_WEIGHT_GRADIENT_OPS = UNSHARED_GRADIENT_OPS | {"aten.linear.default"}
 IDENTITY_KINDS = ("spread", "counted", "part")
 """Kinds of steps that return their input, or a part of it, unchanged and act on its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
-AUTOCAST_DEVICES = ("cpu", "cuda")
-
-
-def autocast_states() -> list[bool]:
-    """Return for each kind of device whether autocast is on."""
-    return [torch.is_autocast_enabled(device) for device in AUTOCAST_DEVICES]
-
-
-def autocast_key() -> tuple[torch.dtype | None, ...]:
-    """Return for each kind of device the dtype of autocast, or None where it is off."""
-    return tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in AUTOCAST_DEVICES
-    )
-
-
-@contextmanager
-def disable_autocast() -> Iterator[None]:
-    """Disable autocast where it is on."""
-    with ExitStack() as stack:
-        for device in AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def is_eager_cpu_float(x: torch.Tensor, weight: torch.Tensor) -> bool:

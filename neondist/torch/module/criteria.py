@@ -20,8 +20,8 @@ from ..capture.tracing import leave_inference_mode, user_frames
 from ..capture.watch import StateKey, StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.runner import PlanRunner
+from ..ir.autocast import autocast_dtypes
 from ..ir.errors import UnsupportedOperator, definition_site
-from ..ir.graph import autocast_key
 from ..ir.layout import Layout, shape_of
 from ..lowering.plan import TorchPlan
 
@@ -101,7 +101,7 @@ class CriterionCache:
         others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in positions)
         dtypes = [leaves[i].dtype for i in positions]
         device = leaves[positions[0]].device if positions else None
-        inputs = spec, others, tuple(layouts), tuple(dtypes), device, autocast_key()
+        inputs = spec, others, tuple(layouts), tuple(dtypes), device, autocast_dtypes()
         entry.state = before = watch.key()
         if (before, inputs) not in runners:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]

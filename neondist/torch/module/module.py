@@ -29,7 +29,7 @@ from ..capture.checks import (
 from ..capture.consistency import as_bytes_tensor, check_weight_drift, version_counters
 from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
-from ..ir.graph import autocast_states
+from ..ir.autocast import autocast_dtypes
 from ..ir.layout import Layout, shape_of
 from ..lowering.norm_gradients import ContiguousNormGradients
 from ..lowering.plan import TorchPlan
@@ -387,7 +387,7 @@ class DistributedModule(nn.Module):
                     f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"
                     f" {shape_of(layout)} is {expected}; cut the image with model.scatter(image)"
                 )
-            if tile.dtype != dtype and not any(autocast_states()):
+            if tile.dtype != dtype and not any(autocast_dtypes()):
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has dtype {tile.dtype}, but the module takes {dtype}; convert"
                     " it with .to, or use distribute(..., dtype=...)"
@@ -403,7 +403,7 @@ class DistributedModule(nn.Module):
             "the mode": "train()" if self.training else "eval()",
             "the captured program": prepared.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
-            "autocast": autocast_states(),
+            "autocast": autocast_dtypes(),
             "the dtype of the inputs": [tile.dtype for tile in tiles],
             "the list of parameters that require gradients": trained,
         } | requires_grad_flags("input", tiles)

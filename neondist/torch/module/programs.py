@@ -18,7 +18,7 @@ from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
 from ..execution.runner import PlanRunner
 from ..execution.tiling import Tiling
-from ..ir.graph import autocast_key, autocast_states, disable_autocast
+from ..ir.autocast import autocast_dtypes, disable_autocast
 from ..ir.layout import Layout, NeededRanges, Shape
 from ..lowering.norm_gradients import has_single_sample_norm
 
@@ -107,10 +107,10 @@ class ProgramCache:
         ----------
         dtypes : dtypes of the inputs, which autocast accepts in any precision
         """
-        if not any(autocast_states()) or len(dtypes) != len(self.shapes):
+        if not any(autocast_dtypes()) or len(dtypes) != len(self.shapes):
             return self.current
         with self.export_context(), leave_inference_mode():
-            key, state = (*autocast_key(), *dtypes), self.watch.key()
+            key, state = (*autocast_dtypes(), *dtypes), self.watch.key()
             if key not in self._last_under_autocast or self._last_under_autocast[key][0] != state:
                 if (self.shapes, key, state) not in self._programs:
                     program, reads = self._compile(dtypes)
