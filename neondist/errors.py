@@ -6,6 +6,8 @@ Everything else is a defect, or a failure of the machine: a traceback and exit c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 MAX_MESSAGE_LENGTH = 4000
@@ -110,3 +112,14 @@ class PlanMismatchError(UserError):
 
 class RemoteError(NeondistError):
     """Another rank failed; see its own message."""
+
+
+@contextmanager
+def set_error_subject(subject: object) -> Iterator[None]:
+    """Set the subject of a UserError raised in the block to `subject`, unless the error already has one."""
+    try:
+        yield
+    except UserError as error:
+        if error.subject is None:
+            error.subject = subject
+        raise

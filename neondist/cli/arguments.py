@@ -104,6 +104,7 @@ def create_parser() -> argparse.ArgumentParser:
     # options of `train`: number of servers (0: default), their `SyncPolicy`; bounds of the number of workers, source
     # of their slots, maximum wait for slots; a process with all imports, from which the job's processes are forked
     root.set_defaults(num_ps=0, sync_policy=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
+    root.set_defaults(nonfinite="stop")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (

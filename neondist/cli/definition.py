@@ -112,6 +112,6 @@ def create_experiment(
         grid={"replicas": 1 if single_replica else arguments.num_workers, "rows": rows, "cols": cols},
         metrics=definition.metrics(),
         strategy=arguments.strategy,
-        nonfinite=getattr(arguments, "nonfinite", "stop"),
+        nonfinite=arguments.nonfinite,
         checkpoint={"every_steps": arguments.checkpoint_steps} if arguments.checkpoint_steps else None,
     )

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, set_error_subject
 from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..registry import Registered
@@ -115,6 +115,5 @@ class Cost(Registered, ABC):
         if len(weights) != outputs:
             wrong = f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give one per output"
         if wrong or not any(weights):
-            error = ConfigError(f"{name}: {wrong or 'all are 0; set at least one above 0'}")
-            error.subject = self
-            raise error
+            with set_error_subject(self):
+                raise ConfigError(f"{name}: {wrong or 'all are 0; set at least one above 0'}")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..comm import ProcessGrid, raise_if_any_failed
 from ..comm.argument_text import describe_object
-from ..errors import ConfigError, DataError, NotReadyError, UserError
+from ..errors import ConfigError, DataError, NotReadyError, UserError, set_error_subject
 from ..formats.fields import FieldMetadata
 from ..geometry import OverlappingPartition
 from ..registry import Registered
@@ -266,11 +266,8 @@ class Dataset(Registered, ABC):
 
     def count_validation_samples(self, samples: int) -> int:
         """Return the number of training samples held out for validation; DataError if none would remain."""
-        try:
+        with set_error_subject(self):
             return count_held_out("validation", self._validation_share or 0, samples)
-        except DataError as error:
-            error.subject = self  # the message then names the line of the experiment file
-            raise
 
     def properties_equal_on_all_ranks(self) -> list[str]:
         """Return the properties that must agree on all ranks once the data set is open, one per line."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..backends import Kernels
 from ..comm import GROUP_NAMES
-from ..errors import ConfigError
+from ..errors import ConfigError, set_error_subject
 from ..geometry import Box, GridShape, Partition, Window
 from ..halo import ExchangePolicy, GlobalArray, SerialArray, as_scheme
 from ..registry import DistributedMixin, Registered, dist_class, serial_class
@@ -73,9 +73,8 @@ class Node(Registered, ABC):
             counts[word] = counts.get(word, 0) + 1
             self.name = f"{prefix}{word}{counts[word]}"
         if "\0" in self.name:
-            error = ConfigError(f"name: {self.name!r} contains a null character, which files cannot store; remove it")
-            error.subject = self
-            raise error
+            with set_error_subject(self):
+                raise ConfigError(f"name: {self.name!r} contains a null character, which files cannot store; remove it")
 
     def _class_name_in_snake_case(self) -> str:
         """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""

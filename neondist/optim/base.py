@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any, Literal
 
 from ..arrays.namespace import namespace
-from ..errors import ConfigError
+from ..errors import ConfigError, set_error_subject
 from ..registry import Registered
 from ..registry.arguments import type_checked
 from ..registry.ranges import NotNegative, Positive, UnitInterval
@@ -43,16 +43,13 @@ class ScheduledOptimizer:
     def check_schedule_covers(self, epochs: int) -> None:
         """Raise ConfigError if the rate is 0 before `epochs` epochs are over, or a scheduled momentum is not used."""
         if isinstance(self.schedule, Schedule):
-            try:
+            with set_error_subject(self.schedule):
                 self.schedule.check_schedule_covers(epochs)
                 if self.momentum_at(math.inf) is not None and not self.has_momentum:
                     raise ConfigError(
                         f"momentum: {type(self).__name__} has no momentum to schedule; set momentum: 0.9 in the"
                         " optimiser or remove momentum from the schedule"
                     )
-            except ConfigError as error:
-                error.subject = self.schedule
-                raise
 
 
 class Optimizer(ScheduledOptimizer, Registered, ABC):

@@ -13,7 +13,7 @@ from ..costs import Cost
 from ..costs.mean import parts_of
 from ..data import Dataset
 from ..data.augment import Transform
-from ..errors import ConfigError, GridError, UserError
+from ..errors import ConfigError, GridError, UserError, set_error_subject
 from ..geometry import GridShape, grid_shape, part_range
 from ..metrics import Metric
 from ..models import TrainableModel
@@ -155,17 +155,6 @@ def set_model_as_error_subject(experiment: Experiment) -> Iterator[None]:
         field = re.match(r"\w*", str(error))
         if error.subject is experiment.model and field is not None and field[0] in experiment.overridden_model_fields:
             error.subject = experiment
-        raise
-
-
-@contextmanager
-def set_error_subject(subject: object) -> Iterator[None]:
-    """Set the subject of a UserError raised in the block to `subject`, unless the error already has one."""
-    try:
-        yield
-    except UserError as error:
-        if getattr(error, "subject", None) is None:
-            error.subject = subject
         raise
 
 
