@@ -95,18 +95,27 @@ class _BlockView(NamedTuple):
             first, last = atom.range(place)
             view, at = reach.view(*reach.out_atom.range(place), atom.extent), 2 * (len(self.layout) - 1 - dim)
             if view.ranges != ((first, last),):
-                narrowed.append((dim, [(lo - first if lo < hi else 0, hi - lo) for lo, hi in view.ranges]))
+                narrowed.append((dim, tuple((lo - first if lo < hi else 0, hi - lo) for lo, hi in view.ranges)))
             padding[at : at + 2] = view.pads
         if not narrowed and not any(padding):
             return identity_view
+        return _Slicer(tuple(narrowed), tuple(padding), self.fill)
 
-        def run(a: torch.Tensor) -> tuple[torch.Tensor]:
-            for dim, parts in narrowed:
-                seen = [_narrow_checked(a, dim, *part) for part in parts]
-                a = seen[0] if len(seen) == 1 else torch.cat(seen, dim)
-            return (F.pad(a, padding, value=self.fill) if any(padding) else a,)
 
-        return run
+@dataclass(frozen=True)
+class _Slicer:
+    """Function from a value to a view of it; equal for equal views, so that blocks share compiled functions."""
+
+    narrowed: Sequence[tuple[int, Sequence[Range]]]
+    padding: Sequence[int]
+    fill: float
+
+    def __call__(self, a: torch.Tensor) -> tuple[torch.Tensor]:
+        """Return the view."""
+        for dim, parts in self.narrowed:
+            seen = [_narrow_checked(a, dim, *part) for part in parts]
+            a = seen[0] if len(seen) == 1 else torch.cat(seen, dim)
+        return (F.pad(a, self.padding, value=self.fill) if any(self.padding) else a,)
 
 
 def identity_view(a: torch.Tensor) -> tuple[torch.Tensor]:

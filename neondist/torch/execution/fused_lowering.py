@@ -16,18 +16,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...geometry import DimRequest, Range, hull_of_ranges
-from ...halo import ExchangePolicy, FusionScheme
 from ...terminal.console import counted
 from ..exchange.normalisation import MomentsSpec
-from ..ir.errors import UnsupportedOperator
 from ..ir.graph import IN_PLACE_VARIANTS, Value
 from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, ranges_at_place
 from ..lowering.steps import OperatorPosition
 from .block_lowering import AxisRanges, TracedPart, first_indices, pair_ids_with_values, part_of_block
 from .program_lowering import OperatorRecord, ProgramLowering, even_layout, ranges_at
 from .recomputed_blocks import RecomputedBlocks, extend_empty_ranges
-from .segment_planner import plan_segments
-from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentSearch, Strips
+from .segments import SEED_INPUT_NUMBER, OperatorSegment
 
 
 @dataclass(frozen=True)
@@ -313,26 +310,3 @@ def _covers(outer: Sequence[Range], inner: Sequence[Range]) -> bool:
 def _format_range(numbers: Sequence[int]) -> str:
     lo, hi = min(numbers), max(numbers)
     return str(lo) if lo == hi else f"{lo} to {hi}"
-
-
-def create_fused_lowering(
-    program: Any,
-    mesh: Mesh,
-    rank: int,
-    layouts: Sequence[Layout],
-    gather_at: Sequence[str],
-    schemes: Mapping[str, ExchangePolicy],
-    strips: Strips,
-) -> FusedLowering | None:
-    """Return a lowering of a program in segments if schemes or strips require any, else None."""
-    fusing = mesh.axes and any(isinstance(policy, FusionScheme) for policy in schemes.values())
-    if not fusing and strips is None:
-        return None
-    try:
-        search = SegmentSearch(program, mesh, layouts, gather_at, schemes, strips)
-        segments = plan_segments(search)
-    except UnsupportedOperator:  # rejected without segments too, or only because rows cannot be partitioned
-        if any(isinstance(policy, FusionScheme) and policy.reads_extended_tile for policy in schemes.values()):
-            raise
-        return None
-    return FusedLowering(mesh, rank, segments, search.program.image_value_ids) if segments else None

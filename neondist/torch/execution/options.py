@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,11 +14,13 @@ from ..capture.capture import lower_program
 from ..capture.channel_regions import find_channel_regions
 from ..capture.checks import check_gather_at_paths
 from ..exchange.schemes import Schemes, parse_schemes, policy_of_module
+from ..ir.errors import UnsupportedOperator
 from ..ir.layout import Layout, Mesh
 from ..lowering.lowering import Lowering
 from ..lowering.plan import TorchPlan
-from .fused_lowering import create_fused_lowering
-from .segments import Strips
+from .fused_lowering import FusedLowering
+from .segment_planner import plan_segments
+from .segments import OperatorSegment, SegmentSearch, Strips
 from .trunk import create_trunk_lowering
 
 
@@ -72,11 +75,29 @@ class ExecutionOptions:
             Module from which the program was captured.
         """
         args = program, mesh, rank, layouts, self.gather_at
-        lowering: Lowering | None
+        lowering: Lowering | None = None
+        search, segments = self._find_segments(program, mesh, layouts)
         if self.memory is not None:
-            lowering = create_trunk_lowering(*args, self.recompute, self.memory, module)
-        else:
-            lowering = create_fused_lowering(*args, self.schemes, self.strips)
+            assert search is not None
+            lower = partial(lower_program, program, mesh, 0, layouts, self.gather_at, self.schemes, self.recompute)
+            lowering = create_trunk_lowering(search, segments, rank, lower, self.memory, module)
+        elif search is not None and segments:
+            lowering = FusedLowering(mesh, rank, segments, search.program.image_value_ids)
         exact = lowering is None and all(policy_of_module(path, self.schemes) is None for path in self.schemes)
         by_channels = find_channel_regions(program, mesh) if exact and not self.gather_at else ()
         return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=by_channels), lowering
+
+    def _find_segments(
+        self, program: Any, mesh: Mesh, layouts: Sequence[Layout]
+    ) -> tuple[SegmentSearch | None, list[OperatorSegment]]:
+        """Return the segments that the options require, and the search that found them; None if none is required."""
+        fusing = mesh.axes and any(isinstance(policy, FusionScheme) for policy in self.schemes.values())
+        args = program, mesh, layouts, self.gather_at, self.schemes
+        if fusing or self.strips is not None:
+            try:
+                search = SegmentSearch(*args, self.strips)
+                return search, plan_segments(search)
+            except UnsupportedOperator:  # rejected without segments too, or only because rows cannot be partitioned
+                if self.tiles_may_have_margins:
+                    raise
+        return (None if self.memory is None else SegmentSearch(*args, None)), []

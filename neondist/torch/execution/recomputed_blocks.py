@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -48,6 +48,7 @@ class RecomputedBlocks:
         self.traced, self.output_ranges, self.block_counts = traced, output_ranges, tuple(block_counts)
         self.view_offsets = [view_offsets_by_id.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
         self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
+        self.compiler: Callable[..., Any] | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this rank's tiles of the outputs from its views of the inputs."""
@@ -97,9 +98,11 @@ class RecomputedBlocks:
     @cached_property
     def nonempty_blocks(self) -> list[_Block]:
         """Non-empty blocks."""
-        blocks: list[_Block] = []
+        blocks, functions = list[_Block](), dict[Any, Callable[..., Any]]()
         for place in product(*map(range, self.block_counts)):
             plan, own = self.block_plan(place)
+            if self.compiler is not None:
+                plan.compile(self.compiler, functions)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
                 sources = self.traced.source_ranges(extend_empty_ranges(own, self.output_ranges))
                 blocks.append(_Block(len(blocks), PlanRunner(self.comm, plan), sources, own))
@@ -136,9 +139,9 @@ class RecomputedBlocks:
 
 
 class BlockMoments(RecomputedBlocks):
-    """Means of groups, and sums of squared deviations from them, for each block of a norm's input.
+    """Means of groups, sums of squared deviations from them, and element counts, for each block of a norm's input.
 
-    The shape is (blocks, 2, N, groups), with zeros for samples outside a block, or (blocks, 2, 1, C).
+    The shape is (blocks, 3, N, groups), with zeros for samples outside a block, or (blocks, 3, 1, C).
     """
 
     def __init__(self, moments: MomentsSpec, *args: Any) -> None:
@@ -146,39 +149,30 @@ class BlockMoments(RecomputedBlocks):
         self.groups = moments.groups
 
     def sum_of_elements(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sums of elements over all blocks, given the means that `run_block` returns."""
-        return (rows[:, 0] * self._element_counts(rows)).sum(0).view(-1)
+        """Return the sums of elements over all blocks, given the rows that `run_block` returns."""
+        return (rows[:, 0] * rows[:, 2]).sum(0).view(-1)
 
     def sum_of_squared_deviations(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the sums of squared deviations from a mean over all blocks."""
         difference = rows[:, 0] - mean.view(rows.shape[2:])
-        return (rows[:, 1] + difference**2 * self._element_counts(rows)).sum(0).view(-1)
-
-    def _element_counts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the number of elements over which each mean is taken."""
-        counts = rows.new_zeros(len(rows), *rows.shape[2:])
-        for block in self.nonempty_blocks:
-            samples, channels, *cells = (hi - lo for lo, hi in block.output_ranges[0])
-            number = prod(cells) * (samples if self.groups is None else channels // self.groups)
-            self.narrow_outputs(block, [counts])[0].fill_(number)
-        return counts
+        return (rows[:, 1] + difference**2 * rows[:, 2]).sum(0).view(-1)
 
     def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return the means and sums of squared deviations of one block."""
+        """Return the means, sums of squared deviations, and element counts of one block."""
         (y,) = super().run_block(block, *tensors)
         y = y.transpose(0, 1).flatten(1)[None] if self.groups is None else y.reshape(len(y), self.groups, -1)
         variance, mean = torch.var_mean(y, -1, correction=0)
-        return [torch.stack([mean, variance * y.shape[-1]])]
+        return [torch.stack([mean, variance * y.shape[-1], torch.full_like(mean, y.shape[-1])])]
 
     def empty_outputs(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return zeros for the means and sums of squared deviations of all blocks."""
+        """Return zeros for the rows of all blocks."""
         return [like.new_zeros(self.shape, dtype=self.traced.outputs[0].dtype)]
 
     @property
     def shape(self) -> Shape:
         """Shape of the result for all blocks."""
         samples, channels, *_ = self.traced.outputs[0].shape
-        return prod(self.block_counts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
+        return prod(self.block_counts), 3, *((1, channels) if self.groups is None else (samples, self.groups))
 
     def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return the rows of one block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf, prod
 
 import torch
@@ -20,16 +21,22 @@ from .recomputed_blocks import extend_empty_ranges
 from .segments import OperatorSegment, SegmentSearch
 
 
-def plan_segments(search: SegmentSearch) -> list[OperatorSegment]:
-    """Return the segments; segments under a scheme with a planner are divided at the lowest cost."""
-    segments, starts = search.segments(), set[int]()
+def plan_segments(search: SegmentSearch, excluded: Collection[int] = ()) -> list[OperatorSegment]:
+    """Return the segments; segments under a scheme with a planner are divided at the lowest cost.
+
+    Parameters
+    ----------
+    excluded : collection of int
+        Operators, by number, that belong to no segment.
+    """
+    segments, starts = search.segments(excluded=excluded), set[int]()
     for segment in segments:
         first = next(iter(segment.records.values()))
         policy = policy_of_module(first.where.module, search.schemes)
         profile = policy.planner_profile(search.mesh.size) if isinstance(policy, FusionScheme) else None
         if profile is not None:
             starts |= _SegmentDivision(search, segment, profile).first_operators
-    return search.segments(starts) if starts else segments
+    return search.segments(starts, excluded) if starts else segments
 
 
 class _SegmentDivision:

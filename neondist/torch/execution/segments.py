@@ -225,10 +225,20 @@ class SegmentSearch:
             layouts = [default_layout(shape_of(layout), mesh) for layout in layouts]
         self.program = RecordedProgram(program, mesh, layouts, gather_at)
 
-    def segments(self, starts: Collection[int] = ()) -> list[OperatorSegment]:
-        """Return the segments; operators with numbers in `starts` begin a new segment."""
+    def segments(self, starts: Collection[int] = (), excluded: Collection[int] = ()) -> list[OperatorSegment]:
+        """Return the segments of operators.
+
+        Parameters
+        ----------
+        starts : collection of int
+            Operators, by number, that begin a new segment.
+        excluded : collection of int
+            Operators, by number, that belong to no segment.
+        """
         builders, builder, policy = list[SegmentBuilder](), None, None
         for number, record in enumerate(self.program.records):
+            if number in excluded:
+                continue
             own_policy = policy_of_module(record.where.module, self.schemes)
             has_margin = self._must_read_margin(own_policy)
             begins = record.needs_halo_exchange or (
@@ -256,6 +266,16 @@ class SegmentSearch:
         results = [segment for segment in segments if segment.outputs]  # results of other segments are never read
         self._check_margin_schemes(results)
         return results
+
+    @property
+    def reads_margins(self) -> bool:
+        """Whether a scheme computes windows from the image alone, so that tiles have margins."""
+        return any(map(self._must_read_margin, self.schemes.values()))
+
+    def is_approximate(self, record: OperatorRecord) -> bool:
+        """Return whether the results of an operator's windows depend on the grid."""
+        policy = policy_of_module(record.where.module, self.schemes)
+        return self._has_neighbours and policy is not None and not isinstance(policy, FusionScheme)
 
     def _must_read_margin(self, policy: ExchangePolicy | None) -> bool:
         """Return whether windows of a scheme must be computed from the image alone."""

@@ -23,11 +23,10 @@ from torch import nn
 from ...errors import ConfigError
 from ...system.memory import format_bytes, format_limit_for
 from ...terminal.console import counted
-from ..capture.capture import lower_program
 from ..exchange.normalisation import MomentsSpec
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
-from ..ir.layout import Layout, Mesh, is_box, replicated
+from ..ir.layout import Layout, Mesh, default_layout, is_box, replicated
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
 from ..lowering.training_memory import TrainingMemory
@@ -35,7 +34,8 @@ from .block_lowering import InputNorm, TracedPart, pair_ids_with_values, value_i
 from .fused_lowering import FusedLowering, results_with_placeholders
 from .program_lowering import OperatorRecord, RecordedProgram, even_layout
 from .recomputed_blocks import BlockMoments, RecomputedBlocks
-from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentBuilder
+from .segment_planner import plan_segments
+from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentBuilder, SegmentSearch
 
 COPIES_OF_WEIGHTS_IN_TRAINING = 4
 """Copies of the weights in training: values, gradients, and an optimiser state of two arrays."""
@@ -46,19 +46,24 @@ TRUNK_STEP_NAME = "blocks"
 class _TrunkBuilder(SegmentBuilder):
     """Trunk under construction: a segment that begins at the image and whose blocks also partition the samples."""
 
-    def __init__(self, program: RecordedProgram, max_norms: int) -> None:
+    def __init__(self, search: SegmentSearch, max_norms: int) -> None:
+        program = search.program
         super().__init__(program, frozenset(range(program.mesh.spatial + 1)), max_norms)
-        (image,) = program.image_value_ids
-        self.initial_value_ids, self.window_depth_by_value[image] = {*program.initial_value_ids}, 0
-        value = program.values[image]
-        self.segment_values[image] = self.add_input(image, value, self.mesh.image_layout(value.shape))
+        self.search, self.initial_value_ids = search, {*program.initial_value_ids}
+        for number in program.image_value_ids:
+            value = program.values[number]
+            self.segment_values[number] = self.add_input(number, value, default_layout(value.shape, self.mesh))
+            if len(value.shape) == program.mesh.spatial + 2:
+                self.window_depth_by_value[number] = 0
 
     def can_read_inputs_of(self, record: OperatorRecord) -> bool:
         """Return whether all values that an operator reads are in the trunk, or can be passed to it."""
         return all(value in self.segment_values or value in self.initial_value_ids for value in record.read_ids)
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
-        """Accept all operators, as only outputs must be boxes."""
+        """Reject windows under approximate schemes; accept all other operators, as only outputs must be boxes."""
+        if record.needs_halo_exchange and self.search.is_approximate(record):
+            self.refuse("its border scheme is not exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +84,11 @@ class Trunk(OperatorSegment):
     program: RecordedProgram
 
     @classmethod
-    def find(cls, program: RecordedProgram, max_norms: int = 0) -> Trunk:
+    def find(cls, search: SegmentSearch, max_norms: int = 0) -> Trunk:
         """Return the trunk of a program, with at most `max_norms` input norms."""
-        outside = set[int]()
+        program, outside = search.program, set[int]()
         while True:
-            builder = _TrunkBuilder(program, max_norms)
+            builder = _TrunkBuilder(search, max_norms)
             for number, record in enumerate(program.records):
                 if number not in outside and builder.can_read_inputs_of(record):
                     builder.try_add(number, record, inside=builder.is_read_by(record))
@@ -115,14 +120,18 @@ class TrunkLowering(FusedLowering):
 
     Parameters
     ----------
+    segments : sequence of OperatorSegment
+        Segments of the head.
     block_counts : tuple of int
         Number of blocks of this rank's tiles along each axis of the mesh.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, block_counts: Sequence[int]) -> None:
-        super().__init__(mesh, rank, [trunk], trunk.program.image_value_ids)
+    def __init__(
+        self, mesh: Mesh, rank: int, trunk: Trunk, segments: Sequence[OperatorSegment], block_counts: Sequence[int]
+    ) -> None:
+        super().__init__(mesh, rank, [trunk, *segments], trunk.program.image_value_ids)
         self.subdivides_tiles, self.trunk, self.block_counts = True, trunk, tuple(block_counts)
-        self.blocks: RecomputedBlocks | None = None
+        self.blocks = list[RecomputedBlocks]()
         self.output_tiles: list[Value] = []
         self._norm_moments: dict[int, tuple[Value, Value]] = {}  # by the id of the normalised value's placeholder
 
@@ -138,11 +147,11 @@ class TrunkLowering(FusedLowering):
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the values of an operator, or placeholders if the trunk, which runs before the rest, computes them."""
-        if self.blocks is None:
-            self.add_segment_steps(self.trunk)
+        if not self.blocks:
+            self._add_trunk_steps()
         record = self.trunk.records.get(self.operator_number)
         if record is None:
-            return self.lower_by_rule(target, args, kwargs)
+            return super().lower_program_call(target, args, kwargs)
         if self.operator_number in self.trunk.norms and isinstance(record.result, tuple):  # its running statistics
             norm = self.trunk.norms[self.operator_number]
             x = self.new_input(even_layout(norm.x, self.mesh), norm.x.dtype)
@@ -159,8 +168,7 @@ class TrunkLowering(FusedLowering):
             return x, *self._norm_moments[x.id]
         return super().normalise(x, weight, bias, moments, groups)
 
-    def add_segment_steps(self, segment: OperatorSegment) -> None:
-        """Add the steps of the trunk."""
+    def _add_trunk_steps(self) -> None:
         trunk, where, draws = self.trunk, self.where, self.draw_number
         self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
         self.program_values.update(zip(trunk.program.initial_value_ids, self.input_values, strict=True))
@@ -170,14 +178,15 @@ class TrunkLowering(FusedLowering):
         for sweep, norm in zip(trunk.norm_sweeps, trunk.norms.values(), strict=True):
             self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
             sums = BlockMoments(norm.moments, sweep, self.own_ranges_of(sweep), self.block_counts, first)
+            self.blocks.append(sums)
             (rows,) = self.add_block_step(sums, views, [replicated(sums.shape)])
             rows.axes = self.mesh.axes
             self.where = OperatorPosition("statistics", "", "")
             views[norm.mean.id] = mean = self._add_mean(sums.sum_of_elements, [rows], norm)
             views[norm.variance.id] = self._add_mean(sums.sum_of_squared_deviations, [rows, mean], norm)
         self.where, self._trunk_input_views = OperatorPosition(TRUNK_STEP_NAME, "", ""), views
-        self.blocks = RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, first)
-        self.output_tiles = self.add_block_step(self.blocks, views)
+        self.blocks.append(RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, first))
+        self.output_tiles = self.add_block_step(self.blocks[-1], views)
         self.program_values.update(zip(trunk.outputs, self.output_tiles, strict=True))
         self.where, self.draw_number = where, draws
 
@@ -187,18 +196,23 @@ class TrunkLowering(FusedLowering):
 
 
 def create_trunk_lowering(
-    program: Any,
-    mesh: Mesh,
+    search: SegmentSearch,
+    segments: Sequence[OperatorSegment],
     rank: int,
-    layouts: Sequence[Layout],
-    gather_at: Sequence[str],
-    recompute: bool,
+    lower: Callable[..., tuple[TorchPlan, Any]],
     memory: int,
     module: nn.Module,
-) -> TrunkLowering | None:
-    """Return a block-wise lowering with which a pass fits in a rank's memory, or None if whole tiles fit.
+) -> FusedLowering | None:
+    """Return a lowering with which a pass fits in a rank's memory: without blocks, if possible; None: no segments.
 
     The plan of the first rank, whose tiles are the largest, determines the lowering of all ranks.
+
+    Parameters
+    ----------
+    segments : sequence of OperatorSegment
+        Segments of the whole program.
+    lower : callable
+        Returns the first rank's plan of the program with a lowering.
 
     Raises
     ------
@@ -206,25 +220,34 @@ def create_trunk_lowering(
         A pass does not fit in memory; the message names the operator that ends the trunk.
     """
     weights = COPIES_OF_WEIGHTS_IN_TRAINING * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    limit = memory - weights
+    limit, mesh, images = memory - weights, search.mesh, search.program.image_value_ids
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def peak_of(plan: TorchPlan) -> Callable[[], int]:
         return partial(TrainingMemory(plan, trained).peak, 0) if module.training else lambda: plan.peak()[0]
 
-    searched = RecordedProgram(program, mesh, layouts, gather_at)
-    needed = peak_of(searched.plan)()
+    def lowering_of_segments(rank: int) -> FusedLowering | None:
+        return FusedLowering(mesh, rank, segments, images) if segments else None
+
+    needed = peak_of(lower(lowering=lowering_of_segments(0))[0])()
     if needed <= limit:
-        return None
+        return lowering_of_segments(rank)
+    if search.reads_margins:
+        raise ConfigError(
+            f"memory: a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} is available, and"
+            " scheme 'overlap_tile' cannot be computed block by block; use 'deep_halo' or 'halo', more ranks, or give"
+            f" memory: {format_limit_for(needed + weights, mesh.size)} or more"
+        )
     max_norms = 0
     while True:
-        trunk = Trunk.find(searched, max_norms)
+        trunk = Trunk.find(search, max_norms)
         if trunk.outputs:
-            lowering = TrunkLowering(mesh, 0, trunk, [1] * len(mesh.parts))
-            plan, _ = lower_program(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
-            needed, parts = _divide_trunk_to_fit_memory(lowering, plan, limit, peak_of(plan))
+            in_head = plan_segments(search, trunk.records)
+            lowering = TrunkLowering(mesh, 0, trunk, in_head, [1] * len(mesh.parts))
+            plan, _ = lower(lowering=lowering)
+            needed, parts = _divide_trunk_to_fit_memory(lowering, peak_of(plan), limit)
             if needed <= limit:
-                return TrunkLowering(mesh, rank, trunk, parts)
+                return TrunkLowering(mesh, rank, trunk, in_head, parts)
         if len(trunk.norms) < max_norms:
             break
         max_norms += 1 + max_norms // 3  # each norm costs another sweep
@@ -238,17 +261,13 @@ def create_trunk_lowering(
     raise UnsupportedOperator(trunk.refusal, trunk.refusal.why, action="be computed block by block", remedy=remedy)
 
 
-def _divide_trunk_to_fit_memory(
-    lowering: TrunkLowering, plan: TorchPlan, limit: int, peak: Callable[[], int]
-) -> tuple[int, list[int]]:
+def _divide_trunk_to_fit_memory(lowering: TrunkLowering, peak: Callable[[], int], limit: int) -> tuple[int, list[int]]:
     """Divide a lowered trunk until a pass fits in `limit` bytes or the peak stops falling; return peak and parts."""
-    assert lowering.blocks is not None
-    extents, parts = lowering.blocks.max_own_extents(), list(lowering.block_counts)
+    extents, parts = lowering.blocks[-1].max_own_extents(), list(lowering.block_counts)
     parts[0], previous = extents[0], inf
     while True:
-        for step in plan.steps:
-            if step.blocks is not None:
-                step.blocks.block_counts = tuple(parts)
+        for blocks in lowering.blocks:
+            blocks.block_counts = tuple(parts)
         needed, longest = peak(), max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
         if needed <= limit or extents[longest] == parts[longest] or needed >= previous:
             return needed, parts

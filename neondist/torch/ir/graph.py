@@ -137,9 +137,17 @@ class Value:
 
 
 class BlockComputation(Protocol):
-    """Block-wise computation of a step, which is repeated in the backward pass."""
+    """Block-wise computation of a step, which is repeated in the backward pass.
+
+    Attributes
+    ----------
+    block_counts : tuple of int
+    compiler : callable or None
+        Compiles the computation of a block.
+    """
 
     block_counts: tuple[int, ...]
+    compiler: Callable[..., Any] | None
 
     def peak_bytes(self, inputs_requiring_grad: Collection[int] | None = None) -> int:
         """Return the most bytes live at once in the computation of a block, excluding the step's inputs and outputs.
@@ -274,9 +282,23 @@ class TorchGraph:
         """Return the segments that the backward pass computes again: all but the last one, if `recompute` is set."""
         return self.segments()[:-1] if self.recompute else []
 
-    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Merge consecutive local steps into single compiled ones."""
-        is_barrier = [step.kind != "local" or step.kind_args is not None for step in self.steps]
+    def compile(
+        self,
+        compiler: Callable[[Callable[..., Any]], Callable[..., Any]],
+        functions: dict[Any, Callable[..., Any]] | None = None,
+    ) -> None:
+        """Merge consecutive local steps into single compiled ones; blocks are compiled when they first run.
+
+        Parameters
+        ----------
+        functions : dict, optional
+            Compiled functions of similar plans, which are reused for equal steps on tensors of equal shapes.
+        """
+        functions = {} if functions is None else functions
+        for step in self.steps:
+            if step.blocks is not None:
+                step.blocks.compiler = compiler
+        is_barrier = [s.kind != "local" or s.kind_args is not None or s.blocks is not None for s in self.steps]
         edges = (at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1])
         compiled = []
         for segment in self._split_into_segments([0, *edges, len(is_barrier)]):
@@ -284,9 +306,11 @@ class TorchGraph:
             if len(steps) > 1:
                 freed = {value for step in steps for value in step.freed_ids}
                 free = tuple(value for value in (*inputs, *outputs) if value in freed)
-                steps = [
-                    replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.function()), freed_ids=free)
-                ]
+                shapes = tuple(self.values[value].local for value in inputs)
+                key = shapes, outputs, *((step.run, step.inputs, step.outputs) for step in steps)
+                if key not in functions:
+                    functions[key] = compiler(segment.function())
+                steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=functions[key], freed_ids=free)]
             compiled += steps
         self.steps = compiled
 

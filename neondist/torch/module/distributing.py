@@ -69,12 +69,12 @@ def distribute(
         Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
         'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
         chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Other schemes,
-        such as 'tower' or 'stale(2)', are approximate (docs/schemes.md). Modules that are not in the dict inherit the
+        such as 'tower' or 'stale', are approximate (docs/schemes.md). Modules that are not in the dict inherit the
         scheme of their parent. Only operators with a window are approximated.
     memory : int or str, optional
         Total memory limit of all ranks on a machine, such as '8GiB'. A pass that needs more is computed block by block
-        up to the first operator that depends on the whole image; in training, these blocks are computed twice.
-        Default: no limit.
+        up to the first operator that depends on the whole image, or has an approximate border scheme; in training,
+        these blocks are computed twice. Default: no limit.
     strips : int or 'auto', optional
         Output rows per strip: windows and the operators after them, up to the next exchange or reduction over the
         image, are executed strip by strip, and recomputed in the backward pass instead of storing activations. 'auto':
@@ -96,12 +96,8 @@ def distribute(
     ConfigError
         If the module cannot be captured, or differs between ranks.
     """
-    if memory is not None and (scheme != "halo" or compile or len(_parse_shapes(example_shape)) > 1):
-        raise ConfigError("memory: requires a module with one input and scheme 'halo', without compile")
     check_value("strips", strips, Count | Literal["auto"] | None)
     check_value("transport", transport, Literal["mpi", "torch"])
-    if strips is not None and (memory is not None or compile):
-        raise ConfigError("strips: cannot be combined with memory, which chooses blocks itself, or with compile")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     shapes = _parse_shapes(example_shape)

@@ -179,8 +179,6 @@ class TorchModel(TrainableModel):
         """
         if self.memory is None:
             return plan
-        if self.scheme != "halo" or self.strips is not None:
-            raise ConfigError("memory: blocks exchange no halos; leave out scheme and strips, which do not apply")
         return self._create_plan(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
     def set_image_extent(self, input_shape: Sequence[int]) -> None:

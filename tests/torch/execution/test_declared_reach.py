@@ -19,7 +19,7 @@ from zoo import ZOO  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
 from neondist.halo import as_scheme  # noqa: E402
 from neondist.torch.execution.image_blocks import TracedImage  # noqa: E402
-from neondist.torch.execution.program_lowering import RecordedProgram, even_layout, ranges_at  # noqa: E402
+from neondist.torch.execution.program_lowering import even_layout, ranges_at  # noqa: E402
 from neondist.torch.execution.recomputed_blocks import extend_empty_ranges  # noqa: E402
 from neondist.torch.execution.segments import SegmentSearch  # noqa: E402
 from neondist.torch.execution.trunk import Trunk  # noqa: E402
@@ -56,7 +56,7 @@ def trace_parts(module, shape, dtype=torch.float64):
             parts += [TracedImage(program, shape, (), "")] if shape[0] == 1 else []
         with suppress(UserError):
             whole = Mesh((1,) * (len(shape) - 1))
-            trunk = Trunk.find(RecordedProgram(program, whole, [whole.image_layout(shape)], ()), 3)
+            trunk = Trunk.find(SegmentSearch(program, whole, [whole.image_layout(shape)], (), {}, None), 3)
             parts += trunk.parts if trunk.outputs else []
         with suppress(UserError):
             search = SegmentSearch(

@@ -270,9 +270,6 @@ def test_strips_save_little_for_backward():
         ({"strips": 0}, "strips: expected an integer of at least 1, 'auto' or null, got 0"),
         ({"strips": "all"}, "strips: expected an integer .*, got the text 'all'"),
         ({"strips": True}, "strips: expected an integer .*, got True"),
-        ({"strips": 4, "memory": "1GiB"}, "strips: cannot be combined with memory"),
-        ({"strips": 4, "compile": True}, "strips: cannot be combined .* compile"),
-        ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: requires a module with one input and scheme 'halo'"),
         ({"scheme": "deep_halo(layers=0)"}, "layers"),
     ],
 )

@@ -1,6 +1,10 @@
 """Training in blocks up to the first global operator against training on whole images."""
 
 import copy
+import os
+import random
+from collections import OrderedDict
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -16,6 +20,8 @@ import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
+
+SEED = int(os.environ["NEONDIST_SEED"])
 
 
 class UNet(nn.Module):
@@ -69,21 +75,35 @@ class LiveNorms(nn.Module):
         return self.last(F.relu(self.instance(self.twice(self.twice(x) * 2))))
 
 
-def train(module, shape, target, ranks=1, replicas=1, memory=None):
+class Conditioned(nn.Module):
+    """Images of two extents, and a vector per sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.embedding, self.coarse = UNet(), nn.Linear(5, 3), nn.Conv2d(2, 3, 3, padding=1)
+
+    def forward(self, x, coarse, vector):
+        y = F.interpolate(self.coarse(coarse), size=x.shape[2:], mode="bilinear")
+        return self.net(x * self.embedding(vector)[:, :, None, None] + y)
+
+
+def train(module, shapes, target, ranks=1, replicas=1, **options):
     """Return the state after three steps, and the number of blocks on the first rank."""
+    shapes = shapes if isinstance(shapes, list) else [shapes]
     generator = torch.Generator().manual_seed(1)
-    images = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    inputs = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(3)]
     targets = [torch.randint(0, 4, target, generator=generator) for _ in range(3)]
 
     def body(world):
         with ProcessGrid(world, replicas=replicas) as grid:
-            model = ndt.distribute(copy.deepcopy(module), shape, grid, memory=memory)
+            model = ndt.distribute(copy.deepcopy(module), shapes, grid, **options)
             blocks = [step.blocks for step in model.plan.steps if step.name == "blocks" and step.blocks]
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             torch.manual_seed(4)
-            for x, y in zip(images, targets, strict=True):
+            for tensors, y in zip(inputs, targets, strict=True):
                 optimizer.zero_grad()
-                model.loss(F.cross_entropy, model(model.scatter(x)), model.scatter_target(y)).backward()
+                tiles = [model.scatter(x, index) for index, x in enumerate(tensors)]
+                model.loss(F.cross_entropy, model(*tiles), model.scatter_target(y)).backward()
                 optimizer.step()
             assert not hasattr(model, "unused") or model.unused.grad is None
             return model.state_dict(), np.prod(blocks[-1].block_counts if blocks else ())
@@ -121,14 +141,19 @@ def test_blocks_in_experiments(tmp_path, monkeypatch):
         make_experiment(build_column_softmax, memory="40kB").validate()
 
 
+CASES = {
+    "unet": (UNet, (2, 3, 37, 46), (2, 37, 46), (540, 420, 350)),
+    "classifier": (Classifier, (2, 3, 37, 29), (2,), (300, 140, 140)),
+    "norms": (LiveNorms, (2, 3, 37, 46), (2, 37, 46), (750, 500, 350)),
+    "conditioned": (Conditioned, [(2, 3, 37, 46), (2, 2, 19, 23), (2, 5)], (2, 37, 46), (600, 440, 350)),
+}
+"""Module, shapes of the inputs and of the target, and kilobytes per rank on 1, 3 and 2 x 2 ranks."""
+
+
 @pytest.mark.parametrize(
     ("build", "shape", "target", "memory"),
-    [
-        (UNet, (2, 3, 37, 46), (2, 37, 46), (540, 420, 350)),
-        (Classifier, (2, 3, 37, 29), (2,), (300, 140, 140)),
-        (lambda: Globe(3, 4), (2, 3, 37, 46), (2, 19, 23), (210, 150)),  # tiles of 4 ranks are too small for blocks
-        (LiveNorms, (2, 3, 37, 46), (2, 37, 46), (750, 500, 350)),
-    ],
+    # tiles of 4 ranks of the last one are too small for blocks
+    [*CASES.values(), (lambda: Globe(3, 4), (2, 3, 37, 46), (2, 19, 23), (210, 150))],
 )
 @pytest.mark.long
 def test_training_steps_match_whole_images(build, shape, target, memory, monkeypatch):
@@ -138,7 +163,65 @@ def test_training_steps_match_whole_images(build, shape, target, memory, monkeyp
     with share_captures():
         expected, _ = train(module, shape, target)
         for ranks, replicas, kilobytes in zip((1, 3, 4), (1, 1, 2), memory, strict=False):
-            state, parts = train(module, shape, target, ranks, replicas, f"{ranks * kilobytes} kB")
+            state, parts = train(module, shape, target, ranks, replicas, memory=f"{ranks * kilobytes} kB")
             assert parts > 1, ranks
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=f"{ranks} ranks: {name}")
+
+
+OPTIONS = {
+    "memory": None,
+    "strips": [3, 5, "auto"],
+    "recompute": [True],
+    "compile": [lambda run: run],
+    "scheme": ["deep_halo(layers=3)", "auto", "tower", "stale(steps=2)"],
+}
+
+
+@pytest.mark.parametrize(
+    "names", [names for count in range(2, 6) for names in combinations(OPTIONS, count)], ids="-".join
+)
+@pytest.mark.long
+def test_options_compose(names, monkeypatch):
+    """Every set of options, on a random module and grid, against the scheme's results without the other options."""
+    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    rng = random.Random(f"{SEED} {names}")
+    build, shape, target, memory = CASES[rng.choice(list(CASES))]
+    (ranks, replicas), kilobytes = rng.choice([*zip([(1, 1), (3, 1), (4, 2)], memory, strict=True)])
+    options = {name: rng.choice(OPTIONS[name]) for name in names if name != "memory"}
+    torch.manual_seed(0)
+    module = build().double().train()
+    if options.get("scheme") in ("tower", "stale(steps=2)"):  # only the last window, which no blocks can include
+        windows = [path for path, part in module.named_modules() if isinstance(part, nn.Conv2d) and "last" in path]
+        is_allowed = windows and not ("recompute" in names and options["scheme"] != "tower")
+        options["scheme"] = {"": "halo", windows[0]: options["scheme"]} if is_allowed else "halo"
+    with share_captures():
+        expected, _ = train(module, shape, target, ranks, replicas, scheme=options.get("scheme", "halo"))
+        limit = {"memory": f"{ranks * kilobytes} kB"} if "memory" in names else {}
+        state, _ = train(module, shape, target, ranks, replicas, **options, **limit)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=f"{options}, {ranks} ranks: {name}")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (
+            "overlap_tile",
+            "memory: a pass needs .* scheme 'overlap_tile' cannot be computed block by block; use 'deep_halo'",
+        ),
+        ("tower", "aten.conv2d.* in module 'first' cannot be computed block by block: its border scheme is not exact"),
+    ],
+)
+def test_schemes_without_blocks(scheme, message, monkeypatch):
+    """Passes that fit as a whole are accepted."""
+    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    module, shape = nn.Sequential(OrderedDict(first=nn.Conv2d(2, 3, 3, padding=1), last=nn.ReLU())), (1, 2, 24, 24)
+
+    def body(world):
+        with ProcessGrid(world) as grid:
+            ndt.distribute(copy.deepcopy(module), shape, grid, scheme=scheme, memory="1MB")
+            with pytest.raises(UserError, match=message):
+                ndt.distribute(copy.deepcopy(module), shape, grid, scheme=scheme, memory="20kB")
+
+    loopback.run(2, body)
