@@ -6,7 +6,7 @@ cells copied from inside the image or the tile. policies: border schemes, one fi
 layers, which recompute cells of other tiles, with an exact exchange. redistribute: moves activations to another grid.
 """
 
-from .exchange import HaloExchange, PackedExchange, Phase
+from .exchange import HaloExchange, HaloRecord, PackedExchange, Phase
 from .fusion import Auto, DeepHalo, FusionScheme, OverlapTile
 from .global_array import GlobalArray, SerialArray
 from .policies.base import ExchangePolicy
@@ -29,6 +29,7 @@ __all__ = [
     "Halo",
     "HaloExchange",
     "HaloOneway",
+    "HaloRecord",
     "OverlapTile",
     "PackedExchange",
     "Phase",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,7 +74,7 @@ class HaloBuffer:
             self.kernels.copy(tile, self.tile)
         if self.may_be_overwritten:  # the memory may have been overwritten
             self.fill_prefilled_cells()
-        self._run_policy(self.gather)
+        self._exchange(self.gather, self._saved_border, self._restore_border)
         for target, source in self.wrapped_cells:
             self.cells[target] = self.cells[source]
         fill_padding(self.cells, self.plan)
@@ -85,7 +86,7 @@ class HaloBuffer:
         if dview is not self.dview:
             self.kernels.copy(dview, self.zero_and_return_dview())
         add_padding_gradient(self.gradient, self.plan)
-        self._run_policy(self.scatter_add)
+        self._exchange(self.scatter_add, self.dtile.copy, partial(self.gradient.__setitem__, self.owned_index))
         for target, source in self.wrapped_cells:
             self.gradient[source] += self.gradient[target]
         return self.dtile
@@ -108,10 +109,21 @@ class HaloBuffer:
     def rebuild_view(self, slot: Any, saved: Any, write: Callable[[Any], None]) -> Any:
         """Rebuild the view in other memory from the border in `saved`; `write` writes the tile into its argument."""
         cells = self._new_cells(slot)
-        for index, part in self._border(saved):
-            cells[index] = part
+        self._restore_border(saved, cells)
         write(cells[self.owned_index])
         return cells[self.needed_index]
+
+    def _saved_border(self) -> Any:
+        boxes = self.plan.buffer.difference(self.plan.own)
+        elements = sum(box.size for box in boxes) * self.owner.channels
+        saved = self.owner.backend.xp.empty((self.samples, elements), self.owner.dtype)
+        self.save_border(saved)
+        return saved
+
+    def _restore_border(self, saved: Any, cells: Any = None) -> None:
+        cells = self.cells if cells is None else cells
+        for index, part in self._border(saved):
+            cells[index] = part
 
     def _border(self, saved: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
         """Yield the index of each box around the tile, and its part of `saved`."""
@@ -138,6 +150,14 @@ class HaloBuffer:
         exchange.observers = owner.grid.observers
         owner.recorded_exchanges.append((halo.direction, exchange))
         return exchange
+
+    def _exchange(self, halo: HaloExchange, save: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        """Exchange as the policy prescribes; a stateful policy's cells are reused if the pass is repeated."""
+        record = self.phase.record if self.owner.policy.is_stateful else None
+        if record is None:
+            self._run_policy(halo)
+        else:
+            record.exchange_once((id(self.owner), halo.adds), partial(self._run_policy, halo), save, restore)
 
     def _run_policy(self, halo: HaloExchange) -> None:
         policy, direction = self.owner.policy, halo.direction

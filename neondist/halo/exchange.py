@@ -5,7 +5,7 @@ Policies use this interface; they depend neither on boxes nor on messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -24,12 +24,52 @@ Region = tuple[int, tuple[slice, ...]]
 """Peer of a message, and the index of its cells in the buffer."""
 
 
+class HaloRecord:
+    """Halo cells that a pass has received under stateful schemes, which a repeated pass reuses."""
+
+    def __init__(self, results: Mapping[Any, Sequence[Any]] | None = None) -> None:
+        self._results: dict[Any, list[Any]] = {}
+        self._remaining = None if results is None else {key: iter(arrays) for key, arrays in results.items()}
+
+    def repeated(self) -> HaloRecord:
+        """Return the record for a repeated pass."""
+        return HaloRecord(self._results)
+
+    def exchange_once(
+        self, key: Any, exchange: Callable[[], None], save: Callable[[], Any], restore: Callable[[Any], None]
+    ) -> None:
+        """Exchange and save the received cells, or restore them in a repeated pass, which calls in the same order."""
+        saved = None if self._remaining is None else next(self._remaining.get(key, iter(())), None)
+        if saved is not None:
+            restore(saved)
+            return
+        exchange()
+        if self._remaining is None:
+            self._results.setdefault(key, []).append(save())
+
+
 class Phase(NamedTuple):
-    """Purpose of a pass: training or not, number of the step, and the replica's first sample in the batch."""
+    """Purpose of a pass.
+
+    Attributes
+    ----------
+    training : bool
+    step : int
+        Number of the training step.
+    first_sample : int
+        The replica's first sample in the batch.
+    record : HaloRecord or None
+        Received cells of stateful schemes, if the pass may be repeated.
+    """
 
     training: bool = True
     step: int = 0
     first_sample: int = 0
+    record: HaloRecord | None = None
+
+    def repeated(self) -> Phase:
+        """Return the phase in which a pass is repeated."""
+        return self if self.record is None else self._replace(record=self.record.repeated())
 
 
 DEFAULT_PHASE = Phase()  # for calls without a phase

@@ -199,13 +199,12 @@ class Model(LayerModel):
                 set_schemes(self.leaves, self.strategy.schemes)
             except ConfigError as error:
                 raise self.strategy.create_error(str(error), "schemes") from None
-        for enabled, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
-            for layer in self.leaves if enabled else ():
-                if layer.scheme is not None and layer.scheme.is_stateful:
-                    raise ConfigError(
-                        f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
-                        f" earlier steps, which {field} would mix up; leave out {field}, or use an exact scheme (halo)"
-                    )
+        for layer in self.leaves if self.accumulate > 1 else ():
+            if layer.scheme is not None and layer.scheme.is_stateful:
+                raise ConfigError(
+                    f"accumulate: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
+                    " earlier steps, which accumulate would mix up; leave out accumulate, or use an exact scheme (halo)"
+                )
 
     @type_checked
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:

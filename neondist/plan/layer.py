@@ -285,7 +285,7 @@ class LayerPlan:
         gradient : bool
             Whether the gradient of the layer's input is needed.
         forwards : int
-            Number of forward passes.
+            Number of forward exchanges.
         """
         gathered, returned = ([n * samples for n in messages] for messages in self.sent_message_sizes(tile))
         needed = gradient or self.adds_output_halo  # weights of a transposed convolution need neighbours' gradients

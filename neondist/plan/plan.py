@@ -438,12 +438,13 @@ class Plan(Sequence[LayerPlan]):
         return self.training.dtype.itemsize
 
     def _halo_bytes_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
-        """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward passes."""
-        return self.itemsize, plan.needs_input_gradient, 1 + (id(plan.layer) in self._ids_of_layers_run_twice)
+        """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward exchanges."""
+        repeats = id(plan.layer) in self._ids_of_layers_run_twice and not plan.scheme.is_stateful
+        return self.itemsize, plan.needs_input_gradient, 1 + repeats
 
     @cached_property
     def _ids_of_layers_run_twice(self) -> set[int]:
-        """Layers whose forward pass, with its halo exchange, is run twice: all layers outside the last section."""
+        """Layers whose forward pass is run twice: all layers outside the last section."""
         steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
 

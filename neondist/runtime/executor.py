@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..halo import Phase
+from ..halo import HaloRecord, Phase
 from ..layers import Layer, ModelContext
 from ..plan import Graph, Plan
 from ..registry import Registered
@@ -118,8 +118,10 @@ class Executor:
         num_nodes = self.sections[-1].stop_node if num_nodes is None else num_nodes
         checkpoints: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:
-            passes = section.forward(xs, phases, min(num_nodes, section.stop_node) - section.first_node)
-            if section.stop_node >= num_nodes:
+            is_last = section.stop_node >= num_nodes
+            own_phases = phases if is_last else [phase._replace(record=HaloRecord()) for phase in phases]
+            passes = section.forward(xs, own_phases, min(num_nodes, section.stop_node) - section.first_node)
+            if is_last:
                 break
             following = [run.output.copy() for run in passes]
             for states, x, run in zip(checkpoints, xs, passes, strict=True):
@@ -175,7 +177,7 @@ class Executor:
             if not continues:
                 return dxs
             at -= 1
-            current = self.sections[at].recompute([p.checkpoints[at] for p in passes], [p.phase for p in passes])
+            current = self.sections[at].recompute([p.checkpoints[at] for p in passes])
 
     @contextmanager
     def forward_pass(self, x: Any, phase: Phase, num_nodes: int | None = None) -> Iterator[Pass]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import PassOrderError
 from ..halo import Phase
@@ -15,6 +15,9 @@ from .arena import Arena, BlockPool
 from .layer_task import LayerTask
 from .tasks import FusedActivationTask, JoinTask, Task, share_initial_states
 from .workspace import InitialStates, Passes, SectionPass, Workspace
+
+SectionCheckpoint: TypeAlias = tuple[Any, list[Any], InitialStates, Phase]
+"""Input of a pass, results of reductions, initial states of layers, and the pass's phase."""
 
 
 class Section:
@@ -74,18 +77,16 @@ class Section:
             self.workspaces[number] = Workspace(arena, self.shapes, [task.input_array for task in self.tasks])
         return self.workspaces[number]
 
-    def checkpoint(self, x: Any, run: SectionPass) -> tuple[Any, list[Any], InitialStates]:
-        """Return a completed pass's input, results of reductions and initial states of layers; close the pass."""
-        state = x, run.reduced, run.initial_states
+    def checkpoint(self, x: Any, run: SectionPass) -> SectionCheckpoint:
+        """Return the checkpoint of a completed pass with this input; close the pass."""
+        state = x, run.reduced, run.initial_states, run.phase
         run.close()
         return state
 
-    def recompute(
-        self, checkpoints: Sequence[tuple[Any, list[Any], InitialStates]], phases: Sequence[Phase]
-    ) -> list[SectionPass]:
+    def recompute(self, checkpoints: Sequence[SectionCheckpoint]) -> list[SectionPass]:
         """Return passes run again from their checkpoints."""
-        inputs, reduced, states = zip(*checkpoints, strict=True)
-        return self.forward(inputs, phases, reduced=reduced, initial_states=states)
+        inputs, reduced, states, phases = zip(*checkpoints, strict=True)
+        return self.forward(inputs, [phase.repeated() for phase in phases], reduced=reduced, initial_states=states)
 
     def forward(
         self,

@@ -121,7 +121,7 @@ class StripwiseSection:
         """Return the checkpoint of a completed pass: the pass itself."""
         return run
 
-    def recompute(self, checkpoints: Sequence[StripwisePass], phases: Sequence[Phase]) -> Sequence[StripwisePass]:
+    def recompute(self, checkpoints: Sequence[StripwisePass]) -> Sequence[StripwisePass]:
         """Return the passes of these checkpoints."""
         return checkpoints
 

@@ -71,13 +71,39 @@ def test_memory_is_that_of_a_section():
 
 @pytest.mark.parametrize(
     "scheme",
-    [nd.schemes.Stale(), nd.schemes.Quantised(feedback=True), nd.schemes.Every(2)],
-    ids=lambda scheme: type(scheme).__name__,
+    ["stale", "stale(steps=2)", "every(j=2)", "every(j=3, between=zeros)", "quantised(bits=8, feedback=true)"],
 )
-def test_stateful_schemes_are_rejected(scheme):
-    message = "recompute: the scheme .* of layer 'conv1' reuses .* leave out recompute"
-    with pytest.raises(nd.ConfigError, match=message):
-        nd.Convnet([nd.ConvLayer(2, 3)], scheme=scheme, recompute=True)
+@pytest.mark.long
+def test_stateful_schemes(scheme):
+    """Recomputed passes use the cells that the first pass received, also if other passes were run in between."""
+
+    def job(comm):
+        models = []
+        for recompute in (False, True):
+            layers = [nd.ConvLayerDist(3, 3, padding=1), nd.LCNLayerDist(3), nd.DeconvLayerDist(4, 3, stride=2)]
+            layers += [nd.L2PoolingLayerDist(2, 2)] + [nd.ConvLayerDist(3, 3, padding=1) for _ in range(5)]
+            model = nd.ConvnetDist(layers, dtype="float64", backend="numpy", scheme=scheme, recompute=recompute)
+            model.build((11, 9, 2), 4, nd.ProcessGrid(comm, rows=2, cols=2))
+            models.append(model)
+        assert len(models[1].executor.sections) > 2
+        images = np.random.default_rng(0).normal(size=(6, 4, 11, 9, 2))
+        for number in range(6):
+            labels = np.full((4, *models[0].output_shape[:-1]), number % 3)
+            sent = [model.bytes_sent for model in models]
+            losses = [model.train_batch(model.scatter(images[number]), labels) for model in models]
+            sent = [model.bytes_sent - before for model, before in zip(models, sent, strict=True)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+            assert sent[0] == sent[1]
+        dy, gradients = np.random.default_rng(1).normal(size=(4, *models[0].output_shape)), []
+        for model in models:
+            runs = [model.forward(model.scatter(x)) for x in images[:2]]
+            gradients.append([model.gather_input(runs[at].backward(model.scatter_output(dy))) for at in (1, 0, 1)])
+        return [*gradients, *(model.state() for model in models)]
+
+    for stored, recomputed, state, other in loopback.run(4, job):
+        for stored_array, recomputed_array in zip(stored, recomputed, strict=True):
+            np.testing.assert_allclose(stored_array, recomputed_array, rtol=0, atol=1e-12)
+        assert max_relative_difference(state, other) < 1e-12
 
 
 def test_head_and_full_training_of_gb():

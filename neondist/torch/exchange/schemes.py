@@ -149,7 +149,7 @@ class SchemeChannel:
             recorded_run_counts[at] = exchange.run_count
 
 
-def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:
+def parse_schemes(schemes: Schemes, names: Collection[str]) -> dict[str, ExchangePolicy]:
     """Return the schemes by module path; '' is the whole module.
 
     Raises
@@ -166,10 +166,6 @@ def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> 
             raise ConfigError(
                 f"scheme: '{scheme_text(policy)}' applies to neondist layers only: gradients of a module's windows are"
                 " always scattered; leave 'backward' out"
-            )
-        if recompute and policy.is_stateful:
-            raise ConfigError(
-                f"recompute: '{scheme_text(policy)}' keeps state, so a step cannot be recomputed; omit one of the two"
             )
         policies[path] = policy
     return policies

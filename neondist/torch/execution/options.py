@@ -56,7 +56,7 @@ class ExecutionOptions:
     ) -> ExecutionOptions:
         """Return the options for a module; raise ConfigError if a path in `gather_at` is not one of its modules."""
         check_gather_at_paths(module, gather_at)
-        schemes = parse_schemes(scheme, dict(module.named_modules()), recompute)
+        schemes = parse_schemes(scheme, dict(module.named_modules()))
         return cls(tuple(gather_at), recompute, schemes, strips, memory)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from ...halo import HaloRecord, Phase
 from ..capture.tracing import leave_inference_mode
 from ..exchange import functions
 from ..exchange.channel import TransferChannel
@@ -108,7 +109,7 @@ class PlanRunner:
         with set_checkpoint_early_stop(False):  # with early stop, ranks could stop before different messages
             for segment in before:
                 inputs = [env[value] for value in segment.inputs]
-                run = partial(self._run_segment, segment)
+                run = partial(self._run_segment, segment, [])
                 outputs = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
                 env.update(zip(segment.outputs, outputs, strict=True))
                 for value in {value for step in segment.steps for value in step.freed_ids}:
@@ -116,9 +117,18 @@ class PlanRunner:
         with self._saved_tensors.record_saved_tensors():  # others must be recomputed from tensors of the same strides
             self._run_steps(last.steps, env)
 
-    def _run_segment(self, segment: Segment, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        env = dict(zip(segment.inputs, tensors, strict=True))
-        self._run_steps(segment.steps, env)
+    def _run_segment(self, segment: Segment, phases: list[Phase], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Run a segment, or repeat it in the phase of its first run, which is added to `phases`."""
+        env, current = dict(zip(segment.inputs, tensors, strict=True)), self.comm.phase
+        if phases:
+            self.comm.phase = phases[0].repeated()
+        else:
+            self.comm.phase = current._replace(record=HaloRecord())
+            phases.append(self.comm.phase)
+        try:
+            self._run_steps(segment.steps, env)
+        finally:
+            self.comm.phase = current
         outputs = [env[value] for value in segment.outputs]
         # tensors without a gradient, such as detached ones, are left as they are
         return [functions.RecomputedResult.apply(tensor) if tensor.requires_grad else tensor for tensor in outputs]

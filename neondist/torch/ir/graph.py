@@ -243,6 +243,7 @@ class TorchGraph:
 
     def __post_init__(self) -> None:
         """Drop steps whose values are never read, and determine which memory can be freed or reused."""
+        self._compiled_cuts = list[int]()  # boundaries of the recomputed segments between compiled steps
         needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
         kept: list[Step] = []
         for step in reversed(self.steps):
@@ -263,6 +264,9 @@ class TorchGraph:
 
         The result is the same on all ranks.
         """
+        return self._split_into_segments(self._compiled_cuts or self._recompute_cuts())
+
+    def _recompute_cuts(self) -> list[int]:
         total = len(self.steps)
         producers = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
@@ -270,7 +274,7 @@ class TorchGraph:
         for value, first in producers.items():
             for at in range(first + 1, last.get(value, first) + 1):
                 live[at] += total if self._may_be_overwritten(value, last) else 1
-        return self._split_into_segments(recompute_cuts(live))
+        return recompute_cuts(live)
 
     def partitioned_parameters(self) -> dict[int, Step]:
         """Return the parameters of which each rank reads one part, by id, with the steps that select the parts."""
@@ -299,10 +303,13 @@ class TorchGraph:
             if step.blocks is not None:
                 step.blocks.compiler = compiler
         is_barrier = [s.kind != "local" or s.kind_args is not None or s.blocks is not None for s in self.steps]
-        edges = (at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1])
-        compiled = []
-        for segment in self._split_into_segments([0, *edges, len(is_barrier)]):
+        cuts = self._recompute_cuts() if self.recompute else []  # barriers, and compiled steps, differ between ranks
+        edges = {at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1]}.union(cuts)
+        compiled, first = list[Step](), 0
+        for segment in self._split_into_segments(sorted(edges | {0, len(is_barrier)})):
             steps, inputs, outputs = segment
+            self._compiled_cuts += [len(compiled)] * (first in cuts)
+            first += len(steps)
             if len(steps) > 1:
                 freed = {value for step in steps for value in step.freed_ids}
                 free = tuple(value for value in (*inputs, *outputs) if value in freed)
@@ -312,7 +319,7 @@ class TorchGraph:
                     functions[key] = compiler(segment.function())
                 steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=functions[key], freed_ids=free)]
             compiled += steps
-        self.steps = compiled
+        self.steps, self._compiled_cuts = compiled, [*self._compiled_cuts, len(compiled)] if cuts else []
 
     def _split_into_segments(self, cuts: Sequence[int]) -> list[Segment]:
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}

@@ -104,7 +104,7 @@ class _TrafficCounter:
                 for step in segment.steps
                 for out in step.outputs
             ):
-                add(segment.steps, "forward")
+                add((step for step in segment.steps if step.scheme is None or not step.scheme.is_stateful), "forward")
         named = (plan.parameters.get(name) for name in self.trained)
         read, parts = {value for value in named if value in back.sources}, plan.partitioned_parameters()
         owned = [plan.values[parts[value].outputs[0]] for value in read & parts.keys()]

@@ -291,7 +291,7 @@ class TorchModel(TrainableModel):
     @property
     def schemes(self) -> dict[str, ExchangePolicy]:
         """Border schemes by module path."""
-        return parse_schemes(self.scheme, dict(self.module.named_modules()), self.recompute)
+        return parse_schemes(self.scheme, dict(self.module.named_modules()))
 
     def enable_debug_checks(self, seed: int) -> None:
         """Check the user's rules and border schemes in subsequent steps."""

@@ -1,7 +1,7 @@
 """Border schemes of PyTorch modules against those of neondist layers, over several steps, forward and backward."""
 
 import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -132,6 +132,32 @@ def test_bad_schemes(scheme, message):
         run_distributed(scheme)
 
 
-def test_stateful_schemes_reject_recompute():
-    with pytest.raises(ConfigError, match="recompute: 'stale' keeps state"):
-        run_distributed("stale", recompute=True)
+@pytest.mark.parametrize("scheme", ["stale(steps=2)", "every(j=3)", "quantised(bits=8, feedback=true)"])
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.long
+def test_recomputed_segments_reuse_received_cells(scheme, forwards):
+    """Also if another forward pass was run in between; no cells are sent again."""
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(2, 2, 3, padding=1), nn.Tanh())]
+    module, shape = nn.Sequential(*layers).double(), (2, 2, 9, 11)
+    images = torch.randn(8, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def body(world, recompute):
+        with ProcessGrid(world, rows=2, cols=2) as ranks:
+            model = ndt.distribute(copy.deepcopy(module), shape, ranks, scheme=scheme, recompute=recompute)
+            assert len(model.plan.segments()) > 2
+            optimizer, gradients = torch.optim.SGD(model.parameters(), 0.1), []
+            for start in range(0, len(images), forwards):
+                tiles = [model.scatter(x).requires_grad_() for x in images[start : start + forwards]]
+                outputs = [model(tile) for tile in tiles]
+                for y in reversed(outputs):
+                    model.loss(torch.nn.functional.mse_loss, y, torch.zeros_like(y)).backward()
+                gradients += [tile.grad for tile in tiles]
+                optimizer.step()
+                optimizer.zero_grad()
+            return gradients, model.comm.bytes_sent, sum(model.plan.traffic(ranks.rank).values())
+
+    with share_captures(CAPTURED_PROGRAMS):
+        stored, recomputed = (loopback.run(4, partial(body, recompute=recompute)) for recompute in (False, True))
+    for (expected, *sent), (actual, *sent_again) in zip(stored, recomputed, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+        assert sent == sent_again

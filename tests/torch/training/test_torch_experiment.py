@@ -279,8 +279,6 @@ def test_recompute_scheme_and_strips_fields(folder, capsys):
         assert main(["check", *arguments, f"model.scheme={scheme}"]) == 0
         halos.append(re.findall(r"^(\S+) +halo ", capsys.readouterr().out, re.M))
     assert halos[0][0] == "0"
-    assert main(["check", *arguments, "recompute=true", "model.scheme=stale"]) == 2
-    assert "recompute: 'stale' keeps state, so a step cannot be recomputed" in capsys.readouterr().err
     assert main(["check", *arguments, "model.scheme=deep_halo(layers=3)"]) == 0
     assert "segments: 1, with 3 windows and the operators after them" in capsys.readouterr().out
     assert halos[1] == []
