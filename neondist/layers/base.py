@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -312,6 +312,25 @@ class Layer(LayerDescription):
                     f"reductions_for returns a reduction in direction {direction!r} over {group!r}; expected 'forward'"
                     f" or 'backward', and one of {', '.join(GROUP_NAMES)}"
                 )
+        self._check_reduction_methods([reduction.direction for reduction in reductions])
+
+    def _check_reduction_methods(self, directions: Sequence[str]) -> None:
+        """Raise ConfigError unless each method of a reduction is declared and each declared reduction has a method."""
+        cls, declares = type(self), type(self).reductions_for is not LayerDescription.reductions_for
+        for direction, method in (("forward", "reduce"), ("backward", "reduce_backward")):
+            defines = getattr(cls, method) is not getattr(Layer, method)
+            if direction in directions and not defines:
+                raise ConfigError(
+                    f"reductions_for declares a reduction before {direction}, but {cls.__name__} has no method"
+                    f" {method}; define it, or leave out the declaration"
+                )
+            if defines and not declares:
+                raise ConfigError(
+                    f"{method} is never called, because {cls.__name__} has no method reductions_for; declare the"
+                    " reduction there"
+                )
+            if directions.count(direction) > 1:
+                raise ConfigError(f"reductions_for declares several reductions before {direction}; combine them in one")
 
     def recompute_output(self, ctx: StepContext, y: Any) -> None:
         """Write the output of `forward` into y; called if `can_recompute_output`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays import rng
 from ..arrays.namespace import namespace
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, set_error_subject
 from ..layers import Layer, ModelContext, Parameter
 from ..strategies.shares import OwnerBoxes
 from .parameters import Parameters
@@ -17,7 +17,18 @@ from .sync import AllReduce, GradientSync
 
 
 class BufferViews(dict[str, Any]):
-    """Arrays by name, as views of a flat buffer: assignment copies values into the view."""
+    """Arrays of a layer by name, as views of a flat buffer: assignment copies values into the view."""
+
+    def __init__(self, layer: Layer, attribute: str) -> None:
+        super().__init__()
+        self._layer, self._attribute = layer, attribute
+
+    def __missing__(self, name: str) -> Any:
+        with set_error_subject(self._layer):
+            raise ConfigError(f"{self._describe(name)}: is not declared; declared: {', '.join(self) or 'none'}")
+
+    def _describe(self, name: str) -> str:
+        return f"layer '{self._layer.name}' ({type(self._layer).__name__}): {self._attribute}['{name}']"
 
     def __setitem__(self, name: str, values: Any) -> None:
         array, values = self._find_array_and_convert_values(name, values)
@@ -25,21 +36,23 @@ class BufferViews(dict[str, Any]):
             array[...] = values
 
     def _find_array_and_convert_values(self, name: str, values: Any) -> tuple[Any, Any]:
-        """Return a name's array, and values in its namespace; KeyError or ShapeError if they do not match."""
-        if name not in self:
-            raise KeyError(f"no array '{name}'; this layer's arrays: {', '.join(self) or 'none'}")
+        """Return a name's array, and values in its namespace; ConfigError or ShapeError if they do not match."""
         array = super().__getitem__(name)
+        if values is None:
+            with set_error_subject(self._layer):
+                raise ConfigError(f"{self._describe(name)}: is None; assign an array of shape {array.shape}")
         values = namespace(array).asarray(values)
         if values.shape != array.shape:
-            raise ShapeError(f"'{name}': values have shape {values.shape}; expected {array.shape}")
+            with set_error_subject(self._layer):
+                raise ShapeError(f"{self._describe(name)}: has shape {values.shape}; expected {array.shape}")
         return array, values
 
 
 class AccumulatedGradients(BufferViews):
     """Gradients by name: assigned values are added to the values assigned since `reset`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer, "grads")
         self.names_to_zero: set[str] = set()
 
     def reset(self) -> None:
@@ -103,7 +116,8 @@ class LayerParameters(Parameters):
         for shard, span in zip(self.trained_shards[: self.first_owned_index], self.spans, strict=False):
             self._flat_ranges_by_layer[shard.layer_name].append(span)
         for layer in self.layers.values():
-            layer.params, layer.grads, layer.state = BufferViews(), AccumulatedGradients(), BufferViews()
+            layer.params, layer.state = (BufferViews(layer, attribute) for attribute in ("params", "state"))
+            layer.grads = AccumulatedGradients(layer)
         for shard, value, gradient in zip(
             self.trained_shards, self.split_flat(self.values), self.split_flat(self.grads), strict=True
         ):

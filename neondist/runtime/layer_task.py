@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from ..comm import Redistribution
-from ..errors import PlanMismatchError
+from ..errors import PlanMismatchError, set_error_subject
 from ..geometry import Box
 from ..halo import GlobalArray
 from ..layers import Layer, Reduction, Shard, StepContext, declared_with
@@ -192,6 +192,8 @@ class LayerTask(Task):
         if layer.scattered_output_array is not None:
             dy = ctx.gather(layer.scattered_output_array, layer.gradient_to_gather(ctx, dy))
         dview = self.call_backward(ctx, dy)
+        if ctx.needs_weight_gradients:
+            self._check_gradients_assigned(dy)
         if not needed:
             return None
         self._check_result("backward", dview, ctx.view_shape)
@@ -303,22 +305,38 @@ class LayerTask(Task):
         elif shape is not None and tuple(array.shape) != tuple(shape):
             shapes = "declare this shape" if method == "forward" else "return the gradient of the whole view"
             fault = f"an array of shape {tuple(array.shape)}; expected {tuple(shape)}: {shapes}, or correct {method}"
-        elif array.dtype.itemsize < dtype.itemsize:
+        elif array.dtype.itemsize < dtype.itemsize or array.dtype.kind != dtype.kind:
             fault = f"an array of dtype {array.dtype}; expected {dtype}"
         else:
             return
-        raise PlanMismatchError(f"layer '{self.name}' ({type(self.layer).__name__}): {method} returns {fault}")
+        self._raise_mismatch(f"{method} returns {fault}")
+
+    def _check_gradients_assigned(self, dy: Any) -> None:
+        """Raise PlanMismatchError if `backward` has left gradients unassigned, unless there are no output cells."""
+        if (names := self.layer.grads.names_to_zero) and dy.size:
+            self._raise_mismatch(
+                f"backward assigns no gradient of '{min(names)}'; assign ctx.grads['{min(names)}'], zeros if the output"
+                " does not depend on it"
+            )
 
     def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
         """Raise PlanMismatchError if the sizes of partial results differ from the layer's declaration."""
         for partial_result, samples in zip(partials, counts, strict=True):
             declared = reduction.result_elements(samples)
-            if partial_result is not None and partial_result.size != declared:
-                raise PlanMismatchError(
-                    f"layer '{self.name}' ({type(self.layer).__name__}): reduces"
-                    f" {counted(partial_result.size, 'element')} {reduction.direction}, but reductions_for declares"
-                    f" {declared}; correct reductions_for"
+            if partial_result is None:
+                continue
+            if not hasattr(partial_result, "dtype"):
+                method = "reduce" if reduction.direction == "forward" else "reduce_backward"
+                self._raise_mismatch(f"{method} returns a {type(partial_result).__name__}; return an array")
+            if partial_result.size != declared:
+                self._raise_mismatch(
+                    f"reduces {counted(partial_result.size, 'element')} {reduction.direction}, but reductions_for"
+                    f" declares {declared}; correct reductions_for"
                 )
+
+    def _raise_mismatch(self, fault: str) -> NoReturn:
+        with set_error_subject(self.layer):
+            raise PlanMismatchError(f"layer '{self.name}' ({type(self.layer).__name__}): {fault}")
 
     # Vectors, replicated or sharded over the ranks of a replica.
 

@@ -137,6 +137,12 @@ class _StripGradients(dict[str, Any]):
         super().__init__(whole)
         self.whole, self.cuts = whole, cuts
 
+    @property
+    def names_to_zero(self) -> set[str]:
+        """Names of the layer's gradients that have not been assigned."""
+        names: set[str] = self.whole.names_to_zero
+        return names
+
     def __getitem__(self, name: str) -> Any:
         return 0.0  # __setitem__ adds
 
