@@ -126,6 +126,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="Y.npy", help="also write the outputs of all records here"
     )
+    cmd.add_argument("--overwrite", action="store_true", help="replace an existing output")
     cmd.set_defaults(command=predict)
 
     cmd = _add_model_command(commands, "check")
@@ -204,6 +205,8 @@ def predict(arguments: argparse.Namespace) -> int:
     processor = definition.processor()
     if processor is None and arguments.output is None:
         raise ConfigError(f"{arguments.file}: has no PredictionOutputsProcessor; define one, or give --output Y.npy")
+    if arguments.output is not None and not arguments.overwrite and Path(arguments.output).exists():
+        raise ConfigError(f"{arguments.output}: exists; give another --output, or --overwrite to replace it")
     samples = create_samples(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
     model, all_outputs, count = definition.model(arguments.seed), [], 0
     for outputs in predict_records(model, samples, arguments.minibatch_size, _checkpoint_file(arguments.checkpoint)):

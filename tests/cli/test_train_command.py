@@ -76,6 +76,28 @@ def eval_metrics_fn():
     classes = np.load("y.npy").argmax(1)
     assert [int(digit) for line in lines for digit in line[:-1]] == classes.tolist()
     assert np.mean(classes != draw_records(40, seed=1)[:, 16]) == history[-1]["validation_error"]
+    before = Path("y.npy").read_bytes()
+    assert main(["predict", file, "--prediction-data", "train.csv", *arguments[2:]]) == 2
+    assert "y.npy: exists; give another --output, or --overwrite to replace it" in capsys.readouterr().err
+    assert Path("y.npy").read_bytes() == before
+    assert main(["predict", file, "--prediction-data", "train.csv", *arguments[2:], "--overwrite"]) == 0
+    assert len(np.load("y.npy")) == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [("", np.float32), (".half()", np.float32), (".double()", np.float64)],
+)
+def test_float64_modules_train_in_float64(project, change, dtype):
+    model = f"\n\ndef custom_model():\n    return CustomModel(){change}\n"
+    file = write_model(project, MODEL_DEFINITION + model, "wide")
+    assert main(["train", file, "--training-data", "train.csv", "--output", "run"]) == 0
+    predict = "--prediction-data", "test.csv", "--checkpoint", "run", "--output", "y.npy"
+    assert main(["predict", file, *predict]) == 0
+    assert np.load("y.npy").dtype == dtype
+    from safetensors.numpy import load_file
+
+    assert {tensor.dtype for tensor in load_file("run/weights.safetensors").values()} == {np.dtype(dtype)}
 
 
 def test_training_without_validation_data(project):

@@ -126,6 +126,21 @@ def test_table(tmp_path):
     assert "secret" not in str(error.value)
 
 
+def test_view(tmp_path):
+    pytest.importorskip("sqlalchemy")
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE digits (id INTEGER PRIMARY KEY, x REAL)")
+        database.executemany("INSERT INTO digits VALUES (?, ?)", [(1, 0.5), (2, 1.5), (3, 2.5)])
+        database.execute("CREATE VIEW large AS SELECT x, id FROM digits WHERE x > 1 ORDER BY x DESC")
+    url = f"sqlite:///{tmp_path}/a.db"
+    reader = open_records(f"{url}#large")
+    assert reader.column_names == ["x", "id"]
+    np.testing.assert_array_equal(read_values(reader), [[2.5, 3], [1.5, 2]])
+    assert len(open_records(url)) == 3  # the only table
+    with pytest.raises(nd.DataError, match="no table 'small'; the database has digits, large"):
+        open_records(f"{url}#small")
+
+
 @pytest.mark.parametrize(
     ("cell", "problem"), [(None, "None"), (b"\1" * 99, repr(b"\1" * 99)[:40])], ids=["null", "blob"]
 )

@@ -12,14 +12,14 @@ from .base import BadRecordError, RecordReader
 
 
 class SQLTableRecords(RecordReader):
-    """Rows of a table, which is read whole, ordered by its primary key, or else as returned by the database.
+    """Rows of a table or view, which is read whole, ordered by its primary key, or else as returned by the database.
 
     Rows are arrays of float64, or of text if the first row has text or dates; a missing value is then an empty text.
 
     Parameters
     ----------
     url : str
-        SQLAlchemy URL, followed by #TABLE if the database has several tables.
+        SQLAlchemy URL, followed by #TABLE (or #VIEW) unless the database has only one table.
     """
 
     def __init__(self, url: str) -> None:
@@ -80,8 +80,10 @@ class SQLTableRecords(RecordReader):
             raise DataError(f"{self.source}: no database {path}; correct the URL")
 
     def _find_table(self, sqlalchemy: Any, engine: Any, table: str) -> Any:
-        names = sqlalchemy.inspect(engine).get_table_names()
-        if not table and len(names) == 1:
+        inspector = sqlalchemy.inspect(engine)
+        tables = inspector.get_table_names()
+        names = [*tables, *inspector.get_view_names()]
+        if not table and 1 in (len(tables), len(names)):
             table = names[0]
         if table not in names:
             contents = f"the database has {', '.join(names) or 'none'}"

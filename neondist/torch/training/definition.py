@@ -75,7 +75,7 @@ class ModelDefinition:
             raise ConfigError(f"{site}: loss(labels, predictions) cannot be called: {error}") from None
 
     def model(self, seed: int = 0) -> TorchModel:
-        """Return the model for the training loop."""
+        """Return the model for the training loop; in float64 if all parameters of the module are float64."""
         factory = self.factory
         assert factory is not None
 
@@ -86,9 +86,15 @@ class ModelDefinition:
                 raise ConfigError(f"{site}: {factory.__name__} returned a {name}; return a torch.nn.Module")
             return module
 
+        with torch.random.fork_rng(devices=[]):
+            dtypes = {parameter.dtype for parameter in create_module().parameters()}
         module_function = _rename_function(factory, create_module)
         return TorchModel(
-            module_function, loss=TorchLoss(self._make_loss()), optimizer=self._make_optimizer(), seed=seed
+            module_function,
+            loss=TorchLoss(self._make_loss()),
+            optimizer=self._make_optimizer(),
+            seed=seed,
+            dtype="float64" if dtypes == {torch.float64} else "float32",
         )
 
     def check_loss(self, output_shape: Sequence[int], images: np.ndarray, labels: np.ndarray | None) -> None:
