@@ -171,6 +171,10 @@ class Split:
         """Return the bytes that reading all samples of these epochs adds to caches of this split."""
         return 0
 
+    def describe_sample(self, number: int) -> str:
+        """Return the place of a sample, such as its file and line."""
+        return describe_sample(self.tiles, number)
+
     def close(self) -> None:
         """Close files and wait for pending reads; later reads reopen them."""
 
@@ -216,6 +220,15 @@ class _Subset:
 
     def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         return read_cells(self._samples, self._sample_numbers[indices], cells)
+
+    def describe_sample(self, number: int) -> str:
+        return describe_sample(self._samples, int(self._sample_numbers[number]))
+
+
+def describe_sample(tiles: TileArray, number: int) -> str:
+    """Return the place of a sample: its number, or what `tiles` describes it by."""
+    describe = getattr(tiles, "describe_sample", None)
+    return f"sample {number}" if describe is None else str(describe(number))
 
 
 def read_cells(tiles: TileArray, samples: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:

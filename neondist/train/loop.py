@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from ..arrays.namespace import to_host
 from ..comm import all_or_none
 from ..costs.mean import local_weighted_denominators, mean_cost, parts_of, weighted_mean_parts
 from ..data import Dataset, Split
-from ..errors import ConfigError
+from ..errors import ConfigError, NonFiniteError
 from ..metrics import Metric, Misclassification, OutputLayout
 from ..models import Model, Trainable, TrainableModel
 from ..registry.arguments import type_checked
@@ -127,7 +129,9 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     sent, summed = model.whole_model.bytes_sent - totals.sent, model.whole_model.bytes_summed - totals.summed
     for split.epoch, batches in _epoch_minibatches(run, seed):
         own_batches = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
-        with closing(_read_batches(model, split, own_batches)) as read:
+        last_batch: list[np.ndarray] = []
+        locates, reads = _locate_nonfinite_samples(model, split, last_batch), _read_batches(model, split, own_batches)
+        with locates, closing(reads) as read:
             for first, upto, batch in batches:
                 if run.stop is not None:
                     return
@@ -135,6 +139,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 if master is not None:
                     master.begin_minibatch(first, upto, len(batch))
                 # no variable refers to the images, so their memory is free while the next batch is read
+                last_batch[:] = [batch]
                 run.loss = float(model.train_batch(*next(read), batch_size=len(batch)))
                 credited = master is None or master.finish_minibatch()
                 if credited:
@@ -162,6 +167,40 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             remote.pull_values()
         else:
             remote.pull_final_values()
+
+
+@contextmanager
+def _locate_nonfinite_samples(model: Trainable, split: Split, last_batch: list[np.ndarray]) -> Iterator[None]:
+    """Add the sample of the last batch with non-finite, or with the largest, values to a NonFiniteError. Collective."""
+    try:
+        yield
+    except NonFiniteError as error:
+        if error.raised_on_all_ranks and last_batch:
+            (batch,) = last_batch
+            numbers = batch[slice(*model.grid.sample_range(len(batch)))].tolist()
+            own = [finding for number in numbers for finding in _largest_magnitudes(split, number, model.dtype)]
+            largest, values = max(chain(*model.grid.world.allgather(own)), key=itemgetter(0))
+            finding = (
+                f"largest in this batch: {largest:.3g}, {values}"
+                if math.isfinite(largest)
+                else f"{values} is not finite"
+            )
+            error.args = (f"{error} ({finding})",)
+        raise
+
+
+def _largest_magnitudes(split: Split, number: int, dtype: np.dtype) -> list[tuple[float, str]]:
+    """Return the largest magnitudes of a sample's inputs and targets, infinite for NaN, with their place."""
+    indices = np.array([number])
+    arrays = {"input": split.images(indices, dtype), "target": split.targets(indices)}
+    return [
+        (
+            float(np.nan_to_num(np.abs(array).max(initial=0), nan=math.inf, posinf=math.inf)),
+            f"{name} of {split.describe_sample(number)}",
+        )
+        for name, array in arrays.items()
+        if array.dtype.kind == "f"
+    ]
 
 
 def _epoch_minibatches(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:

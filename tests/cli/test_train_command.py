@@ -258,6 +258,29 @@ def test_nonfinite_steps(project, capsys):
     assert main(["train", file, *words]) == 0
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (3, np.nan, r"(input of train.csv:40 is not finite)"),
+        (3, -np.inf, r"(input of train.csv:40 is not finite)"),
+        (16, np.nan, r"(target of train.csv:40 is not finite)"),
+        (3, -3e38, r"(largest in this batch: 3e+38, input of train.csv:40)"),
+    ],
+)
+def test_nonfinite_records_are_located(project, capsys, column, value, message):
+    records = draw_records(64)
+    records[39, column] = value
+    write_csv(project / "train.csv", records)
+    text = MODEL_DEFINITION.replace("values[:, 16].astype(np.int64)", "values[:, 16]").replace(
+        "nn.functional.cross_entropy(predictions, labels)", "nn.functional.mse_loss(predictions[:, 0], labels)"
+    )
+    words = "--training-data", "train.csv", "--output", "run", "--minibatch-size", "16"
+    assert main(["train", write_model(project, text, "regression"), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_bad_records(project, capsys):
     text = (project / "train.csv").read_text().splitlines()
     text[9] = "1,2,3"

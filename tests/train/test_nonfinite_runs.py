@@ -1,12 +1,15 @@
 """Runs with non-finite values."""
 
 import math
+import re
 
+import h5py
 import numpy as np
 import pytest
 from toy_training import make_experiment
 from training_records import read_metrics
 
+import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
 from neondist.errors import ConfigError, NonFiniteError
@@ -53,7 +56,7 @@ def test_skipped_steps_are_reported(tmp_path, capsys):
 def test_run_stops_on_all_ranks():
     def body(transport):
         experiment = make_experiment(2)
-        with pytest.raises(NonFiniteError, match="first non-finite value: the images on rank 0;") as caught:
+        with pytest.raises(NonFiniteError, match=r"value: the images on rank 0;.*\(input of sample 7 is not") as caught:
             experiment.run(experiment.open_grid(transport), hooks=[MakeSampleNonfinite()])
         return str(caught.value)
 
@@ -67,6 +70,27 @@ def test_message_and_exit_code_of_a_nonfinite_loss(tmp_path, capsys):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert "step 2: first non-finite value: the output of layer 'fc1'; lower the learning rate" in err
+    assert re.search(r"skip \(largest in this batch: \d\S*, input of sample \d+\)\n", err)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nonfinite_values_in_hdf5_files_are_located(tmp_path, ranks):
+    path = tmp_path / "a.h5"
+    targets = np.zeros((12, 6, 6), "f4")
+    targets[7, 5, 5] = np.nan
+    with h5py.File(path, "w") as file:
+        file["train/images"], file["train/labels"] = np.ones((12, 6, 6, 1), "f4"), targets
+
+    def body(transport):
+        model = nd.ConvnetDist([nd.ConvLayerDist(1, 3, padding=1)], cost=nd.MSE(), optimizer=nd.SGD(0.1))
+        dataset = nd.HDF5Dataset(path, validation=None, test_share=None, train="train")
+        experiment = nd.FitExperiment(dataset, model, batch_size=4, epochs=1)
+        with pytest.raises(NonFiniteError) as caught:
+            experiment.run(experiment.open_grid(transport), output=tmp_path / "run")
+        return str(caught.value)
+
+    for message in loopback.run(ranks, body):
+        assert message.endswith(f"(target of {path}: sample 7 of train/images is not finite)")
 
 
 def test_mean_loss_is_nan_if_all_steps_are_skipped(tmp_path):

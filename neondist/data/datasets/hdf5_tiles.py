@@ -73,6 +73,10 @@ class HDF5Array:
             part._array = self._open_array().part(part.tile)
         return part[indices]
 
+    def describe_sample(self, number: int) -> str:
+        """Return the file, the array and the index of a sample."""
+        return f"{self.path}: sample {self.sample_numbers[number]} of {self.name}"
+
     def close(self) -> None:
         """Close the file; a later read reopens it."""
         file, self._file, self._array = self._file, None, None

@@ -108,6 +108,10 @@ class RandomCropTileReader:
             out[index] = self._fill_and_check(item, values).reshape(out.shape[1:])
         return out
 
+    def describe_sample(self, number: int) -> str:
+        """Return the file of a sample."""
+        return self.images[number].name
+
     def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes of decoded chunks that reading all crops of these epochs adds to the cache."""
         current, chunks, total = self.crops.epoch, set[Hashable](), 0

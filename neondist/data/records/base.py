@@ -46,6 +46,10 @@ class RecordReader(ABC):
     def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers; BadRecordError if one cannot be read."""
 
+    def describe_record(self, number: int) -> str:
+        """Return the place of a record."""
+        return f"{self.source}: record {number}"
+
     def find_bad_records(self) -> list[tuple[int, str]]:
         """Read all records, and return the numbers of those that cannot be read, each with the error message."""
         errors: list[tuple[int, str]] = []
@@ -75,13 +79,23 @@ class ConcatenatedRecords(RecordReader):
         """Return records by their numbers over all parts."""
         records = []
         for number in record_numbers:
-            index = int(np.searchsorted(self._cumulative_lengths, number, side="right"))
-            first = int(self._cumulative_lengths[index]) - len(self.readers[index])
+            reader, own_number = self._find_part(number)
             try:
-                records += self.readers[index].read([number - first])
+                records += reader.read([own_number])
             except BadRecordError as error:
                 raise BadRecordError(number, str(error)) from error
         return records
+
+    def describe_record(self, number: int) -> str:
+        """Return the place of a record in its part."""
+        reader, own_number = self._find_part(number)
+        return reader.describe_record(own_number)
+
+    def _find_part(self, number: int) -> tuple[RecordReader, int]:
+        """Return the part that contains a record, and the record's number in it."""
+        index = int(np.searchsorted(self._cumulative_lengths, number, side="right"))
+        first = int(self._cumulative_lengths[index]) - len(self.readers[index])
+        return self.readers[index], number - first
 
     def close(self) -> None:
         """Close all parts."""

@@ -59,6 +59,10 @@ class CsvRecords(RecordReader):
         """Return rows by their numbers."""
         return [self._read_row(number) for number in record_numbers]
 
+    def describe_record(self, number: int) -> str:
+        """Return the file and line of a row."""
+        return f"{self.path}:{self._line_numbers[number]}"
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -77,8 +81,9 @@ class CsvRecords(RecordReader):
             raise self._bad_record(number, f"column {column}: {cells[index]!r} is not a number") from error
 
     def _bad_record(self, number: int, problem: str) -> BadRecordError:
-        place = f"{self.path}:{self._line_numbers[number]}"
-        return BadRecordError(number, f"{place}: {problem}; correct the row, or skip it with --skip-bad-records")
+        return BadRecordError(
+            number, f"{self.describe_record(number)}: {problem}; correct the row, or skip it with --skip-bad-records"
+        )
 
     def _read_cells(self, number: int) -> list[str]:
         self._file.seek(self._line_offsets[number])

@@ -136,6 +136,10 @@ class _SampleTiles:
         assert values is not None  # prediction needs no labels
         return values[(slice(None), *self._tile)]
 
+    def describe_sample(self, number: int) -> str:
+        """Return the place of a sample's record."""
+        return self._samples.reader.describe_record(int(self._samples.record_numbers[number]))
+
 
 class _RecordDataset(Dataset):
     """Records of one or two sources; see `record_dataset`."""
