@@ -76,7 +76,8 @@ def add_parser(commands: Any) -> None:
     _add_weights_options(cmd)
     cmd.add_argument(
         "--input", type=options.parse_path, metavar="X", required=True,
-        help="images of any size: a file such as .npy, .h5 (or FILE.h5:NAME), .tif or .zarr",
+        help="images of any size: a file such as .npy, .h5 (or FILE.h5:NAME), .tif or .zarr; or FILE,FILE,... with the"
+        " channels of one image",
     )  # fmt: skip
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="Y", required=True, help="output file, in one of these formats"

@@ -111,6 +111,11 @@ class TileSource(ABC):
                 f"{path}: {format_bytes(decoded)} must be decoded at once; rewrite the file with chunks of about 1 MB"
             )
 
+    @property
+    def files(self) -> list[str]:
+        """The files of the image."""
+        return [self.path]
+
     def read(self, box: BoxLike) -> np.ndarray:
         """Return the cells of a box as a new array with channels last; concurrent threads take turns.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError, MissingPackageError, OutputError
 from .axes import AXIS_ORDER, Axes
 from .base import MAX_CHUNK_BYTES, TileSink, TileSource
+from .channel_stack import ChannelStack, split_stack_name
 
 PLUGIN_GROUP = "neondist.formats"  # group of entry points, each of which is a Format
 
@@ -84,7 +86,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     ----------
     path : path
         A file of a known type, or a folder of images. 'FILE:NAME' selects an array in a file, 'PATH#2' the third
-        resolution level.
+        resolution level; 'FILE,FILE' stacks the channels of files of the same extents.
     level : int, optional
         Resolution level; 0 (default) is the finest.
     axes : str, optional
@@ -103,6 +105,11 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     ...     tile = source.read([(0, 512), (512, 1024), (0, 3)])
     """
     text = str(path)
+    if len(files := split_stack_name(text)) > 1:
+        with ExitStack() as opened:
+            stack = ChannelStack([opened.enter_context(open_source(file, level=level, axes=axes)) for file in files])
+            opened.pop_all()
+        return stack
     if level is None and not os.path.exists(text) and (match := re.fullmatch(r"(.+)#(\d+)", text)):
         text, level = match[1], int(match[2])
     file, inside = _split_array_name(text)

@@ -277,3 +277,24 @@ def test_invalid_files(path, tmp_path):
 def test_invalid_arguments(arguments, message):
     with pytest.raises(ConfigError, match=message):
         nd.HDF5Dataset(**{"path": "x.h5"} | arguments)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_nonfinite_label_maps_are_located(path, value, ahead):
+    write_hdf5(path, maps=(13, 10))
+    with h5py.File(path, "a") as file:
+        maps = file["train/labels"][...].astype("f4")
+        maps[4, 12, 0] = value
+        del file["train/labels"]
+        file["train/labels"] = maps
+    for ranks, failing in ((1, 1), (2, 1)):
+        errors = []
+        for grid in make_grids(1, ranks, 1):
+            train, *_ = nd.HDF5Dataset(path, ahead=ahead).open_splits(grid)
+            next(train.batches([[3, 5]]))
+            try:
+                list(train.batches([[3, 5], [6, 4]]))
+            except DataError as error:
+                errors.append(str(error))
+        assert errors == [f"{path}: train/labels of sample 4 is not finite; correct it"] * failing

@@ -163,6 +163,114 @@ def test_three_splits(write_files, tmp_path):
             open_dataset(nd.ProcessGrid.serial(), fields, test=test)
 
 
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_splits_in_other_folders(tmp_path, split):
+    for folder, names in (("train", "aab"), ("val", "ba")):
+        for number, name in enumerate(names):
+            save(tmp_path / folder / name / f"{folder}{number}.npy", make_sample(number)[0])
+    for option in (f"{tmp_path}/val/*/*.npy", {"images": f"{tmp_path}/val/*/*.npy"}):
+        options = {"validation": None, split: option}
+        data = nd.ImageFiles(f"{tmp_path}/train/*/*.npy", crop=[24, 30], **options)
+        data.open(nd.ProcessGrid.serial())
+        assert list(data.splits) == ["train", split]
+        assert data.train.targets(range(3)).tolist() == [0, 0, 1]
+        assert data.splits[split].targets(range(2)).tolist() == [0, 1]
+        assert [Path(item.name).parts[-2:] for item in data.splits[split].tiles.images] == [
+            ("a", "val1.npy"),
+            ("b", "val0.npy"),
+        ]
+
+
+def test_splits_by_tables_of_the_same_folder(tmp_path):
+    for number in range(6):
+        save(tmp_path / f"{number}.npy", make_sample(number % 5)[0])
+    (tmp_path / "train.csv").write_text("0.npy,x\n4.npy,y\n1.npy,y\n")
+    (tmp_path / "val.csv").write_text("5.npy,y\n")
+    (tmp_path / "test.csv").write_text("file,class\n2.npy,y\n3.npy,x\n")
+
+    def open_splits(**options):
+        data = nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/train.csv", crop=[24, 30], **options)
+        data.open(nd.ProcessGrid.serial())
+        return {
+            name: [
+                (Path(item.name).stem, target) for item, target in zip(split.tiles.images, split.labels, strict=True)
+            ]
+            for name, split in data.splits.items()
+        }
+
+    expected = {"train": [("0", 0), ("1", 1), ("4", 1)], "validation": [("5", 1)], "test": [("2", 1), ("3", 0)]}
+    assert open_splits(validation=f"{tmp_path}/val.csv", test={"labels": f"{tmp_path}/test.csv"}) == expected
+    assert open_splits(validation=None, test=f"{tmp_path}/test.csv") == {n: expected[n] for n in ("train", "test")}
+    for options, message in [
+        (
+            {"validation": f"{tmp_path}/train.csv"},
+            "validation: .*npy is also a training image; make the splits disjoint",
+        ),
+        (
+            {"validation": f"{tmp_path}/val.csv", "test": f"{tmp_path}/val.csv"},
+            "test: .*5.npy is also a validation image",
+        ),
+        ({"validation": {"images": "x/*.npy"}}, "validation.images: no file matches x"),
+        ({"validation": {}}, "validation: expected a mapping with 'images'"),
+        ({"validation": {"maps": "a"}}, "validation: expected a mapping with 'images'.* got maps"),
+    ]:
+        with pytest.raises(nd.UserError, match=message):
+            open_splits(**options)
+    with pytest.raises(nd.ConfigError, match="labels: folders is not a table of the training images"):
+        nd.ImageFiles(f"{tmp_path}/*.npy", validation=f"{tmp_path}/val.csv")
+
+
+def write_bands(folder, bands=("B02", "B03"), count=4):
+    images = np.random.default_rng(0).integers(0, 255, (count, 40, 50, len(bands)), dtype=np.uint8)
+    for number, image in enumerate(images):
+        for channel, band in enumerate(bands):
+            save(folder / f"scene{number}_{band}.npy", image[..., channel])
+        save(folder / f"scene{number}_mask.npy", (image[..., 0] > 100).astype(np.uint8))
+    return images
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_files_of_an_image_are_its_channels(tmp_path, ranks):
+    images = write_bands(tmp_path)
+    patterns = [f"{tmp_path}/*_B03.npy", f"{tmp_path}/*_B02.npy"]
+
+    def run(grid):
+        data = nd.ImageFiles(patterns, f"{tmp_path}/*_mask.npy", normalise="none", validation=None)
+        data.open(grid)
+        assert data.sample_shape == (40, 50, 2)
+        return data.train.images([0, 2, 3]), data.train.targets([0, 2, 3]), grid.tile_box((40, 50)).slices
+
+    for x, y, cells in run_on_ranks(ranks, run):
+        expected = images[[0, 2, 3]][(slice(None), *cells)]
+        np.testing.assert_array_equal(x, expected[..., ::-1])
+        np.testing.assert_array_equal(y, expected[..., 0] > 100)
+
+
+def test_incomplete_channels_are_rejected(tmp_path):
+    write_bands(tmp_path)
+    patterns = [f"{tmp_path}/*_B02.npy", f"{tmp_path}/*_B03.npy"]
+
+    def check(images=patterns):
+        nd.ImageFiles(images, f"{tmp_path}/*_mask.npy", normalise="none").check()
+
+    with pytest.raises(nd.DataError, match=r"no file matches .*B04"):
+        check([*patterns, f"{tmp_path}/*_B04.npy"])
+    (tmp_path / "scene2_B03.npy").rename(tmp_path / "scene7_B03.npy")
+    with pytest.raises(nd.DataError, match=r"scene2_B02.npy: has no counterpart in .*\*_B03.npy; name the files"):
+        check()
+    (tmp_path / "scene7_B03.npy").unlink()
+    with pytest.raises(nd.DataError, match=r"scene2_B02.npy: has no counterpart in .*\*_B03.npy"):
+        check()
+    np.save(tmp_path / "scene2_B03.npy", np.zeros((39, 50), "u1"))
+    with pytest.raises(
+        nd.DataError, match=r"scene2_B03.npy: has extents \[39, 50\] of axes YX, but .*scene2_B02.npy has"
+    ):
+        check()
+    (tmp_path / "scene2_B03.npy").rename(tmp_path / "scene2,_B03.npy")
+    with pytest.raises(nd.DataError, match=r"scene2,_B03\.npy: has a comma in its name"):
+        check()
+
+
 def test_test_folders_share_training_classes(tmp_path):
     for number, name in enumerate(("b/cat", "b/dog", "b/eel", "new/dog", "new/eel")):
         save(tmp_path / name / f"{number}.npy", make_sample(0)[0])

@@ -179,6 +179,28 @@ def test_hdf5_validation_from_another_file(tmp_path):
         nd.HDF5Dataset(tmp_path / "x.h5", validation={"path": tmp_path / "z.h5"}).check()
 
 
+def test_hdf5_test_samples_from_another_file(tmp_path):
+    arrays = write_hdf5(tmp_path / "a.h5")
+    others = write_hdf5(tmp_path / "b.h5", counts=(5, 3))
+    for test, key in [
+        (str(tmp_path / "b.h5"), "train"),
+        ({"path": tmp_path / "b.h5"}, "train"),
+        ({"path": tmp_path / "b.h5", "group": "test"}, "test"),
+    ]:
+        data = open_dataset(nd.HDF5Dataset(tmp_path / "a.h5", test=test))
+        np.testing.assert_array_equal(data.test.tiles[np.arange(len(data.test))], others[key, "images"])
+        assert len(data.train) == len(arrays["train", "images"])
+        assert data.validation is None
+    for test, message in [
+        ({"path": str(tmp_path / "b.h5"), "group": "none"}, "b.h5: has no group 'none'; specify the group with test"),
+        ("holdout", "a.h5: has no group 'holdout'; specify the group with test"),
+        (str(tmp_path / "c.h5"), "c.h5"),
+        ({"group": "x"}, "test: .* is invalid; expected {path: FILE, group: NAME}"),
+    ]:
+        with pytest.raises(nd.UserError, match=message):
+            nd.HDF5Dataset(tmp_path / "a.h5", test=test).check()
+
+
 @pytest.mark.parametrize("validation", [{}, {"file": "x"}, {"path": ""}, {"path": "y.h5", "group": ""}, ""])
 def test_hdf5_invalid_validation_sources(validation):
     with pytest.raises(ConfigError, match="validation: "):

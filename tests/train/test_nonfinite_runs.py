@@ -76,21 +76,21 @@ def test_message_and_exit_code_of_a_nonfinite_loss(tmp_path, capsys):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nonfinite_values_in_hdf5_files_are_located(tmp_path, ranks):
     path = tmp_path / "a.h5"
-    targets = np.zeros((12, 6, 6), "f4")
-    targets[7, 5, 5] = np.nan
+    images = np.ones((12, 6, 6, 1), "f4")
+    images[7, 5, 5] = np.nan
     with h5py.File(path, "w") as file:
-        file["train/images"], file["train/labels"] = np.ones((12, 6, 6, 1), "f4"), targets
+        file["train/images"], file["train/labels"] = images, np.zeros((12, 6, 6), "f4")
 
     def body(transport):
         model = nd.ConvnetDist([nd.ConvLayerDist(1, 3, padding=1)], cost=nd.MSE(), optimizer=nd.SGD(0.1))
-        dataset = nd.HDF5Dataset(path, validation=None, test_share=None, train="train")
+        dataset = nd.HDF5Dataset(path, validation=None)
         experiment = nd.FitExperiment(dataset, model, batch_size=4, epochs=1)
         with pytest.raises(NonFiniteError) as caught:
             experiment.run(experiment.open_grid(transport), output=tmp_path / "run")
         return str(caught.value)
 
     for message in loopback.run(ranks, body):
-        assert message.endswith(f"(target of {path}: sample 7 of train/images is not finite)")
+        assert message.endswith(f"(input of {path}: sample 7 of train/images is not finite)")
 
 
 def test_mean_loss_is_nan_if_all_steps_are_skipped(tmp_path):

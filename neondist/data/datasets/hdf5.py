@@ -17,7 +17,7 @@ from ...terminal.console import counted
 from ..base import SPLITS, Dataset, Split, count_named_classes
 from ..raw_values import white_value
 from .hdf5_source import ArrayInfo, HDF5GroupInfo, hash_content, read_group_info
-from .hdf5_tiles import HDF5Array, PrefetchingSplit
+from .hdf5_tiles import HDF5Array, HDF5Targets, PrefetchingSplit
 
 _MAX_CLASSES = 2**31  # classes
 _DEFAULT_TEST_SHARE = 0.1
@@ -36,8 +36,10 @@ class HDF5Dataset(Dataset):
     images, labels : str
         Names of the arrays in each group. Labels are classes (N,), targets (N, K), or maps (N, H, W) or (N, H, W, K)
         with the spatial extent of the network's output.
-    train, test : str
-        Names of the groups; '/' is the file itself.
+    train : str
+        Name of the training group; '/' is the file itself.
+    test : str or mapping
+        The test group, which may be missing if it has the default name; or another file, as for `validation`.
     test_share : float, optional
         Fraction of the samples to draw once and hold out for testing if there is no group `test`. Default: 0.1, or
         none if there is a validation group or file, or a single sample.
@@ -71,7 +73,7 @@ class HDF5Dataset(Dataset):
         images: str = "images",
         labels: str = "labels",
         train: str = "train",
-        test: str = "test",
+        test: str | Mapping[str, str | os.PathLike[str]] = "test",
         test_share: Annotated[float, above(0, below=1)] | None = None,
         classes: Count | None = None,
         class_names: Sequence[str] | None = None,
@@ -83,12 +85,12 @@ class HDF5Dataset(Dataset):
     ) -> None:
         if not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a path; give an HDF5 file")
-        for field, name in (("images", images), ("labels", labels), ("train", train), ("test", test)):
+        for field, name in (("images", images), ("labels", labels), ("train", train)):
             _check_hdf5_name(field, name)
         self.path, self.images, self.labels = path, images, labels
-        self._group_locations = {"train": (self.file, train), "test": (self.file, test)}
+        self._group_locations = {"train": (self.file, train), "test": self._file_and_group_of("test", test, train)}
         if isinstance(validation, (str, Mapping)):
-            self._group_locations["validation"] = self._locate_validation_group(validation, train)
+            self._group_locations["validation"] = self._file_and_group_of("validation", validation, train)
             validation = None
         super().__init__(validation=validation)
         self.test_share, self.mean, self.std, self.scale = test_share, mean, std, scale
@@ -126,19 +128,17 @@ class HDF5Dataset(Dataset):
         splits = {name: self._make_split(grid, groups.get(name, first), first, n) for name, n in samples.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 
-    def _locate_validation_group(
-        self, validation: str | Mapping[str, str | os.PathLike[str]], train: str
+    def _file_and_group_of(
+        self, split: str, location: str | Mapping[str, str | os.PathLike[str]], train: str
     ) -> tuple[Path, str]:
-        """Return the file and the group of the validation samples."""
-        if isinstance(validation, str):
-            if not validation.endswith((".h5", ".hdf5")):
-                return self.file, _check_hdf5_name("validation", validation)
-            validation = {"path": validation}
-        if not {"path"} <= set(validation) <= {"path", "group"} or not os.fspath(validation["path"]):
-            raise ConfigError(f"validation: {dict(validation)!r} is invalid; expected {{path: FILE, group: NAME}}")
-        return Path(os.path.expanduser(validation["path"])), _check_hdf5_name(
-            "validation", validation.get("group", train)
-        )
+        """Return the file and the group of the samples of a split."""
+        if isinstance(location, str):
+            if not location.endswith((".h5", ".hdf5")):
+                return self.file, _check_hdf5_name(split, location)
+            location = {"path": location}
+        if not {"path"} <= set(location) <= {"path", "group"} or not os.fspath(location["path"]):
+            raise ConfigError(f"{split}: {dict(location)!r} is invalid; expected {{path: FILE, group: NAME}}")
+        return Path(os.path.expanduser(location["path"])), _check_hdf5_name(split, location.get("group", train))
 
     def _random_test_share(self, groups: Mapping[str, HDF5GroupInfo]) -> float:
         """Return the fraction of the training samples that is held out for testing."""
@@ -152,7 +152,7 @@ class HDF5Dataset(Dataset):
             info = read_group_info(path, group, self.images, self.labels)
             if info is not None:
                 groups[name] = info
-            elif name == "train" or (name == "validation" and (path, group) != (self.file, name)):
+            elif name == "train" or (path, group) != (self.file, name):
                 raise DataError(f"{path}: has no group '{group}'; specify the group with {name}: ('/' is the file)")
         first = groups["train"]
         shape = first.images.shape[1:]
@@ -206,14 +206,17 @@ class HDF5Dataset(Dataset):
     def _make_split(
         self, grid: ProcessGrid, group: HDF5GroupInfo, first: HDF5GroupInfo, sample_numbers: np.ndarray
     ) -> Split:
-        def tiles(array: ArrayInfo) -> HDF5Array:
+        def tiles(array: ArrayInfo, cls: type[HDF5Array]) -> HDF5Array:
             cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
-            return HDF5Array(
+            return cls(
                 group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_size_and_mtime
             )
 
-        labels = tiles(group.labels) if group.sample_labels is None else group.sample_labels[sample_numbers]
-        return PrefetchingSplit(tiles(group.images), labels, self.ahead, **self._normalisation_arguments(first.images))
+        labels = (
+            tiles(group.labels, HDF5Targets) if group.sample_labels is None else group.sample_labels[sample_numbers]
+        )
+        arguments = self._normalisation_arguments(first.images)
+        return PrefetchingSplit(tiles(group.images, HDF5Array), labels, self.ahead, **arguments)
 
     def _normalisation_arguments(self, images: ArrayInfo) -> dict[str, Any]:
         defaults = {"mean": 0.0, "std": 1.0, "scale": white_value(images.dtype)}

@@ -68,7 +68,7 @@ class HDF5Array:
     def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         inner = (slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True))
-        part = HDF5Array(self.path, self.name, *self._expected, tuple(inner), self.sample_numbers, self._file_state)
+        part = type(self)(self.path, self.name, *self._expected, tuple(inner), self.sample_numbers, self._file_state)
         with convert_hdf5_errors(self.path):
             part._array = self._open_array().part(part.tile)
         return part[indices]
@@ -92,6 +92,18 @@ class HDF5Array:
                 raise DataError(f"{self.path}: {self.name} has changed since the run began; run the command again")
             self._array = array
         return self._array
+
+
+class HDF5Targets(HDF5Array):
+    """Targets of an HDF5 file, which must be finite."""
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        targets = super().__getitem__(indices)
+        if targets.dtype.kind == "f" and not np.isfinite(targets).all():
+            at = int(np.flatnonzero(~np.isfinite(targets.reshape(len(targets), -1)).all(1))[0])
+            number = self.sample_numbers[indices][at]
+            raise DataError(f"{self.path}: {self.name} of sample {number} is not finite; correct it")
+        return targets
 
 
 class PrefetchingSplit(Split):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ from .image_lists import (
     open_mask,
     read_labels,
     require_same_format,
+    select_images_in_table,
 )
 
 _NUM_FIT_BOXES, _BOX_EXTENT = 64, 256  # number and extent of the boxes for fitting the normalisation
@@ -49,9 +51,10 @@ class ImageFiles(Dataset):
 
     Parameters
     ----------
-    images : str
+    images : str or sequence of str
         A pattern such as ``'scans/*.tif'``, ``'data/**/*.png'`` or, for all file types, ``'data/*'``; 'FILE.nc:NAME'
-        selects an array, the suffix '#1' a resolution level.
+        selects an array, the suffix '#1' a resolution level. Several patterns, such as ``['*/t1.nii', '*/t2.nii']``:
+        one file of each contains channels of the same image.
     labels : str
         'folders': folder names are classes. FILE.csv: rows of FILE,CLASS, with class numbers from 0 or class names
         (numbered in sorted order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks named like the
@@ -81,11 +84,10 @@ class ImageFiles(Dataset):
         Value substituted for NaN, in the units of the file. Default: NaN is an error.
     seed : int
         Seed of the positions of crops and of the choice of validation images.
-    validation : float or int
-        Fraction or number of the images to draw once and hold out for validation.
-    test : float or int, or mapping, optional
-        Fraction or number of the images held out for the test split; or other files, {images: PATTERN}, labelled like
-        the training images, or {images: PATTERN, labels: ...}.
+    validation, test : float, int, str or mapping, optional
+        Fraction or number of the images to draw once and hold out for this split; or other files, as a pattern of
+        images or {images: PATTERN, labels: ...}, by default labelled like the training images; or another table of the
+        same images, 'FILE.csv'.
     ahead : bool
         Prefetch the next batch in a thread.
     cache : int or str
@@ -100,7 +102,7 @@ class ImageFiles(Dataset):
 
     def __init__(
         self,
-        images: str,
+        images: str | Sequence[str],
         labels: str = "folders",
         *,
         crop: Sequence[Count] | None = None,
@@ -115,12 +117,18 @@ class ImageFiles(Dataset):
         std: Positive | Sequence[Positive] | None = None,
         fill: Finite | None = None,
         seed: int = 0,
-        validation: float | int | None = 0.1,
-        test: float | int | Mapping[str, str] | None = None,
+        validation: float | int | str | Mapping[str, str | Sequence[str]] | None = 0.1,
+        test: float | int | str | Mapping[str, str | Sequence[str]] | None = None,
         ahead: bool = True,
         cache: int | str = "128MiB",
     ) -> None:
-        super().__init__(validation=validation)
+        options = {"validation": validation, "test": test}
+        self._files_of_split = {
+            split: _files_of_split(split, option, labels)
+            for split, option in options.items()
+            if isinstance(option, str | Mapping)
+        }
+        super().__init__(validation=None if isinstance(validation, str | Mapping) else validation)
         if crop is not None and not 1 <= len(crop) <= 3:
             raise ConfigError(f"crop: {list(crop)} are {len(crop)} extents; give [h, w] or [d, h, w]")
         if not 0 <= percentiles[0] < percentiles[1] <= 100:
@@ -135,31 +143,26 @@ class ImageFiles(Dataset):
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
         self.seed, self.ahead, self.cache = seed, ahead, cache
         self._cache_bytes = parse_bytes("cache", cache)
-        if isinstance(test, Mapping) and not {"images"} <= set(test) <= {"images", "labels"}:
-            raise ConfigError(
-                "test: expected a mapping with 'images' and optionally 'labels' (default: the training labels pattern),"
-                f" got {', '.join(test) or 'nothing'}"
-            )
-        if not isinstance(test, Mapping):
-            require_fraction_or_count("test", test)
-        self._test_option = test
-        self._num_images_to_split = 0  # images that are not in files of the test split
+        self._test_share = None if isinstance(test, str | Mapping) else test
+        require_fraction_or_count("test", self._test_share)
+        #: numbers of the images in files of each split
+        self._image_numbers: dict[str, np.ndarray] = {}
         self._masks: list[ImageEntry] | None = None
         self._image_labels: np.ndarray | None = None
         self._images: list[ImageEntry] = []
 
     def check(self) -> None:
         """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
-        num_axes = None if self.crop is None else len(self.crop)
-        self._images = list_images(match_images("images", self.images, self.labels), num_axes)
-        self._num_images_to_split, groups = len(self._images), [(self.labels, self._images)]
-        if isinstance(self._test_option, Mapping):
-            labels = self._test_option.get("labels", self.labels)
-            test_items = list_images(match_images("test.images", self._test_option["images"], labels), num_axes)
-            if shared := {item.name for item in test_items} & {item.name for item in self._images}:
-                raise DataError(f"test: {min(shared)} is also a training image; make the patterns disjoint")
-            groups = [*groups, (labels, test_items)] if labels != self.labels else [(labels, self._images + test_items)]
-            self._images = self._images + test_items
+        items_by_split, labels_by_split = self._list_images()
+        groups = {
+            labels: [split for split in labels_by_split if labels_by_split[split] == labels]
+            for labels in labels_by_split.values()
+        }
+        self._images, self._image_numbers = [], {}
+        for split in chain(*groups.values()):
+            first_number = len(self._images)
+            self._images += items_by_split[split]
+            self._image_numbers[split] = np.arange(first_number, len(self._images))
         first = self._images[0]
         extents = tuple(self.crop) if self.crop is not None else first.extents
         require_same_format(self._images, extents, self.crop is None)
@@ -167,7 +170,8 @@ class ImageFiles(Dataset):
         self.classes = self._given_classes
         values, masks = [], []
         names: Sequence[str] = ()
-        for labels, items in groups:
+        for labels, splits in groups.items():
+            items = [item for split in splits for item in items_by_split[split]]
             if labels == "folders" or labels.lower().endswith(".csv"):
                 targets, self.classes, names = read_labels(labels, items, self.classes, names)
                 values.append(targets)
@@ -176,13 +180,13 @@ class ImageFiles(Dataset):
         self.class_names = self._given_class_names or names
         kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
-            raise DataError("test: has another kind of labels than the training split; give both the same kind")
+            raise DataError(f"{splits[0]}: has another kind of labels than the training split; give both the same kind")
         self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
         if self._image_labels is not None:
             self.target_shape = self._image_labels.shape[1:]
         else:
             self.target_shape = extents if is_class_map(masks[0]) else (*extents, masks[0].shape[-1])
-        if self._validation_share is not None and self._num_images_to_split < 2:
+        if self._validation_share is not None and len(items_by_split["train"]) < 2:
             raise DataError(f"{self.images}: one image cannot be split; add images, or set test and validation: null")
         self._image_numbers_by_split()
 
@@ -206,22 +210,44 @@ class ImageFiles(Dataset):
         """Open a file of class labels whose values are those of the masks."""
         return open_mask(name, axes, self.class_values, self.ignore_index)
 
+    def _list_images(self) -> tuple[dict[str, list[ImageEntry]], dict[str, str]]:
+        """Return the images in files of each split, training images first, and their labels."""
+        num_axes = None if self.crop is None else len(self.crop)
+        labels = {"train": self.labels}
+        labels |= {split: str(files.get("labels", self.labels)) for split, files in self._files_of_split.items()}
+        patterns = {"train": self.images} | {
+            split: files.get("images", "") for split, files in self._files_of_split.items()
+        }
+        items: dict[str, list[ImageEntry]] = {}
+        for split, pattern in patterns.items():
+            field = "images" if split == "train" else f"{split}.images"
+            items[split] = list_images(match_images(field, pattern or self.images, labels[split]), num_axes)
+        if "" in patterns.values():  # tables select the images of splits
+            for split, pattern in patterns.items():
+                if pattern in ("", self.images):
+                    items[split] = select_images_in_table(labels[split], items[split])
+        for split, others in items.items():
+            for other in list(items)[: list(items).index(split)]:
+                if shared := {item.name for item in others} & {item.name for item in items[other]}:
+                    kind = "training" if other == "train" else other
+                    raise DataError(f"{split}: {min(shared)} is also a {kind} image; make the splits disjoint")
+        return items, labels
+
     def _image_numbers_by_split(self) -> list[np.ndarray]:
         """Return the indices of the images for training, validation and test."""
-        count = self._num_images_to_split
-        drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")
+        training = self._image_numbers["train"]
+        count = len(training)
+        drawn = training[rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")]
         first = 0 if self._validation_share is None else self.count_validation_samples(count)
-        if isinstance(self._test_option, Mapping) or self._test_option is None:
-            rest, last = np.arange(self._num_images_to_split, len(self._images)), first
-        else:
-            last = first + count_held_out("test", self._test_option, self._num_images_to_split)
-            rest = drawn[first:last]
-        if last >= self._num_images_to_split:
+        last = first + (0 if self._test_share is None else count_held_out("test", self._test_share, count))
+        if last >= count:
             raise DataError(
                 f"test: {counted(first, 'image')} for validation and {last - first} for test leave no training"
                 " images; hold out fewer"
             )
-        return [np.sort(image_numbers) for image_numbers in (drawn[last:], drawn[:first], rest)]
+        parts = {"train": drawn[last:], "validation": drawn[:first], "test": drawn[first:last]}
+        parts |= {split: numbers for split, numbers in self._image_numbers.items() if split != "train"}
+        return [np.sort(parts[split]) for split in SPLITS]
 
     def _make_split(self, grid: ProcessGrid, image_numbers: np.ndarray, normalisation: dict[str, Any]) -> Split:
         """Return the crops of some images as a split."""
@@ -265,6 +291,26 @@ class ImageFiles(Dataset):
             low, high = np.percentile(sample, self.percentiles, axis=0)
             width = high - low
         return {"mean": low, "std": np.where(width > 0, width, 1.0), **overrides}
+
+
+def _files_of_split(
+    split: str, option: str | Mapping[str, str | Sequence[str]], labels: str
+) -> Mapping[str, str | Sequence[str]]:
+    """Return the patterns of the images and labels of a split; without images, a table selects training images."""
+    if isinstance(option, str):
+        option = {"labels": option} if option.lower().endswith(".csv") else {"images": option}
+    is_table = str(option.get("labels", "")).lower().endswith(".csv")
+    if not option or not {"images", "labels"} >= {*option} or not ("images" in option or is_table):
+        raise ConfigError(
+            f"{split}: expected a mapping with 'images' and optionally 'labels' (default: the training labels), or a"
+            f" table FILE.csv, got {', '.join(option) or 'nothing'}"
+        )
+    if "images" not in option and not labels.lower().endswith(".csv"):
+        raise ConfigError(
+            f"{split}: {option['labels']} lists images, but labels: {labels} is not a table of the training images;"
+            " give one, or the images of this split"
+        )
+    return option
 
 
 def _check_class_values(values: Sequence[int], classes: int, ignore_index: int | None) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...formats import TileSource, open_source
+from ...formats.channel_stack import split_stack_name
 from ...formats.image_loader import IMAGE_SUFFIXES
 from ...formats.pictures import ClassMapSource
 from ...formats.table import has_known_suffix
@@ -59,12 +60,33 @@ def match_files(field: str, pattern: str) -> list[str]:
     return [path + suffix for path in paths]
 
 
-def match_images(field: str, pattern: str, labels: str) -> list[str]:
-    """Return the files that match a pattern, without masks among them: a.png and a_mask.png may be in one folder."""
-    names = match_files(field, pattern)
-    has_masks = labels not in ("folders", pattern) and not labels.lower().endswith(".csv")
-    masks = match_files("labels", labels) if has_masks else []
-    return sorted({*names} - {*masks}) or names
+def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list[str]:
+    """Return the files that match a pattern, without masks among them: a.png and a_mask.png may be in one folder.
+
+    With several patterns, an image consists of one file of each pattern, joined by commas, with equal varying parts.
+    """
+    columns = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        names = match_files(field, pattern)
+        has_masks = labels not in ("folders", pattern) and not labels.lower().endswith(".csv")
+        masks = match_files("labels", labels) if has_masks else []
+        columns.append(sorted({*names} - {*masks}) or names)
+    if len(columns) == 1:
+        return columns[0]
+    keys = [_varying_parts(column) for column in columns]
+    for pattern, column, own_keys in zip(patterns, columns, keys, strict=True):
+        if commas := [name for name in column if "," in name]:
+            raise DataError(f"{commas[0]}: has a comma in its name, which separates the files of an image; rename it")
+        for name, key in zip(columns[0] + column, keys[0] + own_keys, strict=True):
+            if (key in keys[0]) != (key in own_keys):
+                raise DataError(
+                    f"{name}: has no counterpart in {pattern if key in keys[0] else patterns[0]}; name the files of an"
+                    " image alike, and give one file per pattern for each image"
+                )
+        if len({*own_keys}) < len(own_keys):
+            raise DataError(f"{field}: several files of {pattern} belong to the same image; correct the pattern")
+    files = [dict(zip(own_keys, column, strict=True)) for own_keys, column in zip(keys, columns, strict=True)]
+    return [",".join(by_key[key] for by_key in files) for key in keys[0]]
 
 
 def is_picture(name: str) -> bool:
@@ -128,7 +150,7 @@ def read_labels(
     `names`: the class names of the training split, whose numbers a test split shares.
     """
     if labels == "folders":
-        folders = [Path(item.name).parent.name for item in items]
+        folders = [Path(split_stack_name(item.name)[0]).parent.name for item in items]
         if not names and len(set(folders)) < 2:
             raise DataError(f"labels: all images are in folder '{folders[0]}'; give each class a folder, or set labels")
         values, names = _number_class_names(labels, folders, names)
@@ -160,6 +182,12 @@ def read_labels(
     return values, count, names
 
 
+def select_images_in_table(labels: str, items: Sequence[ImageEntry]) -> list[ImageEntry]:
+    """Return the images that a table of labels lists."""
+    names = _read_rows_by_image(Path(os.path.expanduser(labels)), items)
+    return [item for item in items if item.name in names]
+
+
 def _number_class_names(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[np.ndarray, Sequence[str]]:
     """Return the class number of each text, and all class names."""
     names = names or sorted(set(texts))
@@ -173,8 +201,10 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
     """Return the mask of each image: the file of the same name, or the only mask for the only image."""
     names = match_files("labels", pattern)
     images = list(dict.fromkeys(item.name for item in items))
+    firsts = [split_stack_name(name)[0] for name in images]
     is_pair = len(images) == len(names) == 1
-    mask_by_image = dict(zip(images, names, strict=True)) if is_pair else _match_masks_by_stem(images, names, pattern)
+    mask_by_first = dict(zip(firsts, names, strict=True)) if is_pair else _match_masks_by_stem(firsts, names, pattern)
+    mask_by_image = {name: mask_by_first[first] for name, first in zip(images, firsts, strict=True)}
     masks = {name: list_images([mask_by_image[name]], num_axes, masks=True) for name in images}
     counts = Counter(item.name for item in items)
     for name, group in masks.items():
@@ -250,11 +280,21 @@ def _stem_without_suffixes(name: str) -> str:
 
 def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
     """Return the texts of a table, one row per image."""
+    rows_by_name = _read_rows_by_image(path, items)
+    for item in items:
+        if item.name not in rows_by_name:
+            raise DataError(f"{path}: has no row for {item.name}; give each image a label")
+    return np.array([rows_by_name[item.name] for item in items], dtype=str)
+
+
+def _read_rows_by_image(path: Path, items: Sequence[ImageEntry]) -> dict[str, list[str]]:
+    """Return the texts of a table by the name of the image."""
     rows = [row for _, row in read_csv_rows(path, "FILE,CLASS")]
     names_by_tail: dict[str, set[str]] = {}
     for item in items:
-        for tail in (*_trailing_path_parts(item.name), _stem_without_suffixes(item.name)):
-            names_by_tail.setdefault(tail, set()).add(item.name)
+        for file in split_stack_name(item.name):
+            for tail in (*_trailing_path_parts(file), _stem_without_suffixes(file)):
+                names_by_tail.setdefault(tail, set()).add(item.name)
 
     def match_image_names(text: str) -> set[str]:
         return next((names_by_tail[tail] for tail in _trailing_path_parts(text) if tail in names_by_tail), set())
@@ -275,10 +315,7 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
             )
         if rows_by_name.setdefault(name, row[1:]) != row[1:]:
             raise DataError(f"{path}: {row[0]!r} has two rows; keep one")
-    for item in items:
-        if item.name not in rows_by_name:
-            raise DataError(f"{path}: has no row for {item.name}; give each image a label")
-    return np.array([rows_by_name[item.name] for item in items], dtype=str)
+    return rows_by_name
 
 
 def _trailing_path_parts(name: str) -> list[str]:

@@ -86,10 +86,11 @@ class Images:
 
     def file_identity(self) -> list[Any]:
         """Return values that change if the file changes."""
-        path = Path(self.source.path)
-        files = sorted(path.iterdir())[:1000] if path.is_dir() else [path]
-        source, times = self.source, [size_and_mtime(file) for file in files]
-        return [str(path), source.axes, list(source.shape), str(source.dtype), times]
+        source, files = self.source, list[Path]()
+        for path in map(Path, source.files):
+            files += sorted(path.iterdir())[:1000] if path.is_dir() else [path]
+        times = [size_and_mtime(file) for file in files]
+        return [source.path, source.axes, list(source.shape), str(source.dtype), times]
 
 
 def open_images(
@@ -152,6 +153,8 @@ def _shape_error(path: str | Path, sample_shape: Sequence[int], shape: Sequence[
     actual = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
     order = "other names" if axes else "the order"
     remedy = f", or {order} of the axes, such as --axes C{SPATIAL_AXES[4 - len(sample_shape) :]}"
+    if axes and shape[-1] < sample_shape[-1]:
+        remedy += ", or the files of all channels, as FILE,FILE"
     return DataError(
         f"{path}: holds {actual}; the model takes ({expected}): give images of these axes and channels{remedy}"
     )

@@ -158,7 +158,7 @@ def _write_outputs(
         with all_or_none(grid.world):
             output_kinds.check_output_kinds(kinds, method.output_shape[-1], target)
             for path in paths.values():
-                if path.resolve() == Path(images.source.path).resolve():
+                if path.resolve() in [Path(file).resolve() for file in images.source.files]:
                     raise OutputError(f"{path}: is the input; choose another output")
             job = {"outputs": kinds, "route": method.identity_for_resume, "input": images.file_identity(), **identities}
             if journal is not None:
