@@ -168,7 +168,7 @@ class TileSource(ABC):
                 f"{self.path}: a box of {shape} was read as {list(array.shape)}; restore the file from a good copy"
             )
         self.bytes_read += self._decoded_bytes(cells)
-        return np.ascontiguousarray(array, self.dtype)
+        return np.require(array, self.dtype, ["C", "W"])  # copies read-only memory of the file
 
     def _read_cached(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
         """Return cells from the cache; first read and cache missing chunks, a row of neighbouring chunks at a time."""

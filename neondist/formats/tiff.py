@@ -236,6 +236,11 @@ class TIFFSink(InPlaceSink):
         extents = dict(zip(self.axes, self.shape, strict=True))
         if not {"Y", "X"} <= set(self.axes):
             raise ConfigError(f"{self.path}: TIFF files need axes Y and X, not '{self.axes}'; choose .npy or .h5")
+        if extents["X"] == extents["C"] == 1 and len(self.axes) > 3:
+            raise ConfigError(
+                f"{self.path}: the TIFF library cannot write pages of one column, axes '{self.axes}', shape"
+                f" {list(self.shape)}; choose .npy or .h5"
+            )
         chunks = dict(zip(self.axes, self.chunks or default_chunks(self.shape, self.axes, self.dtype), strict=True))
         tile = tuple(ceil(chunks[name] / 16) * 16 for name in "YX")
         channels = extents["C"] > 1

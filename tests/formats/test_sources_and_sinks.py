@@ -273,3 +273,33 @@ def test_dtypes_of_formats(tmp_path, suffix, dtype):
     with nd.open_source(path) as source:
         np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)).squeeze(), array.squeeze())
         assert source.dtype == array.dtype
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".png"])
+def test_boxes_are_new_writable_arrays(tmp_path, suffix):
+    array, path = draw_image("YXC", "uint8"), tmp_path / f"out{suffix}"
+    write(path, array, "YXC")
+    with nd.open_source(path) as source:
+        for box in ([(0, n) for n in array.shape], [(3, 40), (5, 6), (0, 2)]):
+            cells = source.read(box)
+            cells += 1
+            np.testing.assert_array_equal(source.read(box), crop(array, box))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("axes", ["YXC", "ZYXC", "TYXC", "TZYXC"])
+@pytest.mark.long
+def test_axes_of_one_cell(tmp_path, suffix, axes):
+    for number in range(2 ** len(axes)):
+        shape = tuple(1 if number >> axis & 1 else n for axis, n in enumerate((3, 5, 4, 6, 2)[-len(axes) :]))
+        array = np.random.default_rng(number).integers(0, 99, shape, dtype=np.int16)
+        path = tmp_path / f"{number}{suffix}"
+        if (suffix, shape[-2:]) == (".tif", (1, 1)) and len(axes) > 3:
+            with pytest.raises(nd.ConfigError, match="cannot write pages of one column"):
+                write(path, array, axes)
+            assert not path.exists()
+            continue
+        write(path, array, axes)
+        with nd.open_source(path, **({"axes": axes} if suffix in (".npy", ".h5") else {})) as source:
+            cells = source.read([(0, n) for n in source.shape])
+            np.testing.assert_array_equal(cells.ravel(), array.ravel())
