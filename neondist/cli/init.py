@@ -93,7 +93,7 @@ def _folder_yaml(folder: Path) -> str:
             if (place := _find_images(sub)) is None:
                 raise DataError(f"{sub}: has no images, but {pair[0].name}/ and {pair[1].name}/ both need some")
             if others := [other.name for other in sorted(sub.iterdir()) if place[0] not in (sub, other)]:
-                emit(f"{place[0]} is used, without {', '.join(others[:9])}; set `test` for another split")
+                emit(f"{place[0]} is used, without {', '.join(others[:9])}; set `validation` or `test` for others")
             places.append(place)
         return _segmentation_yaml(*(_image_pattern(*place) for place in places))
     if patterns := _image_and_mask_patterns_of_cases(folder) or _image_and_mask_patterns_by_name(folder):
@@ -114,7 +114,15 @@ def _classification_yaml(folder: Path) -> str:
     elif len(classes) < 2:
         if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
             first = min(nested, key=lambda sub: not sub.name.startswith("train"))
-            raise DataError(f"{folder}: has no images, but {first.name}/ has image folders; run neondist init {first}")
+            validation = next((sub for sub in nested if sub.name.lower().startswith("val") and sub != first), None)
+            remedy = (
+                f", and set validation: {_quote_yaml(_image_pattern(validation, '*'))} in the file"
+                if validation
+                else ""
+            )
+            raise DataError(
+                f"{folder}: has no images, but {first.name}/ has image folders; run neondist init {first}{remedy}"
+            )
         if any(path.suffix.lower() == ".dcm" for path in folder.rglob("*")):
             raise DataError(f"{folder}: has DICOM files; convert each series to NIfTI, for example with dcm2niix")
         if series := sorted(path for path in folder.iterdir() if path.suffix in (".nc", ".nc4", ".zarr")):
@@ -239,7 +247,8 @@ def _image_and_mask_patterns_of_cases(folder: Path) -> list[str]:
         return []
     if images[1:]:
         emit(
-            f"one image of each case is used, *{images[0]}, without {', '.join(images[1:])}; edit `images` for another"
+            f"one image of each case is used, *{images[0]}, without {', '.join(images[1:])}; edit `images`, or"
+            " list a pattern for each channel"
         )
     return [str(Path(escape(str(folder)), "*", f"*{escape(end)}")) for end in (images[0], masks[0])]
 
@@ -381,7 +390,10 @@ def _image_pattern(folder: Path, subfolders: str = "") -> str:
     modalities = {match and match[0] for match in (re.search(r"_\d{4}\.nii(\.gz)?$", path.name) for path in paths)}
     if len(modalities) > 1 and None not in modalities:  # nnU-Net: case_0000.nii.gz, case_0001.nii.gz
         first, *rest = sorted(filter(None, modalities))
-        emit(f"one image of each case is used, *{first}, without {', '.join(rest)}; edit `images` for another")
+        emit(
+            f"one image of each case is used, *{first}, without {', '.join(rest)}; edit `images`, or list a pattern for"
+            " each channel"
+        )
         return str(Path(escape(str(folder)), subfolders, f"*{first}"))
     return str(Path(escape(str(folder)), subfolders, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))
 
