@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -13,11 +15,15 @@ from ..comm import Transport
 from ..errors import ConfigError, LaunchError
 from ..registry import suggest
 from ..registry.arguments import type_checked
+from ..registry.ranges import Index
 from ..system.heartbeat import has_port
 from ..system.job import count_torchrun_ranks, detect_job, local_rank
 
 _CANONICAL_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
 
+_HOST_VARIABLES = {"ps": "PS_HOSTS", "worker": "WORKER_HOSTS", "master": "MASTER_HOST"}
+_BATCH_VARIABLES = "JOB_ID", "JENKINS_URL"
+"""Variables of Grid Engine and Jenkins, which set JOB_NAME to the name of a job."""
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
@@ -72,8 +78,8 @@ class TaskSpecDef:
         worker_hosts: Sequence[str] | str | None = None,
         master: Sequence[str] | str | None = None,
         *,
-        num_workers: int | None = None,
-        generation: int = 0,
+        num_workers: Index | None = None,
+        generation: Index = 0,
     ) -> None:
         if task_type not in _CANONICAL_TYPES:
             raise ConfigError(f"task type '{task_type}' is unknown{suggest(str(task_type), _CANONICAL_TYPES)}")
@@ -224,23 +230,26 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
     environ = os.environ if environ is None else environ
     if environ.get("TF_CONFIG"):
         return _parse_tf_config(environ["TF_CONFIG"])
-    if environ.get("JOB_NAME"):
+    hosts = {kind: environ[name] for kind, name in _HOST_VARIABLES.items() if environ.get(name)}
+    if (job := environ.get("JOB_NAME")) and (hosts or not any(name in environ for name in _BATCH_VARIABLES)):
         return _create_task(
-            "JOB_NAME",
-            task_type=environ["JOB_NAME"],
+            {"": "JOB_NAME", "index": "TASK_INDEX", **_HOST_VARIABLES},
+            task_type=job,
             index=_read_integer(environ, "TASK_INDEX", "0"),
-            ps_hosts=environ.get("PS_HOSTS"),
-            worker_hosts=environ.get("WORKER_HOSTS"),
-            master=environ.get("MASTER_HOST"),
+            ps_hosts=hosts.get("ps"),
+            worker_hosts=hosts.get("worker"),
+            master=hosts.get("master"),
         )
     for rank, size, restarts in _RANK_VARIABLES:
         if rank in environ and size in environ:
-            index, workers = _read_integer(environ, rank), _read_integer(environ, size)
-            generation = _read_integer(environ, restarts, "0") if restarts else 0
-            return _create_task(rank, task_type="worker", index=index, num_workers=workers, generation=generation)
-    for name in ("WORKER_HOSTS", "PS_HOSTS"):
-        if environ.get(name):
-            raise ConfigError(f"JOB_NAME: missing, but {name} is set; set it to master, worker, ps or evaluator")
+            index, workers = _read_integer(environ, rank), _read_integer(environ, size, least=1)
+            generation = _read_integer(environ, restarts, "0", least=0) if restarts else 0
+            names = {"": rank, "index": rank}
+            return _create_task(names, task_type="worker", index=index, num_workers=workers, generation=generation)
+    for kind in hosts:
+        raise ConfigError(
+            f"JOB_NAME: missing, but {_HOST_VARIABLES[kind]} is set; set it to master, worker, ps or evaluator"
+        )
     return TaskSpecDef()
 
 
@@ -265,7 +274,8 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
         raise ConfigError(f"TF_CONFIG: task.index: expected an integer, got {index!r}")
     trial = task.get("trial")
     return _create_task(
-        "TF_CONFIG",
+        {"": "TF_CONFIG", "index": "TF_CONFIG: task.index"},
+        [name for name in cluster if cluster[name]],
         task_type=str(task.get("type", "master")),
         index=index,
         trial=None if trial is None else str(trial),
@@ -275,25 +285,27 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
     )
 
 
-def _create_task(variable: str, **arguments: Any) -> TaskSpecDef:
+def _create_task(names: Mapping[str, str], cluster: Iterable[str] = (), **arguments: Any) -> TaskSpecDef:
+    """Return the task; errors name the variables, given by argument and task type, and by '' for all others."""
     try:
         task = TaskSpecDef(**arguments)
     except ConfigError as error:
-        raise ConfigError(f"{variable}: {error}") from None
+        field, _, problem = str(error).partition(": ")
+        raise ConfigError(f"{names[field]}: {problem}" if field in names else f"{names['']}: {error}") from None
     members = {"master": [task.master] if task.master else [], "worker": task.worker_hosts, "ps": task.ps_hosts}
-    if any(members.values()) and not members.get(task.type, True):
+    types = [*(name for name, hosts in members.items() if hosts), *(name for name in cluster if name not in members)]
+    if types and not members.get(task.type, True):
         raise ConfigError(
-            f"{variable}: task type '{task.type}' is not in the cluster, which has"
-            f" {', '.join(name for name, hosts in members.items() if hosts)}; add its address, or correct the type"
+            f"{names['']}: task type '{task.type}' is not in the cluster, which has {', '.join(types)}; add its"
+            " address, or correct the type"
         )
-    addresses = [address for hosts in members.values() for address in hosts]
-    for address in addresses:
+    addresses = [(kind, address) for kind, hosts in members.items() for address in hosts]
+    for kind, address in addresses:
+        variable, count = names.get(kind, names[""]), [other for _, other in addresses].count(address)
         if not has_port(address):
             raise ConfigError(f"{variable}: '{address}' has no port; give the address of each task as HOST:PORT")
-        if addresses.count(address) > 1:
-            raise ConfigError(
-                f"{variable}: '{address}' is listed {addresses.count(address)} times; give each task its own port"
-            )
+        if count > 1:
+            raise ConfigError(f"{variable}: '{address}' is listed {count} times; give each task its own port")
     return task
 
 
@@ -316,9 +328,10 @@ def _split_hosts(hosts: Sequence[str] | str | None) -> list[str]:
     return [host.strip() for host in names if host.strip()]
 
 
-def _read_integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+def _read_integer(environ: Mapping[str, str], name: str, default: str | None = None, least: float = -math.inf) -> int:
     text = environ.get(name, default)
-    try:
-        return int(str(text))
-    except ValueError:
-        raise ConfigError(f"{name}: expected an integer, got '{text}'") from None
+    with suppress(ValueError):
+        if (number := int(str(text))) >= least:
+            return number
+    minimum = f" of at least {least}" if least > -math.inf else ""
+    raise ConfigError(f"{name}: expected an integer{minimum}, got '{text}'")

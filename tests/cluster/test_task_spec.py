@@ -65,12 +65,19 @@ def test_shards_partition_the_workers(workers, with_master, servers, last_worker
     ({"TF_CONFIG": '{"cluster": {"master": ["a:1", "b:1"]}}'}, "TF_CONFIG: master: expected one"),
     ({"TF_CONFIG": '{"cluster": {"master": ["a:1"], "chief": ["b:1"]}}'}, "one master or chief, got a:1, b:1"),
     ({"JOB_NAME": "master", "WORKER_HOSTS": "a:1"}, "JOB_NAME: task type 'master' is not in the cluster"),
-    ({"JOB_NAME": "master", "MASTER_HOST": "a:1,b:1"}, "JOB_NAME: master: expected one"),
+    ({"JOB_NAME": "master", "MASTER_HOST": "a:1,b:1"}, "MASTER_HOST: expected one master or chief, got a:1, b:1"),
+    ({"MASTER_HOST": "a:1"}, "JOB_NAME: missing, but MASTER_HOST is set"),
     ({"TASK_INDEX": "1", "WORKER_HOSTS": "a:1,b:1"}, "JOB_NAME: missing, but WORKER_HOSTS is set"),
     ({"PS_HOSTS": "a:1"}, "JOB_NAME: missing, but PS_HOSTS is set"),
     ({"TF_CONFIG": '{"task": {"type": "worker", "index": "0"}}'}, "task.index"),
     ({"JOB_NAME": "worker", "TASK_INDEX": "x", "WORKER_HOSTS": "a:1"}, "TASK_INDEX"),
-    ({"JOB_NAME": "wroker"}, "wroker"),
+    ({"JOB_NAME": "worker", "TASK_INDEX": "2", "WORKER_HOSTS": "a:1,b:1"}, "TASK_INDEX: 2 of task type"),
+    ({"JOB_NAME": "wroker"}, "JOB_NAME: task type 'wroker' is unknown"),
+    ({"JOB_NAME": "wroker", "WORKER_HOSTS": "a:1", "JOB_ID": "7"}, "JOB_NAME: task type 'wroker' is unknown"),
+    ({"TF_CONFIG": '{"cluster": {"wroker": ["a:1"]}, "task": {"type": "worker"}}'}, "the cluster, which has wroker"),
+    ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}'}, "task.index: 1"),
+    ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "-1"}, "WORLD_SIZE: expected an integer of at least 1"),
+    ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "-1"}, "RESTART_COUNT: expected an integer of"),
     ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT"),
@@ -130,8 +137,16 @@ def test_invalid_addresses_are_reported_at_once(kind, address, problem, evaluato
         nd.TaskSpec({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
     variables = {name: ",".join(cluster.get(kind, [])) for name, kind in
                  (("PS_HOSTS", "ps"), ("WORKER_HOSTS", "worker"), ("MASTER_HOST", "master"))}  # fmt: skip
-    with pytest.raises(nd.ConfigError, match=f"JOB_NAME: {problem}"):
+    variable = "[A-Z]+_HOSTS?" if address == "w:1" else {"ps": "PS", "worker": "WORKER"}.get(kind, "MASTER") + "_HOST"
+    with pytest.raises(nd.ConfigError, match=f"{variable}S?: {problem}"):
         nd.TaskSpec({"JOB_NAME": task["type"], **variables})
+
+
+@pytest.mark.parametrize("system", ["JOB_ID", "JENKINS_URL"])
+def test_job_name_of_a_batch_system(system):
+    assert nd.TaskSpec({"JOB_NAME": "train.sh", system: "1"}).is_master()
+    ranks = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert nd.TaskSpec({"JOB_NAME": "train.sh", system: "1", **ranks}).num_workers == 4
 
 
 def test_task_with_several_mpi_ranks(monkeypatch):
