@@ -317,12 +317,13 @@ class _MPIExchange(Exchange):
     transport: MPITransport
 
     def __init__(self, transport: MPITransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.mpi, self.requests, self.datatypes = transport.mpi, list[Any](), list[Any]()
         super().__init__(transport, sends, receives)
-        self.mpi = transport.mpi
-        self.datatypes: list[Any] = []
         # receives first, so that no message arrives before its receive is posted
-        self.requests = [transport.comm.Recv_init(self._message_spec(m), m.peer) for m in self.receives]
-        self.requests += [transport.comm.Send_init(self._message_spec(m), m.peer) for m in self.sends]
+        for message in self.receives:
+            self.requests.append(transport.comm.Recv_init(self._message_spec(message), message.peer))
+        for message in self.sends:
+            self.requests.append(transport.comm.Send_init(self._message_spec(message), message.peer))
 
     def _message_spec(self, message: Message) -> list[Any]:
         from mpi4py.util.dtlib import from_numpy_dtype

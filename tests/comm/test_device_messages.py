@@ -1,5 +1,7 @@
 """Messages and sums of device arrays: direct if MPI accepts device memory, otherwise through the host."""
 
+import gc
+
 import numpy as np
 import pytest
 from device import Device
@@ -32,6 +34,18 @@ def test_messages_to_the_same_rank(monkeypatch, aware):
     copied = device.synchronisations
     assert isinstance(exchange.sends[0].array, np.ndarray) != aware
     assert device.synchronisations == copied
+
+
+@pytest.mark.parametrize("array", [np.zeros(4), np.zeros(4, object)])
+def test_failed_exchange_is_released(monkeypatch, array):
+    """Raise only the first error, although requests and datatypes created before it are released."""
+    unraisable = []
+    monkeypatch.setattr("sys.unraisablehook", unraisable.append)
+    messages = [Message(peer, array, (slice(0, 2),)) for peer in (0, 7)]
+    with pytest.raises((MPI.Exception, ValueError)):
+        MPITransport(MPI.COMM_SELF).create_exchange(messages, messages[:1])
+    gc.collect()
+    assert not unraisable
 
 
 def test_messages_leave_other_cells_unchanged():
