@@ -18,6 +18,7 @@ from ..registry.arguments import type_checked
 from ..registry.ranges import Index
 from ..system.heartbeat import has_port
 from ..system.job import count_torchrun_ranks, detect_job, local_rank
+from ..terminal.script_errors import install_script_error_hook
 
 _CANONICAL_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
 
@@ -171,6 +172,7 @@ class TaskSpecDef:
         SystemExit
             When a parameter server has finished.
         """
+        install_script_error_hook()
         if self.is_ps():
             if not self.ps_hosts:
                 raise ConfigError(f"create_server: parameter server {self.index} has no address; add it to ps_hosts")

@@ -10,8 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from traceback import walk_tb
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +17,7 @@ import numpy as np
 from .. import safe_path
 from ..cluster import ResourceSpec
 from ..comm import ProcessGrid, SingleTransport
-from ..errors import ConfigError, LaunchError, UserError
+from ..errors import ConfigError, LaunchError
 from ..geometry import grid_shape
 from ..models import Model
 from ..models.whole_batches import distribute_created_models
@@ -27,7 +25,7 @@ from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import resolve_grid
 from ..system.job import detect_job
-from ..terminal.console import say
+from ..terminal.script_errors import install_script_error_hook
 from ..train import Hook
 from .distributed_session import DistributedSession
 
@@ -81,8 +79,8 @@ class AutoDist:
         grid: ProcessGrid | Mapping[str, int] | None = None,
     ) -> None:
         job = detect_job(os.environ)
-        if job is None and sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _report_uncaught_mistake
+        if job is None:
+            install_script_error_hook()
         if not (resource_spec is None or isinstance(resource_spec, ResourceSpec)):
             resource_spec = ResourceSpec(resource_spec)
         self.resources = resource_spec
@@ -278,17 +276,6 @@ def _grid_factors(grid: object, strategy: StrategyBuilder | Strategy) -> dict[st
         if name not in _GRID_KEYS:
             raise ConfigError(f"grid: unknown key '{name}'{suggest(str(name), _GRID_KEYS)}")
     return resolve_grid(strategy, dict(grid or {})) or {"replicas": None}
-
-
-def _report_uncaught_mistake(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print a mistake of the user as one message with the line of the script; called by Python as the excepthook."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script is None or not isinstance(error, UserError):  # the interpreter continues after an error at its prompt
-        sys.__excepthook__(kind, error, trace)
-        return
-    lines = [f"{script}:{line}: " for frame, line in walk_tb(trace) if frame.f_code.co_filename == script]
-    say(f"error: {lines[-1] if lines else ''}{error}", sys.stderr)
-    raise SystemExit(2)
 
 
 def _source_line(function: object) -> str:

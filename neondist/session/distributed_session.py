@@ -15,6 +15,7 @@ from ..errors import ConfigError, NotReadyError
 from ..models import TrainingScriptAdapter
 from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index, NotNegative, Positive
+from ..terminal.script_errors import install_script_error_hook
 from ..train import Hook
 from ..train.callbacks.checkpoint import CheckpointSchedule
 from .evaluation import EvaluatorRole
@@ -97,6 +98,7 @@ class DistributedSession:
         stop_grace_period_secs: NotNegative = 120,
         log_step_count_steps: Count | None = 100,
     ) -> None:
+        install_script_error_hook()
         self.task_spec = TaskSpec() if task_spec is None else task_spec
         for name, argument in (("hooks", hooks), ("chief_only_hooks", chief_only_hooks)):
             if isinstance(argument, Hook):

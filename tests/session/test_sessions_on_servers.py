@@ -175,3 +175,20 @@ def test_signal_ends_a_server():
         server.send_signal(signal.SIGTERM)
         assert communicate(server, 60) == ("", None)
     assert server.returncode == 0
+
+
+@pytest.mark.parametrize(("kind", "statement", "message"), [
+    ("ps", "task.create_server()", "NEONDIST_TOKEN: expected a secret"),
+    ("worker", "nd.ProcessGrid(task.create_server())\nnd.DistributedSession(task, save_checkpoint_steps=0)",
+     "DistributedSession: save_checkpoint_steps: expected an integer of at least 1"),
+])  # fmt: skip
+def test_errors_of_scripts(tmp_path, kind, statement, message):
+    """Print one message with the line of the script, and exit with code 2."""
+    (tmp_path / "script.py").write_text(f"import neondist as nd\ntask = nd.TaskSpec()\n{statement}\n")
+    environ = os.environ | {"JOB_NAME": kind, "PS_HOSTS": "127.0.0.1:0", "WORKER_HOSTS": "127.0.0.1:1"}
+    environ.pop(TOKEN_VARIABLE, None)
+    command = [sys.executable, "script.py"]
+    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert result.stderr.startswith("error: ")
+    assert f"script.py:{2 + len(statement.splitlines())}: {message}" in result.stderr
