@@ -105,7 +105,23 @@ def test_folder_concatenates_its_files(tmp_path):
     records = draw_records(5)
     write_csv(tmp_path / "a.csv", records[:2])
     write_csv(tmp_path / "b.csv", records[2:])
+    (tmp_path / "_SUCCESS").touch()  # written by Hadoop and Spark
     np.testing.assert_array_equal(read_values(open_records(str(tmp_path))), records)
+
+
+def test_empty_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_csv(tmp_path / "a.csv", draw_records(5))
+    with pytest.raises(nd.DataError, match="the name of the records is empty; specify a CSV"):
+        open_records("")
+
+
+@pytest.mark.parametrize("text", ["Digits\n\nwritten by a script\n", "1,2\n", "a,1,2\nb,3,4\n"])
+def test_folder_with_other_files(tmp_path, text):
+    write_csv(tmp_path / "a.csv", draw_records(5))
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(nd.DataError, match=r"README\.md has rows of .*, but .*a\.csv of .*; keep only files"):
+        open_records(str(tmp_path))
 
 
 def test_table(tmp_path):

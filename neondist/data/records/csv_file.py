@@ -55,6 +55,10 @@ class CsvRecords(RecordReader):
     def __len__(self) -> int:
         return len(self._line_offsets)
 
+    def describe_row(self) -> str:
+        """Return the number and type of the cells of a row as text."""
+        return counted(self._column_count, "text cell" if self._is_text else "number")
+
     def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return rows by their numbers."""
         return [self._read_row(number) for number in record_numbers]

@@ -33,6 +33,8 @@ def open_records(source: str, role: str = "training") -> RecordReader:
     DataError
         If the source is missing or damaged.
     """
+    if not source.strip():
+        raise DataError("the name of the records is empty; specify a CSV, RecordIO or HDF5 file, or a table's URL")
     if "://" in source:
         return SQLTableRecords(source)
     path = Path(os.path.expanduser(source))
@@ -40,9 +42,16 @@ def open_records(source: str, role: str = "training") -> RecordReader:
     if array and not path.exists() and Path(os.path.expanduser(file)).is_file():
         return HDF5Records(Path(os.path.expanduser(file)), array)
     if path.is_dir():
-        parts = [_open_file(p, role) for p in sorted(path.iterdir()) if p.is_file() and p.name[0] != "."]
+        parts = [_open_file(p, role) for p in sorted(path.iterdir()) if p.is_file() and p.name[0] not in "._"]
         if not parts:
             raise DataError(f"{path}: has no files; specify a folder of CSV or RecordIO files")
+        rows = {part.describe_row(): part.source for part in parts if isinstance(part, CsvRecords)}
+        if len(rows) > 1:
+            (row, file), (other, other_file), *_ = rows.items()
+            raise DataError(
+                f"{path}: {file} has rows of {row}, but {other_file} of {other}; keep only files with the same columns"
+                " in the folder"
+            )
         return ConcatenatedRecords(source, parts)
     return _open_file(path, role)
 
