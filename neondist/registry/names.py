@@ -46,5 +46,6 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 def suggest_nearest(name: str, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or, without a close match, ''."""
-    near = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    by_lower = {choice.lower(): choice for choice in sorted(choices, reverse=True)}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean '{by_lower[near[0]]}'?" if near else ""

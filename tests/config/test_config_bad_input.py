@@ -24,6 +24,10 @@ CASES = {
         layer("!ToyKonv {}"),
         "exp.yaml:4: model.layers.0: unknown tag !ToyKonv; did you mean 'ToyConv'?",
     ),
+    "unknown tag in other case": (
+        layer("!TOYCONV {}"),
+        "exp.yaml:4: model.layers.0: unknown tag !TOYCONV; did you mean 'ToyConv'?",
+    ),
     "unknown tag, nothing near": (
         "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !Zzz {}",
         "exp.yaml:4: model.optimizer: unknown tag !Zzz; choose from ToySGD",
