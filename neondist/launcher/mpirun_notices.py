@@ -14,12 +14,14 @@ _CONNECTION_WARNINGS = re.compile(
 # printed when MPI aborts a rank, usually because another rank was lost
 _FATAL_LINE = re.compile(rb"\[[^\]\s]+:\d+\] \*\*\* ")
 _KILLED_RANK = re.compile(rb"noticed that process rank (\d+)[^\n]*\s+exited on (signal \d+ \([^)]*\))")
-_LOST_NODE = re.compile(rb"Remote daemon: .* on node (\S+)")
+# the second form: the ssh of a daemon exited
+_LOST_NODE = re.compile(rb"Remote daemon: .* on node (\S+)|Remote host: +(\S+)")
 _EXIT_NOTICES = (
     b"MPI_ABORT was invoked on rank",
     b"detected that one or more processes exited with non-zero status",
     b"has exited due to process rank",
     b"has lost communication with a remote daemon",
+    b"A daemon failed to report back after being spawned",
     b"noticed that process rank",
     b"An MPI communication peer process has unexpectedly disconnected",
 )
@@ -36,6 +38,11 @@ def copy_stream(source: int, target: int, notice_filter: NoticeFilter | None = N
 class NoticeFilter:
     """Filter that holds back possible notices: lines from one rule of dashes to the next.
 
+    Parameters
+    ----------
+    filters_warnings : bool
+        Whether to remove warnings of one line too, which mpirun writes only to stderr.
+
     Attributes
     ----------
     notices : removed notices about exit codes
@@ -43,7 +50,8 @@ class NoticeFilter:
     has_output : whether any other output was received
     """
 
-    def __init__(self) -> None:
+    def __init__(self, filters_warnings: bool = True) -> None:
+        self.line_starts = (_DASHED_LINE, b"[") if filters_warnings else (_DASHED_LINE,)
         self.notices, self.fatal_lines, self.has_output = b"", b"", False
         self.partial_line = b""
         self.held_lines: list[bytes] = []
@@ -52,7 +60,8 @@ class NoticeFilter:
     @property
     def lost_nodes(self) -> tuple[str, ...]:
         """Nodes whose daemons mpirun has lost."""
-        return tuple(dict.fromkeys(name.decode(errors="replace") for name in _LOST_NODE.findall(self.notices)))
+        names = (name for pair in _LOST_NODE.findall(self.notices) for name in pair if name)
+        return tuple(dict.fromkeys(name.decode(errors="replace") for name in names))
 
     @property
     def signals_by_rank(self) -> dict[int, str]:
@@ -82,7 +91,7 @@ class NoticeFilter:
     def _may_be_notice(self) -> bool:
         """Whether the partial line may be the beginning of a notice."""
         return self._follows_notice() or any(
-            start.startswith(self.partial_line[: len(start)]) for start in (_DASHED_LINE, b"[")
+            start.startswith(self.partial_line[: len(start)]) for start in self.line_starts
         )
 
     def _follows_notice(self) -> bool:
@@ -95,18 +104,20 @@ class NoticeFilter:
     def _filter_line(self) -> bytes:
         rule = self.partial_line.startswith(_DASHED_LINE)
         if not self.held_lines and not rule:
-            fatal = _FATAL_LINE.match(self.partial_line)
-            if fatal or self._follows_notice() or _CONNECTION_WARNINGS.match(self.partial_line):
+            is_warning = b"[" in self.line_starts and _CONNECTION_WARNINGS.match(self.partial_line)
+            fatal = b"[" in self.line_starts and _FATAL_LINE.match(self.partial_line)
+            if fatal or self._follows_notice() or is_warning:
                 self.fatal_lines += self.partial_line if fatal else b""
                 self.partial_line = b""
                 return b""
             return self._flush_partial_line()
         self.held_lines.append(self.partial_line)
         self.partial_line = b""
-        if not rule or len(self.held_lines) == 1:
+        held_lines = b"".join(self.held_lines)
+        is_notice = any(message in held_lines for message in _EXIT_NOTICES)
+        if len(self.held_lines) == 1 or (is_notice and not rule):
             return b""
-        held_lines, self.held_lines = b"".join(self.held_lines), []
-        self.removed_last_notice = any(message in held_lines for message in _EXIT_NOTICES)
+        self.held_lines, self.removed_last_notice = [], is_notice
         self.notices += held_lines if self.removed_last_notice else b""
         return b"" if self.removed_last_notice else held_lines
 

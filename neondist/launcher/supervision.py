@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -85,13 +84,16 @@ def supervise_command(
             env=dict(env),
             pass_fds=inherited_descriptors,
             stdin=subprocess.DEVNULL,
-            stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job if its output is closed
+            stdout=subprocess.PIPE,  # mpirun ends the job if its output is closed
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches mpirun once, through this process
             preexec_fn=parent_death_preexec(),
         )
-        notice_filter = NoticeFilter()
-        copiers = [_start_copier(process.stderr, sys.stderr.fileno(), notice_filter), _start_copier(process.stdout, 1)]
+        notice_filter, stdout_filter = NoticeFilter(), NoticeFilter(filters_warnings=False)
+        copiers = [
+            _start_copier(process.stderr, sys.stderr.fileno(), notice_filter),
+            _start_copier(process.stdout, 1, stdout_filter),
+        ]
         forwarder.send(forwarder.pending_signals)
         code = None
         while code is None:
@@ -116,6 +118,7 @@ def supervise_command(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    notice_filter.notices += stdout_filter.notices  # that of a daemon whose ssh exited
     signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
     ending = _determine_ending(code, signals, monitor, notice_filter)
     if changing and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
@@ -123,6 +126,8 @@ def supervise_command(
     ending = replace(
         ending, stop_requested=any(signal.Signals(n).name in STOP_SIGNALS for n in forwarder.received_signals)
     )
+    if ending.lost_nodes and monitor is not None and not monitor.rank_states:  # the daemons have not started
+        sys.stderr.write(notice_filter.notices.decode(errors="replace"))
     if not ending.failure_message:
         sys.stderr.write(notice_filter.fatal_lines.decode(errors="replace"))
         failed = ending.exit_code not in (0, STOPPED_EXIT_CODE)

@@ -172,6 +172,29 @@ def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
         servers.end()
 
 
+@needs_sshd
+@needs_mpirun
+@pytest.mark.long
+@pytest.mark.parametrize("killed", ["prted", "sshd"])
+def test_lost_daemon_of_a_node_with_sshd(folder, tmp_path, killed):
+    """Name the node, although the first rank to exit is one that mpirun ended; ssh reports the loss of its command."""
+    servers = SshServers(tmp_path, "nodeB", "nodeC")
+    write_nodes(folder, ["nodeB", "nodeC"], **{name: servers.settings(name) for name in ("nodeB", "nodeC")})
+    try:
+        servers.wait()
+        job = start_command(build_command("launch", "nodes.yaml", "script.py", "--wait"), folder, **servers.env)
+        while not job.stdout.readline().startswith("["):
+            pass
+        (session,) = servers.sessions("nodeB", "ess_base_vpid")
+        daemons = [process for process in session.children(recursive=True) if process.name() == "prted"]
+        (daemons[0] if killed == "prted" else session).kill()
+        out, err = communicate(job, 60)
+        assert (job.returncode > 128, out) == (True, ""), err
+        assert "error: node nodeB was lost: its daemon was killed, or the network to it failed; " in err
+    finally:
+        servers.end()
+
+
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs openssh-client")
 @needs_mpirun
 def test_addresses_without_an_ssh_server(folder, monkeypatch):

@@ -24,10 +24,15 @@ LOST_NODE_NOTICE = (
     + b"PRTE has lost communication with a remote daemon.\n\n  HNP daemon   : [prterun-vm-1@0,0] on node vm\n"
     + (b"  Remote daemon: [prterun-vm-1@0,3] on node nodeC\n\nThis is\n" + DASHED_LINE)
 )
+LOST_SSH_NOTICE = (
+    DASHED_LINE
+    + b"A daemon failed to report back after being spawned. This could\nbe due to several factors\n\n"
+    + (b"  Local host:    vm\n  Remote host:   nodeB\n  Daemon exit status: 255\n\ntry again.\n" + DASHED_LINE)
+)
 
 
-def filter_chunks(data, size):
-    notices = NoticeFilter()
+def filter_chunks(data, size, **options):
+    notices = NoticeFilter(**options)
     chunks = [data[i : i + size] for i in range(0, len(data), size)]
     return b"".join(map(notices.feed, chunks)) + notices.flush()
 
@@ -61,6 +66,19 @@ def test_filter(data, expected, size):
     assert filter_chunks(data, size) == expected
 
 
+@pytest.mark.parametrize("size", [1, 7, 75, 10_000])
+def test_filter_of_stdout(size):
+    table = DASHED_LINE + b"loss 1\n" + DASHED_LINE + b"[####"
+    assert filter_chunks(table + b"\n" + LOST_SSH_NOTICE + b"x\n", size, filters_warnings=False) == table + b"\nx\n"
+    for line in b"[warn] Epoll\n", b"[vm:0] *** mine\n":
+        assert filter_chunks(line, size, filters_warnings=False) == line
+
+
+@pytest.mark.parametrize("text", [b"[####", DASHED_LINE + b"loss 1\n", DASHED_LINE + b"loss 1\n[###"])
+def test_output_of_ranks_is_not_held_back(text):
+    assert NoticeFilter(filters_warnings=False).feed(text) == text
+
+
 def test_incomplete_lines_are_passed_through_immediately():
     assert NoticeFilter().feed(b"epoch 1 ...") == b"epoch 1 ..."
 
@@ -81,4 +99,6 @@ def test_lost_nodes_and_ranks_in_notices():
     messages.feed(LOST_NODE_NOTICE + SIGNAL_NOTICE + b"[nodeC:0] *** on a NULL communicator\n")
     assert (messages.lost_nodes, messages.signals_by_rank) == (("nodeC",), {1: "signal 9 (Killed)"})
     assert messages.fatal_lines == b"[nodeC:0] *** on a NULL communicator\n"
+    messages.feed(LOST_SSH_NOTICE)
+    assert messages.lost_nodes == ("nodeC", "nodeB")
     assert (NoticeFilter().lost_nodes, NoticeFilter().signals_by_rank) == ((), {})
