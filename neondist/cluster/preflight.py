@@ -20,7 +20,10 @@ from .ssh_config import format_ssh_command, python_path_of, ssh_command, ssh_set
 
 NODE_CHECK_TIMEOUT = 60.0
 MAX_CLOCK_SKEW_SECONDS = 30.0
+MAX_RANKS_PER_CORE = 16
+"""Maximum number of ranks per core: more than any practical test needs, few enough to keep the machine responsive."""
 MIN_BYTES_PER_RANK = 64 << 20
+"""Memory of a rank that has loaded only its libraries, in bytes."""
 _OUTPUT_PREFIX = "neondist-preflight "
 # requires only Python; its argument is a JSON list: [path of mpirun, working folder, a file that exists there if the
 # folder is shared, files to compare]
@@ -238,8 +241,10 @@ def _find_problems(
         for file, digest, expected in zip(files, info["files"], chief.get("files", info["files"]), strict=True):
             if digest is None or digest != expected:
                 yield f"{file} {'cannot be read' if digest is None else 'has different content'}; share or copy it"
+    ranks = f"{counted(report.ranks, 'rank')}; list fewer cpus or gpus for the node"
     if info["memory"] is not None and info["memory"] < report.ranks * MIN_BYTES_PER_RANK:
-        too_little = f"too little for {counted(report.ranks, 'rank')}; list fewer cpus or gpus for the node"
-        yield f"{info['memory'] >> 20} MiB free, {too_little}"
+        yield f"{info['memory'] >> 20} MiB free, too little for {ranks}"
+    if report.ranks > MAX_RANKS_PER_CORE * info["cores"]:
+        yield f"{counted(info['cores'], 'core')}, too few for {ranks}"
     if abs(report.clock_skew) > MAX_CLOCK_SKEW_SECONDS:
         yield f"its clock is {report.clock_skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

@@ -45,6 +45,7 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
             key = _quote_argument(ssh.key_file, f"ssh.{node.ssh_config}.key_file").replace("%", "%%")
             lines += [f"  IdentityFile {key}", "  IdentitiesOnly yes"]
     lines += ["Host *", "  BatchMode yes", "  ConnectTimeout 10", "  StrictHostKeyChecking accept-new"]
+    lines += ["  ServerAliveInterval 20", "  ServerAliveCountMax 3"]  # otherwise ssh outlives a job whose node is lost
     user_config = env.get(USER_CONFIG_VARIABLE, "~/.ssh/config")
     lines += [f"Include {_quote_argument(user_config, USER_CONFIG_VARIABLE)}", "Include /etc/ssh/ssh_config"]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from .. import safe_path
+from ..cluster.preflight import MAX_RANKS_PER_CORE, MIN_BYTES_PER_RANK
 from ..errors import LaunchError
 from ..io.checkpoint.snapshots import SUPERVISOR_ENV
 from ..system import memory, threads
@@ -26,10 +27,6 @@ from .mpirun import INSTALL_REMEDY, Mpirun, find_mpirun
 from .placement import list_own_addresses, open_job_placement
 from .supervision import JobEnding, supervise_command
 
-MAX_RANKS_PER_CORE = 16
-"""Maximum number of ranks per core: more than any practical test needs, few enough to keep the machine responsive."""
-MIN_BYTES_PER_RANK = 64 << 20
-"""Memory of a rank that has loaded only its libraries, in bytes."""
 FORCE_HINT = "--force starts them anyway"
 _FORWARDED_VARIABLES = (
     SUPERVISOR_VARIABLE, LAUNCHED_RANKS_VARIABLE, JOB_START_TIME_VARIABLE, GENERATION_VARIABLE, SUPERVISOR_ENV,

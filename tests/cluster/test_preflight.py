@@ -97,6 +97,7 @@ def test_all_problems_are_reported(check):
     assert any(line.startswith("gone: cannot be reached: ssh: connect to host gone") for line in lines)
     assert "older: neondist 0.0.1 there, " in str(error.value)
     assert any(line.startswith("fine: ") and "too little for 1000000 ranks" in line for line in lines)
+    assert any(line.startswith("fine: ") and "too few for 1000000 ranks; list fewer cpus" in line for line in lines)
     assert sum("missing.py cannot be read" in line for line in lines) == 3
     assert sum("no_mpirun is missing or does not run" in line for line in lines) == 3
 
@@ -161,6 +162,7 @@ def test_openssh_reads_the_written_file(name, tmp_path):
     assert process.returncode == 0, process.stderr
     options = dict(line.split(" ", 1) for line in process.stdout.splitlines() if " " in line)
     assert (options["user"], options["port"], options["batchmode"]) == ("ana", "2201", "yes")
+    assert (options["serveraliveinterval"], options["serveralivecountmax"]) == ("20", "3")
     assert options["identityfile"].replace("%%", "%") == str(key)
 
 
