@@ -6,7 +6,7 @@ import ast
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from ..errors import ConfigError
 from ..registry import Registered, registered_classes, suggest
@@ -57,7 +57,8 @@ class StrategyBuilder(Registered, ABC):
         Raises
         ------
         ConfigError
-            If two parameters have the same name, an argument has the wrong type, or there are no replicas.
+            If two parameters have the same name, an argument has the wrong type, there are no replicas, or `assign`
+            does not fit the parameters.
         """
         if isinstance(resources_or_ranks, DeviceCounts):
             replicas, servers = resources_or_ranks.replicas, resources_or_ranks.servers
@@ -72,7 +73,9 @@ class StrategyBuilder(Registered, ABC):
                 raise ConfigError(f"parameter '{spec.name}': given twice; names must be unique within a model")
             specs[spec.name] = spec
         assigned = self.assign(list(specs.values()), replicas, servers)
-        return Strategy(format_builder(self), replicas, servers, specs, {name: assigned[name] for name in specs})
+        check_value(f"{type(self).__name__}.assign", assigned, dict[str, Any])
+        chosen = {name: assigned[name] for name in specs if name in assigned}
+        return Strategy(format_builder(self), replicas, servers, specs, chosen)
 
     @property
     def needs_servers(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -56,6 +56,39 @@ class ParameterStrategy:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "owners", [int(owner) for owner in self.owners])  # NumPy's integers cannot be saved
+        if self.partition is not None:
+            axis, sizes = self.partition
+            object.__setattr__(self, "partition", (int(axis), [int(size) for size in sizes]))
+
+    def find_mismatch(self, shape: Sequence[int], owners: int) -> tuple[str, str] | None:
+        """Return the field that does not match a parameter's shape or the number of owners, and the problem, if any."""
+        if self.compressor and (self.kind == "server" or self.owners):
+            remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
+            return "compressor", f"{self.compressor} {remedy}"
+        if self.staleness and not self.sync:
+            return "staleness", f"{self.staleness} needs sync: true; set it, or staleness: 0"
+        if wrong := [owner for owner in self.owners if not 0 <= owner < owners]:
+            return "owners", f"owner {max(wrong)} does not exist; owners are 0 to {owners - 1}"
+        if self.kind == "server" and not self.owners:
+            return "owners", "is empty; list at least one owner, or set kind: allreduce"
+        if self.partition is None:
+            if len(set(self.owners)) < len(self.owners):
+                return "owners", "lists an owner twice; without a partition, list each owner once"
+            return None
+        axis, sizes = self.partition
+        if not shape:
+            return "partition", "a scalar cannot be partitioned; write null"
+        if not 0 <= axis < len(shape):
+            return "partition.axis", f"is {axis}; expected 0 to {len(shape) - 1}"
+        if min(sizes, default=0) < 0:
+            return "partition.sizes", f"{min(sizes)} is negative; expected extents of at least 0"
+        if sum(sizes) != shape[axis] or not sizes:
+            return "partition.sizes", f"add up to {sum(sizes)}; expected {shape[axis]}, the axis's extent"
+        if len(self.owners) != len(sizes):
+            problem = f"{counted(len(self.owners), 'owner')} for {len(sizes)} parts; give one owner for each part"
+            return "owners", problem
+        return None
 
     @property
     def partition_text(self) -> str:
@@ -100,6 +133,12 @@ class Strategy:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name, spec in self.specs.items():
+            if name not in self.parameters:
+                raise self.create_error(f"parameters: no entry for parameter '{name}'; add one")
+            mismatch = self.parameters[name].find_mismatch(spec.shape, max(self.replicas, self.servers))
+            if mismatch is not None:
+                raise self.create_error(f"parameters.{name}.{': '.join(mismatch)}")
 
     def create_error(self, problem: str, name: str = "") -> ConfigError:
         """Return an error about a parameter, or all parameters, with the location in the strategy file."""
@@ -276,33 +315,18 @@ def _parse_parameter(name: str, node: Node, owners: int) -> tuple[ParameterSpec,
         entry["compressor"] = normalise_compressor(entry["compressor"])
     except ConfigError as error:
         raise node_error(node, path, str(error)) from None
-    if entry["compressor"] and (entry["kind"] == "server" or entry["owners"]):
-        remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
-        raise field_error(node, path, "compressor", f"{entry['compressor']} {remedy}")
-    if entry["staleness"] and not entry["sync"]:
-        raise field_error(node, path, "staleness", f"{entry['staleness']} needs sync: true; set it, or staleness: 0")
-    if any(owner >= owners for owner in entry["owners"]):
-        problem = f"owner {max(entry['owners'])} does not exist; owners are 0 to {owners - 1}"
-        raise field_error(node, path, "owners", problem)
-    if entry["kind"] == "server" and not entry["owners"]:
-        raise field_error(node, path, "owners", "is empty; list at least one owner, or set kind: allreduce")
-    entry["partition"] = _parse_partition(entry["partition"], join_path(path, "partition"), shape)
-    if entry["partition"] is not None and len(entry["owners"]) != len(sizes := entry["partition"][1]):
-        problem = f"{counted(len(entry['owners']), 'owner')} for {len(sizes)} parts; give one owner for each part"
-        raise field_error(node, path, "owners", problem)
-    if entry["partition"] is None and len(set(entry["owners"])) < len(entry["owners"]):
-        raise field_error(node, path, "owners", "lists an owner twice; without a partition, list each owner once")
-    return spec, ParameterStrategy(**entry)
+    partition = entry["partition"]
+    entry["partition"] = _parse_partition(partition, join_path(path, "partition"))
+    parameter = ParameterStrategy(**entry)
+    if mismatch := parameter.find_mismatch(shape, owners):
+        field_name, problem = mismatch
+        parent, _, child = field_name.rpartition(".")
+        raise field_error(partition if parent else node, join_path(path, parent) if parent else path, child, problem)
+    return spec, parameter
 
 
-def _parse_partition(node: Node, path: str, shape: list[int]) -> AxisPartition | None:
+def _parse_partition(node: Node, path: str) -> AxisPartition | None:
     if node.value is None:
         return None
-    if not shape:
-        raise node_error(node, path, "a scalar cannot be partitioned; write null")
     axis, sizes = convert_fields(node, path, _PARTITION_FIELDS, _PARTITION_FIELDS).values()
-    if axis >= len(shape):
-        raise field_error(node, path, "axis", f"is {axis}; expected 0 to {len(shape) - 1}")
-    if sum(sizes) != shape[axis] or not sizes:
-        raise field_error(node, path, "sizes", f"add up to {sum(sizes)}; expected {shape[axis]}, the axis's extent")
     return axis, sizes

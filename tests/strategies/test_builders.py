@@ -4,6 +4,7 @@ import re
 import string
 import tempfile
 
+import numpy as np
 import pytest
 from builders import STRATEGY_BUILDERS
 from hypothesis import given
@@ -14,7 +15,7 @@ import yaml
 from neondist import strategies
 from neondist.config import load_experiment
 from neondist.registry import registered_classes
-from neondist.strategies import ParameterSpec, Strategy
+from neondist.strategies import ParameterSpec, ParameterStrategy, Strategy
 from neondist.strategies.partition import part_sizes, smallest_divisor, smallest_non_divisor
 
 names = st.text(string.ascii_letters + string.digits + "/._: '#[]{}é\"-", min_size=1, max_size=12)
@@ -244,3 +245,48 @@ def test_builders_are_yaml_tags(tmp_path):
     path.write_text("!PS\nstaleness: 2\nsync: false\n")
     with pytest.raises(nd.ConfigError, match=r"s\.yaml:2: staleness: 2 needs sync=True"):
         load_experiment(path, top="StrategyBuilder")
+
+
+class _UserBuilder(strategies.StrategyBuilder):
+    """Builder of a user, which returns what a test gives."""
+
+    def __init__(self, assigned: object = None) -> None:
+        self.assigned = assigned
+
+    def assign(self, specs, replicas, servers):
+        return self.assigned
+
+
+def server(*arguments, **fields):
+    return {"w": ParameterStrategy("server", *arguments, **fields)}
+
+
+@pytest.mark.parametrize(("assigned", "message"), [
+    (None, "_UserBuilder.assign: expected a mapping, got None"),
+    ({}, "strategy: parameters: no entry for parameter 'w'; add one"),
+    ({"w": {"kind": "server"}}, "Strategy: parameters.w: expected ParameterStrategy, got a mapping"),
+    (server((0, [2, 1]), [0, 1]), "parameters.w.partition.sizes: add up to 3; expected 4, the axis's extent"),
+    (server((0, [5, -1]), [0, 1]), "parameters.w.partition.sizes: -1 is negative"),
+    (server((2, [4]), [0]), "parameters.w.partition.axis: is 2; expected 0 to 1"),
+    (server((0, [2, 2]), [0]), "parameters.w.owners: 1 owner for 2 parts; give one owner for each part"),
+    (server(None, [2]), "parameters.w.owners: owner 2 does not exist; owners are 0 to 1"),
+    (server(None, [-1]), "parameters.w.owners: owner -1 does not exist; owners are 0 to 1"),
+    (server(None, [1, 1]), "parameters.w.owners: lists an owner twice"),
+    (server(), "parameters.w.owners: is empty; list at least one owner, or set kind: allreduce"),
+    (server(None, [0], compressor="fp16"), "parameters.w.compressor: fp16 requires kind: allreduce"),
+    (server(None, [0], sync=False, staleness=1), "parameters.w.staleness: 1 needs sync: true"),
+])  # fmt: skip
+def test_mistakes_of_custom_builders(assigned, message):
+    """Parts that do not add up to a parameter would never be updated."""
+    with pytest.raises(nd.ConfigError, match=re.escape(message)):
+        _UserBuilder(assigned).build([nd.ParameterSpec("w", (4, 3))], 2)
+
+
+def test_custom_builder_with_numpy_integers(tmp_path):
+    sizes = np.bincount(np.array([0, 1, 1, 1]))
+    builder = _UserBuilder(server((sizes[0] - 1, list(sizes)), list(sizes - 1)))
+    strategy = builder.build([nd.ParameterSpec("w", (4, 3))], 3)
+    strategy.save(tmp_path / "strategy.yaml")
+    loaded = nd.Strategy.load(tmp_path / "strategy.yaml")
+    assert loaded == strategy
+    assert loaded.parameters["w"].partition == (0, [1, 3])
