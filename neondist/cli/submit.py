@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from ..cluster.submit import Submission, job_name
 from ..cluster.submit.manifests import Manifest
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..terminal.console import emit, say
 from ..version import __version__
 from . import options
@@ -70,6 +71,13 @@ def submit(arguments: argparse.Namespace) -> int:
         return _submit_to_slurm(arguments, job)
     from ..cluster.submit import manifests
 
+    if arguments.image is not None and not re.fullmatch(r"[^\s]+", arguments.image):
+        raise ConfigError(f"--image '{arguments.image}': expected a container image, such as {DEFAULT_IMAGE}")
+    if arguments.claim is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", arguments.claim):
+        raise ConfigError(
+            f"--claim '{arguments.claim}': expected the name of a PersistentVolumeClaim, of lower-case letters, digits,"
+            " '-' and '.'"
+        )
     make = manifests.mpi_job_manifests if arguments.kind == "mpijob" else manifests.train_job_manifests
     objects = make(job, arguments.image or DEFAULT_IMAGE, arguments.claim)
     if not arguments.delete:
@@ -94,7 +102,13 @@ def _create_submission(arguments: argparse.Namespace) -> Submission:
         arguments.name or job_name(arguments.file), arguments.file, arguments.ranks or nodes, nodes,
         tuple(arguments.settings), tuple(arguments.modules), arguments.elastic, experiment.server_strategy is not None,
     )  # fmt: skip
-    experiment.validate(job.ranks)
+    try:
+        experiment.validate(job.ranks)
+    except DataError as error:
+        if arguments.kind == "slurm" or error.subject is not experiment.dataset:
+            raise
+        problem = f"the data set cannot be opened on this machine ({error})"
+        say(f"warning: {problem}; it is checked when the job starts, in the container", sys.stderr)
     return job
 
 

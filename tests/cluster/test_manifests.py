@@ -160,6 +160,11 @@ def test_workers_with_servers_run_on_the_pods(make, folder):
     (["--mpijob", "--name", "A b"], "such as a-b"),
     (["--mpijob", "--apply", "--delete"], "give one of them"),
     (["--slurm", "--image", "x"], "--image applies to --mpijob"),
+    (["--mpijob", "--image", ""], "--image '': expected a container image"),
+    (["--trainjob", "--image", "a b"], "--image 'a b': expected a container image"),
+    (["--mpijob", "--claim", ""], "--claim '': expected the name of a PersistentVolumeClaim"),
+    (["--trainjob", "--claim", "My_Disk"], "--claim 'My_Disk': expected the name of a PersistentVolumeClaim"),
+    (["--slurm", "--set", "dataset=!HDF5Dataset {path: /image/x.h5}"], "/image/x.h5: no such file"),
     (["--slurm", "--delete"], "scancel"),
     (["--mpijob", "--set", "epochs=x"], "epochs"),
     (["--mpijob", "--set", "grid.rows=3"], "rows x cols can be 1 x 1"),
@@ -169,6 +174,17 @@ def test_errors(folder, words, message):
     code, out, err = run_in_process(folder, "submit", *words, "Toy 1.yaml")
     assert (code, out, message in err) == (2, "", True), err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", MANIFESTS_BY_OPTION)
+def test_data_in_the_container_image(folder, option):
+    """Do not reject an experiment whose data set is not on this machine; its other fields are checked."""
+    words = "submit", option, "Toy 1.yaml", "--claim", "disk", "--set", "dataset=!HDF5Dataset {path: /image/x.h5}"
+    code, out, err = run_in_process(folder, *words)
+    assert (code, err.count("\n")) == (0, 1), err
+    assert err.startswith("warning: the data set cannot be opened on this machine (/image/x.h5: no such file")
+    assert "/image/x.h5" in str([manifest["spec"] for manifest in yaml.safe_load_all(out) if "spec" in manifest])
+    assert run_in_process(folder, *words, "epochs=0")[0] == 2
 
 
 def test_modules_that_fit_no_config_map(folder):
