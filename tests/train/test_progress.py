@@ -1,12 +1,15 @@
 """Progress display: lines in a file, a bar on a terminal."""
 
 import io
+import math
 import re
 
 import pytest
 from toy_training import Recorder, ToyData, ToyModel
 
 from neondist.train import ProgressBar, fit
+from neondist.train.callbacks.progress_bar import epoch_line
+from neondist.train.state import EpochRecord
 
 
 class Terminal(io.StringIO):
@@ -86,3 +89,10 @@ def test_bar_for_ranks_of_the_launcher(monkeypatch):
 def test_complete_run_is_reported(capsys):
     fit(ToyModel(), ToyData(), 2, 4, [ProgressBar()], epoch=2)
     assert "training is complete after 2 epochs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("speed", "text"), [(0.0, "train loss - (other workers trained"), (1.0, "train loss nan  ")])
+def test_epoch_without_minibatches_of_this_worker(speed, text):
+    """Do not print NaN, which looks like a divergence, if other workers trained all minibatches."""
+    record = EpochRecord(epoch=2, train_loss=math.nan, seconds=0.0, samples_per_second=speed, bytes_sent=0)
+    assert epoch_line(record, 3).startswith(f"epoch 2/3  {text}")

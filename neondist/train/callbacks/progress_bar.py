@@ -152,7 +152,7 @@ def epoch_line(record: EpochRecord, epochs: int) -> str:
     """Return an epoch's numbers in one line."""
     parts = [
         f"epoch {record['epoch']}/{epochs}",
-        *(f"{name} loss {record[f'{name}_loss']:.6f}" for name in SPLITS if f"{name}_loss" in record),
+        *(_loss_text(record, name) for name in SPLITS if f"{name}_loss" in record),
         *(f"{n} error {100 * record[key]:.2f} %" for n in SPLITS if record.get(key := f"{n}_error") is not None),
         *(f"{_METRIC_TITLES.get(name, name)} {value:.3f}" for name, value in record.items() if is_metric(name, value)),
         f"{record['seconds']:.1f} s",
@@ -160,3 +160,9 @@ def epoch_line(record: EpochRecord, epochs: int) -> str:
         *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),
     ]
     return "  ".join(parts)
+
+
+def _loss_text(record: EpochRecord, split: str) -> str:
+    if split == "train" and not record["samples_per_second"]:
+        return "train loss - (other workers trained all minibatches)"
+    return f"{split} loss {record[f'{split}_loss']:.6f}"
