@@ -92,8 +92,8 @@ class Master(Service):
             if self._queue is None:
                 self._open_queue(parameters)
             elif self._path is not None and parameters["epochs"] > self._parameters["epochs"]:
-                self._queue.close()
-                self._open_queue(self._parameters | {"epochs": parameters["epochs"]})
+                self._parameters["epochs"] = self._queue.epochs = parameters["epochs"]  # other threads use the queue
+                self._store_parameters()
             for name, value in parameters.items():
                 if value != self._parameters[name]:
                     raise ConfigError(
@@ -250,9 +250,14 @@ class Master(Service):
         self._queue = TaskQueue(
             path, values["records"], per_task, values["epochs"], values["seed"], lease=self._lease, source=self._source
         )
-        self._queue.store_note(_PARAMETERS_NOTE, json.dumps({**values, "records_per_task": per_task}))
+        self._store_parameters()
         minibatches = json.loads(self._queue.load_note(_WITHOUT_UPDATE_NOTE) or "[]")
         self._minibatches_without_update = {MinibatchId.parse(minibatch) for minibatch in minibatches}
+
+    def _store_parameters(self) -> None:
+        queue = self._require_queue()
+        values = {**self._parameters, "records_per_task": queue.records_per_task}
+        queue.store_note(_PARAMETERS_NOTE, json.dumps(values))
 
     def _require_queue(self) -> TaskQueue:
         if self._queue is None:

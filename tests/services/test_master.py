@@ -1,5 +1,7 @@
 """Master: tasks over gRPC, and the check of records that servers have applied."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -84,6 +86,31 @@ def test_workers_must_agree_on_the_data():
     master.report_training_params(Message(QUEUE_PARAMETERS))
     with pytest.raises(nd.ConfigError, match="seed: 4, but 3 on other workers"):
         master.report_training_params(Message(QUEUE_PARAMETERS | {"seed": 4}))
+
+
+def test_epochs_are_added_while_other_threads_read_the_queue(tmp_path):
+    with closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        master.report_training_params(Message(QUEUE_PARAMETERS))
+        reading, added = threading.Event(), threading.Event()
+
+        def read():
+            reads = 0
+            while not added.is_set():
+                master.all_tasks_done()
+                assert master.read_matching_incarnations() is None
+                reads += 1
+                reading.set()
+            return reads
+
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(read)
+            assert reading.wait(20)
+            for epochs in range(EPOCHS + 1, EPOCHS + 50):
+                master.report_training_params(Message(QUEUE_PARAMETERS | {"epochs": epochs}))
+            added.set()
+            assert future.result(20)
+    with closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        assert master._parameters["epochs"] == EPOCHS + 49
 
 
 def test_repeated_requests_return_the_same_records():
