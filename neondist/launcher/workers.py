@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
-from ..io.output import SERVER_FOLDER, has_results, remove_run_files
+from ..io.output import CHECKPOINT, SERVER_FOLDER, TASKS, remove_run_files
 from ..io.run_event_log import RunEventLog
 from ..system.collector import exempt_new_objects_from_gc
 from ..system.job import detect_job
 from ..system.signals import STOPPED_EXIT_CODE
-from ..terminal.console import counted, say
+from ..terminal.console import say
 from ..train.validate import experiment_grid_shape
 from .fork_server import ForkServer, Process, open_fork_server
 from .job_nodes import JobNode, JobNodes, NodeLostError, assign_workers, checked_job_nodes
@@ -94,7 +94,7 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
             raise LaunchError(
                 f"{option}: applies to a single MPI job, but the strategy needs servers; leave it out, {remedy}"
             )
-    _check_existing_checkpoints(arguments)
+    _check_existing_run(arguments)
     may_be_single = arguments.sync_policy is not None  # a worker of neondist train
     if detect_job(os.environ) is not None or (ranks == 1 and not may_be_single):
         raise LaunchError(
@@ -132,7 +132,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     if arguments.overwrite:  # now, so that a restarted worker finds only files of this run
         for folder in (arguments.folder, *arguments.folder.glob("worker-*")):
             remove_run_files(folder)
-    if not arguments.resume:
+    if not arguments.resume or not _continues_from_servers(arguments.folder):
         shutil.rmtree(Path(arguments.folder, SERVER_FOLDER), ignore_errors=True)
     log = RunEventLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
@@ -192,17 +192,18 @@ def _run_job(
     log: RunEventLog,
 ) -> int:
     """Run servers, master and workers, whose processes end with `stack`; return the exit code."""
+    from ..services.master import forget_matching_servers
     from ..services.training import AsyncWorkerSpec
     from ..services.wire import TOKEN_VARIABLE, create_token
 
     shape, token, folder = (
         experiment_grid_shape(experiment, arguments.ranks), create_token(), Path(arguments.folder, SERVER_FOLDER),
     )  # fmt: skip
-    if arguments.resume == "auto" and _count_checkpointed_servers(folder) is None:
-        shutil.rmtree(folder, ignore_errors=True)
+    if arguments.resume:
+        forget_matching_servers(folder / TASKS)
     secret = {TOKEN_VARIABLE: token}
     fixed = getattr(experiment.server_strategy, "servers", None)
-    count = _count_checkpointed_servers(folder) or arguments.num_ps or fixed or min(shape.replicas, DEFAULT_MAX_SERVERS)
+    count = arguments.num_ps or fixed or _count_checkpointed_servers(folder) or min(shape.replicas, DEFAULT_MAX_SERVERS)
 
     def create_service(name: str, node: JobNode, words: Sequence[str]) -> ServiceProcess:
         def start_service(words: Sequence[str]) -> Process:
@@ -314,23 +315,36 @@ def _count_checkpointed_servers(folder: Path) -> int | None:
     return count_servers(checkpoints[-1]) if checkpoints else None
 
 
-def _check_existing_checkpoints(arguments: argparse.Namespace) -> None:
-    """Raise an error if no checkpoint can be resumed, its number of servers differs, or a run would be lost."""
-    folder = Path(arguments.folder, SERVER_FOLDER)
-    count = _count_checkpointed_servers(folder)
-    if not arguments.resume:
-        if count is not None and not arguments.overwrite:
-            raise ConfigError(
-                f"output: {arguments.folder} has a run already; resume it (--resume), overwrite it (--overwrite), or"
-                " choose another folder (--output)"
-            )
-        return
-    if count is None and (arguments.resume is True or has_results(arguments.folder)):
-        raise DataError(
-            f"{folder}: has no parameter-server checkpoint to resume from; start with --init-from checkpoint.h5"
+def _continues_from_servers(folder: Path) -> bool:
+    """Whether a run continues from the servers' checkpoint; otherwise a later run wrote checkpoint.h5 without servers.
+
+    Raises
+    ------
+    DataError
+        checkpoint.h5 is damaged.
+    """
+    if _count_checkpointed_servers(folder / SERVER_FOLDER) is None:
+        return False
+    if not (folder / CHECKPOINT).exists():
+        return True
+    from ..comm import SingleTransport
+    from ..io.checkpoint import open_checkpoint
+    from ..train.state import SERVER_UPDATES_TEXT
+
+    with open_checkpoint(folder / CHECKPOINT, SingleTransport()) as file:
+        return SERVER_UPDATES_TEXT in file.contents.texts
+
+
+def _check_existing_run(arguments: argparse.Namespace) -> None:
+    """Raise an error if there is no run to resume, or an existing one would be lost."""
+    count = _count_checkpointed_servers(Path(arguments.folder, SERVER_FOLDER))
+    if arguments.resume is True and count is None and not (arguments.folder / CHECKPOINT).exists():
+        raise DataError(f"{arguments.folder}: has no checkpoint to resume from; leave out --resume")
+    if count is not None and not arguments.resume and not arguments.overwrite:
+        raise ConfigError(
+            f"output: {arguments.folder} has a run already; resume it (--resume), overwrite it (--overwrite), or"
+            " choose another folder (--output)"
         )
-    if count is not None and arguments.num_ps not in (None, 0, count):
-        raise LaunchError(f"--num-ps {arguments.num_ps}: the resumed run has {counted(count, 'server')}; leave it out")
 
 
 def _master_arguments(arguments: argparse.Namespace, experiment: Any, servers: Sequence[str]) -> list[str]:

@@ -35,8 +35,8 @@ class TrainingScriptAdapter:
         Steps counted by the session.
     steps_without_optimizer, num_initial_epochs : int
         As in `Trainable`.
-    loss_scaler : None
-        None: a script that scales its loss does so itself.
+    loss_scaler, remote_update : None
+        None: a script scales its loss, and updates its parameters, itself.
     """
 
     num_initial_epochs = 0
@@ -44,7 +44,7 @@ class TrainingScriptAdapter:
     schemes: Mapping[str, ExchangePolicy] = {}
     bytes_sent = bytes_summed = 0
     dtype = np.dtype("float32")
-    loss_scaler = None
+    loss_scaler = remote_update = None
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid

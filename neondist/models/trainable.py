@@ -97,9 +97,17 @@ class Trainable(Protocol):
 
 
 class RemoteUpdate(ABC):
-    """Updates of a model's parameters that are applied outside its job, by parameter servers."""
+    """Updates of a model's parameters that are applied outside its job, by parameter servers.
+
+    Attributes
+    ----------
+    strategy : Strategy
+    version : int
+        Number of updates by all workers, as of the last values received.
+    """
 
     strategy: Strategy
+    version: int
 
     @abstractmethod
     def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
@@ -118,6 +126,10 @@ class RemoteUpdate(ABC):
     @abstractmethod
     def pull_final_values(self) -> None:
         """Receive the final values at the end of training. Collective."""
+
+    @abstractmethod
+    def pull_values_and_optimizer_state(self) -> None:
+        """Receive new values and the state of the optimiser, for a checkpoint. Collective."""
 
 
 class TrainableModel(Registered, Trainable, ABC):

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ..errors import ServiceError
 from ..terminal.console import counted
-from .dense import DENSE_PREFIX
+from .dense import DENSE_PREFIX, SLOTS_PREFIX, select_slots
 from .group import ServerConnections
 from .message import Message, MessageArray
 from .placement import EmbeddingTableSpec, ServerLayout
 from .progress import AppliedMinibatches, MinibatchId
-from .state import IDS_PREFIX, ROWS_PREFIX, SyncPolicy
+from .state import IDS_PREFIX, ROWS_PREFIX, StartingState, SyncPolicy
 from .table import sum_duplicates
-from .updates import describe_optimizer
+from .updates import describe_optimizer, make_updater
 
 SparseGradient = tuple[np.ndarray, np.ndarray]
 """Ids (n,) and rows (n, dim)."""
 Gradients = Mapping[str, np.ndarray | SparseGradient]
+_MODEL_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,23 @@ class PulledValues:
                 flat = reply.array(DENSE_PREFIX + dtype, dtype, [layout.flat_size(dtype)])
                 for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
                     piece.part_of(arrays[piece.name])[...] = flat[start:stop].reshape(piece.box.shape)
+
+    def whole_slots(self) -> dict[str, np.ndarray]:
+        """Return the optimiser's complete arrays by 'PARAMETER/SLOT', if they were pulled, and its scalars likewise."""
+        slots: dict[str, np.ndarray] = {}
+        for layout, reply in zip(self._layouts, self._replies, strict=True):
+            for dtype, (key, flat) in product(layout.dtypes, reply.arrays.items()):
+                prefix, _, slot = key.rpartition("/")
+                if prefix != f"{SLOTS_PREFIX}{dtype}" or not isinstance(flat, np.ndarray):
+                    continue
+                for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
+                    name = f"{piece.name}/{slot}"
+                    if flat.ndim:
+                        whole = slots.setdefault(name, np.zeros(piece.shape, dtype))
+                        piece.part_of(whole)[...] = flat[start:stop].reshape(piece.box.shape)
+                    else:
+                        slots[name] = flat
+        return slots
 
 
 class ParameterClient:
@@ -126,17 +146,26 @@ class ParameterClient:
         self._tables = {table.name: table for layout in layouts for table in layout.tables}
         self._call_on_all_servers(lambda index: self._clients[index].check_service_version())
 
-    def initialize(self, values: Mapping[str, np.ndarray], optimizer: Any, policy: SyncPolicy | None = None) -> bool:
+    def initialize(
+        self,
+        values: Mapping[str, np.ndarray] | None,
+        optimizer: Any,
+        policy: SyncPolicy | None = None,
+        start: StartingState | None = None,
+    ) -> bool:
         """Push a model to the servers that have none; return whether the values of this worker were used.
 
-        Call this method on every worker with the same arguments, except for `values`.
+        Call this method on every worker with the same arguments, except for `values` and `start`.
 
         Parameters
         ----------
-        values : mapping of str to ndarray
-            Complete arrays by name; the array of a table sets the initial values of its rows.
+        values : mapping of str to ndarray, or None
+            Complete arrays by name; the array of a table sets the initial values of its rows. None: wait until another
+            worker has pushed the model.
         optimizer : Optimizer, TorchOptimizer or torch.optim.Optimizer
         policy : SyncPolicy, optional
+        start : StartingState, optional
+            Updates that led to the values. Default: none.
 
         Raises
         ------
@@ -145,19 +174,31 @@ class ParameterClient:
         """
         self._sync_policy = policy or SyncPolicy()
         models = [self._server_configuration(layout, optimizer) for layout in self.layouts]
-        replies = self._call_on_all_servers(
-            lambda at: self._clients[at].call("push_model", {**models[at], "values": False})
-        )
-        empty = [index for index, reply in enumerate(replies) if not reply.flag("initialized")]
+        start = start or StartingState()
+
+        def find_empty_servers() -> list[int]:
+            replies = self._call_on_all_servers(
+                lambda at: self._clients[at].call("push_model", {**models[at], "values": False})
+            )
+            return [index for index, reply in enumerate(replies) if not reply.flag("initialized")]
+
+        empty = find_empty_servers()
+        while values is None and empty:
+            time.sleep(_MODEL_POLL_SECONDS)
+            empty = find_empty_servers()
+        updater = make_updater(models[0]["optimizer"])
 
         def push_values(index: int) -> bool:
-            if index not in empty:
+            if index not in empty or values is None:
                 return False
-            arrays = self._select_parts(self.layouts[index], values)
+            layout = self.layouts[index]
+            arrays = self._select_parts(layout, values)
+            arrays |= select_slots(layout, start.slots, updater.initial_slot_values() if start.slots else {})
             for name in self._tables.keys() & values.keys():
                 ids = np.arange(index, len(values[name]), len(self.layouts))
                 arrays |= {IDS_PREFIX + name: ids, ROWS_PREFIX + name: values[name][ids]}
-            return self._clients[index].call("push_model", {**models[index], "values": True}, arrays).flag("taken")
+            fields = {**models[index], "values": True, "start": start.to_json()}
+            return self._clients[index].call("push_model", fields, arrays).flag("taken")
 
         taken = self._call_on_all_servers(push_values)
         self._call_on_all_servers(lambda index: self._clients[index].call("join", {"worker": self.worker}))
@@ -172,10 +213,12 @@ class ParameterClient:
         pulled.copy_to(arrays)
         return pulled.has_newer_values
 
-    def pull_async(self) -> Future[PulledValues]:
-        """Pull in another thread."""
+    def pull_async(self, with_slots: bool = False) -> Future[PulledValues]:
+        """Pull in another thread; `with_slots`: also the optimiser's state, and values even if they are not newer."""
         return self._pull_thread.submit(
-            lambda: PulledValues(self.layouts, self._call_on_all_servers(self._pull_from_server))
+            lambda: PulledValues(
+                self.layouts, self._call_on_all_servers(lambda index: self._pull_from_server(index, with_slots))
+            )
         )
 
     def pull_rows(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -329,12 +372,13 @@ class ParameterClient:
             for dtype in layout.dtypes
         }
 
-    def _pull_from_server(self, index: int) -> Message:
+    def _pull_from_server(self, index: int, with_slots: bool) -> Message:
         while True:
             fields = {
                 "version": max(0, self.versions[index]),
                 "incarnation": self._incarnations[index],
                 "at_least": self._required_versions[index],
+                "slots": with_slots,
                 "seconds": 30.0,
             }
             reply = self._clients[index].call("pull_variable", fields)

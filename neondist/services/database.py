@@ -208,11 +208,20 @@ class TaskDatabase:
 
 def read_note(path: Path, name: str) -> str | None:
     """Return a note in a file; None if there is no such file or note."""
+    rows = _execute_on_note(path, "SELECT value FROM facts", name)
+    return str(rows[0][0]) if rows else None
+
+
+def delete_note(path: Path, name: str) -> None:
+    """Delete a note in a file, if there are both."""
+    _execute_on_note(path, "DELETE FROM facts", name)
+
+
+def _execute_on_note(path: Path, statement: str, name: str) -> list[tuple[str]]:
     if not path.is_file():
-        return None
+        return []
     try:
-        with closing(sqlite3.connect(path, _LOCK_TIMEOUT)) as connection:
-            row = connection.execute("SELECT value FROM facts WHERE name = ?", (f"note {name}",)).fetchone()
+        with closing(sqlite3.connect(path, _LOCK_TIMEOUT)) as connection, connection:
+            return connection.execute(f"{statement} WHERE name = ?", (f"note {name}",)).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"{path}: cannot be used as a task queue ({error}); specify another file") from error
-    return None if row is None else str(row[0])

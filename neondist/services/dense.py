@@ -12,8 +12,8 @@ from .message import Message, MessageError
 from .placement import ServerLayout
 from .updates import Slots, Updater
 
-DENSE_PREFIX = "dense/"
-"""Prefix of an array's name in messages; its dtype follows."""
+DENSE_PREFIX, SLOTS_PREFIX = "dense/", "slots/"
+"""Prefixes of names of arrays in messages; the dtype follows, and of a slot also its name."""
 
 
 class DenseParameters:
@@ -59,14 +59,61 @@ class DenseParameters:
         for dtype, array in values.items():
             self.values[dtype][...] = array
 
-    def message_arrays(self) -> dict[str, np.ndarray]:
-        """Return the values by their array names in messages."""
-        return {DENSE_PREFIX + dtype: array for dtype, array in self.values.items()}
+    def set_slots(self, message: Message) -> None:
+        """Set the optimiser's state in a message, if there is any; MessageError if it does not match the optimiser."""
+        names = set(self._updater.initial_slot_values())
+        for dtype, values in self.values.items():
+            prefix = f"{SLOTS_PREFIX}{dtype}/"
+            arrays = {key[len(prefix) :]: message.arrays[key] for key in message.arrays if key.startswith(prefix)}
+            scalars = {key for key in arrays if key not in names}
+            if arrays and not names <= arrays.keys():
+                raise MessageError(f"slots: expected {', '.join(sorted(names))}, got {', '.join(sorted(arrays))}")
+            for name in arrays:
+                array = message.array(prefix + name, *(("float32", []) if name in scalars else (dtype, [values.size])))
+                self.slots[dtype][name] = array.copy()
+
+    def message_arrays(self, with_slots: bool = False) -> dict[str, np.ndarray]:
+        """Return the values, and the optimiser's state if asked for, by their array names in messages."""
+        arrays = {DENSE_PREFIX + dtype: array for dtype, array in self.values.items()}
+        for dtype, slots in self.slots.items() if with_slots else ():
+            arrays |= {f"{SLOTS_PREFIX}{dtype}/{name}": array for name, array in slots.items()}
+        return arrays
 
     def update(self, grads: Mapping[str, np.ndarray], step: int, scale: float) -> None:
         """Apply gradients; their arrays are overwritten."""
         for dtype, array in self.values.items():
             self._updater.update(array, grads[dtype], self.slots[dtype], step, scale, self._flat_layouts[dtype])
+
+
+def select_slots(
+    layout: ServerLayout, slots: Mapping[str, np.ndarray], initial_slot_values: Mapping[str, float]
+) -> dict[str, np.ndarray]:
+    """Return a server's parts of an optimiser's state, by their names in messages.
+
+    Parameters
+    ----------
+    layout : ServerLayout
+    slots : mapping of str to ndarray
+        Complete arrays and scalars by 'PARAMETER/SLOT'.
+    initial_slot_values : mapping of str to float
+        Initial values of the slots that have the length of the values, for parameters that have none.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for dtype in layout.dtypes:
+        pieces, ranges = layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype)
+        owners = {piece.name for piece in pieces}
+        slots_here = {key.rpartition("/")[2]: array for key, array in slots.items() if key.rpartition("/")[0] in owners}
+        arrays |= {
+            f"{SLOTS_PREFIX}{dtype}/{name}": np.asarray(array, "float32")
+            for name, array in slots_here.items()
+            if name not in initial_slot_values
+        }
+        for name, value in initial_slot_values.items() if slots_here else ():
+            flat = arrays[f"{SLOTS_PREFIX}{dtype}/{name}"] = np.full(layout.flat_size(dtype), value, dtype)
+            for piece, (start, stop) in zip(pieces, ranges, strict=True):
+                if (whole := slots.get(f"{piece.name}/{name}")) is not None:
+                    flat[start:stop] = piece.part_of(np.ascontiguousarray(whole)).reshape(-1)
+    return arrays
 
 
 def _flat_layout(layout: ServerLayout, dtype: str) -> FlatLayout:

@@ -84,7 +84,10 @@ class ServerConnections:
         return applied[0]
 
     def restore_checkpoint(self, name: str) -> tuple[AppliedMinibatches, list[str]]:
-        """Restore all servers from a checkpoint of as many servers; return its minibatches and the new incarnations."""
+        """Restore all servers from a checkpoint; return its minibatches and the new incarnations.
+
+        Servers without a configuration take theirs from the checkpoint, which must then be one of as many servers.
+        """
         servers = len(self.clients)
 
         def load(index: int) -> tuple[AppliedMinibatches, str]:

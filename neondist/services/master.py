@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ServiceError
 from ..terminal.console import counted
-from .database import read_note
+from .database import delete_note, read_note
 from .message import Message
 from .progress import AppliedMinibatches, MinibatchId
 from .queue import WAIT, TaskQueue
@@ -21,6 +21,11 @@ LEASE_SECONDS = 60.0
 _TRAINING_PARAMETER_NAMES = "records", "batch_size", "epochs", "seed"
 _PARAMETERS_NOTE, _WITHOUT_UPDATE_NOTE, _INCARNATIONS_NOTE = "training", "without update", "servers"
 """Names of notes in the queue: parameters of the training, minibatches without an update, servers' incarnations."""
+
+
+def forget_matching_servers(path: Path) -> None:
+    """Let the next master of a persistent queue wait until workers have configured the servers, as in a new job."""
+    delete_note(path, _INCARNATIONS_NOTE)
 
 
 class Master(Service):
@@ -97,8 +102,8 @@ class Master(Service):
             for name, value in parameters.items():
                 if value != self._parameters[name]:
                     raise ConfigError(
-                        f"{name}: {value}, but {self._parameters[name]} on other workers;"
-                        " use the same value on all workers"
+                        f"{name}: {value}, but {self._parameters[name]} on other workers or in the run to resume;"
+                        " use the same value"
                     )
             return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
@@ -171,13 +176,8 @@ class Master(Service):
         note = None if self._queue is None else self._queue.load_note(_INCARNATIONS_NOTE)
         return None if note is None else list(json.loads(note))
 
-    def record_matching_servers(self, incarnations: Sequence[str]) -> None:
-        """Record that servers match the queue, such as at the start of a job."""
-        self._require_queue().store_note(_INCARNATIONS_NOTE, json.dumps(list(incarnations)))
-        self.servers_match_queue = True
-
     def reset_tasks(self, minibatches: AppliedMinibatches, incarnations: Sequence[str]) -> None:
-        """Reset the tasks to the records that restored servers have not applied; all leases end."""
+        """Reset the tasks to the records that new or restored servers have not applied; all leases end."""
         queue, size = self._require_queue(), self._parameters["batch_size"]
         per_task, records = queue.records_per_task, self._parameters["records"]
         ranges = []

@@ -10,9 +10,9 @@ from contextlib import suppress
 import numpy as np
 
 from ..comm import Transport, all_or_none
-from ..errors import ServiceError
+from ..errors import DataError, ServiceError
 from .master import Master
-from .progress import MinibatchId
+from .progress import AppliedMinibatches, MinibatchId
 from .queue import Task
 from .wire import ServiceClient
 
@@ -46,8 +46,8 @@ class MasterClient:
         Whether the gradient of the current minibatch was pushed.
     was_rejected : bool
         Whether a server has rejected this gradient as too old; set on the first rank only.
-    wait_interrupted : bool
-        Whether the last wait for a task was interrupted.
+    has_waited, wait_interrupted : bool
+        Whether the last task was not available at once, and whether the wait for it was interrupted.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class MasterClient:
         is_first_worker: bool = True,
     ) -> None:
         self.worker, self.world, self.is_first_worker = worker, world, is_first_worker
-        self._batch_size = parameters["batch_size"]
+        self._batch_size, self._records = parameters["batch_size"], parameters["records"]
         self.minibatch, self.samples = MinibatchId(0, 0, 0), 0
         self.was_pushed = self.was_rejected = False
         self._next_task: Task | None = None
@@ -73,7 +73,7 @@ class MasterClient:
         self._minibatch_end = self._records_per_task = 0
         self._master: ServiceClient | None = None
         self._closed = threading.Event()
-        self.wait_interrupted = False
+        self.has_waited = self.wait_interrupted = False
         self._before_task_wait_callback: Callable[[], object] = lambda: None
         self._uninitialised_callback: Callable[[], object] = lambda: None
         with all_or_none(world, root_only=True):
@@ -109,6 +109,26 @@ class MasterClient:
                 return
             self._task = task
             yield task
+
+    def minibatches_before(self, epoch: int, position: int) -> AppliedMinibatches:
+        """Return the minibatches of all epochs before `epoch`, and those before a position in it.
+
+        Raises
+        ------
+        DataError
+            The position is within a minibatch.
+        """
+        applied, size, records = AppliedMinibatches(), self._batch_size, self._records
+        if position % size and position < records:
+            raise DataError(
+                f"checkpoint.h5: {position} samples of the epoch have been processed, which is not a multiple of"
+                f" batch_size {size}; resume with the batch size of the run that wrote the checkpoint"
+            )
+        for number, upto in [*((number, records) for number in range(epoch)), (epoch, position)]:
+            for start in range(0, upto, size):
+                task, first = divmod(start, self._records_per_task)
+                applied.add(MinibatchId(number, task, first // size))
+        return applied
 
     def begin_minibatch(self, start: int, stop: int, samples: int) -> None:
         """Set the minibatch of the current task to be trained next."""
@@ -153,12 +173,14 @@ class MasterClient:
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
                 task = self._request_task(self._master, should_stop)
-        task, self.wait_interrupted = self.world.bcast((task, self.wait_interrupted))
+        state = task, self.has_waited, self.wait_interrupted
+        task, self.has_waited, self.wait_interrupted = self.world.bcast(state)
         return task
 
     def _request_task(self, master: ServiceClient, should_stop: Callable[[], bool]) -> Task | None:
-        pause = 0.0
+        pause, self.has_waited = 0.0, False
         while (reply := master.call("get_task", {"worker": self.worker})).text("type") == "WAIT":
+            self.has_waited = True
             if not pause:
                 self._before_task_wait_callback()
             if reply.fields.get("blank"):

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import ServiceError, ServiceUnavailableError, UserError
 from ..terminal.console import say
-from .checkpoint import has_all_server_files
+from .checkpoint import count_servers, has_all_server_files
 from .group import DivergedServersError, ServerConnections
 from .job_status import JobStatus, ServerStatus
 from .master import Master
@@ -38,6 +38,10 @@ _FAILURES_BEFORE_WARNING = 10
 """Consecutive failures after which the reason is printed."""
 _HOLD_TIMEOUT_SECONDS = 2.0
 """Seconds to hold back gradients while waiting for one that only some servers have; the save is then retried."""
+
+
+class CannotStartError(ServiceError):
+    """The servers cannot be restored at the start of a job."""
 
 
 class ServerRecovery(Service):
@@ -135,6 +139,9 @@ class ServerRecovery(Service):
             try:
                 self.restore_or_save_servers()
                 failures = 0
+            except CannotStartError as error:
+                say(f"error: {error}", sys.stderr)
+                os._exit(2)
             except (ServiceUnavailableError, DivergedServersError):  # resolved by restarts and recomputed minibatches
                 pass
             except UserError as error:
@@ -171,30 +178,47 @@ class ServerRecovery(Service):
         return min(float(server["samples"]) for server in self._server_status)
 
     def _restore_servers(self) -> None:
-        """Restore the servers from the newest checkpoint; without one, start once the servers have the model."""
+        """Restore the servers from the newest checkpoint.
+
+        At the start of a job, first wait until a worker has configured the servers, since another job with other
+        servers may have written the checkpoint. Without a checkpoint, start with the values of this worker.
+
+        Raises
+        ------
+        CannotStartError
+            No checkpoint can be restored at the start of a job.
+        """
         self._master.servers_match_queue = self._master.results_saved = False
         if not self._master.has_training_parameters:
             return
         checkpoints = list_complete_checkpoints(self._folder)
-        if not checkpoints:
+        is_start = self._master.read_matching_incarnations() is None
+        if is_start or not checkpoints or count_servers(checkpoints[-1]) != len(self._group):
             status = self._group.status()
             incarnations = [server["incarnation"] for server in status]
             self._master.servers_need_model = not all(incarnations)
-            if all(incarnations):
+            if not all(incarnations):
+                return
+            if not checkpoints:
                 self._save_checkpoint([int(server["version"]) for server in status])
-                self._master.record_matching_servers(incarnations)
-            return
+                self._master.reset_tasks(self._group.applied_minibatches_by_server()[0], incarnations)
+                return
         for checkpoint in reversed(checkpoints):
             try:
                 minibatches, incarnations = self._group.restore_checkpoint(checkpoint.name)
             except ServiceUnavailableError:
                 raise
-            except ServiceError:  # the checkpoint is damaged
-                if checkpoint == checkpoints[0]:
-                    raise
-                continue
+            except ServiceError as error:  # the checkpoint is damaged
+                if checkpoint != checkpoints[0]:
+                    say(f"warning: {error}; continuing from the preceding checkpoint", sys.stderr)
+                    continue
+                if is_start:
+                    text = f"{error}; or delete {self._folder} to continue from checkpoint.h5"
+                    raise CannotStartError(text) from error
+                raise
             self._master.reset_tasks(minibatches, incarnations)
-            self._saved_versions = [int(server["version"]) for server in self._group.status()]
+            if count_servers(checkpoint) == len(self._group):  # otherwise, write one that a restarted server can load
+                self._saved_versions = [int(server["version"]) for server in self._group.status()]
             return
 
     def _is_checkpoint_due(self, versions: list[int]) -> bool:

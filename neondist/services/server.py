@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ServiceUnavailableError
 from .checkpoint import load_state, make_state_writer, read_configuration
@@ -80,7 +81,7 @@ class ParameterServer(Service):
         configured = None
         if self._state is None and request.flag("values"):  # without the lock: may import PyTorch
             configured = _parse_server_configuration(request)
-            configured[0].set_values(request)
+            configured[0].start(request)
         with self._condition:
             taken = configured is not None and self._state is None
             if configured is not None and taken:
@@ -90,7 +91,10 @@ class ParameterServer(Service):
             return Message({"initialized": self._state is not None, "taken": taken})
 
     def pull_variable(self, request: Message) -> Reply:
-        """Wait for a version, then return all dense values if they are newer than those of the caller."""
+        """Wait for a version, then return all dense values if they are newer than those of the caller.
+
+        With `slots`, return them in any case, and with them the optimiser's state.
+        """
         version, at_least = request.integer("version"), request.integer("at_least")
         incarnation = request.text("incarnation")
         with self._condition:
@@ -98,6 +102,8 @@ class ParameterServer(Service):
             self._wait_until(request, lambda: self._incarnation != incarnation or state.version >= at_least)
             state = self._require_state()
             fields = {"version": state.version, "incarnation": self._incarnation}
+            if request.flag("slots"):
+                return list(encode(Message(fields, state.dense_parameters.message_arrays(with_slots=True))))
             if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
             if self._cached_values_reply is None or self._cached_values_reply[0] != state.version:
@@ -228,10 +234,16 @@ class ParameterServer(Service):
     def load_checkpoint(self, request: Message) -> Message:
         """Load this server's parts of a checkpoint of any number of servers.
 
-        A request without a layout restores the state and configuration of server `index` of `servers` in it.
+        A request without a layout keeps the configuration of this server; if it has none, its configuration is that of
+        server `index` of `servers` in the checkpoint.
         """
         folder, configuration = self._folder_of_checkpoint(request), request
-        if "layout" not in request.fields:
+        with self._condition:
+            current, policy = self._state, self._sync_policy
+        if "layout" not in request.fields and current is not None:
+            layout: Any = current.layout.to_json()
+            configuration = Message({"layout": layout, "optimizer": current.optimizer, "policy": policy.to_json()})
+        elif "layout" not in request.fields:
             configuration = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
         state, policy = _parse_server_configuration(configuration)
         load_state(state, folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,31 @@ class SyncPolicy:
             staleness,
             message.flag("modulate"),
         )
+
+
+@dataclass(frozen=True)
+class StartingState:
+    """Updates that led to the values with which servers start.
+
+    Attributes
+    ----------
+    slots : mapping of str to ndarray
+        The optimiser's complete arrays and scalars by 'PARAMETER/SLOT'.
+    updates : int
+    samples : int
+        Number of samples of `applied`.
+    applied : AppliedMinibatches
+        Minibatches of these updates that belong to the job.
+    """
+
+    slots: Mapping[str, np.ndarray] = field(default_factory=dict)
+    updates: int = 0
+    samples: int = 0
+    applied: AppliedMinibatches = field(default_factory=AppliedMinibatches)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value of the counts, which `ServerState.start` accepts."""
+        return {"updates": self.updates, "samples": self.samples, "credits": self.applied.to_json()}
 
 
 @dataclass(frozen=True)
@@ -120,9 +145,13 @@ class ServerState:
         self.tables = {table.name: EmbeddingTable(table, updater, index, servers) for table in self.layout.tables}
         self.version, self.samples, self.applied_minibatches = 0, 0.0, AppliedMinibatches()
 
-    def set_values(self, message: Message) -> None:
-        """Set the values in a message: all dense values, and rows of tables, if any."""
+    def start(self, message: Message) -> None:
+        """Set the state in a message: dense values, rows of tables and optimiser state, if any, and counts."""
         dense, rows = self.dense_parameters.read_dense_arrays(message), self.read_rows(message)
+        counts = Message(message.mapping("start"))
+        self.version, self.samples = counts.integer("updates"), counts.number("samples")
+        self.applied_minibatches = AppliedMinibatches.parse(counts.mapping("credits"))
+        self.dense_parameters.set_slots(message)
         self.dense_parameters.set_values(dense)
         for name, (ids, values) in rows.items():
             self.tables[name].restore(ids, values, {})

@@ -13,13 +13,13 @@ import numpy as np
 from ..arrays.namespace import namespace
 from ..comm import Transport, all_or_none
 from ..errors import ConfigError, ServiceError
-from ..models import RemoteUpdate
-from ..parallel import Parameters
+from ..models import RemoteUpdate, TrainableModel
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient
 from .master_client import RETRY_SECONDS, MasterClient
 from .placement import place_parameters
-from .state import SyncPolicy
+from .progress import AppliedMinibatches
+from .state import StartingState, SyncPolicy
 from .updates import check_server_optimizer
 from .wire import read_token
 
@@ -98,13 +98,19 @@ class ServerUpdate(RemoteUpdate):
     worker : AsyncWorkerSpec
     strategy : StrategyBuilder or Strategy
         Asynchronous strategy of all parameters.
-    parameters : Parameters
-        Parameters of a built model, replicated on every rank or sharded over the tiles.
-    optimizer : Optimizer or TorchOptimizer
+    model : TrainableModel
+        Built model, whose parameters are replicated on every rank or sharded over the tiles. The first worker
+        initialises the servers with its values and its optimiser's state.
     world : Transport
         The ranks of this worker.
+    updates : int
+        Number of updates that led to these values.
     master_client : MasterClient, optional
         Provides the minibatch of a gradient. Default: gradients without minibatches.
+    applied : AppliedMinibatches, optional
+        Minibatches of these updates.
+    samples : int
+        Number of samples of these minibatches.
 
     Raises
     ------
@@ -118,13 +124,16 @@ class ServerUpdate(RemoteUpdate):
         self,
         worker: AsyncWorkerSpec,
         strategy: StrategyBuilder | Strategy,
-        parameters: Parameters,
-        optimizer: Any,
+        model: TrainableModel,
         world: Transport,
+        updates: int = 0,
         master_client: MasterClient | None = None,
+        applied: AppliedMinibatches | None = None,
+        samples: int = 0,
     ) -> None:
-        self._worker, self._parameters, self._world, self._master_client = worker, parameters, world, master_client
-        count = len(worker.servers)
+        self._worker, self._model, self._world, self._master_client = worker, model, world, master_client
+        self._parameters = parameters = model.built_parameters
+        count, optimizer = len(worker.servers), model.optimizer
         specs = [
             ParameterSpec(shard.full_name, layout.shape, str(parameters.values.dtype), bool(layout.max_rows_per_sample))
             for shard in parameters.trained_shards
@@ -136,6 +145,9 @@ class ServerUpdate(RemoteUpdate):
         decays = [shard.full_name for shard in parameters.trained_shards if shard.decays]
         layouts = place_parameters(self.strategy, count, decayed_names=decays)
         self._values = self._gather_parameters(parameters.values)
+        slots = model.checkpoint_arrays()["optimizer"] if updates else []
+        slot_arrays = {shard.full_name: shard.gather(array) for shard, array in slots}
+        start = StartingState(slot_arrays, updates, samples, applied or AppliedMinibatches())
         self._client: ParameterClient | None = None
         self.version = 0
         with all_or_none(world, root_only=True):
@@ -143,10 +155,15 @@ class ServerUpdate(RemoteUpdate):
                 client_args = worker.servers, layouts, worker.token, worker.name
                 self._client = ParameterClient(*client_args, retry_seconds=RETRY_SECONDS)
                 client, policy = self._client, worker.policy or _sync_policy_of_strategy(self.strategy)
-                client.initialize(self._values, optimizer, policy)
+
+                def initialize_servers() -> None:  # from the checkpoint of the first worker, in a resumed job
+                    client.initialize(None if worker.index else self._values, optimizer, policy, start)
+
+                initialize_servers()
                 if master_client is not None:
                     master_client.set_before_task_wait_callback(client.leave)
-                    master_client.set_uninitialised_callback(lambda: client.initialize(self._values, optimizer, policy))
+                    if not worker.index:
+                        master_client.set_uninitialised_callback(initialize_servers)
         self.pull_values()
 
     def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
@@ -177,21 +194,39 @@ class ServerUpdate(RemoteUpdate):
 
     def pull_values(self) -> None:
         """Pull new values."""
+        self._pull(with_slots=False)
+
+    def _pull(self, with_slots: bool) -> dict[str, np.ndarray]:
+        """Pull new values, and return the optimiser's whole arrays by 'PARAMETER/SLOT', if asked for."""
+        slots: dict[str, np.ndarray] = {}
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
-                self._client.pull(self._values)
+                pulled = self._client.pull_async(with_slots).result()
+                pulled.copy_to(self._values)
+                slots = pulled.whole_slots()
                 self.version = self._client.versions[0]
         if self._world.size > 1:
-            self._values, self.version = self._world.bcast((self._values, self.version))
+            self._values, self.version, slots = self._world.bcast((self._values, self.version, slots))
         parameters = self._parameters
         for shard, array in zip(parameters.trained_shards, parameters.split_flat(parameters.values), strict=True):
             array[...] = namespace(array).asarray(shard.own_part_of(self._values[shard.full_name])).reshape(array.shape)
         parameters.version += 1
+        return slots
 
     def pull_final_values(self) -> None:
         """Pull the final values on the first worker."""
         if not self._worker.index:
             self.pull_values()
+
+    def pull_values_and_optimizer_state(self) -> None:
+        """Pull new values, and the optimiser's state into the model's own, on the first worker."""
+        if self._worker.index:
+            return
+        slots = self._pull(with_slots=True)
+        for shard, array in self._model.checkpoint_arrays(slots)["optimizer"]:
+            if shard.full_name in slots:
+                part = shard.own_part_of(slots[shard.full_name])
+                array[...] = namespace(array).asarray(part).reshape(array.shape)
 
     def close(self) -> None:
         """Close the connections."""

@@ -23,6 +23,28 @@ HEARTBEAT_SECONDS = 2.0
 """Seconds between two heartbeats of a worker."""
 
 
+class SessionUpdate(ServerUpdate):
+    """Updates of a session, whose step is the number of updates by all workers.
+
+    Attributes
+    ----------
+    first_step : int
+        Number of steps before the first update that servers count.
+    """
+
+    first_step = 0
+
+    def set_step(self) -> None:
+        """Set the step of the model to that of its values."""
+        self._model.step = self.first_step + self.version
+        self._model.steps_without_optimizer = self.first_step
+
+    def pull_values_and_optimizer_state(self) -> None:
+        """Pull new values and the optimiser's state, on the first worker, and set the step."""
+        super().pull_values_and_optimizer_state()
+        self.set_step()
+
+
 class JobServersClient:
     """Client of a job's parameter servers. Methods are collective over the worker's ranks; the first rank communicates.
 
@@ -61,11 +83,10 @@ class JobServersClient:
         self._worker_spec = AsyncWorkerSpec(task.shard_index or 0, tuple(task.ps_hosts), "", token)
         self._num_workers = task.num_workers
         self._strategy = model.strategy or PSLoadBalancing(sync=False)
-        self._server_update: ServerUpdate | None = None
+        self._server_update: SessionUpdate | None = None
         self._clients: list[ServiceClient] = []
         self._closed, self._stop_requested = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
-        self._first_step = 0
 
     def join_job_and_load_values(self) -> None:
         """Join the job and load the servers' values; on the master, initialise the servers first if needed.
@@ -75,29 +96,26 @@ class JobServersClient:
         ServiceError
             On every rank: if the servers or the master are unreachable, or reject the model.
         """
-        model, world = self._state.model, self._state.grid.world
+        model, world, first_step = self._state.model, self._state.grid.world, 0
         with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._connect()
                 if not self._is_master:
-                    self._first_step = self._wait_for_master()
-        self._server_update = ServerUpdate(
-            self._worker_spec, self._strategy, model.built_parameters, model.optimizer, world
-        )
+                    first_step = self._wait_for_master()
+        updates = self._state.step - model.steps_without_optimizer
+        self._server_update = SessionUpdate(self._worker_spec, self._strategy, model, world, updates)
         with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
-                reply = self._clients[0].call("begin", {"first_step": self._state.step})
-                self._first_step = reply.integer("first_step")
-        self._first_step = world.bcast(self._first_step)
+                reply = self._clients[0].call("begin", {"first_step": model.steps_without_optimizer})
+                first_step = reply.integer("first_step")
+        self._server_update.first_step = world.bcast(first_step)
         model.remote_update = self._server_update
         self.update_step_from_servers()
 
     def update_step_from_servers(self) -> None:
         """Set the step to the number of updates by all workers; request a stop if the master has requested a stop."""
         assert self._server_update is not None
-        model = self._state.model
-        model.step = self._first_step + self._server_update.version
-        model.steps_without_optimizer = model.step  # not counted by the optimiser that a job without servers uses
+        self._server_update.set_step()
         if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 

@@ -335,11 +335,14 @@ def _run_in_locked_folder(
         settings = {"records": run.epoch_size, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
         first = worker.index == 0
         run.master_client = MasterClient(worker.master, worker.token, worker.name, grid.world, settings, first)
-        remote = ServerUpdate(
-            worker, experiment.server_strategy, model.built_parameters, model.optimizer, grid.world, run.master_client
-        )
-    elif run.resumed_without_optimizer_state:
-        run.start_messages.append("checkpoint.h5 was written with parameter servers: the optimiser state is new")
+        applied = run.master_client.minibatches_before(run.epoch, run.samples_seen)
+        samples = run.epoch * run.epoch_size + run.samples_seen
+        updates = run.server_updates
+        updates = model.step - model.steps_without_optimizer if updates is None else updates
+        arguments = grid.world, updates, run.master_client, applied, samples
+        remote = ServerUpdate(worker, experiment.server_strategy, model, *arguments)
+    elif run.server_updates is not None:
+        model.step, model.steps_without_optimizer = run.server_updates, 0
     model.remote_update = remote
     writers: list[Hook] = []
     if folder is not None:

@@ -207,6 +207,8 @@ def _epoch_minibatches(run: TrainState, seed: int) -> Iterator[tuple[int, list[t
     """Yield an epoch and its consecutive minibatches: first position, end position and sample numbers of each."""
     if run.master_client is not None:
         for task in run.master_client.tasks_through_epoch(run.epoch, run.has_stop_request):
+            if run.master_client.has_waited and (remote := run.model.whole_model.remote_update) is not None:
+                remote.pull_values()  # servers may have been restored, and other workers have continued
             yield task.epoch, list(task.minibatches(run.batch_size))
             if run.stop is not None:
                 return

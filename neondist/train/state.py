@@ -12,6 +12,7 @@ from ..comm import ProcessGrid
 from ..data import Dataset
 from ..data.base import SPLITS
 from ..errors import DataError
+from ..io.checkpoint.texts import parse_json, require_json_integer
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import ControlFlag
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from ..services.master_client import MasterClient
 
 
-_SERVER_STATE_TEXT = "server state"
-"""Name of the text of a checkpoint that lacks the optimiser state, which parameter servers have."""
+SERVER_UPDATES_TEXT = "server updates"
+"""Name of the text of a checkpoint with the number of updates by parameter servers."""
 RESERVED_METRIC_NAMES = {
     "epoch", "step", "split", "samples", "loss", "seconds", "samples_per_second", "bytes_sent", "bytes_summed",
     "loss_scale", "skipped_steps", "job", *(f"{split}_{value}" for split in SPLITS for value in ("loss", "error")),
@@ -131,8 +132,9 @@ class TrainState:
         Sums over the current epoch.
     start_messages : list of str
         Messages to print at the start.
-    resumed_without_optimizer_state : bool
-        Whether the run resumes from a checkpoint without the optimiser state, which was on parameter servers.
+    server_updates : int or None
+        If the run resumes from a checkpoint of a run with parameter servers: the number of their updates, by all
+        workers, which the optimiser counts instead of this worker's steps.
     master_client : MasterClient or None
         Client of the master that assigns tasks to asynchronous workers. None: train whole epochs.
     """
@@ -148,7 +150,7 @@ class TrainState:
     stop: Stop | None = None
     totals: EpochTotals = field(default_factory=EpochTotals)
     start_messages: list[str] = field(default_factory=list)
-    resumed_without_optimizer_state: bool = False
+    server_updates: int | None = None
     master_client: MasterClient | None = None
 
     @property
@@ -199,13 +201,14 @@ class TrainState:
         factor, offset = train.factor_and_subtrahend
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
         texts = {"images": json.dumps(images), **class_name_texts(self.dataset)}
-        if self.model.whole_model.remote_update is not None:
-            texts[_SERVER_STATE_TEXT] = "optimiser state is on parameter servers"
+        if (remote := self.model.whole_model.remote_update) is not None:
+            texts[SERVER_UPDATES_TEXT] = str(remote.version)
         return texts | field_metadata_texts(getattr(train, "fields", None))
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Check that the texts of a checkpoint match the data set; raise ValueError otherwise."""
-        self.resumed_without_optimizer_state = _SERVER_STATE_TEXT in texts
+        if SERVER_UPDATES_TEXT in texts:
+            self.server_updates = require_json_integer("'server updates'", parse_json(texts[SERVER_UPDATES_TEXT], int))
         fields = getattr(self.dataset.train, "fields", None)  # missing in user-defined splits
         if fields is not None:
             restore_field_normalisation(texts, fields)

@@ -84,7 +84,7 @@ def test_workers_must_agree_on_the_data():
     with pytest.raises(nd.ConfigError, match="report_training_params first"):
         master.get_task(Message({"worker": "a"}))
     master.report_training_params(Message(QUEUE_PARAMETERS))
-    with pytest.raises(nd.ConfigError, match="seed: 4, but 3 on other workers"):
+    with pytest.raises(nd.ConfigError, match="seed: 4, but 3 on other workers or in the run to resume; use"):
         master.report_training_params(Message(QUEUE_PARAMETERS | {"seed": 4}))
 
 

@@ -1,6 +1,7 @@
 """Experiments with parameter servers: one worker matches a serial run; several train each batch once."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -91,19 +92,63 @@ def test_one_worker_matches_a_serial_run(model, strategy, tiles):
             np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
-def test_message_about_missing_optimizer_state(tmp_path, capsys):
-    message = "checkpoint.h5 was written with parameter servers: the optimiser state is new"
+def make_adam_module():
+    from neondist.torch import TorchOptimizer
 
-    def run(strategy, epochs, **options):
-        experiment = make_experiment(make_model, strategy)
+    model = make_module()
+    model.optimizer = TorchOptimizer("Adam", {"lr": 0.01, "weight_decay": 0.1})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "strategies", "tiles"),
+    [
+        (make_model, ("PS", None, "PartitionedPS"), 1),
+        (make_model, (None, "PSLoadBalancing", "PS", None), 2),
+        (make_adam_module, (None, "UnevenPartitionedPS", None), 2),
+        (make_adam_module, ("PSLoadBalancing", None, "PS"), 1),
+        (make_module, (None, "PartitionedPS", None), 1),
+    ],
+)
+@pytest.mark.long
+def test_optimizer_state_moves_to_and_from_servers(tmp_path, model, strategies, tiles):
+    """Continue with and without servers in turn; expect the values and the state of an uninterrupted run."""
+
+    def train(world, strategy, epochs, **options):
+        builder = None if strategy is None else nd.strategies.as_builder(strategy)
+        if builder is not None:
+            builder.sync = False
+        experiment = make_experiment(model, builder)
         experiment.epochs = epochs
-        experiment.run(ProcessGrid.serial(), output=tmp_path, **options)
-        return capsys.readouterr().out
+        experiment.run(experiment.open_grid(world), hooks=[], **options)
+        arrays = experiment.model.checkpoint_arrays()
+        return {
+            (group, shard.full_name): shard.gather(array) for group, pairs in arrays.items() for shard, array in pairs
+        }
 
-    with Servers(1) as job:
-        assert message not in run("PS(sync=False)", EPOCHS, worker=place_worker(job))
-    assert message in run(None, EPOCHS + 1, resume=True)
-    assert message not in run(None, EPOCHS + 2, resume=True)
+    expected = loopback.run(tiles, lambda world: train(world, None, len(strategies)))
+    for epoch, strategy in enumerate(strategies, 1):
+        with Servers(1 + epoch % 2) as job:
+            worker = None if strategy is None else place_worker(job)
+            step = partial(train, strategy=strategy, epochs=epoch, worker=worker, output=tmp_path, resume="auto")
+            results = loopback.run(tiles, step)
+    for values, reference in zip(results, expected, strict=True):
+        assert values.keys() == reference.keys()
+        for name, value in reference.items():
+            np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-12, err_msg=str(name))
+
+
+def test_resumed_worker_needs_a_whole_number_of_minibatches(tmp_path):
+    class StopAfterStep(nd.Hook):
+        def after_step(self, run):
+            run.stop = nd.train.Stop("test")
+
+    experiment = make_experiment(make_model, "PS(sync=False)")
+    experiment.batch_size = 5
+    make_experiment(make_model).run(ProcessGrid.serial(), output=tmp_path, hooks=[StopAfterStep()])
+    problem = r"8 samples of the epoch .* batch_size 5; resume with"
+    with Servers(1) as job, pytest.raises(nd.DataError, match=problem):
+        experiment.run(ProcessGrid.serial(), output=tmp_path, resume=True, hooks=[], worker=place_worker(job))
 
 
 def test_workers_train_each_batch_once():

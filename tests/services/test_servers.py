@@ -18,7 +18,7 @@ from neondist.services.message import Message, MessageError
 from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.progress import MinibatchId
 from neondist.services.server import ParameterServer
-from neondist.services.state import PushedGradient, ServerState, SyncPolicy
+from neondist.services.state import PushedGradient, ServerState, StartingState, SyncPolicy
 from neondist.services.updates import describe_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -296,9 +296,11 @@ def test_hostile_models_are_rejected(tmp_path):
         "optimizer": describe_optimizer(nd.Adam(0.1, weight_decay=0.1)),
         "policy": SyncPolicy().to_json(),
         "values": True,
+        "start": StartingState(updates=3, samples=12).to_json(),
         "name": "absent",
     }
     contents = {"dense/float64": np.zeros(13), "rows/table": np.zeros((2, 2)), "ids/table": np.arange(2)}
+    contents |= {f"slots/float64/{slot}": np.zeros(13) for slot in ("mean", "square")}
     for _ in range(1500):
         name = rng.choice(list(fields))
         changed = fields | {name: change_value(rng, copy.deepcopy(fields[name]))}

@@ -24,9 +24,9 @@ IMAGES = np.random.default_rng(0).normal(size=(2, STEPS, 4, 3, 2, 1))
 LABELS = np.random.default_rng(1).integers(0, 3, size=(2, STEPS, 4))
 
 
-def build_model():
+def build_model(optimizer=None):
     layers = [nd.FCLayerDist(5, activation=nd.Tanh()), nd.FCLayerDist(3)]
-    model = nd.MLPDist(layers, optimizer=nd.SGD(0.5), seed=1, dtype="float64")
+    model = nd.MLPDist(layers, optimizer=optimizer or nd.SGD(0.5), seed=1, dtype="float64")
     model.build((3, 2, 1), 4, ProcessGrid.serial())
     return model
 
@@ -100,9 +100,30 @@ def test_alternating_workers(servers, tmp_path):
     for task in (task_of("master"), nd.TaskSpecDef()):  # on new servers, and without servers
         resumed = build_model()
         with create_session(task, resumed, tmp_path, stop_grace_period_secs=0) as first:
-            assert (first.global_step, resumed.steps_without_optimizer) == (2 * STEPS + 1, 2 * STEPS + 1)
+            assert (first.global_step, resumed.steps_without_optimizer) == (2 * STEPS + 1, 0)
             for name, value in copy_weights(resumed).items():
                 np.testing.assert_array_equal(value, final_weights[name])
+
+
+def test_optimizer_state_moves_to_and_from_servers(servers, tmp_path):
+    """Train two steps each on servers, without servers, and on new servers; expect those of one process."""
+
+    def train(model, session):
+        for _ in range(2):
+            session.run(model.train_batch, IMAGES[0, session.global_step % STEPS], LABELS[0, 0])
+
+    serial = build_model(nd.Adam(0.1))
+    for step in range(6):
+        serial.train_batch(IMAGES[0, step % STEPS], LABELS[0, 0])
+    for part in range(3):
+        task = nd.TaskSpecDef() if part == 1 else servers()[1]("master")
+        model = build_model(nd.Adam(0.1))
+        with create_session(task, model, tmp_path, stop_grace_period_secs=0) as session:
+            train(model, session)
+            assert (session.global_step, model.steps_without_optimizer) == (2 * part + 2, 0)
+    for name, value in (copy_weights(model) | model.optimizer_state()).items():
+        expected = (copy_weights(serial) | serial.optimizer_state())[name]
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12, err_msg=name)
 
 
 def test_worker_waits_for_the_master(servers):

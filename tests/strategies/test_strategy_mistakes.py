@@ -90,7 +90,7 @@ def test_scalars_cannot_be_partitioned(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     ((), "2 ranks form a single replica; set grid.replicas, or use sync: true"),
     (("--set", "grid.replicas=2", "--restarts", 1), "--restarts: applies to a single MPI job"),
-    (("--set", "grid.replicas=2", "--resume"), "has no parameter-server checkpoint to resume from; start with"),
+    (("--set", "grid.replicas=2", "--resume"), "has no checkpoint to resume from; leave out --resume"),
 ])  # fmt: skip
 def test_servers_require_replicas(tmp_path, arguments, message):
     assert message in run_invalid(tmp_path, "!PS {staleness: 1}", *arguments)

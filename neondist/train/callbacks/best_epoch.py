@@ -119,7 +119,7 @@ class BestCheckpointAndEarlyStopping(Hook):
     def after_epoch(self, run: TrainState) -> None:
         """Write a checkpoint if the epoch is the best; stop early without improvement."""
         if self.checkpoint is not None and self.best.find_best_epoch(run.history, self.metrics) == run.epoch:
-            self.checkpoint.save(run)
+            self.checkpoint.save(run, pull=False)  # the values that were evaluated
         if reason := self.best.early_stop_reason(run.history, self.metrics):
             run.epochs = run.epoch
             if run.is_first_rank:

@@ -221,7 +221,7 @@ class Checkpoint(Hook):
         """Write a first checkpoint, to detect an unwritable folder before the first epoch."""
         self.last_written_position, self.last_seen_step = _run_position(run), run.step
         self.last_checkpoint_time = time.monotonic()
-        if run.step == 0:
+        if run.step == 0 or run.model.whole_model.remote_update is not None:  # servers continue from their own later
             self.save(run)
 
     def after_step(self, run: TrainState) -> None:
@@ -246,14 +246,16 @@ class Checkpoint(Hook):
         """Write a checkpoint of this step, unless it is already written."""
         self.after_run(run)
 
-    def save(self, run: TrainState) -> None:
-        """Write a checkpoint now. Collective.
+    def save(self, run: TrainState, pull: bool = True) -> None:
+        """Write a checkpoint now; `pull`: with the current state of the parameter servers, if any. Collective.
 
         Raises
         ------
         OutputError
             On every rank, if the checkpoint cannot be written; the previous one is kept.
         """
+        if pull and (remote := run.model.whole_model.remote_update) is not None:
+            remote.pull_values_and_optimizer_state()
         write_checkpoint(
             self.path, *self.collect_checkpoint_contents(run), run.grid.world, self.schedule.keep, run.step
         )
