@@ -19,6 +19,7 @@ from neondist.cli.definition import create_experiment, load_definition
 from neondist.cli.worker_options import resolve_worker_options
 from neondist.services.checkpoint import read_configuration
 from neondist.services.state import SyncPolicy
+from neondist.terminal.console import counted
 
 
 @pytest.fixture
@@ -345,6 +346,22 @@ def test_servers_of_a_single_worker_match_one_process(project, options, servers)
     assert code == 0, err
     assert "applied: 64 records in each of 2 epochs, each once" in out, err
     assert len(list(next((project / "run/servers").glob("checkpoint-*")).iterdir())) == servers
+    losses = [[record["validation_loss"] for record in read_records(folder)] for folder in ("local", "run")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.long
+def test_run_is_resumed_with_and_without_servers(project):
+    """Resume with one server, with two, and after a run without servers; expect the losses of one process."""
+    file = write_model(project, MODEL_DEFINITION.replace("torch.optim.SGD(", "torch.optim.Adam("), "adam")
+    words = "train", file, *DATA_OPTIONS, "--minibatch-size", "16", "--output"
+    assert main([*words, "local", "--num-epochs", "4"]) == 0
+    strategy = "--distribution-strategy", "ParameterServerStrategy"
+    for epochs, options in enumerate([["--num-ps", "1"], ["--num-ps", "2"], [], ["--num-ps", "1"]], 1):
+        resumed = ["--num-epochs", str(epochs), "--resume", "auto", *(strategy if options else ()), *options]
+        code, out, err = run_command(build_command(*words, "run", *resumed), project, NEONDIST_TESTS_HIDE="matplotlib")
+        assert code == 0, err
+        assert (f"applied: 64 records in each of {counted(epochs, 'epoch')}, each once" in out) is bool(options), err
     losses = [[record["validation_loss"] for record in read_records(folder)] for folder in ("local", "run")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

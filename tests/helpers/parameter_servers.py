@@ -5,8 +5,10 @@ import contextlib
 import numpy as np
 
 from neondist.services.client import ParameterClient
+from neondist.services.group import ServerConnections
 from neondist.services.master import Master
 from neondist.services.placement import place_parameters
+from neondist.services.recovery import ServerRecovery
 from neondist.services.server import ParameterServer
 from neondist.services.wire import ServiceHost, create_token
 from neondist.strategies import ParameterSpec, as_builder
@@ -20,16 +22,21 @@ def draw_arrays(seed, shapes=None, dtype="float64"):
 
 
 class Servers:
-    """Parameter servers and a master, with a factory of clients."""
+    """Parameter servers and a master, with a factory of clients; `recover`: with checkpoints, as in a job."""
 
-    def __init__(self, count, folder=None, minibatches_per_task=1):
+    def __init__(self, count, folder=None, minibatches_per_task=1, recover=False):
         self.token, self.stack = create_token(), contextlib.ExitStack()
         self.servers = [ParameterServer(folder) for _ in range(count)]
         self.hosts = [
             self.stack.enter_context(ServiceHost([server], "127.0.0.1:0", self.token)) for server in self.servers
         ]
-        self.master = Master(minibatches_per_task)
+        self.master = Master(minibatches_per_task, path=folder / "tasks.sqlite" if recover else None)
         self.master_host = self.stack.enter_context(ServiceHost([self.master], "127.0.0.1:0", self.token))
+        if recover:
+            connections = ServerConnections([host.address for host in self.hosts], self.token)
+            self.stack.callback(self.master.close)
+            self.stack.enter_context(connections)
+            self.stack.enter_context(ServerRecovery(connections, folder, self.master))
 
     def layouts(self, strategy="PSLoadBalancing", shapes=None, tables=(), dtype="float64"):
         specs = [ParameterSpec(name, shape, dtype) for name, shape in (SHAPES if shapes is None else shapes).items()]

@@ -128,9 +128,12 @@ def test_optimizer_state_moves_to_and_from_servers(tmp_path, model, strategies, 
 
     expected = loopback.run(tiles, lambda world: train(world, None, len(strategies)))
     for epoch, strategy in enumerate(strategies, 1):
-        with Servers(1 + epoch % 2) as job:
+        (servers_folder := tmp_path / f"servers-{epoch}").mkdir()
+        with Servers(1 + epoch % 2, servers_folder, recover=True) as job:
             worker = None if strategy is None else place_worker(job)
-            step = partial(train, strategy=strategy, epochs=epoch, worker=worker, output=tmp_path, resume="auto")
+            step = partial(
+                train, strategy=strategy, epochs=epoch, worker=worker, output=tmp_path / "run", resume="auto"
+            )
             results = loopback.run(tiles, step)
     for values, reference in zip(results, expected, strict=True):
         assert values.keys() == reference.keys()
