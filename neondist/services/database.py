@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
 
-from ..errors import ConfigError
+from ..errors import ConfigError, OutputError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -80,14 +80,25 @@ class TaskDatabase:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Run the block as a transaction, exclusive among all threads and processes."""
-        with self._lock:
+        with self._lock, self._convert_file_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # SQLite may have rolled back after an error of the disk
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
+
+    @contextmanager
+    def _convert_file_errors(self) -> Iterator[None]:
+        """Convert errors of the file, such as a full disk, into OutputError."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise OutputError(
+                f"{self.path}: cannot be written ({error}); free disk space or check permissions, then resume the job"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -96,7 +107,8 @@ class TaskDatabase:
 
     def store_note(self, name: str, value: str) -> None:
         """Store a note."""
-        self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", value))
+        with self._lock, self._convert_file_errors():
+            self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", value))
 
     def load_note(self, name: str) -> str | None:
         """Return a note; None if there is none of that name."""

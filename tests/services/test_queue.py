@@ -211,3 +211,17 @@ def test_database_uses_write_ahead_logging(make_queue, tmp_path):
 @pytest.mark.long
 def test_every_record_is_applied_once_per_epoch(tmp_path, seed):
     run_history(seed, tmp_path)
+
+
+def test_full_disk_is_reported_and_the_queue_continues(tmp_path):
+    queue = nd.TaskQueue(tmp_path / "tasks.sqlite", 5000, 1)
+    connection = queue._database._connection
+    connection.execute("PRAGMA max_page_count = 1")  # the current size: as on a full disk
+    problem = r"tasks.sqlite: cannot be written \(database or disk is full\); free disk space"
+    with pytest.raises(nd.OutputError, match=problem):
+        queue.get("a")
+    with pytest.raises(nd.OutputError, match=problem):
+        queue.store_note("note", "x" * 100_000)
+    connection.execute("PRAGMA max_page_count = 1000")
+    assert queue.get("a").start == 0
+    queue.close()
