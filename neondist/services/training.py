@@ -99,8 +99,7 @@ class ServerUpdate(RemoteUpdate):
     strategy : StrategyBuilder or Strategy
         Asynchronous strategy of all parameters.
     model : TrainableModel
-        Built model, whose parameters are replicated on every rank or sharded over the tiles. The first worker
-        initialises the servers with its values and its optimiser's state.
+        Built model, whose parameters are replicated on every rank or sharded over the tiles.
     world : Transport
         The ranks of this worker.
     updates : int
@@ -111,6 +110,9 @@ class ServerUpdate(RemoteUpdate):
         Minibatches of these updates.
     samples : int
         Number of samples of these minibatches.
+    may_initialize : bool
+        Whether this worker may initialise the servers with its values and its optimiser's state. In a resumed job,
+        only the first worker has those of the checkpoint.
 
     Raises
     ------
@@ -130,6 +132,7 @@ class ServerUpdate(RemoteUpdate):
         master_client: MasterClient | None = None,
         applied: AppliedMinibatches | None = None,
         samples: int = 0,
+        may_initialize: bool = True,
     ) -> None:
         self._worker, self._model, self._world, self._master_client = worker, model, world, master_client
         self._parameters = parameters = model.built_parameters
@@ -156,13 +159,13 @@ class ServerUpdate(RemoteUpdate):
                 self._client = ParameterClient(*client_args, retry_seconds=RETRY_SECONDS)
                 client, policy = self._client, worker.policy or _sync_policy_of_strategy(self.strategy)
 
-                def initialize_servers() -> None:  # from the checkpoint of the first worker, in a resumed job
-                    client.initialize(None if worker.index else self._values, optimizer, policy, start)
+                def initialize_servers() -> None:
+                    client.initialize(self._values if may_initialize else None, optimizer, policy, start)
 
                 initialize_servers()
                 if master_client is not None:
                     master_client.set_before_task_wait_callback(client.leave)
-                    if not worker.index:
+                    if may_initialize:
                         master_client.set_uninitialised_callback(initialize_servers)
         self.pull_values()
 

@@ -339,7 +339,7 @@ def _run_in_locked_folder(
         samples = run.epoch * run.epoch_size + run.samples_seen
         updates = run.server_updates
         updates = model.step - model.steps_without_optimizer if updates is None else updates
-        arguments = grid.world, updates, run.master_client, applied, samples
+        arguments = grid.world, updates, run.master_client, applied, samples, first or not resume
         remote = ServerUpdate(worker, experiment.server_strategy, model, *arguments)
     elif run.server_updates is not None:
         model.step, model.steps_without_optimizer = run.server_updates, 0
