@@ -107,6 +107,16 @@ class Cost(Registered, ABC):
             remedy = f"targets of shape {target_shape}, not {y_shape}{fitting}; change the layers, or the targets"
         raise ShapeError(f"the network's outputs have shape {y_shape}, but the data set has {remedy}")
 
+    def check_softmax_outputs(self, outputs: int) -> None:
+        """Raise ConfigError, naming this cost, if its softmax is over a single output."""
+        if outputs == 1:
+            with set_error_subject(self):
+                raise ConfigError(
+                    f"cost: {type(self).__name__} applies a softmax, which is 1 for any single output, so that nothing"
+                    " is trained; use BCE for one output of two classes, MSE for a number, or give the last layer an"
+                    " output per class"
+                )
+
     def check_output_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:
         """Raise ConfigError, naming this cost, unless there is a weight for each output and not all are 0."""
         if weights is None:

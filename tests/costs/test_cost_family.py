@@ -314,3 +314,16 @@ def test_device_results_match_the_host(name):
         )
         gradient = part.local_sum_gradient(y, targets)
         np.testing.assert_allclose(to_host(part.local_sum_gradient(device_array, targets)), gradient, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cost", [nd.CrossEntropy, nd.SoftmaxCrossEntropy, nd.Focal, nd.Dice, nd.DiceCE])
+@pytest.mark.parametrize("dense", [False, True])
+def test_softmax_over_one_output_is_rejected(cost, dense):
+    message = "is 1 for any single output.*; use BCE for one output of two classes, MSE for a number"
+    with pytest.raises(ConfigError, match=message):
+        cost().check_output_shape((4, 4, 1), None if dense else 1)
+    model = nd.Convnet([nd.ConvLayer(1, 3, padding=1)], cost=cost())
+    model.build((4, 4, 1), batch_size=2)
+    targets = np.zeros((2, 4, 4, 1), "f4") if dense else np.zeros((2, 4, 4), "i8")
+    with pytest.raises(ConfigError, match=message):
+        model.train_batch(np.ones((2, 4, 4, 1), "f4"), targets)

@@ -32,7 +32,7 @@ TRACING = threading.Lock()
 RULES: dict[str, Rule] = {}
 POINTWISE_OPS: set[str] = set()
 CAPTURE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
-"""PyTorch functions that raise errors depending on the values of tensors, and the functions captured instead."""
+"""PyTorch functions that cannot be captured, or need a check, and the functions captured instead."""
 
 
 def rule(

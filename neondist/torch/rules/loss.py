@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Atom
+from ..ir.errors import CaptureError
 from ..ir.graph import Value
 from ..ir.layout import axes_of, replicated
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
@@ -172,6 +173,17 @@ def l1_loss_with_weight(*args: Any, **kwargs: Any) -> torch.Tensor:
     return F.l1_loss(*args, **given)
 
 
+def checked_cross_entropy(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return torch.nn.functional.cross_entropy; raise CaptureError for a single class, over which it is constant."""
+    if input.ndim > 1 and input.shape[1] == 1:
+        raise CaptureError(
+            "the cross entropy over a single class is 0 for any output, so that nothing is trained; use"
+            " BCEWithLogitsLoss for one output of two classes, MSELoss for a number, or give the last layer an output"
+            " per class"
+        )
+    return F.cross_entropy(input, *args, **kwargs)
+
+
 torch.library.define(
     "neondist::ctc_loss",
     "(Tensor x, Tensor target, Tensor lengths, Tensor target_lengths, int blank, bool zero_infinity) -> Tensor",
@@ -205,6 +217,7 @@ def traceable_ctc_loss(
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else (loss / counts.clamp(min=1)).mean()
 
 
+CAPTURE_REPLACEMENTS[F.cross_entropy] = checked_cross_entropy
 CAPTURE_REPLACEMENTS[F.ctc_loss] = traceable_ctc_loss
 CAPTURE_REPLACEMENTS[F.gaussian_nll_loss] = traceable_gaussian_nll_loss
 CAPTURE_REPLACEMENTS[F.l1_loss] = l1_loss_with_weight

@@ -254,6 +254,8 @@ CRITERIA = {
     "values decide": (lambda y, t: y.mean() if y.sum() > 0 else y.sum(), "criterion cannot be captured"),
     "wrong dtype": (nn.MSELoss(), "criterion"),
     "number": (lambda y, t: 3.0, "criterion: must return one tensor"),
+    "one class": (lambda y, t: F.cross_entropy(y[:, :1], t * 0), "over a single class is 0 for any output"),
+    "one class, dense": (lambda y, t: nn.CrossEntropyLoss()(y[:, :1], y[:, 1:2].detach()), "over a single class is 0"),
 }  # fmt: skip
 
 
