@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch._decomp import decomposition_table
 
 from ...geometry import Atom, Place
+from ..ir.errors import CaptureError
 from ..ir.graph import Value
 from ..ir.layout import Layout, axes_of, replicated
-from ..ir.registry import rule
+from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
 
 
@@ -155,6 +156,20 @@ def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int 
     return lowering.local(
         lambda u: (low + (u * (high - low)).floor()).to(dtype), [draw_uniform(lowering, layout)], layout, dtype
     )
+
+
+def traceable_random(x: torch.Tensor, *bounds: int | None, generator: Any = None, **named: int | None) -> torch.Tensor:
+    """Draw integers in place, as torch.Tensor.random_ does, whose argument `from` torch.export cannot record."""
+    interval = (*bounds, *named.values())
+    if not interval:
+        return x.random_(generator=generator)
+    low, high = interval if len(interval) > 1 else (0, *interval)
+    if low is None or high is None or low >= high:
+        raise CaptureError(f"random_{interval}: expected a lower bound and a larger upper bound")
+    return x.copy_(torch.randint_like(x, low, high))
+
+
+CAPTURE_REPLACEMENTS[torch.Tensor.random_] = traceable_random
 
 
 @rule("aten.randperm.default", applies_if_replicated=True)

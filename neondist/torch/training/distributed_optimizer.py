@@ -11,7 +11,7 @@ import torch
 from torch.optim import optimizer as hooks
 
 from ...comm import all_or_none
-from ...errors import ConfigError
+from ...errors import ConfigError, NonFiniteError
 from ...geometry import part_range
 from ...io.checkpoint.sync_state import SYNC_GROUP as SYNCHRONISATION
 from ...parallel import ControlFlag, ParameterShard, SyncState
@@ -127,9 +127,14 @@ class DistributedOptimizer(PartitionedOptimizer):
             elif tensor.grad is not None:
                 tensor.grad.zero_()
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm before scaling. Collective."""
-        self.grid.check("clip_grad_norm_", {"max_norm": float(max_norm)})
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before scaling. Collective.
+
+        Gradients are scaled as by `torch.nn.utils.clip_grad_norm_`, also by norms that are not finite, unless
+        `error_if_nonfinite` is set: then every rank raises NonFiniteError, and gradients are unchanged.
+        """
+        options = {"max_norm": float(max_norm), "error_if_nonfinite": error_if_nonfinite}
+        self.grid.check("clip_grad_norm_", options)
         squares = {True: 0.0, False: 0.0}
         gradients = []
         for name, (_, share) in self.parameters.shards.items():
@@ -138,9 +143,13 @@ class DistributedOptimizer(PartitionedOptimizer):
                 squares[share is None] += float(gradient.double().square().sum())
         owned = self.parameters.reductions.allreduce("world", np.array([squares[False]]))
         norm = torch.tensor(squares[True] + owned[0]).sqrt()
-        if norm > max_norm:
-            for gradient in gradients:
-                gradient.mul_(float(max_norm / (norm + 1e-6)))  # as in torch.nn.utils.clip_grad_norm_
+        if error_if_nonfinite and not norm.isfinite():
+            raise NonFiniteError(
+                f"clip_grad_norm_: the norm of the gradients is {norm:g}; skip the step, or use a lower learning rate"
+            ).mark_raised_on_all_ranks()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(float(factor))
         return norm
 
     def state_dict(self) -> dict[str, Any]:

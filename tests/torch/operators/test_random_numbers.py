@@ -79,6 +79,7 @@ GENERATORS = {
     "uniform": lambda x: x * torch.empty_like(x).uniform_(0.5, 0.7),
     "exponential": lambda x: x + torch.empty_like(x).exponential_(),
     "integers": lambda x: x * torch.randint(2, 5, (13, 11)),
+    "integers in place": lambda x: x * torch.empty_like(x).random_(2, 5) + torch.empty_like(x).random_(to=4),
     "vector": lambda x: x.mean((2, 3)) + torch.randn(2, 3).to(x),
 }
 
@@ -133,6 +134,7 @@ def test_distributions_match_pytorch():
         "normal": lambda x: torch.normal(2.0, 3.0, (60, 3, 13, 11)),
         "uniform": lambda x: x.new_empty((60, 3, 13, 11)).uniform_(-1, 3),
         "integers": lambda x: torch.randint(-2, 5, (60, 3, 13, 11)).to(x),
+        "integers in place": lambda x: x.new_empty((60, 3, 13, 11)).random_(-2, to=5),
         "permutation": lambda x: torch.randperm(4290).reshape(10, 3, 13, 11)[:5].to(x) / 2000,
         "categories": lambda x: torch.multinomial(weights.expand(25740, 4), 2).to(x)[:, 1].reshape(60, 3, 13, 11),
         "categories, replaced": lambda x: torch.multinomial(weights, 25740, True).to(x).reshape(60, 3, 13, 11),

@@ -1,6 +1,7 @@
 """Training of PyTorch modules under each strategy: single-process results, planned traffic, slots on owners only."""
 
 import copy
+import math
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from torch_runs import share_captures
 
 import neondist as nd
 import neondist.torch as ndt
+from neondist.errors import NonFiniteError
 from neondist.io.checkpoint import ArrayPart, open_checkpoint, write_checkpoint
 from neondist.plan import GRADIENTS
 
@@ -540,3 +542,30 @@ def test_penalties_of_parameters_count_once(strategy):
 
     for actual in nd.loopback.run(3, train):
         torch.testing.assert_close(actual, train(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "ShardedOptimizer"])
+@pytest.mark.parametrize("value", [1.0, 1e-12, torch.inf, torch.nan])
+def test_norms_are_clipped_as_in_one_process(strategy, value):
+    slopes = torch.tensor([0.5, value, -0.25], dtype=torch.float64)
+
+    def body(world):
+        module = nn.Conv2d(2, 3, 1).double()
+        nn.init.zeros_(module.weight.requires_grad_(False))
+        nn.init.zeros_(module.bias)
+        model = ndt.distribute(module, (1, 2, 6, 5), nd.ProcessGrid(world))
+        optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=1.0)
+        x = model.scatter(torch.zeros(1, 2, 6, 5, dtype=torch.float64))
+        model.loss(lambda y, t: (y.mean((0, 2, 3)) * slopes).sum(), model(x), x).backward()
+        if not math.isfinite(value):
+            with pytest.raises(NonFiniteError, match=r"norm of the gradients is (inf|nan)"):
+                optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
+        norm = optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        return norm, -module.bias.detach()
+
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameter.grad = slopes.clone()
+    expected = nn.utils.clip_grad_norm_([parameter], 0.5), parameter.grad
+    for actual in nd.loopback.run(2, body):
+        torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-12, atol=0)
