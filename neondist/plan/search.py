@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, UserError
@@ -15,7 +14,7 @@ from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.auto import SyncCosts, estimate_sync_costs
 from ..strategies.builder import DeviceCounts
 from ..system.machine import Machine
-from ..system.memory import format_bytes
+from ..system.memory import format_bytes, format_limit_for
 from . import report
 from .model_plan import ModelPlan, Workload
 
@@ -142,7 +141,7 @@ def choose_fastest_grid(
         Nothing fits.
     """
     fitting, excluded = list[GridChoice](), list[str]()
-    least = inf
+    least = 1 << 62
     for choice in candidates:
         needed = max_needed_bytes(choice) if limit is not None else 0
         least = min(least, needed)
@@ -164,8 +163,9 @@ def choose_fastest_grid(
                 continue
     if not fitting:
         raise ConfigError(
-            f"memory: a rank may use {format_bytes(limit or 0)}, but needs at least {format_bytes(least)} with any"
-            " grid and strategy; give more memory, or use more ranks or smaller batches"
+            f"memory: a rank may use {format_bytes(limit or 0)}, but needs {format_bytes(least)} or more with any grid"
+            f" and strategy; give memory: {format_limit_for(least, candidates[0].plan.grid.size)} or more, or use more"
+            " ranks or smaller batches"
         )
     return fitting[0], fitting[1] if len(fitting) > 1 else None, excluded
 

@@ -1,5 +1,6 @@
 """Automatic choice of grid and strategy: the fastest by predicted cost, within memory, and replayed from a file."""
 
+import re
 from dataclasses import replace
 
 import h5py
@@ -12,6 +13,7 @@ from neondist.plan import search
 from neondist.strategies import AutoStrategy, ParameterSpec, Strategy, as_builder
 from neondist.strategies.auto import DEFAULT_SLOTS_PER_PARAMETER, create_candidate_builders, estimate_sync_costs
 from neondist.system.machine import Link, Machine, write_machine
+from neondist.system.memory import model_bytes_per_rank, parse_bytes
 
 SHAPE, BATCH = (21, 18, 2), 4
 SLOW = Machine(2, Link(1e-5, 1e8), Link(1e-3, 1e7), speed=1e9)
@@ -70,8 +72,12 @@ def test_choice_fits_in_memory():
             < min([search.max_needed_bytes(candidate) for candidate in faster], default=limit + 1)
         )
         assert len(excluded) == len(faster)
-    with pytest.raises(nd.ConfigError, match=r"needs at least .* with any grid and strategy; give more memory"):
+    with pytest.raises(nd.ConfigError, match=r"or more with any grid and strategy; give memory: \d+MiB or") as error:
         search.choose_fastest_grid(choices, needs[0] - 1)
+    memory = parse_bytes("memory", re.findall(r"\d+MiB", str(error.value))[0])
+    search.choose_fastest_grid(choices, model_bytes_per_rank(memory, 4))
+    with pytest.raises(nd.ConfigError, match=r"with any grid|too little"):
+        search.choose_fastest_grid(choices, model_bytes_per_rank(memory - (4 << 20), 4))
 
 
 def test_choice_memory_matches_its_plan():
