@@ -6,12 +6,17 @@ import argparse
 import math
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from ..terminal.console import escape_invisible, say
 
 RANKS_HELP = "number of ranks to start with mpirun (default 1); inside an MPI job, taken from the job"
+MAX_RANKS = 1_000_000
+"""Maximum number of ranks of a plan: more than any machine has, few enough to list."""
+MAX_VIRTUAL_RANKS = 4096
+"""Maximum number of virtual ranks: each is a thread."""
 IMPORT_HELP = "a module or .py file that defines custom classes; may be repeated"
 
 
@@ -41,7 +46,7 @@ def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS
 
 def add_rank_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP) -> None:
     """Add -n and --force."""
-    cmd.add_argument("-n", dest="ranks", type=positive_int, metavar="RANKS", help=ranks_help)
+    cmd.add_argument("-n", dest="ranks", type=rank_count, metavar="RANKS", help=ranks_help)
     cmd.add_argument(
         "--force", action="store_true",
         help="allow more than 16 ranks per core, more ranks than fit in memory, or more ranks than image cells",
@@ -69,7 +74,8 @@ def add_round_options(cmd: argparse.ArgumentParser, timed_text: str, steps: int)
 def add_virtual_option(cmd: argparse.ArgumentParser, as_list: bool = False) -> None:
     """Add --virtual; `as_list`: a list of numbers, run in sequence."""
     cmd.add_argument(
-        "--virtual", type=positive_ints if as_list else positive_int, metavar="1,4,16" if as_list else "P",
+        "--virtual", metavar="1,4,16" if as_list else "P",
+        type=virtual_rank_counts if as_list else partial(rank_count, limit=MAX_VIRTUAL_RANKS),
         help=f"run {'1, 4, 16' if as_list else 'P'} virtual ranks in this process instead of -n: slow, with identical"
              " results",
     )  # fmt: skip
@@ -103,6 +109,18 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least 1")
     return number
+
+
+def rank_count(text: str, limit: int = MAX_RANKS) -> int:
+    """Parse a number of ranks, at most `limit`."""
+    if (ranks := positive_int(text)) > limit:
+        raise argparse.ArgumentTypeError(f"{ranks} ranks are too many; give at most {limit}")
+    return ranks
+
+
+def virtual_rank_counts(text: str) -> list[int]:
+    """Parse numbers of virtual ranks such as '1,4,16'."""
+    return [rank_count(word, MAX_VIRTUAL_RANKS) for word in text.split(",")]
 
 
 def nonnegative_int(text: str) -> int:

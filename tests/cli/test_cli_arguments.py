@@ -116,6 +116,10 @@ def test_usage_errors_exit_with_2(argv, capsys):
         ("run e.yaml -q", "error: neondist run: unknown option -q (usage: neondist run --help)"),
         ("check e.yaml f.yaml", "neondist check: unexpected argument f.yaml (usage: neondist check --help)"),
         ("launch r.yaml e.yaml --virtual 2", "error: neondist launch: unknown option --virtual (usage: "),
+        ("check e.yaml -n 99999999999999999999", "-n: 99999999999999999999 ranks are too many; give at most 1000000"),
+        ("run e.yaml --virtual 3000000", "--virtual: 3000000 ranks are too many; give at most 4096 (usage:"),
+        ("bench schemes e.yaml --virtual 1,5000", "--virtual: 5000 ranks are too many; give at most 4096 (usage:"),
+        ("bench model predict e.yaml --ranks 1..2000000", "--ranks: 2000000 ranks are too many; give at most 1000000"),
         ("data mnist --too x", "neondist data mnist: unknown option --too; did you mean '--to'? "),
     ],
 )

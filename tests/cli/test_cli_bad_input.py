@@ -14,6 +14,9 @@ from cli_runs import (
     strip_mpirun_notices,
 )
 
+from neondist.errors import DataError
+from neondist.io.checkpoint.checksum import verify_checksum
+
 
 @pytest.fixture
 def folder(folder):
@@ -188,3 +191,9 @@ def test_missing_checkpoint(folder):
         run_command(build_command("run", "toy.yaml", "-n", 2, "--resume"), folder),
         r"runs/toy/checkpoint\.h5: no such file; .*",
     )
+
+
+def test_folder_as_checkpoint(tmp_path):
+    (tmp_path / "toy").mkdir()
+    with pytest.raises(DataError, match=r"toy: is a folder; specify a checkpoint, such as .*toy/checkpoint\.h5$"):
+        verify_checksum(tmp_path / "toy")

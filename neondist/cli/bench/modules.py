@@ -49,7 +49,7 @@ def add_parser(benches: Any) -> None:
         help="modes of PyTorch to compare with, in one process on all cores, or none (default: both)",
     )  # fmt: skip
     cmd.add_argument(
-        "-n", "--ranks", dest="ranks", type=options.positive_int, metavar="RANKS",
+        "-n", "--ranks", dest="ranks", type=options.rank_count, metavar="RANKS",
         help="number of ranks that share this machine's cores (default: one per core)",
     )  # fmt: skip
     cmd.add_argument("--force", action="store_true", help="allow more ranks than this machine has cores")

@@ -345,7 +345,7 @@ def parse_rank_span(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     if not dots:
         return options.positive_ints(text)
-    low, high = options.positive_int(first), options.positive_int(last)
+    low, high = options.rank_count(first), options.rank_count(last)
     return [low << power for power in range((high // low).bit_length())]
 
 

@@ -50,6 +50,8 @@ def verify_checksum(path: Path) -> None:
                 )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; specify a checkpoint written by a run") from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: is a folder; specify a checkpoint, such as {path / 'checkpoint.h5'}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
 
