@@ -21,7 +21,7 @@ TORCH_TAGS = "TorchLoss", "TorchModel", "TorchOptimizer"
 
 
 def find_class(node: Node, path: str, hint: Any = Any) -> type:
-    """Return the class named by a node's tag; if no name is similar, the error lists the classes that `hint` allows."""
+    """Return the class named by a node's tag; errors suggest the classes that `hint` allows."""
     name = node.tag or ""
     if name in TORCH_TAGS:
         try:
@@ -40,10 +40,11 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
                 node, path, f"!{name} is a class of both neondist and {user_modules[0]}; rename your class"
             )
         return classes[name]
-    near = suggest(name, [*classes, *TORCH_TAGS])
-    allowed = tuple(registered_classes_in_hint(hint))
-    if allowed and not near.startswith("; did"):
-        near = suggest(name, [other for other, cls in classes.items() if issubclass(cls, allowed)])
+    allowed = tuple(registered_classes_in_hint(hint)) or object
+    names = [other for other, cls in classes.items() if issubclass(cls, allowed)]
+    near = suggest(name, [*names, *TORCH_TAGS])
+    if not near.startswith("; did"):
+        near = suggest(name, names)
     raise node_error(node, path, f"unknown tag !{name}{near}")
 
 

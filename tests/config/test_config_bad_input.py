@@ -32,6 +32,10 @@ CASES = {
         "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !Zzz {}",
         "exp.yaml:4: model.optimizer: unknown tag !Zzz; choose from ToySGD",
     ),
+    "unknown tag, near to another kind": (
+        "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !ToyConvs {}",
+        "exp.yaml:4: model.optimizer: unknown tag !ToyConvs; did you mean 'ToySGD'?",
+    ),
     "unknown field": (
         layer("!ToyConv\n      out_channels: 1\n      kernel_sise: 3"),
         "exp.yaml:6: model.layers.0.kernel_sise: ToyConvDist has no field 'kernel_sise'; did you mean 'kernel_size'?",
