@@ -13,6 +13,7 @@ import numpy as np
 from ..arrays.precision import FLOAT32, ComputePrecision, LossScaler
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
+from ..costs import Cost
 from ..data import Dataset
 from ..errors import ConfigError
 from ..formats.fields import FieldMetadata
@@ -197,6 +198,11 @@ class TrainableModel(Registered, Trainable, ABC):
     def output_error_subject(self) -> Any:
         """Object that messages about the outputs name."""
         return self
+
+    def check_targets(self, plan: Any, classes: int | None, target_shape: tuple[int, ...] | None) -> None:
+        """Raise UserError if outputs cannot be compared with targets of this shape of a sample (None: unknown)."""
+        if isinstance(self.cost, Cost):
+            self.cost.check_target_shape(plan.output_shape, target_shape)
 
     @abstractmethod
     def enable_debug_checks(self, seed: int) -> None:

@@ -97,9 +97,8 @@ def validate_experiment(
             metric.check_class_count(dataset.classes)
             metric.check_output_shape(plan.output_shape)
             metric.check_field_metadata(plan.output_shape, dataset.fields)
-    if isinstance(model.cost, Cost):
-        with set_error_subject(model.output_error_subject):
-            model.cost.check_target_shape(plan.output_shape, dataset.target_shape)
+    with set_error_subject(model.output_error_subject):
+        model.check_targets(plan, dataset.classes, dataset.target_shape)
     for logger in experiment.loggers:
         with set_error_subject(logger):
             logger.check_package_installed()

@@ -16,13 +16,13 @@ from ...errors import ConfigError
 from ..capture.capture import capture_module, lower_program
 from ..capture.consistency import program_digest
 from ..capture.constants import ValueReads
-from ..capture.tracing import leave_inference_mode, user_frames
+from ..capture.tracing import InputSpecs, leave_inference_mode, user_frames
 from ..capture.watch import StateKey, StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.runner import PlanRunner
 from ..ir.autocast import autocast_dtypes
 from ..ir.errors import UnsupportedOperator, definition_site
-from ..ir.layout import Layout, shape_of
+from ..ir.layout import Layout, Mesh, shape_of
 from ..lowering.plan import TorchPlan
 
 MAX_CACHED_CRITERIA = 16
@@ -106,15 +106,9 @@ class CriterionCache:
         if (before, inputs) not in runners:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             module = CriterionModule(criterion, spec, leaves, positions)
-            program = capture_module(module, shapes, "criterion", device=device)
-            free: dict[str, torch.Tensor] = {}
-            _add_locations(program, criterion)
-            try:
-                with leave_inference_mode():
-                    plan, tree = lower_program(program, self.comm.mesh, self.comm.grid.rank, layouts, unregistered=free)
-            except UnsupportedOperator as error:
-                raise UnsupportedOperator(error, error.why, remedy=_RULE_REMEDY) from error
-            check_returns_scalar(plan, tree)
+            program, plan, free = _capture_and_lower(
+                module, shapes, self.comm.mesh, self.comm.grid.rank, layouts, device
+            )
             buffers, others = program.reads
             names = {name.removeprefix("criterion.") for name in buffers}
             entry.state = before = watch.exclude_changed_values(before, ValueReads(names, others))
@@ -122,6 +116,29 @@ class CriterionCache:
                 del runners[next(iter(runners))]
             runners[before, inputs] = PlanRunner(self.comm, plan), program_digest(plan, program), free
         return runners[before, inputs]
+
+
+def _capture_and_lower(
+    module: CriterionModule, shapes: InputSpecs, mesh: Mesh, rank: int, layouts: Sequence[Layout],
+    device: torch.device | None = None,
+) -> tuple[Any, TorchPlan, dict[str, torch.Tensor]]:  # fmt: skip
+    """Return a criterion's program, its plan, and the tensors requiring gradients that it closes over."""
+    program = capture_module(module, shapes, "criterion", device=device)
+    free: dict[str, torch.Tensor] = {}
+    _add_locations(program, module.criterion)
+    try:
+        with leave_inference_mode():
+            plan, tree = lower_program(program, mesh, rank, layouts, unregistered=free)
+    except UnsupportedOperator as error:
+        raise UnsupportedOperator(error, error.why, remedy=_RULE_REMEDY) from error
+    check_returns_scalar(plan, tree)
+    return program, plan, free
+
+
+def check_criterion(criterion: Any, shapes: InputSpecs, mesh: Mesh, layouts: Sequence[Layout]) -> None:
+    """Raise the errors of a criterion of an output and a target of these global shapes and layouts."""
+    _, spec = pytree.tree_flatten((0, 0))
+    _capture_and_lower(CriterionModule(criterion, spec, [None, None], [0, 1]), shapes, mesh, 0, layouts)
 
 
 def _add_locations(program: Any, criterion: Any) -> None:

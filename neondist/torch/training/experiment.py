@@ -31,7 +31,8 @@ from ...system.memory import count_local_ranks, model_bytes_per_rank, parse_byte
 from ..exchange.schemes import Schemes, parse_schemes
 from ..execution.image_blocks import ModuleBlocks, TracedImage
 from ..execution.options import ExecutionOptions
-from ..ir.layout import axes_of
+from ..ir.layout import Mesh, axes_of, shape_of
+from ..module.criteria import check_criterion
 from ..module.distributing import distribute
 from ..module.module import DistributedModule
 from ..module.parameters import MODULE_KEY, ModuleParameters, sparse_embedding_weights
@@ -168,6 +169,19 @@ class TorchModel(TrainableModel):
         if (input_shape, grid, batch) not in self._plans:
             self._plans[input_shape, grid, batch] = self._create_plan(input_shape, grid, batch)
         return self._plans[input_shape, grid, batch]
+
+    def check_targets(self, plan: ModulePlan, classes: int | None, target_shape: tuple[int, ...] | None) -> None:
+        """Capture the loss for a single output and labels of known shape and dtype; raise its errors."""
+        y, cells = plan.output, plan.output_shape[:-1]
+        labels = classes is not None and target_shape in ((), cells)
+        dense = target_shape == plan.output_shape and type(self.cost.criterion).__module__.startswith("torch.nn")
+        if self._arguments["feed"] is not None or len(plan.steps.outputs) > 1 or not (labels or dense):
+            return
+        layout = y.layout if dense else (y.layout[:1] if target_shape == () else (*y.layout[:1], *y.layout[2:]))
+        shapes = [(y.shape, y.dtype), (shape_of(layout), y.dtype if dense else torch.int64)]
+        mesh = Mesh.of(plan.grid, len(plan.input_shape) - 1)
+        with self._attribute_errors_to_model("loss: "), compute_in(self.precision, self.module):
+            check_criterion(self.cost.criterion, shapes, mesh, [y.layout, layout])
 
     def fit_plan_to_memory(self, plan: ModulePlan) -> ModulePlan:
         """Return the plan of a training step that fits in `memory`.

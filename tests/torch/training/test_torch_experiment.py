@@ -337,6 +337,37 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "model.loss=!TorchLoss {name: MSELoss}",
+            r"model\.loss: criterion cannot be .* \(8, 3\), \(8,\): .*",
+        ),
+        (
+            "model.loss=!TorchLoss {name: nets:loss_of_values}",
+            r"model\.loss: .*nets\.py:\d+: criterion cannot be captured .*",
+        ),
+        (
+            "model.loss=!TorchLoss {name: nets:loss_per_sample}",
+            r"model\.loss: criterion: returned a tensor of shape \(8,\) .*",
+        ),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_check_captures_the_loss(folder, capsys, setting, message, ranks):
+    with Path("nets.py").open("a") as file:
+        file.write(
+            "\n\ndef loss_of_values(y, t):\n    return y.mean() if y.sum() > 0 else y.sum()\n"
+            "\n\ndef loss_per_sample(y, t):\n    return y.mean(1) * t\n"
+        )
+    arguments = ["classifier.yaml", "--import", "nets.py", "-n", str(ranks)]
+    assert main(["check", *arguments]) == 0
+    assert main(["check", *arguments, "--set", setting]) == 2
+    error = strip_progress_lines(capsys.readouterr().err)
+    assert re.fullmatch(rf"error: (--set {re.escape(setting)}|classifier\.yaml:\d+): {message}\n", error), error
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.long
 def test_mistakes_are_located(folder, capsys, name):
