@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from ..errors import OutputError, UserError
 from ..io.files import WRITE_REMEDY, short_reason
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             signals.restore_signal_handlers()
     signals = find_command_signal_recorder() or SignalRecorder(owns_process=True).install_signal_handlers()
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
+        sys.stdout.reconfigure(errors="replace")  # such as × in an ASCII locale
     die_with_launcher(os.environ)
     end_with_supervisor(os.environ)
     send_to_supervisor(os.environ, "listens")

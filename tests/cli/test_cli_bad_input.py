@@ -197,3 +197,10 @@ def test_folder_as_checkpoint(tmp_path):
     (tmp_path / "toy").mkdir()
     with pytest.raises(DataError, match=r"toy: is a folder; specify a checkpoint, such as .*toy/checkpoint\.h5$"):
         verify_checksum(tmp_path / "toy")
+
+
+def test_check_in_an_ascii_locale(folder):
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code, out, err = run_command(build_command("check", "toy.yaml"), folder, **env)
+    assert (code, err) == (0, "")
+    assert "?" in out.splitlines()[0]
