@@ -40,12 +40,15 @@ class BenchmarkNetwork(NamedTuple):
     sample_shape : of a sample
     layers : function that returns new layers
     classes : int
+    per_cell : bool
+        Whether the network classifies cells instead of images.
     """
 
     batch_size: int
     sample_shape: tuple[int, ...]
     layers: Callable[[], Nodes]
     classes: int = 10
+    per_cell: bool = False
 
     def model(self) -> ConvnetDist:
         """Return a new model."""
@@ -53,7 +56,8 @@ class BenchmarkNetwork(NamedTuple):
 
     def experiment(self) -> FitExperiment:
         """Return a new experiment."""
-        data = Synthetic(self.sample_shape, classes=self.classes, train=max(self.batch_size, self.classes), test=1)
+        train = max(self.batch_size, self.classes)
+        data = Synthetic(self.sample_shape, classes=self.classes, train=train, test=1, per_cell=self.per_cell)
         return FitExperiment(data, self.model(), batch_size=self.batch_size, epochs=1)
 
 
@@ -125,7 +129,7 @@ MAIN_NETWORKS = {
             *(*_residual(64, 64), *_residual(64, 64), *_residual(64, 128, 2), *_residual(128, 128), *_classifier()),
         ],
     ),
-    "unet": BenchmarkNetwork(1, (1024, 1024, 3), lambda: [*_unet_levels(16, 2), ConvLayerDist(2, 1)], classes=2),
+    "unet": BenchmarkNetwork(1, (1024, 1024, 3), lambda: [*_unet_levels(16, 2), ConvLayerDist(2, 1)], 2, per_cell=True),
     "vol": BenchmarkNetwork(
         1, (96, 96, 96, 4), lambda: [_conv(16), _conv(32, stride=2), _conv(32), _pool(), *_classifier()]
     ),
@@ -136,7 +140,11 @@ OTHER_NETWORKS = {
         1, (512, 512, 8), lambda: [_conv(32, 5), _conv(64, 5, 2), _conv(64, 5), _pool(), *_classifier()]
     ),
     "dilated": BenchmarkNetwork(
-        1, (512, 512, 3), lambda: [_conv(32), *(_conv(32, dilation=d) for d in (2, 4, 8)), ConvLayerDist(2, 1)], 2
+        1,
+        (512, 512, 3),
+        lambda: [_conv(32), *(_conv(32, dilation=d) for d in (2, 4, 8)), ConvLayerDist(2, 1)],
+        2,
+        per_cell=True,
     ),
     "separable": BenchmarkNetwork(
         4,
@@ -148,7 +156,9 @@ OTHER_NETWORKS = {
             *_classifier(),
         ],
     ),
-    "unet3d": BenchmarkNetwork(1, (64, 64, 64, 1), lambda: [*_unet_levels(8, 2), ConvLayerDist(2, 1)], 2),
+    "unet3d": BenchmarkNetwork(
+        1, (64, 64, 64, 1), lambda: [*_unet_levels(8, 2), ConvLayerDist(2, 1)], 2, per_cell=True
+    ),
     "lcn": BenchmarkNetwork(
         16,
         (128, 128, 3),

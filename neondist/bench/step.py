@@ -134,7 +134,7 @@ def bench_step(
             "peak_bytes": max(peak for *_, peak in rounds),
         }
     if reading:
-        with closing(_read_batches(dataset.train, plan, grid, model.dtype, batch_size)) as batches:
+        with closing(_read_batches(dataset.train, grid, model.dtype, batch_size)) as batches:
             pairs = [(train(turns, batches), train(turns)) for _ in range(READ_ROUNDS)]
         ratios = [seconds / reference for seconds, reference in pairs]
         seconds = median(seconds for seconds, _ in pairs) / turns
@@ -158,27 +158,14 @@ def load_own_batch(experiment: FitExperiment, grid: ProcessGrid, plan: ModelPlan
     dataset.open(grid.with_tiles(plan.overlapping_tiles), augment=experiment.augment, seed=model.seed)
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     own_samples = batch[slice(*grid.sample_range(len(batch)))]
-    return dataset.train.images(own_samples, model.dtype), broadcast_labels_to_cells(
-        plan, dataset.train.targets(own_samples)
-    )
+    return dataset.train.images(own_samples, model.dtype), dataset.train.targets(own_samples)
 
 
-def broadcast_labels_to_cells(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
-    """Return the labels; if the model has outputs per cell, labels of images are repeated for each cell."""
-    cells = plan.label_extent
-    if targets.ndim > 1 or not cells:
-        return targets
-    return np.ascontiguousarray(np.broadcast_to(targets.reshape(-1, *(1 for _ in cells)), (len(targets), *cells)))
-
-
-def _read_batches(
-    split: Split, plan: ModelPlan, grid: ProcessGrid, dtype: Any, batch: int
-) -> Generator[tuple[Any, np.ndarray]]:
+def _read_batches(split: Split, grid: ProcessGrid, dtype: Any, batch: int) -> Generator[tuple[Any, np.ndarray]]:
     """Yield a replica's share of each batch, endlessly, prefetched as in training."""
     parts = (np.arange(first, first + batch) % len(split) for first in itertools.count(0, batch))
     with closing(split.batches((part[slice(*grid.sample_range(batch))] for part in parts), dtype)) as batches:
-        for x, targets in batches:
-            yield x, broadcast_labels_to_cells(plan, targets)
+        yield from batches
 
 
 @contextmanager

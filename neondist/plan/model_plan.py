@@ -85,10 +85,6 @@ class ModelPlan(Protocol):
         """Smallest extent of an axis that is cut into tiles; 1 if there is none."""
 
     @property
-    def label_extent(self) -> Shape:
-        """Extent of the label maps that the model expects; () if labels of any shape are used unchanged."""
-
-    @property
     def workload(self) -> Workload:
         """Workload of the busiest rank in a training step."""
 

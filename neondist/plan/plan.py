@@ -134,11 +134,6 @@ class Plan(Sequence[LayerPlan]):
         least = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
         return least if len(images[0]) > 2 else 1
 
-    @property
-    def label_extent(self) -> Shape:
-        """Extent of the label maps that the model expects; () for one label per image."""
-        return self.output_shape[:-1]
-
     @cached_property
     def execution_units(self) -> dict[str, list[LayerPlan]]:
         """Units executed one after the other, by name: layers, and segments of layers."""

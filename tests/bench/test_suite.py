@@ -38,6 +38,7 @@ def test_networks_match_pytorch(name, tmp_path):
     experiment = load_experiment("network.yaml", ["dtype=float64", "dist_flag=false"], text=dump(entry.experiment()))
     model = experiment.model
     model.build(shape, 3)
+    assert experiment.dataset.target_shape == model.output_shape[:-1]
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, *shape))
     targets = rng.integers(entry.classes, size=(3, *model.output_shape[:-1]))

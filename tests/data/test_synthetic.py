@@ -56,6 +56,13 @@ def test_tiles_of_one_axis():
     )
 
 
+def test_labels_per_cell():
+    arguments = {"shape": (5, 7, 1), "classes": 3, "train": 5, "test": 3, "per_cell": True}
+    labels = load_split(make_grids(1, 2, 2)[1], "train", arguments).targets([4, 2])
+    np.testing.assert_array_equal(labels, np.broadcast_to([[[1]], [[2]]], (2, 3, 3)))
+    assert Synthetic(**arguments).target_shape == (5, 7)
+
+
 def test_samples_do_not_depend_on_the_batch():
     train = open_synthetic(shape=(9, 8, 3)).train
     batch = train.images([7, 3, 250])

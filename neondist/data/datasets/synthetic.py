@@ -40,6 +40,8 @@ class Synthetic(Dataset):
         Half-width of the uniform noise; the gratings range from -1 to 1.
     validation : float or int, optional
         Fraction or number of the training samples to hold out for validation, taken from the end.
+    per_cell : bool
+        Whether the target is a label map, with the sample's class in each cell.
 
     Raises
     ------
@@ -48,7 +50,7 @@ class Synthetic(Dataset):
     """
 
     classes: int
-    target_shape = ()
+    target_shape: tuple[int, ...]
 
     def __init__(
         self,
@@ -60,13 +62,15 @@ class Synthetic(Dataset):
         seed: Index = 0,
         noise: NotNegative = 1.0,
         validation: float | int | None = None,
+        per_cell: bool = False,
     ) -> None:
         super().__init__(validation=validation)
         if len(shape) < 2:
             raise ConfigError(f"shape: {shape!r} is not a list of extents; give [H, W, C] or [*spatial, C]")
         self.sample_shape, self.classes = tuple(map(int, shape)), int(classes)
         self.split_sizes = {"train": int(train), "test": int(test)}
-        self.seed, self.noise = int(seed), float(noise)
+        self.seed, self.noise, self.per_cell = int(seed), float(noise), per_cell
+        self.target_shape = self.sample_shape[:-1] if per_cell else ()
 
     def check(self) -> None:
         """Check that there is enough memory for the data kept per sample; arguments are checked by the constructor."""
@@ -80,8 +84,14 @@ class Synthetic(Dataset):
             name: Gratings(self.sample_shape, box, self.classes, count, (self.seed, name), self.noise)
             for name, count in self.split_sizes.items()
         }
-        train, test = (Split(images, images.labels, scale=1.0) for images in tiles.values())
+        train, test = (Split(images, self._targets(images), scale=1.0) for images in tiles.values())
         return train, test
+
+    def _targets(self, images: Gratings) -> np.ndarray:
+        if not self.per_cell:
+            return images.labels
+        extent = images.shape[1:-1]
+        return np.broadcast_to(images.labels.reshape(-1, *(1 for _ in extent)), (len(images), *extent))
 
 
 _BLOCK_CELLS = 1 << 18

@@ -77,7 +77,6 @@ class ModulePlan:
     note: str
     overlapping_tiles: Partition | None
     is_streamed = False
-    label_extent = ()
 
     @classmethod
     def of(
