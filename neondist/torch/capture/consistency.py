@@ -11,6 +11,7 @@ import torch
 
 from ...comm import Transport
 from ...errors import ConfigError
+from .tracing import suspend_hooks_and_modes
 
 MAX_RELATIVE_WEIGHT_DRIFT = 1e-4
 """Tolerance of sums of weights, relative to sums of absolute values, since rounding depends on the processor."""
@@ -37,6 +38,7 @@ def version_counters(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
+@suspend_hooks_and_modes()  # only some passes compare weights
 def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: int) -> None:
     """Raise ConfigError on all ranks if their weights have diverged. Collective.
 

@@ -21,6 +21,7 @@ from torch.distributions import Distribution
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import ConfigError
 from ..ir.errors import CaptureError
@@ -47,6 +48,7 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
         _suppress_logs(),
         torch.inference_mode(False),
         torch.enable_grad(),
+        suspend_hooks_and_modes(),
         _disable_autocast_cache(),
         _disable_argument_validation(),
         _disable_parametrization_cache(),
@@ -55,6 +57,21 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
             yield
         except Exception as error:
             raise ConfigError(_describe_error(subject, shapes, error)) from error
+
+
+@contextmanager
+def suspend_hooks_and_modes() -> Iterator[None]:
+    """Suspend the caller's saved-tensor hooks and dispatch modes, such as those of `torch.utils.checkpoint`."""
+    autograd, hooks = torch._C._autograd, list[Any]()
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
 
 
 @contextmanager

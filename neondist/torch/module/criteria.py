@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ..capture.capture import capture_module, lower_program
 from ..capture.consistency import program_digest
 from ..capture.constants import ValueReads
-from ..capture.tracing import InputSpecs, leave_inference_mode, user_frames
+from ..capture.tracing import InputSpecs, leave_inference_mode, suspend_hooks_and_modes, user_frames
 from ..capture.watch import StateKey, StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.runner import PlanRunner
@@ -127,7 +127,7 @@ def _capture_and_lower(
     free: dict[str, torch.Tensor] = {}
     _add_locations(program, module.criterion)
     try:
-        with leave_inference_mode():
+        with leave_inference_mode(), suspend_hooks_and_modes():
             plan, tree = lower_program(program, mesh, rank, layouts, unregistered=free)
     except UnsupportedOperator as error:
         raise UnsupportedOperator(error, error.why, remedy=_RULE_REMEDY) from error

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..capture.capture import capture_module
 from ..capture.consistency import program_digest
-from ..capture.tracing import leave_inference_mode
+from ..capture.tracing import leave_inference_mode, suspend_hooks_and_modes
 from ..capture.watch import StateWatch
 from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
@@ -161,6 +161,7 @@ class ProgramCache:
         self._last_under_autocast.clear()
         self._last_state_and_program = None
 
+    @suspend_hooks_and_modes()
     def _compile(self, dtypes: Sequence[torch.dtype] | None = None) -> tuple[CompiledProgram, Any]:
         """Return the program for the current state, and the values of the module that were read during capture."""
         dtypes = list(dtypes or self._input_dtypes())

@@ -1,13 +1,14 @@
 """Recomputation of segments in backward passes: same results with less memory."""
 
 import copy
+import functools
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch_runs import check_module, count_sent_bytes  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
@@ -117,6 +118,44 @@ def test_user_checkpoint_preserves_message_order(grid):
     for plain, recomputed in loopback.run(replicas * rows * cols, body):
         for a, b in zip(plain, recomputed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def run_under_hooks(model, x, hooks):
+    """Call a model on a tile with saved-tensor hooks that store tensors elsewhere, or recompute them."""
+    if hooks == "checkpoint":
+        return checkpoint(model, x, use_reentrant=False)
+    if hooks == "selective checkpoint":
+        saved = [torch.ops.aten.convolution.default]
+        context = functools.partial(create_selective_checkpoint_contexts, saved)
+        return checkpoint(model, x, use_reentrant=False, context_fn=context)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().numpy().copy(), torch.from_numpy):
+        return model(x)
+
+
+@pytest.mark.filterwarnings("ignore:an output of a distributed module")
+@pytest.mark.parametrize("strips", [None, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("hooks", ["checkpoint", "selective checkpoint", "copies"])
+def test_capture_in_pass_ignores_saved_tensor_hooks(hooks, ranks, strips):
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+
+    def train(module, grid=None):
+        model = ndt.distribute(module, (2, 2, 9, 8), grid, strips=strips) if grid else module
+        for samples in (2, 3, 2, 2):  # a batch of three samples and evaluation mode are captured in a pass
+            image = torch.randn(samples, 2, 9, 8, generator=torch.Generator().manual_seed(samples))
+            y = run_under_hooks(model, model.scatter(image) if grid else image, hooks)
+            y.square().sum().backward()
+            module.train(samples == 2)
+        return [p.grad for p in module.parameters()]
+
+    def body(world):
+        with ProcessGrid(world) as grid:
+            return train(copy.deepcopy(original), grid)
+
+    expected = train(copy.deepcopy(original))
+    for gradients in loopback.run(ranks, body):
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 
 
 class DetachedTarget(nn.Module):
