@@ -23,11 +23,11 @@ class Quantised(ExchangePolicy):
         Error feedback: the rounding error of a gradient is added to the next one (Seide et al. 2014).
     """
 
-    state_names = ("rest",)
     formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) elements"
 
     def __init__(self, bits: Literal[16, 8] = 16, *, feedback: bool = False) -> None:
         self.bits, self.feedback, self.code_dtype = bits, feedback, np.dtype(f"int{bits}")
+        self.state_names = ("rest",) if feedback else ()
 
     def forward(self, halo: HaloExchange) -> None:
         """Send quantised cells or gradients, and keep the rounding error of gradients."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from ...halo import ExchangePolicy, FusionScheme
+from ...errors import ConfigError
+from ...halo import ExchangePolicy, FusionScheme, scheme_text
 from ..capture.capture import lower_program
 from ..capture.channel_regions import find_channel_regions
 from ..capture.checks import check_gather_at_paths
@@ -63,6 +65,15 @@ class ExecutionOptions:
     def tiles_may_have_margins(self) -> bool:
         """Whether a scheme extends the tiles of images by a margin."""
         return any(isinstance(policy, FusionScheme) and policy.reads_extended_tile for policy in self.schemes.values())
+
+    def check_not_recomputed(self) -> None:
+        """Raise ConfigError in a pass that torch.utils.checkpoint recomputes, if a scheme keeps state."""
+        policy = next((policy for policy in self.schemes.values() if policy.is_stateful), None)
+        if policy is not None and torch._C._current_graph_task_id() != -1:  # inside of a backward pass
+            raise ConfigError(
+                f"scheme: '{scheme_text(policy)}' keeps state, so torch.utils.checkpoint cannot recompute a pass; use"
+                " ndt.distribute(..., recompute=True) instead"
+            )
 
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module

@@ -69,8 +69,8 @@ def distribute(
         Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
         'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
         chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Other schemes,
-        such as 'tower' or 'stale', are approximate (docs/schemes.md). Modules that are not in the dict inherit the
-        scheme of their parent. Only operators with a window are approximated.
+        such as 'tower' or 'stale(steps=2)', are approximate (docs/schemes.md). Modules that are not in the dict inherit
+        the scheme of their parent. Only operators with a window are approximated.
     memory : int or str, optional
         Total memory limit of all ranks on a machine, such as '8GiB'. A pass that needs more is computed block by block
         up to the first operator that depends on the whole image, or has an approximate border scheme; in training,

@@ -127,6 +127,8 @@ class DistributedModule(nn.Module):
             parameters, buffers = self.programs.watch.named_parameters_and_buffers()
             self._check_tiles(tiles, prepared, moved)
             check_parameter_shapes(prepared.runner.plan, parameters, buffers)
+            if self.training:
+                self.execution.check_not_recomputed()
             values |= self._values_to_compare(tiles, prepared, parameters)
             values |= {f"the layout of input {at}": layout for at, layout in moved.items()}
             changes = version_counters([*parameters.values(), *buffers.values()])

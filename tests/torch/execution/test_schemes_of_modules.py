@@ -1,6 +1,7 @@
 """Border schemes of PyTorch modules against those of neondist layers, over several steps, forward and backward."""
 
 import copy
+import re
 from functools import lru_cache, partial
 from itertools import product
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 from case_selection import select_cases  # noqa: E402
 from scheme_runs import SCHEMES  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_runs import count_sent_bytes, share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
@@ -19,6 +21,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.errors import ConfigError  # noqa: E402
+from neondist.torch.exchange.schemes import parse_schemes  # noqa: E402
 
 NUM_STEPS = 5
 NETS = {
@@ -161,3 +164,50 @@ def test_recomputed_segments_reuse_received_cells(scheme, forwards):
     for (expected, *sent), (actual, *sent_again) in zip(stored, recomputed, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
         assert sent == sent_again
+
+
+@pytest.mark.filterwarnings("ignore:an output of a distributed module")
+@pytest.mark.parametrize("scheme", ["stale", "every(j=2)", "quantised(feedback=true)"])
+def test_stateful_schemes_reject_checkpoint(scheme):
+    def body(world):
+        with ProcessGrid(world) as grid:
+            model = ndt.distribute(nn.Conv2d(1, 1, 3, padding=1), (1, 1, 6, 5), grid, scheme=scheme)
+            for use_checkpoint in (False, True):
+                tile = model.scatter(torch.ones(1, 1, 6, 5))
+                y = checkpoint(model, tile, use_reentrant=False) if use_checkpoint else model(tile)
+                y.sum().backward()
+
+    with pytest.raises(ConfigError, match=r"scheme: .* keeps state, so torch\.utils\.checkpoint cannot"):
+        loopback.run(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:an output of a distributed module")
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["checkpoint", "recompute"])
+def test_quantised_cells_can_be_recomputed(options):
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1)).double()
+    image = torch.randn(1, 1, 7, 6, dtype=torch.float64)
+
+    def body(world):
+        gradients = []
+        with ProcessGrid(world) as grid:
+            for recomputed in (False, True):
+                module = copy.deepcopy(original)
+                given = options if recomputed else {}
+                model = ndt.distribute(module, image.shape, grid, scheme="quantised", **given)
+                tile = model.scatter(image)
+                by_checkpoint = recomputed and not options
+                y = checkpoint(model, tile, use_reentrant=False) if by_checkpoint else model(tile)
+                y.square().sum().backward()
+                gradients.append([p.grad for p in module.parameters()])
+        return gradients
+
+    for plain, recomputed in loopback.run(2, body):
+        torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-14)
+
+
+def test_schemes_in_docstring():
+    quoted = re.findall(r"'(\w+\(.*?\))'", ndt.distribute.__doc__)
+    assert len(quoted) > 1
+    for scheme in quoted:
+        parse_schemes(scheme, {""})
