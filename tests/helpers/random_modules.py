@@ -22,7 +22,7 @@ from channel_regions import partition_by_channels
 from module_steps import STEPS
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch_runs import find_difference, run_distributed, run_serial, share_captures
+from torch_runs import find_difference, run_distributed, run_serial, run_uncompiled, share_captures
 
 from neondist.errors import UserError
 from neondist.torch.capture import capture
@@ -39,7 +39,10 @@ EXTENTS = {1: 20, 2: 12, 3: 6}
 OPTIONS = (
     {}, {"scheme": "deep_halo"}, {"scheme": "deep_halo(layers=4)"}, {"scheme": "deep_halo(layers=9)"}, {"strips": 1},
     {"strips": 3, "scheme": "deep_halo(layers=3)"}, {"recompute": True, "scheme": "deep_halo(layers=3)"},
-    {"scheme": "overlap_tile(statistics=global)"},
+    {"scheme": "overlap_tile(statistics=global)"}, {"memory": "least"},
+    {"memory": "least", "strips": 2, "scheme": "deep_halo(layers=2)", "compile": run_uncompiled},
+    {"memory": "least", "recompute": True, "compile": run_uncompiled},
+    {"recompute": True, "strips": "auto", "compile": run_uncompiled},
 )  # fmt: skip
 TOLERANCE = 1e-9
 

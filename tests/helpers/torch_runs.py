@@ -2,10 +2,12 @@
 
 import copy
 import importlib
+import re
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from idle_cells import find_idle_cells
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import neondist.torch as ndt
 from neondist import ProcessGrid
 from neondist.comm import loopback
+from neondist.errors import UserError
 from neondist.torch.execution.image_blocks import TracedImage
 from neondist.torch.ir.layout import ranges_at_place, shape_of
 from neondist.torch.lowering import training_memory
@@ -117,9 +121,9 @@ def run_distributed(module, inputs, gradients, grid, **options):
         Whether to look for received cells without effect on the results; their descriptions are under 'idle'.
     inference : bool
         Whether to run a pass under inference_mode first.
+    memory : str, optional
+        As of `distribute`, or 'least': as little memory as possible.
     """
-    import neondist.torch as ndt
-
     replicas, rows, cols = grid
     planes, run_options = (
         options.pop("planes", 1),
@@ -132,9 +136,11 @@ def run_distributed(module, inputs, gradients, grid, **options):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks, _default_device():
             local_module = copy.deepcopy(module).to(DEVICE)
             shapes = [tuple(x.shape) for x in inputs]
-            model = ndt.distribute(
-                local_module, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **options
-            )
+            args = (local_module, shapes if len(shapes) > 1 else shapes[0], ranks)
+            own_options = options | {"dtype": inputs[0].dtype}
+            if options.get("memory") == "least":
+                own_options["memory"] = find_least_memory(*args, **own_options)
+            model = ndt.distribute(*args, **own_options)
             if inference:
                 _run_inference_pass(model, inputs)
             result = _run_distributed_pass(model, inputs, gradients)
@@ -147,7 +153,26 @@ def run_distributed(module, inputs, gradients, grid, **options):
                 result["idle"] = find_idle_cells(model, [model.scatter(x, index) for index, x in enumerate(inputs)])
             return result
 
-    return loopback.run(replicas * rows * cols * planes, body, **run_options)
+    with mock.patch("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0):
+        return loopback.run(replicas * rows * cols * planes, body, **run_options)
+
+
+def find_least_memory(module, shapes, grid, **options):
+    """Return the least `memory` with which a module can be distributed, according to the error for less."""
+    try:
+        ndt.distribute(module, shapes, grid, **options | {"memory": f"{grid.size} B"})
+    except UserError as error:
+        needed = re.search(r"a pass needs ([\d.]+) (B|kB|MB)\b", str(error))
+        if needed is None:
+            raise
+        unit = {"B": 1, "kB": 1e3, "MB": 1e6}[needed[2]]
+        return f"{grid.size * int(1.01 * float(needed[1]) * unit + 1)} B"
+    return f"{grid.size} B"
+
+
+def run_uncompiled(function):
+    """Return the function that a module passes to its compiler."""
+    return function
 
 
 def _run_inference_pass(model, inputs):
