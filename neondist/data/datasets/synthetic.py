@@ -50,7 +50,7 @@ class Synthetic(Dataset):
     """
 
     classes: int
-    target_shape: tuple[int, ...]
+    target_shape: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class Synthetic(Dataset):
         self.sample_shape, self.classes = tuple(map(int, shape)), int(classes)
         self.split_sizes = {"train": int(train), "test": int(test)}
         self.seed, self.noise, self.per_cell = int(seed), float(noise), per_cell
-        self.target_shape = self.sample_shape[:-1] if per_cell else ()
+        if per_cell:
+            self.target_shape = self.sample_shape[:-1]
 
     def check(self) -> None:
         """Check that there is enough memory for the data kept per sample; arguments are checked by the constructor."""
