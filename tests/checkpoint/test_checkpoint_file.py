@@ -114,7 +114,7 @@ def test_invalid_files(tmp_path):
             restore_checkpoint(tmp_path / "c.h5", run)
     with pytest.raises(DataError, match="no such file"):
         restore_checkpoint(tmp_path / "none.h5", run)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is a folder; specify a checkpoint"):
         restore_checkpoint(tmp_path, run)
 
 

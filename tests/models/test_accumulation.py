@@ -116,7 +116,7 @@ def test_non_finite_micro_batches():
 
 @pytest.mark.parametrize(
     "scheme",
-    [nd.schemes.Stale(), nd.schemes.Quantised(), nd.schemes.Every(2)],
+    [nd.schemes.Stale(), nd.schemes.Quantised(feedback=True), nd.schemes.Every(2)],
     ids=lambda scheme: type(scheme).__name__,
 )
 def test_stateful_schemes_are_rejected(scheme):

@@ -10,7 +10,7 @@ from toy_training import make_experiment
 import neondist as nd
 from neondist.config import add_location, load_experiment
 from neondist.data import MNIST, HDF5Dataset, Synthetic
-from neondist.errors import ConfigError, DataError, GridError, ShapeError
+from neondist.errors import ConfigError, DataError, GridError, ShapeError, UserError
 from neondist.layers import ConvLayer, ConvLayerDist, FCLayer, FCLayerDist
 from neondist.metrics import TopK
 from neondist.models import Convnet, ConvnetDist
@@ -138,7 +138,12 @@ def test_validation_accepts_the_targets_that_training_accepts(tmp_path, shape):
     for layers, outputs, cost in itertools.product(NETWORKS.values(), (1, 3), costs):
         model = Convnet(layers(outputs), cost=cost())
         dataset = HDF5Dataset(tmp_path / "data.h5", classes=None if shape else 2)
-        rejection = user_error_of(FitExperiment(dataset, model, batch_size=4, dist_flag=False).validate, 1)
+        experiment = FitExperiment(dataset, model, batch_size=4, dist_flag=False)
+        if outputs == 1 and cost in (nd.CrossEntropy, nd.DiceCE):
+            with pytest.raises(UserError, match="applies a softmax" if shape else "has 2 classes"):
+                experiment.validate(1)
+            continue
+        rejection = user_error_of(experiment.validate, 1)
         if rejection is None or "but the data set has 2 classes" not in str(rejection):
             model.build((12, 10, 2), 4)
             failure = user_error_of(model.train_batch, images, targets)

@@ -148,6 +148,11 @@ class Lowering(PlanBuilder):
             Whether to use PyTorch's own implementation only; entries of the decomposition table may lack gradients.
         """
         target, args, kwargs = self._current_call
+        args, kwargs = list(args), dict(kwargs)
+        for argument in target._schema.arguments[len(args) :]:  # the table's entries may have other names
+            if argument.kwarg_only or argument.name not in kwargs:
+                break
+            args.append(kwargs.pop(argument.name))
         entry = None if builtin_only else decomposition_table.get(target)
         runs = [entry, target.decompose if target._can_decompose() else None]
         # some entries of the table take arguments that differ from the operator's, such as a loss's reduction by name
