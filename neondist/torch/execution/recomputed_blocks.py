@@ -101,11 +101,11 @@ class RecomputedBlocks:
         blocks, functions = list[_Block](), dict[Any, Callable[..., Any]]()
         for place in product(*map(range, self.block_counts)):
             plan, own = self.block_plan(place)
-            if self.compiler is not None:
-                plan.compile(self.compiler, functions)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
                 sources = self.traced.source_ranges(extend_empty_ranges(own, self.output_ranges))
-                blocks.append(_Block(len(blocks), PlanRunner(self.comm, plan), sources, own))
+                blocks.append(
+                    _Block(len(blocks), PlanRunner(self.comm, plan, None, self.compiler, functions), sources, own)
+                )
         return blocks
 
     def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:

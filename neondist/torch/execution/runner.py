@@ -35,10 +35,16 @@ class PlanRunner:
     deferred_gradients : mapping of int to list of tensors, or None
         By id(), the parameters whose gradients are not summed over the ranks in a backward pass, each with a list that
         receives this rank's parts of the gradient, or None.
+    compiler, functions : see TorchPlan.executed_segments
     """
 
     def __init__(
-        self, comm: MeshComm, plan: TorchPlan, deferred_gradients: Mapping[int, list[torch.Tensor] | None] | None = None
+        self,
+        comm: MeshComm,
+        plan: TorchPlan,
+        deferred_gradients: Mapping[int, list[torch.Tensor] | None] | None = None,
+        compiler: Callable[..., Any] | None = None,
+        functions: dict[Any, Callable[..., Any]] | None = None,
     ) -> None:
         self.comm, self.plan, self.deferred_gradients = (
             comm,
@@ -56,10 +62,14 @@ class PlanRunner:
         schemes = [step.scheme for step in plan.steps if step.scheme is not None]
         # some schemes send different numbers of bytes in each step; the plan has their mean
         self._sent_bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
-        self._recomputed_segments = plan.segments() if plan.recompute else []
+        self._segments = plan.executed_segments(compiler, functions)
+        for step in plan.steps:
+            if step.blocks is not None:
+                step.blocks.compiler = compiler
         self._parts = plan.partitioned_parameters()
         self._saved_tensors = SavedTensors(plan)
-        self._step_functions = {id(step): self._step_function(step) for step in plan.steps}
+        steps = (step for segment in self._segments for step in segment.steps)
+        self._step_functions = {id(step): self._step_function(step) for step in steps}
 
     @leave_inference_mode()
     def __call__(
@@ -77,11 +87,12 @@ class PlanRunner:
         if plan.seed_id is not None:
             env[plan.seed_id] = self._draw_seed(inputs)
         before = self.comm.bytes_sent
-        if self._recomputed_segments and torch.is_grad_enabled():
+        if plan.recompute and torch.is_grad_enabled():
             self._run_segments(env)
         else:
             with self._saved_tensors.record_saved_tensors():
-                self._run_steps(plan.steps, env)
+                for segment in self._segments:
+                    self._run_steps(segment.steps, env)
         self._check_sent_bytes(self.comm.bytes_sent - before)
         if plan.mutated_buffers:
             with torch.no_grad():
@@ -105,7 +116,7 @@ class PlanRunner:
 
     def _run_segments(self, env: dict[int, torch.Tensor]) -> None:
         """Run all steps; segments before the last keep only values that later segments read (Chen et al. 2016)."""
-        *before, last = self._recomputed_segments
+        *before, last = self._segments
         with set_checkpoint_early_stop(False):  # with early stop, ranks could stop before different messages
             for segment in before:
                 inputs = [env[value] for value in segment.inputs]

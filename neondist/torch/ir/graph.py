@@ -243,7 +243,6 @@ class TorchGraph:
 
     def __post_init__(self) -> None:
         """Drop steps whose values are never read, and determine which memory can be freed or reused."""
-        self._compiled_cuts = list[int]()  # boundaries of the recomputed segments between compiled steps
         needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
         kept: list[Step] = []
         for step in reversed(self.steps):
@@ -259,14 +258,8 @@ class TorchGraph:
         self._overwrite_unread_values()
         self.unaliased_gradients = self._find_unaliased_gradients()
 
-    def segments(self) -> list[Segment]:
-        """Return the segments that are recomputed as units: about sqrt(steps) of them, cut where few values are live.
-
-        The result is the same on all ranks.
-        """
-        return self._split_into_segments(self._compiled_cuts or self._recompute_cuts())
-
     def _recompute_cuts(self) -> list[int]:
+        """Return the boundaries of about sqrt(steps) segments, cut where few values are live; equal on all ranks."""
         total = len(self.steps)
         producers = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
@@ -284,42 +277,54 @@ class TorchGraph:
 
     def recomputed_segments(self) -> list[Segment]:
         """Return the segments that the backward pass computes again: all but the last one, if `recompute` is set."""
-        return self.segments()[:-1] if self.recompute else []
+        return self.executed_segments()[:-1] if self.recompute else []
 
-    def compile(
+    def executed_segments(
         self,
-        compiler: Callable[[Callable[..., Any]], Callable[..., Any]],
+        compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         functions: dict[Any, Callable[..., Any]] | None = None,
-    ) -> None:
-        """Merge consecutive local steps into single compiled ones; blocks are compiled when they first run.
+    ) -> list[Segment]:
+        """Return the segments that are recomputed as units, or one segment of all steps.
 
         Parameters
         ----------
+        compiler : callable, optional
+            Compiles functions of consecutive local steps, each of which becomes a single step.
         functions : dict, optional
             Compiled functions of similar plans, which are reused for equal steps on tensors of equal shapes.
         """
-        functions = {} if functions is None else functions
-        for step in self.steps:
-            if step.blocks is not None:
-                step.blocks.compiler = compiler
+        cuts = self._recompute_cuts() if self.recompute else [0, len(self.steps)]
+        segments, executed = self._split_into_segments(cuts), list[Segment]()
+        if compiler is None:
+            return segments
         is_barrier = [s.kind != "local" or s.kind_args is not None or s.blocks is not None for s in self.steps]
-        cuts = self._recompute_cuts() if self.recompute else []  # barriers, and compiled steps, differ between ranks
-        edges = {at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1]}.union(cuts)
-        compiled, first = list[Step](), 0
-        for segment in self._split_into_segments(sorted(edges | {0, len(is_barrier)})):
-            steps, inputs, outputs = segment
-            self._compiled_cuts += [len(compiled)] * (first in cuts)
-            first += len(steps)
-            if len(steps) > 1:
-                freed = {value for step in steps for value in step.freed_ids}
-                free = tuple(value for value in (*inputs, *outputs) if value in freed)
-                shapes = tuple(self.values[value].local for value in inputs)
-                key = shapes, outputs, *((step.run, step.inputs, step.outputs) for step in steps)
-                if key not in functions:
-                    functions[key] = compiler(segment.function())
-                steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=functions[key], freed_ids=free)]
-            compiled += steps
-        self.steps, self._compiled_cuts = compiled, [*self._compiled_cuts, len(compiled)] if cuts else []
+        edges = {at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1]}
+        pieces, functions = (
+            iter(self._split_into_segments(sorted(edges.union(cuts)))),
+            {} if functions is None else functions,
+        )
+        for segment in segments:
+            steps = list[Step]()
+            remaining = len(segment.steps)
+            while remaining:
+                piece = next(pieces)
+                steps += [self._compile(piece, compiler, functions)] if len(piece.steps) > 1 else piece.steps
+                remaining -= len(piece.steps)
+            executed.append(segment._replace(steps=steps))
+        return executed
+
+    def _compile(
+        self, segment: Segment, compiler: Callable[..., Any], functions: dict[Any, Callable[..., Any]]
+    ) -> Step:
+        """Return one step that runs a segment of local steps."""
+        steps, inputs, outputs = segment
+        freed = {value for step in steps for value in step.freed_ids}
+        shapes = tuple(self.values[value].local for value in inputs)
+        key = shapes, outputs, *((step.run, step.inputs, step.outputs) for step in steps)
+        if key not in functions:
+            functions[key] = compiler(segment.function())
+        free = tuple(value for value in (*inputs, *outputs) if value in freed)
+        return replace(steps[-1], inputs=inputs, outputs=outputs, run=functions[key], freed_ids=free)
 
     def _split_into_segments(self, cuts: Sequence[int]) -> list[Segment]:
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}

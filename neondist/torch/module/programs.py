@@ -170,10 +170,11 @@ class ProgramCache:
         plan, tree, lowering = self.execution.lower(captured, *location, self.module)
         layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
         digest, runs_module = program_digest(plan, captured), plan.runs_original_module
-        if self.compiler is not None:
-            plan.compile(self.compiler)
         overlaps = lowering.widened_ranges if lowering is not None else ()
-        runner, single_sample = PlanRunner(self.comm, plan, self.deferred_gradients), has_single_sample_norm(plan)
+        runner, single_sample = (
+            PlanRunner(self.comm, plan, self.deferred_gradients, self.compiler),
+            has_single_sample_norm(plan),
+        )
         program = CompiledProgram(runner, tree, layouts, digest, runs_module, dtypes, overlaps, single_sample)
         return program, captured.reads
 

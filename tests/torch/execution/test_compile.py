@@ -30,6 +30,19 @@ def test_compiled_functions_match_single_process(grid):
     assert compiled
 
 
+class DetachedProduct(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            scaled = x * x.mean()
+        return torch.cat([scaled, x], 1)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_traffic_is_that_of_uncompiled_steps(recompute):
+    """A compiled function has gradients of some of its inputs only."""
+    check_module(DetachedProduct(), (2, 2, 4, 4), grids=[(1, 2, 2)], recompute=recompute, compile=lambda run: run)
+
+
 @pytest.mark.long
 def test_torch_compile_matches_single_process():
     """With the stages before code generation, which takes a minute."""

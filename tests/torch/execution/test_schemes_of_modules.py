@@ -147,7 +147,7 @@ def test_recomputed_segments_reuse_received_cells(scheme, forwards):
     def body(world, recompute):
         with ProcessGrid(world, rows=2, cols=2) as ranks:
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, scheme=scheme, recompute=recompute)
-            assert len(model.plan.segments()) > 2
+            assert len(model.plan.recomputed_segments()) > 1 or not recompute
             optimizer, gradients = torch.optim.SGD(model.parameters(), 0.1), []
             for start in range(0, len(images), forwards):
                 tiles = [model.scatter(x).requires_grad_() for x in images[start : start + forwards]]
