@@ -164,8 +164,9 @@ class TrunkLowering(FusedLowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised, and its statistics; for a norm of the trunk, x itself and the trunk's statistics."""
-        if x.id in self._norm_moments:
-            return x, *self._norm_moments[x.id]
+        if x.id in self._norm_moments:  # copies: running statistics have no gradient, but the trunk's have
+            mean, variance = (self.local(torch.Tensor.detach, [v], v.layout) for v in self._norm_moments[x.id])
+            return x, mean, variance
         return super().normalise(x, weight, bias, moments, groups)
 
     def _add_trunk_steps(self) -> None:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from test_blocks_of_modules import Globe, make_experiment  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import share_captures  # noqa: E402
+from torch_runs import check_module, share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -225,3 +225,8 @@ def test_schemes_without_blocks(scheme, message, monkeypatch):
                 ndt.distribute(copy.deepcopy(module), shape, grid, scheme=scheme, memory="20kB")
 
     loopback.run(2, body)
+
+
+def test_planned_traffic_of_sweeps():
+    """Statistics have gradients, the running statistics that are computed from them have none."""
+    check_module(nn.Sequential(nn.BatchNorm2d(3), nn.ZeroPad2d(1)), (2, 3, 8, 8), grids=[(1, 2, 1)], memory="least")
