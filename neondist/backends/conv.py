@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from .windows import Sides, all_windows, crop_sides, output_extent, split_into_blocks, window_cells
+from .windows import Sides, all_windows, crop_borders, output_extent, split_into_blocks, window_cells
 
 Ints = Sequence[int]
 
@@ -83,7 +83,7 @@ class ConvolutionKernels:
             target = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
             for at, (_, cells) in enumerate(window_cells(kernel, stride, dilation, part.shape[1:-1])):
                 target[cells] += _join_groups(by_group @ transposed[at], (*part.shape[:-1], inner * groups))
-        return crop_sides(dx, crop)
+        return crop_borders(dx, crop)
 
     def locally_connected_forward(self, x: Any, weights: Any, stride: Ints) -> Any:
         """Return the locally connected convolution (N, *out, C_out); weights (*out, *kernel, C_in, C_out)."""

@@ -35,7 +35,7 @@ from .device_kernels import (
 from .device_tables import boxes_table, coalesced_strides_table, copy_each_table, depthwise_table, pool_geometry_table
 from .kernels import CapturedCudaGraph, Kernels
 from .narrow import HalfPrecisionKernels
-from .windows import Sides, crop_sides, output_extent
+from .windows import Sides, crop_borders, output_extent
 
 Ints = Sequence[int]
 
@@ -136,7 +136,7 @@ class CupyKernels(Kernels):
         table, index = self._device_table(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
         arguments = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
         self._launch(DEPTHWISE_BACK, C_TYPES[str(dy.dtype)], "depthwise_back", dx.size, *arguments, index_type=index)
-        return crop_sides(dx, crop)
+        return crop_borders(dx, crop)
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and their positions, in one launch."""

@@ -22,7 +22,7 @@ from .pool import PoolingKernels
 from .windows import (
     Sides,
     StripAccumulator,
-    crop_sides,
+    crop_borders,
     split_into_strips,
     strided_index,
     zero_borders,
@@ -205,7 +205,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         inside = None if dx is None else zero_borders(dx, (rows, *columns))
         accumulator = None
         if inside is not None:
-            write = self._relu_gradient_writer(inside, crop_sides(x, (rows, *columns)) if fused_relu else None)
+            write = self._relu_gradient_writer(inside, crop_borders(x, (rows, *columns)) if fused_relu else None)
             accumulator = StripAccumulator(inside, dy, write, stride[0], rows[0])
         for strip in split_into_strips(
             x, dy, kernel, stride, dilation, self._conv_strip_size(x, dy, weights, stride, dilation)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .cells import CompiledCells
 from .kernels import Kernels
-from .windows import Sides, crop_sides, output_extent, split_into_strips, zero_borders
+from .windows import Sides, crop_borders, output_extent, split_into_strips, zero_borders
 
 Ints = Sequence[int]
 ConvArgs = tuple[Ints, Ints, int]
@@ -161,7 +161,7 @@ class RowKernels(CompiledCells, Kernels):
                 before = rows.start + skipped - first * step, *(side for side, _ in columns)
                 done = self._try_grad_input(dz, weights, target, args, before)
                 if done and fused_relu:
-                    self.relu_backward(crop_sides(x, sides)[strip.samples, rows], target, place)
+                    self.relu_backward(crop_borders(x, sides)[strip.samples, rows], target, place)
             if not done:
                 return super().conv_backward_into(
                     dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .torch_arrays import array_like, to_channels_first, to_channels_last, to_tensor, weights_to_tensor
-from .windows import Sides, crop_sides, split_into_blocks, unreached_cells
+from .windows import Sides, crop_borders, split_into_blocks, unreached_cells
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
@@ -56,7 +56,7 @@ def backward_input(
     else:
         dx = _aten.convolution(gradient, kernel, None, stride, cut, dilation, True, unseen, groups)
     remaining_crop = [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)]
-    return crop_sides(to_channels_last(dy, dx), remaining_crop)
+    return crop_borders(to_channels_last(dy, dx), remaining_crop)
 
 
 def backward_weights(
@@ -107,7 +107,7 @@ def _remove_zero_padding(
 ) -> tuple[np.ndarray, Ints]:
     """Return x without zeros at both ends, and the padding that replaces them, whose products oneDNN skips."""
     padding = _removable_zeros(x.shape[1:-1], tuple(kernel), tuple(stride), tuple(dilation), tuple(map(min, zeros)))
-    return (crop_sides(x, [(p, p) for p in padding]), padding) if any(padding) else (x, padding)
+    return (crop_borders(x, [(p, p) for p in padding]), padding) if any(padding) else (x, padding)
 
 
 @lru_cache

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .torch_arrays import to_channels_first, to_channels_last, to_tensor, weights_to_tensor
-from .windows import Sides, crop_sides, unreached_cells
+from .windows import Sides, crop_borders, unreached_cells
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
@@ -57,4 +57,4 @@ def backward_input(
     output_padding = unreached_cells(extent, weights.shape[:-2], stride, dilation)
     gradient, kernel = to_channels_first(dy).to(kind), weights_to_tensor(weights).to(kind)
     dx = _aten.convolution(gradient, kernel, None, stride, zeros, dilation, True, output_padding, groups)
-    return crop_sides(to_channels_last(dy, dx.float()), crop)
+    return crop_borders(to_channels_last(dy, dx.float()), crop)

@@ -116,7 +116,7 @@ def split_into_strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints
         yield Strip(samples, rows, seen, rows.stop == y.shape[1])
 
 
-def crop_sides(array: Any, sides: Sides | None) -> Any:
+def crop_borders(array: Any, sides: Sides | None) -> Any:
     """Return (N, *spatial, C) without `sides` cells at the ends of every axis."""
     if sides is None:
         return array

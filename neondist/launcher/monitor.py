@@ -85,7 +85,7 @@ class Monitor:
         Description of the loss; '' if none.
     silent_ranks : tuple of int
         Ranks without a heartbeat, including the lost one; they may still be running.
-    end_time : float or None
+    job_end_time : float or None
         time.monotonic() at which a rank failed or the last rank ended.
     """
 
@@ -96,7 +96,7 @@ class Monitor:
         self.rank_states: dict[int, RankState] = {}
         self.lost_rank, self.failure_message = -1, ""
         self.silent_ranks: tuple[int, ...] = ()
-        self.end_time: float | None = None
+        self.job_end_time: float | None = None
         self._key = secrets.token_hex(16)
         self._connections: list[_Connection] = []
         self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -210,8 +210,8 @@ class Monitor:
                 self.failure_message = f"{self.describe_rank(member.rank)} {UNREPORTED_EXIT_TEXT}"
                 if not connection.closed:
                     self._record_silent_ranks([connection, *filter(self._is_quiet, self._connections)])
-        if self.end_time is None and (failed or not self.ranks_without_exit_code()):
-            self.end_time = time.monotonic()
+        if self.job_end_time is None and (failed or not self.ranks_without_exit_code()):
+            self.job_end_time = time.monotonic()
 
     def _record_silent_ranks(self, connections: Sequence[_Connection]) -> None:
         """Record all ranks lost at about the same time."""

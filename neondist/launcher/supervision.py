@@ -138,7 +138,7 @@ def supervise_command(
 
 def _is_mpirun_overdue(monitor: Monitor) -> bool:
     """Whether the ranks ended or one failed, but mpirun has not noticed."""
-    return monitor.end_time is not None and time.monotonic() - monitor.end_time > _MPIRUN_EXIT_TIMEOUT
+    return monitor.job_end_time is not None and time.monotonic() - monitor.job_end_time > _MPIRUN_EXIT_TIMEOUT
 
 
 def _determine_ending(

@@ -195,7 +195,7 @@ class Segment:
         whole = self.tile(tile)
         if whole.empty:
             return
-        ((lo, hi), *others), rows = whole.axes(), self._strip_rows(whole)
+        ((lo, hi), *others), rows = whole.axes(), self._rows_per_strip(whole)
         cut = tuple((start, min(start + rows, hi)) for start in range(lo, hi, rows))
         shapes = [self.input_shape, *(plan.output_shape for plan in self.plans)]
         ones = (1,) * len(others)
@@ -223,7 +223,7 @@ class Segment:
         """Return the elements per sample of the largest strip."""
         return max((section.memory_plan(at).num_elements for at, section in self.strips(tile)), default=0)
 
-    def _strip_rows(self, whole: Box) -> int:
+    def _rows_per_strip(self, whole: Box) -> int:
         if self.rows != "auto":
             return self.rows
         per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize

@@ -250,7 +250,7 @@ class StripwiseSection:
             section, inner = self._rerun_strip(number, run, before)
             (gradient,) = section.backward([inner], [self._dy_of_strip(dy, number)], need_dx=dx is not None)
             if dx is not None:
-                dx[self._image_cells(number)] += gradient
+                dx[self._image_cells_of_strip(number)] += gradient
             inner.close()
         self._release_scatter_buffers()
 
@@ -284,7 +284,7 @@ class StripwiseSection:
                 section.run_forward(inner, self._image_of_strip(run.x, number))
                 if inner.keeps_states:
                     run.saved_states_by_strip[number] = section.saved_states(inner, self.planned.recomputed_steps)
-                self.context.backend.kernels.copy(inner.output, run.output[self._output_cells(number)])
+                self.context.backend.kernels.copy(inner.output, run.output[self._output_cells_of_strip(number)])
                 if number == self.strip_numbers[-1]:
                     run.last_strip_pass = inner
                 else:
@@ -326,16 +326,16 @@ class StripwiseSection:
             if layer.scattered_output_array is not None:
                 layer.scattered_output_array.set_halo_plan(layer.scattered_output_array.plan)
 
-    def _image_cells(self, number: int) -> CellIndex:
+    def _image_cells_of_strip(self, number: int) -> CellIndex:
         """Return the index of a strip's cells in this rank's image."""
         return slice(None), *self.planned.strip_cells[0].box(number).relative_to(self._image_box).slices
 
-    def _output_cells(self, number: int) -> CellIndex:
+    def _output_cells_of_strip(self, number: int) -> CellIndex:
         """Return the index of a strip's cells in this rank's output."""
         return slice(None), *self.planned.output_cells.box(number).relative_to(self._output_box).slices  # type: ignore[arg-type]
 
     def _image_of_strip(self, x: Any, number: int) -> Any:
-        return x[self._image_cells(number)]
+        return x[self._image_cells_of_strip(number)]
 
     def _dy_of_strip(self, dy: Any, number: int) -> Any:
-        return dy if self._output_box is None else dy[self._output_cells(number)].copy()
+        return dy if self._output_box is None else dy[self._output_cells_of_strip(number)].copy()

@@ -34,7 +34,7 @@ class Workspace:
         """Return the buffer of a step's view for batches of this size."""
         key, array = (step, samples), self.inputs[step]
         if key not in self._views and array is not None:
-            self._views[key] = array.buffer(samples, self.arena.block_number, self._view_slots(step))
+            self._views[key] = array.buffer(samples, self.arena.block_number, self._view_and_gradient_slots(step))
         return self._views[key]
 
     def value_array(self, value: int, samples: int) -> Any:
@@ -82,7 +82,7 @@ class Workspace:
             self._arrays[key] = self.arena.array(slot, shape)
         return self._arrays[key]
 
-    def _view_slots(self, step: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
+    def _view_and_gradient_slots(self, step: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
         view, gradient = self.plan.view_ranges[step], self.plan.gradient_ranges.get(step)
         return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
 

@@ -34,7 +34,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
-class PendingCheckpoint:
+class UnevaluatedCheckpoint:
     """A checkpoint that has not been evaluated yet.
 
     Attributes
@@ -86,10 +86,10 @@ class CheckpointFollower:
         self._reported_paths: set[Path] = set()
         self._is_waiting = False
 
-    def wait_for_next(self) -> PendingCheckpoint | None:
+    def wait_for_next(self) -> UnevaluatedCheckpoint | None:
         """Wait for the next checkpoint; None once a complete job has no more checkpoints, or at the time limit."""
         while True:
-            result: tuple[PendingCheckpoint | None, bool] = (None, False)
+            result: tuple[UnevaluatedCheckpoint | None, bool] = (None, False)
             with all_or_none(self.world):
                 if self.world.rank == 0:
                     complete = (self.folder / COMPLETE).exists()  # read before the list: nothing is written later
@@ -102,7 +102,9 @@ class CheckpointFollower:
                 return checkpoint
             self.sleep(max(0.0, min(self.interval, self.deadline - self.clock())))
 
-    def process(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, RunProgress], None]) -> bool:
+    def process(
+        self, checkpoint: UnevaluatedCheckpoint, action: Callable[[CheckpointReader, RunProgress], None]
+    ) -> bool:
         """Call `action` on a checkpoint from `wait_for_next`; return False if it is old, damaged or gone.
 
         Damaged files, such as those being copied, are reported once, and evaluated later if they change.
@@ -135,21 +137,21 @@ class CheckpointFollower:
         self.last_step = progress.step
         return True
 
-    def _find_next(self) -> PendingCheckpoint | None:
+    def _find_next(self) -> UnevaluatedCheckpoint | None:
         """Return the next checkpoint, if any; files named by step are preferred if the job keeps several."""
         path = self.folder / CHECKPOINT
         kept = {step: file for file in list_step_checkpoints(path) if (step := _step_in_name(file)) is not None}
         for step in sorted(kept):
-            if step > self.last_step and (checkpoint := self._create_pending(kept[step])) is not None:
+            if step > self.last_step and (checkpoint := self._create_unevaluated(kept[step])) is not None:
                 return checkpoint
-        return None if kept else self._create_pending(path)
+        return None if kept else self._create_unevaluated(path)
 
-    def _create_pending(self, path: Path) -> PendingCheckpoint | None:
+    def _create_unevaluated(self, path: Path) -> UnevaluatedCheckpoint | None:
         try:
             status = path.stat()
         except FileNotFoundError:
             return None
-        checkpoint = PendingCheckpoint(path, (status.st_ino, status.st_mtime_ns))
+        checkpoint = UnevaluatedCheckpoint(path, (status.st_ino, status.st_mtime_ns))
         return None if checkpoint.file_identity in self._seen_files else checkpoint
 
 

@@ -9,7 +9,7 @@ from kernel_arrays import assert_close, draw_padded
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
 from neondist.backends.conv import ConvolutionKernels
-from neondist.backends.windows import crop_sides
+from neondist.backends.windows import crop_borders
 
 pytestmark = pytest.mark.skipif(
     not hasattr(cells_module.load_compiled_kernels(), "convolve"),
@@ -55,7 +55,7 @@ def test_outputs_and_input_gradients(kernels, dtype, case, samples, strided):
     assert_close(kernels.conv_forward(x, weights, *options, bias), y, dtype, 5)
     dy = draw_padded(rng, y.shape, dtype)
     dx = ReferenceConvolution().conv_backward_input(dy.astype(float), weights.astype(float), extent, *options)
-    assert_close(kernels.conv_backward_input(dy, weights, extent, *options, sides), crop_sides(dx, sides), dtype, 5)
+    assert_close(kernels.conv_backward_input(dy, weights, extent, *options, sides), crop_borders(dx, sides), dtype, 5)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

@@ -98,19 +98,19 @@ def test_weight_layouts(shape):
 @pytest.mark.long
 def test_known_padding_is_skipped(monkeypatch, dtype, sides, ndim):
     from neondist.backends.torch_conv import weight_gradient_by_gemm
-    from neondist.backends.windows import crop_sides
+    from neondist.backends.windows import crop_borders
 
     extent, sides = (9, 8, 7)[:ndim], sides[:ndim]
     for stride, dilation, samples in itertools.product([1, 2], [1, 2], [1, 3]):
         options = (stride,) * ndim, (dilation,) * ndim
         w = RNG.normal(size=(*(3, 2, 3)[:ndim], 16, 16)).astype(dtype)
         x = np.zeros((samples, *extent, 16), dtype)
-        crop_sides(x, sides)[...] = RNG.normal(size=crop_sides(x, sides).shape)
+        crop_borders(x, sides)[...] = RNG.normal(size=crop_borders(x, sides).shape)
         dy = draw_slice(reference.conv_forward(x, w, *options, 1).shape, dtype)
         dx = reference.conv_backward_input(dy, w, extent, *options, 1)
         dw = reference.conv_backward_weights(x, dy, w.shape[:-2], *options, 1)
         for kernels in torch_kernels, reference:
-            assert_close(kernels.conv_backward_input(dy, w, extent, *options, 1, sides), crop_sides(dx, sides))
+            assert_close(kernels.conv_backward_input(dy, w, extent, *options, 1, sides), crop_borders(dx, sides))
             assert_close(kernels.conv_backward_weights(x, dy, w.shape[:-2], *options, 1, sides), dw)
             assert_close(
                 kernels.conv_forward(x, w, *options, 1, None, sides), reference.conv_forward(x, w, *options, 1)
@@ -122,7 +122,7 @@ def test_known_padding_is_skipped(monkeypatch, dtype, sides, ndim):
             input_gradient = np.full(x.shape, np.nan, dtype)
             backward_part = lambda part, dy=dy: np.ascontiguousarray(dy[part])  # noqa: E731
             gradients = torch_kernels.conv_backward_into(input_gradient, x, dy, w, *options, 1, backward_part, sides)
-            assert_close(crop_sides(input_gradient, sides), crop_sides(dx, sides))
+            assert_close(crop_borders(input_gradient, sides), crop_borders(dx, sides))
             assert_close(gradients[0], dw)
             assert np.isfinite(input_gradient).all()
             y = np.empty_like(dy, order="C")

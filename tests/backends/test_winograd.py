@@ -10,7 +10,7 @@ from kernel_arrays import assert_close, draw_padded
 
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
-from neondist.backends.windows import crop_sides
+from neondist.backends.windows import crop_borders
 
 pytestmark = pytest.mark.skipif(
     not hasattr(cells_module.load_compiled_kernels(), "winograd"),
@@ -115,7 +115,7 @@ def test_strips_match_complete_convolutions(kernels, dtype, strip, case, strided
     samples, extent, kernel, inner, outer, sides = case
     rng, options = np.random.default_rng(0), ((1,) * len(extent), (1,) * len(extent), 1)
     x, bias = np.zeros((samples, *extent, inner), dtype), rng.normal(size=outer).astype(dtype)
-    crop_sides(x, sides)[...] = rng.normal(size=crop_sides(x, sides).shape)
+    crop_borders(x, sides)[...] = rng.normal(size=crop_borders(x, sides).shape)
     weights = rng.normal(size=(*kernel, inner, outer)).astype(dtype)
     z = REFERENCE.conv_forward(x.astype(float), weights.astype(float), *options, bias)
     y = draw_padded(rng, (*z.shape[:-1], 2 * outer), dtype)[..., :: 1 + strided][..., :outer]
@@ -142,10 +142,10 @@ def test_strips_match_complete_convolutions(kernels, dtype, strip, case, strided
     )
     assert_close(gradients[1], dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=float), dtype, kernel[-1])
     input_gradient = REFERENCE.conv_backward_input(dz.astype(float), weights.astype(float), extent, *options)
-    assert_close(crop_sides(dx, sides), crop_sides(input_gradient, sides), dtype, kernel[-1])
+    assert_close(crop_borders(dx, sides), crop_borders(input_gradient, sides), dtype, kernel[-1])
     assert np.isfinite(dx).all()
     assert_close(in_place_gradients[0], gradients[0], dtype, kernel[-1])
-    assert_close(crop_sides(in_place, sides), crop_sides(dx * (x > 0), sides), dtype, kernel[-1])
+    assert_close(crop_borders(in_place, sides), crop_borders(dx * (x > 0), sides), dtype, kernel[-1])
 
 
 def test_results_are_independent_of_neighbours(kernels):

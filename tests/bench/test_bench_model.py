@@ -18,7 +18,7 @@ from neondist.bench.model.table import (
     write_report,
 )
 from neondist.bench.noise import noise_warnings
-from neondist.cli.bench.scaling import parse_rank_span
+from neondist.cli.bench.scaling import parse_rank_counts
 from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.geometry import GridShape
@@ -343,6 +343,6 @@ def test_prediction_error(monkeypatch):
 
 
 def test_rank_spans_are_parsed():
-    assert parse_rank_span("1..4096")[::4] == [1, 16, 256, 4096]
-    assert parse_rank_span("3..13") == [3, 6, 12]
-    assert parse_rank_span("2,5") == [2, 5]
+    assert parse_rank_counts("1..4096")[::4] == [1, 16, 256, 4096]
+    assert parse_rank_counts("3..13") == [3, 6, 12]
+    assert parse_rank_counts("2,5") == [2, 5]

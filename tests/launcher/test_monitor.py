@@ -77,7 +77,7 @@ def test_status_messages_and_normal_exit(monitor, ranks):
         send_next_word(process)
     monitor.drain_connections()
     assert (monitor.ranks_without_exit_code(), monitor.failure_message, monitor.exit_code) == ([], "", 0)
-    assert monitor.end_time is not None
+    assert monitor.job_end_time is not None
 
 
 def test_killed_rank_is_lost_and_others_can_be_ended(monitor, ranks):

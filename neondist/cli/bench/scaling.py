@@ -81,7 +81,7 @@ def add_parser(benches: Any) -> None:
     cmd.add_argument(
         "--ranks",
         dest="counts",
-        type=parse_rank_span,
+        type=parse_rank_counts,
         default=[1, 2, 4],
         metavar="1..4096",
         help="numbers of ranks, as a range of powers of two or a list (default 1,2,4)",
@@ -340,7 +340,7 @@ def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any], pr
     return float(result["seconds_per_step"])
 
 
-def parse_rank_span(text: str) -> list[int]:
+def parse_rank_counts(text: str) -> list[int]:
     """Parse RANKS,..., such as '1,2,4', or FIRST..LAST, such as '1..4096': FIRST times powers of two."""
     first, dots, last = text.partition("..")
     if not dots:

@@ -101,7 +101,7 @@ class PhotographCrops:
         count: int,
         key: tuple[int | str, ...],
     ) -> None:
-        self._photographs, self._crop_width, self._tile = photographs, shape[1], tile
+        self._photographs, self._crop_width, self._tile_slices = photographs, shape[1], tile
         index = np.arange(count)
         self.labels = index % len(photographs)
         room = [[n - side + 1 for n, side in zip(image.shape, shape, strict=False)] for image in photographs]
@@ -114,10 +114,10 @@ class PhotographCrops:
 
     def __getitem__(self, indices: Any) -> np.ndarray:
         sample_numbers = np.arange(len(self))[indices]
-        out = np.empty((len(sample_numbers), *(cut.stop - cut.start for cut in self._tile)), np.float32)
+        out = np.empty((len(sample_numbers), *(cut.stop - cut.start for cut in self._tile_slices)), np.float32)
         for tile, number in zip(out, sample_numbers, strict=True):
             top, left = (int(corner[number]) for corner in self._crop_corners)
-            rows, cols = self._tile[:2]
+            rows, cols = self._tile_slices[:2]
             whole = self._photographs[self.labels[number]][
                 top + rows.start : top + rows.stop, left : left + self._crop_width
             ]

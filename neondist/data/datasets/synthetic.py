@@ -127,7 +127,7 @@ class Gratings:
         key: tuple[int | str, ...],
         noise: float,
     ) -> None:
-        self._image_shape, self._tile, self._classes, self._noise = tuple(shape), tile, classes, noise
+        self._image_shape, self._tile_slices, self._classes, self._noise = tuple(shape), tile, classes, noise
         self.labels = np.arange(count) % classes
         # within a third of a turn: the class means differ, so that even a linear model can learn
         self._phases = (2 * rng.uniform(rng.key("phase", *key), np.arange(count)) - 1) * np.pi / 3
@@ -139,7 +139,7 @@ class Gratings:
     @property
     def shape(self) -> tuple[int, ...]:
         """Local shape (N, *tile, C)."""
-        return (len(self), *(cut.stop - cut.start for cut in self._tile))
+        return (len(self), *(cut.stop - cut.start for cut in self._tile_slices))
 
     def __getitem__(self, indices: Any) -> np.ndarray:
         sample_numbers = np.arange(len(self))[indices]
@@ -150,18 +150,18 @@ class Gratings:
 
     def read_cells(self, indices: Any, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, C) of some images; slices count from the tile's first cell."""
-        part, inner = copy(self), zip(self._tile, cells, strict=False)
-        part._tile = (*(slice(t.start + c.start, t.start + c.stop) for t, c in inner), self._tile[-1])
+        part, inner = copy(self), zip(self._tile_slices, cells, strict=False)
+        part._tile_slices = (*(slice(t.start + c.start, t.start + c.stop) for t, c in inner), self._tile_slices[-1])
         return part[indices]
 
     def _fill_tile(self, image: np.ndarray, number: int) -> None:
         """Compute one tile, a few rows at a time to keep the 64-bit temporaries in cache."""
         rows = max(1, _BLOCK_CELLS // max(1, image[:1].size))
         angles = self._angles(number)
-        first = self._tile[0].start
+        first = self._tile_slices[0].start
         for lo in range(0, len(image), rows):
             hi = min(lo + rows, len(image))
-            block = (slice(first + lo, first + hi), *self._tile[1:])
+            block = (slice(first + lo, first + hi), *self._tile_slices[1:])
             image[lo:hi] = self._grating(angles, block) + self._cell_noise(number, block)
 
     def _angles(self, number: int) -> list[np.ndarray]:

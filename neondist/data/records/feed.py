@@ -124,7 +124,7 @@ class _SampleTiles:
     """This rank's tiles of features or label maps, or whole labels of another shape."""
 
     def __init__(self, samples: RecordSamples, component: int, shape: tuple[int, ...], tile: tuple[slice, ...]) -> None:
-        self._samples, self._component, self._tile = samples, component, tile
+        self._samples, self._component, self._tile_slices = samples, component, tile
         own = tuple(len(range(*cut.indices(n))) for cut, n in zip(tile, shape, strict=False))
         self.shape = (len(samples), *own, *shape[len(tile) :])
 
@@ -134,7 +134,7 @@ class _SampleTiles:
     def __getitem__(self, indices: Any) -> np.ndarray:
         values = self._samples.features_and_labels(np.arange(len(self))[indices])[self._component]
         assert values is not None  # prediction needs no labels
-        return values[(slice(None), *self._tile)]
+        return values[(slice(None), *self._tile_slices)]
 
     def describe_sample(self, number: int) -> str:
         """Return the place of a sample's record."""

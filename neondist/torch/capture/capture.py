@@ -111,7 +111,11 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
                     f"the forward pass writes into a part of the buffer {tied[0]}, which has several names, or reads it"
                     " through an alias made before the write; keep one name"
                 ) from None
-        program.functions, program.reads, program.unregistered = calls, values.reads, values.unregistered
+        program.functions, program.reads, program.unregistered_tensors = (
+            calls,
+            values.reads,
+            values.unregistered_tensors,
+        )
         return program
 
 
@@ -142,7 +146,11 @@ def decompose(program: Any, module: nn.Module, shapes: InputSpecs) -> Any:
     """Return a captured program without in-place and composite operators."""
     with tracing(type(module).__name__, shapes):
         result = _functionalize(program)
-        result.functions, result.reads, result.unregistered = program.functions, program.reads, program.unregistered
+        result.functions, result.reads, result.unregistered_tensors = (
+            program.functions,
+            program.reads,
+            program.unregistered_tensors,
+        )
         return result
 
 
@@ -169,7 +177,7 @@ def lower_program(
     schemes: Mapping[str, ExchangePolicy] | None = None,
     recompute: bool = False,
     lowering: Lowering | None = None,
-    unregistered: dict[str, torch.Tensor] | None = None,
+    unregistered_tensors: dict[str, torch.Tensor] | None = None,
     by_channels: Collection[torch.fx.Node] = (),
 ) -> tuple[TorchPlan, Any]:
     """Return the plan of a program for one rank, and the tree of its outputs.
@@ -186,7 +194,7 @@ def lower_program(
         Whether the backward pass recomputes segments.
     lowering : Lowering, optional
         Builder of the plan.
-    unregistered : dict of name to tensor, optional
+    unregistered_tensors : dict of name to tensor, optional
         Receives tensors that require gradients but are not parameters; treated as parameters. Default: rejected.
     by_channels : collection of torch.fx.Node
         Nodes that are partitioned by channels instead of cells.
@@ -206,7 +214,15 @@ def lower_program(
     for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
             env[node] = _lower_placeholder(
-                lowering, node, specs[node.name], program, remaining_layouts, parameters, buffers, inputs, unregistered
+                lowering,
+                node,
+                specs[node.name],
+                program,
+                remaining_layouts,
+                parameters,
+                buffers,
+                inputs,
+                unregistered_tensors,
             )
         elif node.op == "output":
             lowering.where, output_nodes = node_location(node), node.args[0]
@@ -289,7 +305,7 @@ def _lower_placeholder(
     parameters: dict[str, int],
     buffers: dict[str, int],
     inputs: list[int],
-    unregistered: dict[str, torch.Tensor] | None,
+    unregistered_tensors: dict[str, torch.Tensor] | None,
 ) -> Any:
     fake = node.meta["val"]
     if spec.kind == InputKind.CONSTANT_TENSOR:
@@ -305,18 +321,18 @@ def _lower_placeholder(
             if name in program.state_dict and _memory_key(program.state_dict[name]) == _memory_key(constant):
                 return lowering.values[parameters[name]]
         # PyTorch may have detached it
-        trainable = (t for t in (constant, *program.unregistered) if t.requires_grad)
+        trainable = (t for t in (constant, *program.unregistered_tensors) if t.requires_grad)
         parameter = next((t for t in trainable if _memory_key(t) == _memory_key(constant)), None)
         if parameter is None:
             return lowering.add_constant(constant)
-        if unregistered is None:
+        if unregistered_tensors is None:
             location = node_location(next(iter(node.users), node))
             raise ConfigError(
                 f"{location.message_prefix}{location.operator}{_in_module_text(location)} receives a tensor that"
                 " requires grad but is not a parameter of the module; register it as an nn.Parameter of a module"
             )
         value = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
-        parameters[spec.target], unregistered[spec.target] = value.id, parameter
+        parameters[spec.target], unregistered_tensors[spec.target] = value.id, parameter
         return value
     if not isinstance(fake, torch.Tensor):
         return fake

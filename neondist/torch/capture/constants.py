@@ -66,14 +66,14 @@ class KnownValueTracker(TorchDispatchMode):
     Attributes
     ----------
     reads : ValueReads
-    unregistered : list of torch.Tensor
+    unregistered_tensors : list of torch.Tensor
         Tensors that require gradients but are not parameters of the module.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads = ValueReads(set(), [])
-        self.unregistered: list[torch.Tensor] = []
+        self.unregistered_tensors: list[torch.Tensor] = []
         self._known_values: Any = WeakIdKeyDictionary()
         self._views_outliving_capture: Any = WeakIdKeyDictionary()
 
@@ -108,7 +108,7 @@ class KnownValueTracker(TorchDispatchMode):
             self._known_value(t, is_literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only)
             for t in tensors
         ]
-        self.unregistered.extend(t for t in tensors if type(t) in _REAL_TENSOR_TYPES and t.requires_grad)
+        self.unregistered_tensors.extend(t for t in tensors if type(t) in _REAL_TENSOR_TYPES and t.requires_grad)
         is_known = None not in items and torch.Tag.nondeterministic_seeded not in func.tags
         is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
         if is_known and torch.Tag.data_dependent_output in func.tags:

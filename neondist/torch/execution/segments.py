@@ -335,12 +335,12 @@ class SegmentSearch:
             ends += norm.x, norm.y
         traced = TracedPart(builder, [*builder.program_inputs.values()], ends)
         records = {number: self.program.records[number] for number in builder.numbers}
-        inputs, rows = builder.inputs_of([traced]), self._strip_rows(builder, ends)
+        inputs, rows = builder.inputs_of([traced]), self._rows_per_strip(builder, ends)
         return OperatorSegment(
             records, inputs, outputs, segment_values, traced, builder.norms, rows, builder.has_margin
         )
 
-    def _strip_rows(self, builder: SegmentBuilder, ends: Sequence[Value]) -> int:
+    def _rows_per_strip(self, builder: SegmentBuilder, ends: Sequence[Value]) -> int:
         if self.strips != "auto":
             return self.strips or 0
         rows = max((atom.extent for end in ends for (atom,) in end.layout if atom.axis == 1), default=1)

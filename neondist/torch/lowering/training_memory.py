@@ -131,7 +131,7 @@ class _Lifetimes:
             for out in step.outputs:
                 first.setdefault(owner[out], at)
             last |= dict.fromkeys((owner[value] for value in (*step.inputs, *step.outputs) if value in owner), at)
-        copies = self._copies_in_views(owner)
+        copies = self._values_kept_as_views(owner)
         first_again, last_again = dict[int, int](), dict[int, int]()  # times of recomputed values
         for at, step, kept in self.steps:
             segment, again = self.timeline.segment_of_value.get(step.outputs[0]), self.timeline.recomputed_at[at]
@@ -167,7 +167,7 @@ class _Lifetimes:
                 owner[out] = owner.get(kept.aliases.get(out, out), kept.aliases.get(out, out))
         return owner
 
-    def _copies_in_views(self, owner: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    def _values_kept_as_views(self, owner: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Return, for each value copied into a view, the view's step and the view, which is kept instead."""
         copies, rank = dict[int, tuple[int, int]](), self.plan.rank  # whose views stand for those of all ranks
         for at, step, _ in self.steps:

@@ -128,7 +128,7 @@ def _capture_and_lower(
     _add_locations(program, module.criterion)
     try:
         with leave_inference_mode(), suspend_hooks_and_modes():
-            plan, tree = lower_program(program, mesh, rank, layouts, unregistered=free)
+            plan, tree = lower_program(program, mesh, rank, layouts, unregistered_tensors=free)
     except UnsupportedOperator as error:
         raise UnsupportedOperator(error, error.why, remedy=_RULE_REMEDY) from error
     check_returns_scalar(plan, tree)
