@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..comm import ProcessGrid
 from ..observer import Observer
-from .allocations import suppress_stderr
+from .kernel_allocations import suppress_stderr
 from .module_report import TIME_KINDS
 
 TimeShares = dict[str, dict[str, float]]

@@ -25,7 +25,7 @@ from ..runtime.observers.trace import write_trace
 from ..terminal.progress_line import ProgressLine
 from ..train import FitExperiment
 from . import memory
-from .allocations import measure_allocations
+from .kernel_allocations import measure_allocations
 from .noise import relative_noise
 from .roofline import measure_peak_rates, roofline_rows
 from .sleeping_barrier import sleeping_barrier

@@ -47,7 +47,7 @@ class StripwisePlan:
         Number of strips, at the end of a tile, whose gradients are kept; default: all.
     extended_output : Partition or None
         Cells of the last value on each tile, if more than its own: below a cut, all cells that the steps above read.
-    precomputed_cells : list of Partition, optional
+    precomputed_strip_cells : list of Partition, optional
         Precomputed `strip_cells` of the same strips.
     """
 
@@ -58,7 +58,7 @@ class StripwisePlan:
     cuts: tuple[int, ...] = ()
     extended_output: Partition | None = None
     num_strips_kept_at_cut: int | None = None
-    precomputed_cells: list[Partition] | None = field(default=None, repr=False, compare=False)
+    precomputed_strip_cells: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -77,7 +77,7 @@ class StripwisePlan:
             checkpointed_strips=checkpointed_strips,
             cuts=cuts,
             num_strips_kept_at_cut=num_strips_kept_at_cut,
-            precomputed_cells=self.strip_cells,
+            precomputed_strip_cells=self.strip_cells,
         )
 
     def with_strips(self, strips: int) -> StripwisePlan:
@@ -275,8 +275,8 @@ class StripwisePlan:
     @cached_property
     def strip_cells(self) -> list[Partition]:
         """Cells of every value in each strip; all cells of a vector."""
-        if self.precomputed_cells is not None:
-            return self.precomputed_cells
+        if self.precomputed_strip_cells is not None:
+            return self.precomputed_strip_cells
         graph, outputs = self.graph, self.output_cells
         own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
         own[graph.output_value] = outputs

@@ -327,7 +327,7 @@ PURPOSE_BY_OPERATOR = {
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="PyTorch is not installed")
 def test_torch_allocates_only_strips(monkeypatch):
-    from neondist.bench.allocations import measure_allocations
+    from neondist.bench.kernel_allocations import measure_allocations
 
     layers = [
         make_conv(),
