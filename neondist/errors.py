@@ -107,7 +107,7 @@ class HaloError(UserError):
 
 
 class PlanMismatchError(UserError):
-    """A layer or scheme sends other messages than it declares; the error names the layer or scheme."""
+    """A layer or scheme sends messages that differ from its declaration; the error names it."""
 
 
 class RemoteError(NeondistError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @cache
 def gomp_parallel_address() -> int:
-    """Return the address of GOMP_parallel in PyTorch's libgomp, else in GCC's; 0 if there is no libgomp.
+    """Return the address of GOMP_parallel in PyTorch's libgomp, or in GCC's; 0 if there is no libgomp.
 
     Idle threads of libgomp spin, so that other threads would share their cores: after an operation of PyTorch, two
     Python threads are as slow as one, whereas two of libgomp's are 1.7 times faster. PyTorch is not imported.

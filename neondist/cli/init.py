@@ -93,7 +93,7 @@ def _folder_yaml(folder: Path) -> str:
             if (place := _find_images(sub)) is None:
                 raise DataError(f"{sub}: has no images, but {pair[0].name}/ and {pair[1].name}/ both need some")
             if others := [other.name for other in sorted(sub.iterdir()) if place[0] not in (sub, other)]:
-                emit(f"{place[0]} is used, without {', '.join(others[:9])}; set `validation` or `test` for others")
+                emit(f"only {place[0]} is used, not {', '.join(others[:9])}; to use others, set `validation` or `test`")
             places.append(place)
         return _segmentation_yaml(*(_image_pattern(*place) for place in places))
     if patterns := _image_and_mask_patterns_of_cases(folder) or _image_and_mask_patterns_by_name(folder):
@@ -247,7 +247,7 @@ def _image_and_mask_patterns_of_cases(folder: Path) -> list[str]:
         return []
     if images[1:]:
         emit(
-            f"one image of each case is used, *{images[0]}, without {', '.join(images[1:])}; edit `images`, or"
+            f"only one image of each case is used, *{images[0]}, not {', '.join(images[1:])}; edit `images`, or"
             " list a pattern for each channel"
         )
     return [str(Path(escape(str(folder)), "*", f"*{escape(end)}")) for end in (images[0], masks[0])]
@@ -391,8 +391,8 @@ def _image_pattern(folder: Path, subfolders: str = "") -> str:
     if len(modalities) > 1 and None not in modalities:  # nnU-Net: case_0000.nii.gz, case_0001.nii.gz
         first, *rest = sorted(filter(None, modalities))
         emit(
-            f"one image of each case is used, *{first}, without {', '.join(rest)}; edit `images`, or list a pattern for"
-            " each channel"
+            f"only one image of each case is used, *{first}, not {', '.join(rest)}; edit `images`, or list a pattern"
+            " for each channel"
         )
         return str(Path(escape(str(folder)), subfolders, f"*{first}"))
     return str(Path(escape(str(folder)), subfolders, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))

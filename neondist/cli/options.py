@@ -16,7 +16,7 @@ RANKS_HELP = "number of ranks to start with mpirun (default 1); inside an MPI jo
 MAX_RANKS = 1_000_000
 """Maximum number of ranks of a plan: more than any machine has, few enough to list."""
 MAX_VIRTUAL_RANKS = 4096
-"""Maximum number of virtual ranks: each is a thread."""
+"""Maximum number of virtual ranks, each of which is a thread."""
 IMPORT_HELP = "a module or .py file that defines custom classes; may be repeated"
 
 

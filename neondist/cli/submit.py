@@ -75,7 +75,7 @@ def submit(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--image '{arguments.image}': expected a container image, such as {DEFAULT_IMAGE}")
     if arguments.claim is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", arguments.claim):
         raise ConfigError(
-            f"--claim '{arguments.claim}': expected the name of a PersistentVolumeClaim, of lower-case letters, digits,"
+            f"--claim '{arguments.claim}': expected the name of a PersistentVolumeClaim: lower-case letters, digits,"
             " '-' and '.'"
         )
     make = manifests.mpi_job_manifests if arguments.kind == "mpijob" else manifests.train_job_manifests
@@ -108,7 +108,7 @@ def _create_submission(arguments: argparse.Namespace) -> Submission:
         if arguments.kind == "slurm" or error.subject is not experiment.dataset:
             raise
         problem = f"the data set cannot be opened on this machine ({error})"
-        say(f"warning: {problem}; it is checked when the job starts, in the container", sys.stderr)
+        say(f"warning: {problem}; it will be checked in the container, when the job starts", sys.stderr)
     return job
 
 

@@ -246,7 +246,7 @@ def _run_trials(
                 result = study.tell(number, state=TrialState.PRUNED)
             elif arguments.signals.received_signals or code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
                 stopped = code if code == INTERRUPTED_EXIT_CODE else STOPPED_EXIT_CODE
-                say(f"stopped in trial {number}; repeat the command to continue")
+                say(f"stopped during trial {number}; repeat the command to continue")
                 continue
             else:
                 value = _read_objective(run.folder, best, metrics) if code == 0 else None

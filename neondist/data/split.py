@@ -172,7 +172,7 @@ class Split:
         return 0
 
     def describe_sample(self, number: int) -> str:
-        """Return the place of a sample, such as its file and line."""
+        """Return the location of a sample, such as its file and line."""
         return describe_sample(self.tiles, number)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class _Subset:
 
 
 def describe_sample(tiles: TileArray, number: int) -> str:
-    """Return the place of a sample: its number, or what `tiles` describes it by."""
+    """Return the location of a sample, as described by its tiles; by default its number."""
     describe = getattr(tiles, "describe_sample", None)
     return f"sample {number}" if describe is None else str(describe(number))
 

@@ -94,7 +94,7 @@ def month_containing(time: float, calendar: str) -> int:
 
 
 def start_of_month(month: int, calendar: str) -> float:
-    """Return the time at which a month begins, in seconds as from `seconds_of_cf_times`."""
+    """Return the time at which a month begins, in seconds, as `seconds_of_cf_times` does."""
     return 86400.0 * _day_number(_calendar_kind("time", calendar), month // 12, month % 12 + 1, 1)
 
 

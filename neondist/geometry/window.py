@@ -60,7 +60,7 @@ class Window:
             raise ConfigError(
                 f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation}"
                 f"{'' if isinstance(mode, str) else f', padding_mode {list(modes)}'}: the tuples differ in length,"
-                " or have another length than the number of spatial axes; give an int or one entry per axis"
+                " or have a length other than the number of spatial axes; give an int or one entry per axis"
             )
         axes = ndim if ndim is not None else (lengths.pop() if lengths else 2)
         for name in modes:

@@ -38,7 +38,7 @@ class HaloRecord:
     def exchange_once(
         self, key: Any, exchange: Callable[[], None], save: Callable[[], Any], restore: Callable[[Any], None]
     ) -> None:
-        """Exchange and save the received cells, or restore them in a repeated pass, which calls in the same order."""
+        """Exchange and save the received cells, or restore them in a repeated pass, in the order of calls."""
         saved = None if self._remaining is None else next(self._remaining.get(key, iter(())), None)
         if saved is not None:
             restore(saved)

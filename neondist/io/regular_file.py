@@ -62,7 +62,7 @@ def check_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | N
 def read_bytes(
     path: str | os.PathLike[str], max_bytes: int = DEFAULT_MAX_BYTES, root: str | os.PathLike[str] | None = None
 ) -> bytes:
-    """Return the content of a file; errors as from `open_regular`, and DataError for more than `max_bytes`."""
+    """Return the content of a file; raise the errors of `open_regular`, and DataError for more than `max_bytes`."""
     with open_regular(path, root) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

@@ -101,7 +101,7 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
 
 def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
     if job is not None:
-        raise LaunchError("--hosts-from: inside an MPI job the job places the ranks; leave out --hosts-from")
+        raise LaunchError("--hosts-from: an MPI job has already placed its ranks; leave out --hosts-from")
     if getattr(arguments, "virtual", None) is not None:
         raise LaunchError("--hosts-from: --virtual runs all ranks in this process; give only one of the two")
     arguments.source = HostSource(arguments.hosts_from)

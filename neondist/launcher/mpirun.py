@@ -61,7 +61,7 @@ def environment_bin_dirs() -> list[Path]:
 
 
 def find_mpirun(env: Mapping[str, str]) -> Mpirun:
-    """Return the environment's own mpirun, else the first on PATH.
+    """Return the environment's own mpirun, if any, or the first on PATH.
 
     Raises
     ------

@@ -41,7 +41,7 @@ class NoticeFilter:
     Parameters
     ----------
     filters_warnings : bool
-        Whether to remove warnings of one line too, which mpirun writes only to stderr.
+        Whether to remove one-line warnings as well, which mpirun writes only to stderr.
 
     Attributes
     ----------

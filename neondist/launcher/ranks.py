@@ -109,7 +109,7 @@ def run_on_ranks(
 def run_script_on_ranks(arguments: argparse.Namespace) -> int:
     """Run a script on all ranks under mpirun, with restarts after failures if enabled; return the exit code."""
     if detect_job(os.environ) is not None:
-        raise LaunchError(f"inside an MPI job each rank runs a script itself: python {arguments.file}")
+        raise LaunchError(f"inside an MPI job, run the script directly: python {arguments.file}")
     members.resolve_host_options(arguments, None)
     arguments.ranks = arguments.ranks or 1
     if not needs_launch(arguments, None):

@@ -118,7 +118,7 @@ def supervise_command(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    notice_filter.notices += stdout_filter.notices  # that of a daemon whose ssh exited
+    notice_filter.notices += stdout_filter.notices  # such as that of a daemon whose ssh exited
     signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
     ending = _determine_ending(code, signals, monitor, notice_filter)
     if changing and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:

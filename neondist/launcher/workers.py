@@ -316,7 +316,7 @@ def _count_checkpointed_servers(folder: Path) -> int | None:
 
 
 def _continues_from_servers(folder: Path) -> bool:
-    """Whether a run continues from the servers' checkpoint; otherwise a later run wrote checkpoint.h5 without servers.
+    """Whether a run continues from the servers' checkpoint; False if a later run without servers wrote checkpoint.h5.
 
     Raises
     ------

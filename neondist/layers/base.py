@@ -283,7 +283,7 @@ class Layer(LayerDescription):
                 signature.bind(None, None)
             except TypeError:
                 raise ConfigError(
-                    f"{name}{signature}: takes other arguments than the context of the call and an array; define"
+                    f"{name}{signature}: must take the context of the call and an array; define"
                     f" {name}(self, ctx, {argument}) (docs/adding_a_layer.md)"
                 ) from None
 

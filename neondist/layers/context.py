@@ -86,7 +86,7 @@ class StepContext:
     activated = False
     #: whether the following pooling layer applies the activation's gradient, so that `backward` needs no output
     relu_gradient_left_to_next_layer = False
-    #: whether this layer is a pooling layer that applies the activation's gradient of the layer before
+    #: whether this layer is a pooling layer that applies the gradient of the preceding activation
     applies_input_relu_gradient = False
     #: the view, if its memory is reused before the backward pass
     view_to_rebuild: Any = None
@@ -124,7 +124,7 @@ class StepContext:
         self._saved.update(arrays)
 
     def copy_saved_arrays_sharing_memory(self, memory: Any, unless: Any = None) -> None:
-        """Replace saved arrays, except `unless`, by copies if they share `memory`, which will be reused."""
+        """Replace saved arrays, except `unless`, with copies if they share `memory`, which will be reused."""
         for name, kept in self._saved.items():
             if kept is not unless and self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
                 self.save(**{name: kept.copy()})

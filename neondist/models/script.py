@@ -36,7 +36,7 @@ class TrainingScriptAdapter:
     steps_without_optimizer, num_initial_epochs : int
         As in `Trainable`.
     loss_scaler, remote_update : None
-        None: a script scales its loss, and updates its parameters, itself.
+        None: the script itself scales its loss and updates its parameters.
     """
 
     num_initial_epochs = 0

@@ -36,7 +36,7 @@ class BufferViews(dict[str, Any]):
             array[...] = values
 
     def _find_array_and_convert_values(self, name: str, values: Any) -> tuple[Any, Any]:
-        """Return a name's array, and values in its namespace; ConfigError or ShapeError if they do not match."""
+        """Return the array with a name, and values in its namespace; ConfigError or ShapeError if they do not match."""
         array = super().__getitem__(name)
         if values is None:
             with set_error_subject(self._layer):

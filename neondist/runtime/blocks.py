@@ -64,7 +64,7 @@ class BlockwiseExecutor:
 
 
 class _ReductionRejectingTask(LayerTask):
-    """Task of a layer without reductions in inference."""
+    """Inference task of a layer, which must not have reductions."""
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Raise ConfigError if there is a partial result."""

@@ -202,7 +202,7 @@ class _ServerFile:
             self.optimizer = {"kind": str(header["optimizer"]["kind"]), "name": str(header["optimizer"]["name"])}
             self.configuration = {name: header[name] for name in ("layout", "optimizer", "policy")}
         except (KeyError, TypeError, ValueError, MessageError, UserError) as error:
-            raise DataError(f"{self.path}: is not a file of a server ({error}); specify another checkpoint") from None
+            raise DataError(f"{self.path}: was not written by a server ({error}); specify another checkpoint") from None
 
     def read_array(self, name: str, dtype: DTypeLike, size: int | None = None) -> np.ndarray:
         """Return an array of the file; DataError if it is missing or has another size."""

@@ -77,7 +77,7 @@ class PulledValues:
                     piece.part_of(arrays[piece.name])[...] = flat[start:stop].reshape(piece.box.shape)
 
     def whole_slots(self) -> dict[str, np.ndarray]:
-        """Return the optimiser's complete arrays by 'PARAMETER/SLOT', if they were pulled, and its scalars likewise."""
+        """Return the optimiser's complete arrays and scalars by 'PARAMETER/SLOT', if they were pulled."""
         slots: dict[str, np.ndarray] = {}
         for layout, reply in zip(self._layouts, self._replies, strict=True):
             for dtype, (key, flat) in product(layout.dtypes, reply.arrays.items()):

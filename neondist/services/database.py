@@ -86,7 +86,7 @@ class TaskDatabase:
                 yield
                 self._connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:  # SQLite may have rolled back after an error of the disk
+                if self._connection.in_transaction:  # SQLite may have rolled back after a disk error
                     self._connection.execute("ROLLBACK")
                 raise
 
@@ -225,7 +225,7 @@ def read_note(path: Path, name: str) -> str | None:
 
 
 def delete_note(path: Path, name: str) -> None:
-    """Delete a note in a file, if there are both."""
+    """Delete a note from a file, if both exist."""
     _execute_on_note(path, "DELETE FROM facts", name)
 
 

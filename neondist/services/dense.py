@@ -13,7 +13,7 @@ from .placement import ServerLayout
 from .updates import Slots, Updater
 
 DENSE_PREFIX, SLOTS_PREFIX = "dense/", "slots/"
-"""Prefixes of names of arrays in messages; the dtype follows, and of a slot also its name."""
+"""Prefixes of array names in messages, followed by the dtype, and for slots by the name of the slot."""
 
 
 class DenseParameters:
@@ -88,7 +88,7 @@ class DenseParameters:
 def select_slots(
     layout: ServerLayout, slots: Mapping[str, np.ndarray], initial_slot_values: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
-    """Return a server's parts of an optimiser's state, by their names in messages.
+    """Return a server's part of an optimiser's state, by the names of the arrays in messages.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def select_slots(
     slots : mapping of str to ndarray
         Complete arrays and scalars by 'PARAMETER/SLOT'.
     initial_slot_values : mapping of str to float
-        Initial values of the slots that have the length of the values, for parameters that have none.
+        Initial values of slots with one element per value, for parameters without such slots in `slots`.
     """
     arrays: dict[str, np.ndarray] = {}
     for dtype in layout.dtypes:

@@ -86,7 +86,8 @@ class ServerConnections:
     def restore_checkpoint(self, name: str) -> tuple[AppliedMinibatches, list[str]]:
         """Restore all servers from a checkpoint; return its minibatches and the new incarnations.
 
-        Servers without a configuration take theirs from the checkpoint, which must then be one of as many servers.
+        Servers without a configuration take theirs from the checkpoint, which must then have been
+        written by the same number of servers.
         """
         servers = len(self.clients)
 

@@ -180,7 +180,7 @@ class ServerLayout:
             raise MessageError("invalid index of a server")
         pieces, tables = value.get("pieces"), value.get("tables")
         if not isinstance(pieces, list) or not isinstance(tables, list):
-            raise MessageError("invalid layout of a server")
+            raise MessageError("invalid server layout")
         layout = cls(
             index, servers, tuple(map(ServerPiece.parse, pieces)), tuple(map(EmbeddingTableSpec.parse, tables))
         )
@@ -247,7 +247,7 @@ def construct_from_message(field: str, kind: type, arguments: Mapping[str, Any])
 
 def _check_list(value: object, count: int) -> list[Any]:
     if not isinstance(value, list) or len(value) != count:
-        raise MessageError("invalid layout of a server")
+        raise MessageError("invalid server layout")
     return value
 
 

@@ -93,7 +93,7 @@ class ParameterServer(Service):
     def pull_variable(self, request: Message) -> Reply:
         """Wait for a version, then return all dense values if they are newer than those of the caller.
 
-        With `slots`, return them in any case, and with them the optimiser's state.
+        With `slots`, return them unconditionally, together with the optimiser's state.
         """
         version, at_least = request.integer("version"), request.integer("at_least")
         incarnation = request.text("incarnation")

@@ -64,7 +64,7 @@ class SyncPolicy:
 
 @dataclass(frozen=True)
 class StartingState:
-    """Updates that led to the values with which servers start.
+    """Updates that are already included in the servers' initial values.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class StartingState:
         The optimiser's complete arrays and scalars by 'PARAMETER/SLOT'.
     updates : int
     samples : int
-        Number of samples of `applied`.
+        Number of samples in `applied`.
     applied : AppliedMinibatches
         Minibatches of these updates that belong to the job.
     """
@@ -83,7 +83,7 @@ class StartingState:
     applied: AppliedMinibatches = field(default_factory=AppliedMinibatches)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON value of the counts, which `ServerState.start` accepts."""
+        """Return the counts as a JSON value that `ServerState.start` accepts."""
         return {"updates": self.updates, "samples": self.samples, "credits": self.applied.to_json()}
 
 

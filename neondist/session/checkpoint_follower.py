@@ -161,7 +161,7 @@ def _step_in_name(path: Path) -> int | None:
 
 
 class EvaluationRecorder:
-    """Recorder of the results of checkpoints; hooks receive them like those of epochs: metrics.jsonl, loggers by step.
+    """Recorder of evaluation results, which hooks receive like those of epochs: metrics.jsonl, loggers by step.
 
     Parameters
     ----------

@@ -209,7 +209,7 @@ class DistributedSession:
         Parameters
         ----------
         dataset : Dataset
-            A data set opened on the model's grid. If it was sharded with as many shards as the grid has replicas, each
+            A data set opened on the model's grid. If it was divided into as many shards as the grid has replicas, each
             replica reads its own samples, and surplus samples of larger shards are dropped.
         batch_size : int
             Samples per batch, over all replicas; the last batch of an epoch may be smaller: see `session.batch_size`.

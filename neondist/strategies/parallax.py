@@ -35,7 +35,7 @@ class Parallax(StrategyBuilder):
 
     @property
     def needs_servers(self) -> bool:
-        """Whether updates of sparse parameters do not wait for all replicas."""
+        """Whether sparse parameters are updated without waiting for all replicas."""
         return self.sparse_builder.needs_servers
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:

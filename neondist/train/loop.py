@@ -171,7 +171,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
 
 @contextmanager
 def _locate_nonfinite_samples(model: Trainable, split: Split, last_batch: list[np.ndarray]) -> Iterator[None]:
-    """Add the sample of the last batch with non-finite, or with the largest, values to a NonFiniteError. Collective."""
+    """Add the sample of the last batch that has non-finite or the largest values to a NonFiniteError. Collective."""
     try:
         yield
     except NonFiniteError as error:
@@ -190,7 +190,7 @@ def _locate_nonfinite_samples(model: Trainable, split: Split, last_batch: list[n
 
 
 def _largest_magnitudes(split: Split, number: int, dtype: np.dtype) -> list[tuple[float, str]]:
-    """Return the largest magnitudes of a sample's inputs and targets, infinite for NaN, with their place."""
+    """Return the largest magnitudes of a sample's inputs and targets, infinite for NaN, with their locations."""
     indices = np.array([number])
     arrays = {"input": split.images(indices, dtype), "target": split.targets(indices)}
     return [

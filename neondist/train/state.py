@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 SERVER_UPDATES_TEXT = "server updates"
-"""Name of the text of a checkpoint with the number of updates by parameter servers."""
+"""Name of the checkpoint text that contains the number of updates by parameter servers."""
 RESERVED_METRIC_NAMES = {
     "epoch", "step", "split", "samples", "loss", "seconds", "samples_per_second", "bytes_sent", "bytes_summed",
     "loss_scale", "skipped_steps", "job", *(f"{split}_{value}" for split in SPLITS for value in ("loss", "error")),

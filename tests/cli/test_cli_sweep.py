@@ -168,7 +168,7 @@ def test_stopped_sweep_ends_its_trials_and_resumes(run_sweep, capsys, monkeypatc
     assert FakeTrial.terminated == [0]
     assert run_sweep(*words) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"stopped in trial (\d)", out) == ["1", "0"]
+    assert re.findall(r"stopped during trial (\d)", out) == ["1", "0"]
     assert sorted(re.findall(r"^trial (\d): \S+: -?\d", out, re.M)) == ["0", "1", "2", "3"]
 
 

@@ -294,7 +294,7 @@ def test_init_finds_customary_layouts(tmp_path, monkeypatch, capsys, layout, num
     assert main(["init", "mine"]) == 0
     dataset = load_experiment("mine.yaml").dataset
     assert (dataset.images, dataset.labels) == (f"mine/{images}", f"mine/{labels}")
-    assert (" is used, without val" in capsys.readouterr().out) == (layout in ("splits", "cityscapes"))
+    assert (" is used, not val" in capsys.readouterr().out) == (layout in ("splits", "cityscapes"))
     assert main(["check", "mine.yaml"]) == 0
     assert len(dataset._images or dataset.check() or dataset._images) == len(numbers)
 
@@ -319,7 +319,7 @@ def test_init_chooses_one_modality_of_nnunet_folders(tmp_path, monkeypatch, caps
             sink.write([(0, 8), (0, 8), (0, 8), (0, 1)], np.resize(np.arange(2, dtype="u1"), (8, 8, 8, 1)))
             sink.commit()
     assert main(["init", "mine"]) == 0
-    assert "one image of each case is used, *_0000.nii.gz, without _0001.nii.gz" in capsys.readouterr().out
+    assert "only one image of each case is used, *_0000.nii.gz, not _0001.nii.gz" in capsys.readouterr().out
     load_experiment("mine.yaml").validate(2)
 
 
@@ -437,7 +437,7 @@ def test_init_for_one_folder_per_case(tmp_path, monkeypatch, capsys, files):
             np.save(folder / f"{name.format(folder.name)}.npy", cells)
     (tmp_path / "mine" / "empty").mkdir()
     assert main(["init", "mine"]) == 0
-    assert ("one image of each case is used, *_flair.npy, without _t1.npy" in capsys.readouterr().out) == (
+    assert ("only one image of each case is used, *_flair.npy, not _t1.npy" in capsys.readouterr().out) == (
         len(files) == 3
     )
     experiment = load_experiment("mine.yaml")

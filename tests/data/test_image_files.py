@@ -155,7 +155,7 @@ def test_three_splits(write_files, tmp_path):
         (3, "test: 2 images for validation and 3 for test leave no training images"),
         ({"labels": "a"}, "test: expected a mapping with 'images'"),
         ({"images": fields["images"]}, "0.npy is also a training image"),
-        ({"images": test_files["images"], "labels": f"{tmp_path}/t.csv"}, "test: has another kind of labels"),
+        ({"images": test_files["images"], "labels": f"{tmp_path}/t.csv"}, "test: labels differ in kind from"),
         ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file matches"),
     ]:
         (tmp_path / "t.csv").write_text("3.npy,1\n")

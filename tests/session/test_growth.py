@@ -145,7 +145,7 @@ def test_script_inside_an_mpi_job(folder, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     code, _, err = run_in_process(folder, "run", "script.py")
-    assert (code, err) == (2, "error: inside an MPI job each rank runs a script itself: python script.py\n")
+    assert (code, err) == (2, "error: inside an MPI job, run the script directly: python script.py\n")
 
 
 @pytest.fixture

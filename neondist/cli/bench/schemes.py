@@ -169,7 +169,7 @@ def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: 
 def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
     texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not texts:
-        raise ConfigError("--schemes: no scheme is given; give for instance --schemes halo,tower")
+        raise ConfigError("--schemes: no scheme is given; give, for instance, --schemes halo,tower")
     return texts
 
 

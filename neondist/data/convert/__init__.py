@@ -43,7 +43,7 @@ def open_split_sources(
             raise DataError(f"{path}: no such file or folder; check the path and its permissions")
     if labels is not None and maps is not None:
         raise ConfigError(
-            "--labels and --maps exclude each other; give --labels for classes of images, --maps for classes of pixels"
+            "--labels and --maps are mutually exclusive; use --labels for classes of images, --maps for pixels"
         )
     try:
         return _create_split_sources(paths, loader, labels, maps)

@@ -138,8 +138,8 @@ class IdxReader:
             yield np.frombuffer(raw, np.uint8).reshape(n, *header.sample_shape)
         if self._stream.read(1):
             raise DataError(
-                f"{self.path}: too long: there are bytes after the {header.count} {_CONTENTS[header.magic]} of"
-                f" the header; {REMEDY}"
+                f"{self.path}: too long: there are bytes after the {header.count} {_CONTENTS[header.magic]} that"
+                f" the header declares; {REMEDY}"
             )
 
     def _read_header(self, magic: int) -> IdxHeader:

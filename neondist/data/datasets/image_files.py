@@ -53,8 +53,8 @@ class ImageFiles(Dataset):
     ----------
     images : str or sequence of str
         A pattern such as ``'scans/*.tif'``, ``'data/**/*.png'`` or, for all file types, ``'data/*'``; 'FILE.nc:NAME'
-        selects an array, the suffix '#1' a resolution level. Several patterns, such as ``['*/t1.nii', '*/t2.nii']``:
-        one file of each contains channels of the same image.
+        selects an array, the suffix '#1' a resolution level. With several patterns, as in
+        ``['*/t1.nii', '*/t2.nii']``, the channels of an image are in one file per pattern.
     labels : str
         'folders': folder names are classes. FILE.csv: rows of FILE,CLASS, with class numbers from 0 or class names
         (numbered in sorted order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks named like the
@@ -145,7 +145,7 @@ class ImageFiles(Dataset):
         self._cache_bytes = parse_bytes("cache", cache)
         self._test_share = None if isinstance(test, str | Mapping) else test
         require_fraction_or_count("test", self._test_share)
-        #: numbers of the images in files of each split
+        #: numbers of the images that are listed for each split
         self._image_numbers: dict[str, np.ndarray] = {}
         self._masks: list[ImageEntry] | None = None
         self._image_labels: np.ndarray | None = None
@@ -180,7 +180,7 @@ class ImageFiles(Dataset):
         self.class_names = self._given_class_names or names
         kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
-            raise DataError(f"{splits[0]}: has another kind of labels than the training split; give both the same kind")
+            raise DataError(f"{splits[0]}: labels differ in kind from those of the training split; use the same kind")
         self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
         if self._image_labels is not None:
             self.target_shape = self._image_labels.shape[1:]
@@ -211,7 +211,7 @@ class ImageFiles(Dataset):
         return open_mask(name, axes, self.class_values, self.ignore_index)
 
     def _list_images(self) -> tuple[dict[str, list[ImageEntry]], dict[str, str]]:
-        """Return the images in files of each split, training images first, and their labels."""
+        """Return the images that are listed for each split, training images first, and their labels."""
         num_axes = None if self.crop is None else len(self.crop)
         labels = {"train": self.labels}
         labels |= {split: str(files.get("labels", self.labels)) for split, files in self._files_of_split.items()}

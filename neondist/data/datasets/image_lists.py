@@ -61,9 +61,9 @@ def match_files(field: str, pattern: str) -> list[str]:
 
 
 def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list[str]:
-    """Return the files that match a pattern, without masks among them: a.png and a_mask.png may be in one folder.
+    """Return the files that match a pattern, except masks: a.png and a_mask.png may be in one folder.
 
-    With several patterns, an image consists of one file of each pattern, joined by commas, with equal varying parts.
+    With several patterns, an image is one file per pattern, joined by commas, with equal text for the wildcards.
     """
     columns = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -76,7 +76,7 @@ def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list
     keys = [_varying_parts(column) for column in columns]
     for pattern, column, own_keys in zip(patterns, columns, keys, strict=True):
         if commas := [name for name in column if "," in name]:
-            raise DataError(f"{commas[0]}: has a comma in its name, which separates the files of an image; rename it")
+            raise DataError(f"{commas[0]}: has a comma in its name, where commas separate files of an image; rename it")
         for name, key in zip(columns[0] + column, keys[0] + own_keys, strict=True):
             if (key in keys[0]) != (key in own_keys):
                 raise DataError(
@@ -279,7 +279,7 @@ def _stem_without_suffixes(name: str) -> str:
 
 
 def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
-    """Return the texts of a table, one row per image."""
+    """Return the labels in a table as text, one row per image."""
     rows_by_name = _read_rows_by_image(path, items)
     for item in items:
         if item.name not in rows_by_name:
@@ -288,7 +288,7 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
 
 
 def _read_rows_by_image(path: Path, items: Sequence[ImageEntry]) -> dict[str, list[str]]:
-    """Return the texts of a table by the name of the image."""
+    """Return the labels in a table as text, by image name."""
     rows = [row for _, row in read_csv_rows(path, "FILE,CLASS")]
     names_by_tail: dict[str, set[str]] = {}
     for item in items:

@@ -47,7 +47,7 @@ class RecordReader(ABC):
         """Return records by their numbers; BadRecordError if one cannot be read."""
 
     def describe_record(self, number: int) -> str:
-        """Return the place of a record."""
+        """Return the location of a record."""
         return f"{self.source}: record {number}"
 
     def find_bad_records(self) -> list[tuple[int, str]]:
@@ -87,7 +87,7 @@ class ConcatenatedRecords(RecordReader):
         return records
 
     def describe_record(self, number: int) -> str:
-        """Return the place of a record in its part."""
+        """Return the location of a record within its part."""
         reader, own_number = self._find_part(number)
         return reader.describe_record(own_number)
 

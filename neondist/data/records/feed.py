@@ -137,7 +137,7 @@ class _SampleTiles:
         return values[(slice(None), *self._tile_slices)]
 
     def describe_sample(self, number: int) -> str:
-        """Return the place of a sample's record."""
+        """Return the location of a sample's record."""
         return self._samples.reader.describe_record(int(self._samples.record_numbers[number]))
 
 

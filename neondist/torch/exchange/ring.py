@@ -2,7 +2,7 @@
 
 A rank processes the keys of one rank at a time, in chunks of columns of the scores, and keeps for each of its queries
 the largest score so far and the sum of exponentials (Milakov and Gimelshein 2018). In the backward pass keys and values
-travel once more, together with their gradients, which finally return to the owners of the keys.
+travel around the ring again, with their gradients, which finally return to the owners of the keys.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RingChannel:
     def rotate(self, direction: str, *tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield the owner's position and tensors for each block, this rank's first; changes to tensors are passed on.
 
-        In the backward pass, the first half of the tensors finally returns to its owner, and is yielded once more.
+        In the backward pass, the first half of the tensors finally returns to its owner, and is yielded again.
         """
         number, back = len(self.ranks), direction == "backward"
         shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of the data of one key

@@ -95,11 +95,11 @@ class Tiling:
         marked: Layout | None = getattr(tensor, "neondist_layout", None)
         parts = self.comm.mesh.parts
         if any(a.axis is not None and len(a.ranges) != parts[a.axis] for atoms in marked or () for a in atoms):
-            raise ConfigError("a tile was read for another grid than the model's; pass grid=model.grid to the loader")
+            raise ConfigError("a tile was read for a grid other than the model's; pass grid=model.grid to the loader")
         return marked or next(aliases, None)
 
     def indices_of_ambiguous_inputs(self, tiles: Sequence[Any]) -> list[int]:
-        """Return the indices of inputs of unknown layout that may be partitioned in another way than the module's."""
+        """Return the indices of inputs of unknown layout that may be partitioned differently from the module's."""
         return [
             at
             for at, (tile, layout) in enumerate(zip(tiles, self.input_layouts, strict=False))
@@ -109,7 +109,7 @@ class Tiling:
         ]
 
     def layouts_of_moved_inputs(self, tiles: Sequence[Any], ambiguous: Sequence[int]) -> dict[int, Layout]:
-        """Return, by index, the layouts of inputs that are partitioned in another way than the module's inputs.
+        """Return, by index, the layouts of inputs that are partitioned differently from the module's inputs.
 
         Collective if there are ambiguous inputs, which are recognised by their local shapes on all ranks.
         """

@@ -5,7 +5,7 @@ remaining operators, the *head*, read, one block after the other, and keeps only
 block is recomputed and propagates its part of the gradient. Blocks overlap in their inputs but not in their outputs, so
 sums are exact.
 
-A norm that uses statistics of its input ends the trunk, unless memory does not suffice: then a sweep over the blocks
+A norm that uses statistics of its input ends the trunk, unless memory is insufficient: then a sweep over the blocks
 before the norm computes the statistics. Like parameters, they are inputs of the blocks of later sweeps, with gradients.
 """
 
@@ -204,7 +204,7 @@ def create_trunk_lowering(
     memory: int,
     module: nn.Module,
 ) -> FusedLowering | None:
-    """Return a lowering with which a pass fits in a rank's memory: without blocks, if possible; None: no segments.
+    """Return a lowering, if possible without blocks, whose pass fits in a rank's memory; None if it has no segments.
 
     The plan of the first rank, whose tiles are the largest, determines the lowering of all ranks.
 

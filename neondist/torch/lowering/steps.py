@@ -46,7 +46,7 @@ class StepListBuilder:
         partition_axes: Iterable[int] = (),
         at: PlaceFunction | None = None,
     ) -> Value:
-        """Return the result of a function that each rank applies to its parts alone.
+        """Return the result of a function that each rank applies to its own parts.
 
         Parameters
         ----------

@@ -136,7 +136,7 @@ def _capture_and_lower(
 
 
 def check_criterion(criterion: Any, shapes: InputSpecs, mesh: Mesh, layouts: Sequence[Layout]) -> None:
-    """Raise the errors of a criterion of an output and a target of these global shapes and layouts."""
+    """Raise the errors of a criterion for an output and a target of these global shapes and layouts."""
     _, spec = pytree.tree_flatten((0, 0))
     _capture_and_lower(CriterionModule(criterion, spec, [None, None], [0, 1]), shapes, mesh, 0, layouts)
 

@@ -190,7 +190,9 @@ def loader(
             f"loader: expected a map-style data set, with __getitem__ and __len__, got {type(dataset).__name__}"
         )
     if sampler is not None and shuffle:
-        raise ConfigError("loader: sampler and shuffle exclude each other; leave out shuffle and draw in the sampler")
+        raise ConfigError(
+            "loader: sampler and shuffle are mutually exclusive; leave out shuffle and draw in the sampler"
+        )
     order = torch.Generator()
     try:
         if sampler is None:

@@ -199,8 +199,8 @@ class DistributedModule(nn.Module):
     def guard(self, seed: int = 0) -> None:
         """Check custom rules and border schemes in subsequent passes; slow, with identical results.
 
-        A HaloError names a step that modifies its inputs or returns another part of its results than its rule declares,
-        or a scheme that leaves cells of other tiles unfilled. Messages are delayed at random.
+        A HaloError names a step that modifies its inputs or returns a part of its results other than the declared
+        one, or a scheme that leaves cells of other tiles unfilled. Messages are delayed at random.
         """
         self.comm.guard(seed)
         self.programs.clear()

@@ -130,7 +130,7 @@ class DistributedOptimizer(PartitionedOptimizer):
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before scaling. Collective.
 
-        Gradients are scaled as by `torch.nn.utils.clip_grad_norm_`, also by norms that are not finite, unless
+        As with `torch.nn.utils.clip_grad_norm_`, gradients are scaled even if the norm is not finite, unless
         `error_if_nonfinite` is set: then every rank raises NonFiniteError, and gradients are unchanged.
         """
         options = {"max_norm": float(max_norm), "error_if_nonfinite": error_if_nonfinite}

@@ -389,8 +389,8 @@ class TorchModel(TrainableModel):
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
         if shape[1:] != input_shape[:-1]:
             raise ShapeError(
-                f"shape: {list(shape)} has other spatial extents than the data set's images, {list(input_shape[:-1])};"
-                " change only the number of channels"
+                f"shape: {list(shape)} does not have the spatial extents of the data set's images,"
+                f" {list(input_shape[:-1])}; change only the number of channels"
             )
         return shape
 

@@ -1,4 +1,4 @@
-"""Activity of processes: bytes read from and written to disks, changes of files, and stopped processes."""
+"""Activity of processes: bytes read from and written to disks, changes to files, and stopped processes."""
 
 from __future__ import annotations
 

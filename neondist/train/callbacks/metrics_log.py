@@ -14,7 +14,7 @@ from .hook import Hook
 class MetricsLog(Hook):
     """Write one JSON object per epoch, on rank 0, with floats in full precision; NaN and infinity become null.
 
-    The object has the fields of a Record. Those of time and communication are for training only: seconds,
+    The object has the fields of a Record. Time and communication are reported for training only: seconds,
     samples_per_second, and, over all ranks, bytes_sent (halos) and bytes_summed (arrays reduced or redistributed).
     """
 
@@ -22,7 +22,7 @@ class MetricsLog(Hook):
         self.path = path
 
     def before_run(self, run: TrainState) -> None:
-        """Rewrite the file with the epochs that are complete, without an incomplete line."""
+        """Rewrite the file, keeping only the lines of complete epochs."""
         with all_or_none(run.grid.world):
             if run.is_first_rank:
                 write_text(self.path, "".join(map(record_json_line, run.history)))

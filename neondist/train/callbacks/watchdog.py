@@ -32,7 +32,7 @@ class Watchdog(Hook):
 
     Signs of progress are a pass that advances, disk traffic of a rank on this machine, files that change in the run's
     folder, and, outside runs, a new position in the code; a slow checkpoint is therefore not a hang. A thread polls
-    these signs. The report names the exchange or reduction in which the rank waits, or else the most recent calls. Time
+    these signs. The report names the exchange or reduction in which the rank waits, or the most recent calls. Time
     during which the process was stopped does not count.
 
     Parameters

@@ -176,7 +176,7 @@ class TrainedModule:
                 raise
             raise DataError(
                 f"{images.source.path}: has {counted(channels, 'channel')}, but the first convolution of {self.name}"
-                f" takes {counted(self.channels, 'channel')}; give images with as many channels, or another --factory"
+                f" takes {counted(self.channels, 'channel')}; give images with that many channels, or another --factory"
             ) from error
 
     def _hash_weights_and_network(self) -> dict[str, str]:

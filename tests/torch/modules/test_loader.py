@@ -158,7 +158,7 @@ def test_tiles_for_another_grid_are_rejected():
         torch.manual_seed(0)
         model = ndt.distribute(nn.Conv2d(2, 2, 1).double(), (3, 2, 9, 11), nd.ProcessGrid(world, replicas=2))
         images, *_ = next(iter(ndt.loader(Images(), 3, grid=nd.ProcessGrid(world))))
-        with pytest.raises(nd.ConfigError, match=r"read for another grid than the model's; pass grid=model\.grid"):
+        with pytest.raises(nd.ConfigError, match=r"read for a grid other than the model's; pass grid=model\.grid"):
             model(images)
 
     loopback.run(2, body)
@@ -195,7 +195,7 @@ def test_wrong_arguments(dataset, batch_size, message):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"batch_sampler": [[0]]}, "batch_sampler is not supported; use sampler"),
-    ({"sampler": [0, 1], "shuffle": True}, "sampler and shuffle exclude each other"),
+    ({"sampler": [0, 1], "shuffle": True}, "sampler and shuffle are mutually exclusive"),
     ({"prefetch": 3}, "unexpected keyword argument 'prefetch'"),
     ({"num_workers": -1}, "num_workers option should be non-negative"),
 ])  # fmt: skip

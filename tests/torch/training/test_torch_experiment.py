@@ -317,7 +317,10 @@ MISTAKES = {
     "closure": ("model.optimizer.name=LBFGS", r"optimizer\.name: 'LBFGS' is not in torch\.optim; choose from .*"),
     "rate": ("model.optimizer.arguments={lr: -3}", r"optimizer\.arguments: Adam failed: ValueError: Invalid learn.*"),
     "weights": ("model.weights=no.safetensors", r"weights: no\.safetensors: no such file; check the path"),
-    "shape": ("model.shape=[1, 3, 4]", r"shape: \[1, 3, 4\] has other spatial extents than the data set's images.*"),
+    "shape": (
+        "model.shape=[1, 3, 4]",
+        r"shape: \[1, 3, 4\] does not have the spatial extents of the data set's images.*",
+    ),
     "gather_at": (
         "model.gather_at=[head]",
         r"gather_at: the module has no submodule named 'head'; see named_modules\(\)",
