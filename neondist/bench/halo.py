@@ -68,7 +68,7 @@ def _measure_exchanges(grid: ProcessGrid, extent: int) -> dict[str, Any]:
 
 
 def _time_rounds(world: Transport, calls_by_name: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Return every contestant's seconds per call in each round; each round runs all contestants."""
+    """Return the seconds per call in each round, by name; each round runs all calls."""
     counts = {}
     for name, call in calls_by_name.items():
         call()

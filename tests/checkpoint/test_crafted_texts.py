@@ -120,7 +120,7 @@ def _replace_text(file, name, text):
     file[name] = np.bytes_(text.encode())
 
 
-def test_crafted_scheme_memory(texts):
+def test_crafted_scheme_state(texts):
     """`restore_scheme_state` parses the text before it uses any other data."""
     from neondist.io.checkpoint import SCHEME_STATE_TEXT_NAME, CheckpointContents, restore_scheme_state
     from neondist.io.checkpoint.read import CheckpointReader

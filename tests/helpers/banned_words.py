@@ -94,7 +94,7 @@ smaller_compressed_bytes source_cells spatial_dims_and_axes sum_group sum_of_mea
 to_plain to_stored torch_variants total_and_own_cell_counts total_owned_elements uncounted_steps
 unreadable_attribute_text visited_ids wider_inputs window_depth work_per_sample write_project zero_rows
 crop_sides parse_rank_span _strip_rows PendingCheckpoint _create_pending _copies_in_views _view_slots unregistered
-precomputed_cells
+precomputed_cells scheme_memory _fakes
 """
 BANNED_WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""

@@ -123,19 +123,21 @@ class RepeatedPasses:
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._inputs = module, inputs
         self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ValueNumberingMode()
-        self._fakes: dict[str, Any] = {}  # fake, because the module could write to real tensors
+        self._fake_tensors: dict[str, Any] = {}  # fake, because the module could write to real tensors
         fakes: dict[torch.Tensor, Any] = {}
         for path, part in module.named_modules():  # including aliases, which functional_call restores in order
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None:
                     fakes[tensor] = fakes[tensor] if tensor in fakes else self._mode.from_tensor(tensor)
-                    self._fakes[f"{path}.{name}".removeprefix(".")] = fakes[tensor]
+                    self._fake_tensors[f"{path}.{name}".removeprefix(".")] = fakes[tensor]
 
     def run(self) -> list[Any]:
         """Run a pass; return the expression numbers of its results, and of all parameters and buffers after it."""
         with self._mode, torch.compiler.set_stance("force_eager"):
             inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._inputs]
-            self.recorder.begin_pass([*inputs, *self._fakes.values()])
+            self.recorder.begin_pass([*inputs, *self._fake_tensors.values()])
             with self.recorder, track_known_values(self._module):
-                result = torch.func.functional_call(self._module, self._fakes, tuple(inputs), tie_weights=False)
-        return [self.recorder.expression_number(tensor) for tensor in (*_tensors_in(result), *self._fakes.values())]
+                result = torch.func.functional_call(self._module, self._fake_tensors, tuple(inputs), tie_weights=False)
+        return [
+            self.recorder.expression_number(tensor) for tensor in (*_tensors_in(result), *self._fake_tensors.values())
+        ]

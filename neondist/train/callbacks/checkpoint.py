@@ -15,10 +15,12 @@ from ...comm import Transport
 from ...errors import ConfigError, DataError
 from ...halo import scheme_text
 from ...io.checkpoint import (
+    SCHEME_STATE_TEXT_NAME,
     ArrayPart,
+    collect_scheme_state,
     open_checkpoint,
+    restore_scheme_state,
     restore_sync_state,
-    scheme_memory,
     sync_state_parts,
     write_checkpoint,
 )
@@ -274,9 +276,9 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         model, world = run.model.whole_model, run.grid.world
-        scheme_state = scheme_memory.collect_scheme_state(model.exchanged_arrays, _scheme_state_key(run), world)
+        scheme_state = collect_scheme_state(model.exchanged_arrays, _scheme_state_key(run), world)
         if scheme_state.json_text:
-            texts[scheme_memory.SCHEME_STATE_TEXT_NAME] = scheme_state.json_text
+            texts[SCHEME_STATE_TEXT_NAME] = scheme_state.json_text
         return [*_checkpoint_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
 
     def _is_due_by_time(self, run: TrainState) -> bool:
@@ -313,7 +315,7 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
             raise DataError(f"{path}: {problem}, or {remedy}") from None
         file.fill_parts(_checkpoint_array_parts(run))
         notes = (
-            scheme_memory.restore_scheme_state(file, model.exchanged_arrays, _scheme_state_key(run), world),
+            restore_scheme_state(file, model.exchanged_arrays, _scheme_state_key(run), world),
             restore_sync_state(file, model.sync_states, world),
         )
         run.start_messages += filter(None, notes)
