@@ -191,6 +191,7 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
         )
     random_state = _global_generator_hash(), before.own_generator_hash()
     changed: list[str] = []
+    hooks: list[str] = []
     snapshots: list[dict[tuple[str, str, bool], Any]] = []
 
     def record_state_before_forward(*_: Any) -> None:
@@ -212,13 +213,15 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
     try:
         for kind, name, side in {**snapshots[0], **snapshots[-1]} if snapshots else ():
             old, new = (items.get((kind, name, side), []) for items in (snapshots[0], snapshots[-1]))
-            if old != new:
+            if old != new and kind == "hooks of":
+                hooks.append(f"the hooks of {name}")
+            elif old != new:
                 raise CaptureError(
                     f"the forward pass changes the {kind} {name}; {_REMEDY_BY_KIND[kind]}",
                     _forward_definition_site(module),
                 )
-        if changed:
-            _reject_state_kept_between_passes(module, inputs)
+        if changed or hooks:
+            _reject_state_kept_between_passes(module, inputs, hooks)
         if (_global_generator_hash(), before.own_generator_hash()) != random_state:
             _reject_non_torch_random_draws(module, inputs, before)
     finally:
@@ -243,7 +246,6 @@ def _nn_module_state(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
 _REMEDY_BY_KIND = {
     "parameter": "create, replace or freeze it before the forward pass",
     "buffer": "give it its final shape before distributing the module, for example by a first forward pass",
-    "hooks of": "register hooks before the forward pass",
 }
 
 
@@ -252,8 +254,10 @@ def _global_generator_hash() -> int:
     return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
 
 
-def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Raise CaptureError if a pass depends on state that the previous pass has left."""
+def _reject_state_kept_between_passes(
+    module: nn.Module, inputs: Sequence[torch.Tensor], changed_hooks: Sequence[str]
+) -> None:
+    """Raise CaptureError if a pass depends on state or on hooks that the previous pass has left."""
     before, passes = RestorableState(module), RepeatedPasses(module, inputs)
     expected = passes.run()
     changes = before.changed_values()
@@ -263,11 +267,12 @@ def _reject_state_kept_between_passes(module: nn.Module, inputs: Sequence[torch.
         after.restore()
         before.insert_probe_numbers(persistent, probe)
         if _run_or_none(passes.run) != expected:
+            names = [*(persistent or changes), *changed_hooks]
             raise CaptureError(
-                f"the forward pass changes {', '.join(persistent or changes)}, which the next forward pass reads, but"
+                f"the forward pass changes {', '.join(names)}, which the next forward pass reads, but"
                 " every pass of a distributed module runs the captured graph; store this state in a buffer, or, if only"
                 " the first pass changes it, call the module once before distribute",
-                _forward_definition_site(next(iter((persistent or changes).values()))[0] or module),
+                _forward_definition_site(next(iter((persistent or changes).values()), [module])[0] or module),
             )
 
 

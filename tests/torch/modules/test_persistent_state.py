@@ -179,6 +179,50 @@ def register_hook(self, x):
     return self.conv(x)
 
 
+def register_hook_after_use(self, x):
+    y = self.conv(x)
+    if not self.conv._forward_hooks:
+        self.conv.register_forward_hook(lambda _, inputs, y: y * 2)
+    return y
+
+
+def remove_hook(self, x):
+    self.conv._forward_pre_hooks.clear()
+    return self.conv(x)
+
+
+@pytest.mark.parametrize("change", [register_hook, register_hook_after_use, remove_hook])
+def test_changes_of_hooks_that_affect_the_next_pass_are_rejected(change):
+    module = StatefulModule(change)
+    module.conv.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    message = "the forward pass changes the hooks of conv, which the next forward pass reads"
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError, match=message) as caught:
+        ndt.distribute(module, IMAGES, grid)
+    assert str(caught.value).startswith(f"{__file__}:")
+    assert (len(module.conv._forward_hooks), len(module.conv._forward_pre_hooks)) == (0, 1)
+
+
+def record_outputs(self, x):
+    """Register recording hooks in the first pass, as Transformers does for hidden states."""
+    if not self.count:
+        self.count = 1
+        self.conv.register_forward_hook(lambda _, inputs, y: self.history.append(y))
+    self.history.clear()
+    return self.conv(x) + self.history[0]
+
+
+def register_observer(self, x):
+    self.conv.register_forward_pre_hook(lambda module, inputs: self.dictionary.update(shape=inputs[0].shape))
+    return self.conv(x)
+
+
+@pytest.mark.parametrize("forward", [record_outputs, register_observer])
+def test_hooks_that_a_pass_changes(forward):
+    module = StatefulModule(forward)
+    check_module(module, IMAGES, grids=((1, 1, 2),))
+    assert (len(module.conv._forward_hooks), len(module.conv._forward_pre_hooks)) == (0, 0)
+
+
 def create_module(self, x):
     if not hasattr(self, "last"):
         self.last = nn.Conv2d(3, 3, 1)
@@ -194,7 +238,7 @@ MODULE_CHANGES = {
     "the parameter conv.weight; create": replace_parameter,
     "the parameter conv.bias; create, replace or freeze": freeze_parameter,
     "the parameter last.weight; create": create_module,
-    "the hooks of conv; register": register_hook, "the buffer empty; give it its final shape before": create_buffer,
+    "the buffer empty; give it its final shape before": create_buffer,
 }  # fmt: skip
 
 
