@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Any
 
 from ..comm import reduction_group
+from ..errors import ShapeError
 from ..initializers import Constant
 from ..registry.ranges import Positive, between
 from .base import Dist, Parameter, Shape
@@ -17,8 +19,9 @@ class BatchNormLayer(NormLayer):
     """Normalises each channel over the batch and all cells (Ioffe and Szegedy 2015).
 
     In training, mean and variance are computed over the whole batch, on all tiles and replicas, weighted by their cell
-    counts; moments of ranks are combined without cancellation. Parameters 'gamma' and 'beta' (C,), state 'mean' and
-    'var' (C,), the latter unbiased. Input and output (N, *spatial, C) per tile.
+    counts; moments of ranks are combined without cancellation. A batch with a single value per channel is rejected.
+    Parameters 'gamma' and 'beta' (C,), state 'mean' and 'var' (C,), the latter unbiased. Input and output
+    (N, *spatial, C) per tile.
 
     Parameters
     ----------
@@ -67,6 +70,12 @@ class BatchNormLayer(NormLayer):
         """Return the normalised cells."""
         affine = ctx.params["gamma"], ctx.params["beta"]
         if ctx.training:
+            # reading the count waits for the device, and is needed only where this rank has a single value
+            if prod(self.input_shape[:-1]) == 1 >= len(view) and ctx.reduced[0] == 1:
+                raise ShapeError(
+                    f"layer '{self.name}': a batch of 1 sample has one value per channel here, whose variance is 0;"
+                    " train on batches of at least 2 samples, also at the end of an epoch, or use GroupNormLayer"
+                )
             ctx.save(count=ctx.reduced[0])
             running = ctx.state["mean"], ctx.state["var"]
             channel_arrays = self.kernels.batch_scale_and_shift(ctx.reduced, running, affine, self.momentum, self.eps)

@@ -155,6 +155,8 @@ class InstanceNormLayer(SampleNormLayer):
         if len(input_shape) < 2:
             problem = f"instance normalisation needs an image, but its input has shape {input_shape}"
             raise ShapeError(f"{problem}; move it before the layers that return vectors, or use GroupNormLayer")
+        if prod(input_shape[:-1]) == 1:
+            raise ShapeError("instance normalisation of a single cell is 0; leave it out, or use GroupNormLayer")
         return input_shape[-1]
 
 
