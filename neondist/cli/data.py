@@ -51,7 +51,9 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument(
         "--maps", type=options.parse_path, metavar="DIR", help="folder of class maps with the same names as the images"
     )
-    cmd.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
+    cmd.add_argument(
+        "--size", nargs=2, type=options.positive_int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size"
+    )
     cmd.add_argument(
         "--mode", choices=["L", "RGB", "RGBA"], help="colour mode of images (default: that of the first image)"
     )
@@ -115,13 +117,8 @@ def write_records(arguments: argparse.Namespace) -> int:
 def convert(arguments: argparse.Namespace) -> int:
     """Convert the sources, reporting progress; print the shapes, and the `dataset` field that reads the file."""
     from ..data.convert import convert, open_split_sources
-    from ..errors import ConfigError
     from ..formats.image_loader import ImageLoader
 
-    if arguments.size is not None and min(arguments.size) < 1:
-        raise ConfigError(
-            f"--size {arguments.size[0]} {arguments.size[1]}: expected a height and a width of at least 1"
-        )
     loader = ImageLoader(arguments.mode, tuple(arguments.size) if arguments.size else None)
     labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
     parts = open_split_sources(arguments.source, loader, labels, maps)

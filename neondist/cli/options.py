@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ MAX_RANKS = 1_000_000
 """Maximum number of ranks of a plan: more than any machine has, few enough to list."""
 MAX_VIRTUAL_RANKS = 4096
 """Maximum number of virtual ranks, each of which is a thread."""
+MAX_INTEGER = 2**31 - 1
+"""Maximum value of all integer options: arrays, HDF5 and MPI reject larger numbers in different ways."""
 IMPORT_HELP = "a module or .py file that defines custom classes; may be repeated"
 
 
@@ -105,17 +108,12 @@ def escape_leading_dash(text: str) -> str:
 
 def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least 1")
-    return number
+    return nonnegative_int(text, lowest=1)
 
 
 def rank_count(text: str, limit: int = MAX_RANKS) -> int:
     """Parse a number of ranks, at most `limit`."""
-    if (ranks := positive_int(text)) > limit:
-        raise argparse.ArgumentTypeError(f"{ranks} ranks are too many; give at most {limit}")
-    return ranks
+    return nonnegative_int(text, 1, limit, "ranks are too many")
 
 
 def virtual_rank_counts(text: str) -> list[int]:
@@ -123,10 +121,12 @@ def virtual_rank_counts(text: str) -> list[int]:
     return [rank_count(word, MAX_VIRTUAL_RANKS) for word in text.split(",")]
 
 
-def nonnegative_int(text: str) -> int:
-    """Parse a nonnegative integer."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least 0")
+def nonnegative_int(text: str, lowest: int = 0, limit: int = MAX_INTEGER, excess: str = "is too large") -> int:
+    """Parse an integer from `lowest` to `limit`; `excess` is the error of a larger one."""
+    if not re.fullmatch("[0-9]{1,4000}", text) or int(text) < lowest:
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least {lowest}")
+    if int(text) > limit:
+        raise argparse.ArgumentTypeError(f"{text:.30} {excess}; give at most {limit}")
     return int(text)
 
 

@@ -27,6 +27,8 @@ _EXPERIMENT_OPTIONS = (
 )  # fmt: skip
 _OPTIONS_WITH_FILE_VALUES = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
 _SECONDS_BY_UNIT = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_MAX_SECONDS = 10**9
+"""Maximum duration: about 30 years; clocks and timeouts overflow at larger ones."""
 
 
 def add_parser(commands: Any) -> None:
@@ -227,7 +229,7 @@ def parse_resume_mode(text: str) -> bool | str:
 
 def parse_rank_bounds(text: str) -> tuple[int, int]:
     """Parse a range such as '2:8'."""
-    bounds = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    bounds = [options.rank_count(part) if part.strip("0").isdecimal() else 0 for part in text.split(":")]
     if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
         raise argparse.ArgumentTypeError(f"'{text}' is not a valid range of ranks; expected MIN:MAX, such as 2:8")
     return bounds[0], bounds[1]
@@ -239,7 +241,7 @@ def parse_snapshot_steps(text: str) -> int | Literal["auto"]:
         return "auto"
     if text != "off" and not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"invalid interval '{text}'; expected auto, off or a number of steps")
-    return 0 if text == "off" else int(text)
+    return 0 if text == "off" else options.positive_int(text)
 
 
 def parse_duration_seconds(text: str) -> float:
@@ -247,6 +249,8 @@ def parse_duration_seconds(text: str) -> float:
     seconds = _parse_seconds_with_units(text) if ":" not in text else _parse_clock_seconds(text)
     if not seconds:
         raise argparse.ArgumentTypeError(f"'{text}' is not a duration; expected 3h30m, 03:30:00 or a number of seconds")
+    if seconds > _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"'{text:.30}' is too long; give at most {_MAX_SECONDS // 86400}d")
     return seconds
 
 
@@ -263,5 +267,5 @@ def _parse_clock_seconds(text: str) -> float:
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9])(?::([0-5][0-9]))?", text)
     if not match:
         return 0.0
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

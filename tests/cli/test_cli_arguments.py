@@ -1,12 +1,13 @@
 """Arguments of the command line."""
 
 import argparse
+import re
 import time
 
 import pytest
 from cli_runs import EXPERIMENT, build_command, run_command
 
-from neondist.cli import main
+from neondist.cli import main, options
 from neondist.cli.arguments import create_parser
 from neondist.launcher.launch import rank_args
 
@@ -149,6 +150,28 @@ def test_every_command_rejects_an_unknown_option_itself(capsys):
         assert capsys.readouterr().err == (
             f"error: {command.prog}: unknown option --zzz (usage: {command.prog} --help)\n"
         )
+
+
+HUGE = str(10**20)
+HUGE_NUMBERS = {"3": HUGE, "3,4": f"3,{HUGE}", "3:4": f"3:{HUGE}", "3=1": f"{HUGE}=1", "03:00:00": f"{'9' * 400}:00:00"}
+
+
+@pytest.mark.parametrize(("valid", "huge"), HUGE_NUMBERS.items(), ids=list(HUGE_NUMBERS))
+def test_every_integer_and_duration_has_a_maximum(valid, huge):
+    limited = set()
+    for command in leaf_commands(create_parser()):
+        for action in command._actions:
+            if action.type in (None, options.parse_floats, options.positive_float):
+                continue
+            try:
+                value = action.type(valid)
+            except (argparse.ArgumentTypeError, ValueError):
+                continue
+            if re.match(r"[\[({]*[0-9]", repr(value)):
+                with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+                    action.type(huge)
+                limited.add(action.dest)
+    assert limited
 
 
 def leaf_commands(parser):
