@@ -13,6 +13,7 @@ from doc_blocks import parse_blocks
 from doc_sandbox import ROOT
 
 import neondist as nd
+from neondist import errors
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 
@@ -35,6 +36,14 @@ def test_reference_has_every_public_name():
         if not (listed or name in named or name == "__version__"):
             missing.append(name)
     assert not missing, "add them to docs/reference.md"
+
+
+def test_documented_errors_are_public():
+    names = [name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
+    objects = [getattr(nd, name) for name in nd.__all__]
+    members = [getattr(cls, name) for cls in filter(inspect.isclass, objects) for name in dir(cls) if name[0] != "_"]
+    text = "\n".join(map(str, map(inspect.getdoc, objects + members)))
+    assert {name for name in names if re.search(rf"\b{name}\b", text)} <= {*nd.__all__}
 
 
 def test_readme_has_every_layer():
