@@ -230,10 +230,14 @@ def _forecast_yaml(paths: list[Path]) -> str:
     pattern = str(Path(escape(str(paths[0].parent)), f"*{paths[0].suffix}"))
     dataset = ClimateFiles(pattern, fields)
     dataset.check()
-    weights = "" if dataset.fields.latitude is None else "weights: cos(lat)"
+    periodic = dataset.open_series(pattern).has_periodic_columns
     return FORECAST_TEMPLATE.format(
-        files=_quote_yaml(pattern), variables=", ".join(map(_quote_yaml, fields)), outputs=len(fields), weights=weights
-    )
+        files=_quote_yaml(pattern), variables=", ".join(map(_quote_yaml, fields)), outputs=len(fields),
+        weights="" if dataset.fields.latitude is None else "weights: cos(lat)",
+        padding="[replicate, wrap]" if periodic else "replicate",
+        padding_comment="wrap: the longitudes of the files are periodic" if periodic
+        else "padding_mode: [replicate, wrap] if the fields span all longitudes",
+    )  # fmt: skip
 
 
 def _image_and_mask_patterns_of_cases(folder: Path) -> list[str]:

@@ -33,9 +33,9 @@ dataset: !ClimateFiles
   validation: 0.1
   test: 0.1
 model: !ConvnetDist
-  layers:                # padding_mode: [replicate, wrap] if the fields span all longitudes
-    - !ConvLayerDist {{out_channels: 24, kernel_size: 5, padding: 2, padding_mode: replicate, activation: !ReLU {{}}}}
-    - !ConvLayerDist {{out_channels: 24, kernel_size: 5, padding: 2, padding_mode: replicate, activation: !ReLU {{}}}}
+  layers:                # {padding_comment}
+    - !ConvLayerDist {{out_channels: 24, kernel_size: 5, padding: 2, padding_mode: {padding}, activation: !ReLU {{}}}}
+    - !ConvLayerDist {{out_channels: 24, kernel_size: 5, padding: 2, padding_mode: {padding}, activation: !ReLU {{}}}}
     - !ConvLayerDist {{out_channels: {outputs}, kernel_size: 1}}
   cost: !MSE {{{weights}}}
   optimizer: !Adam {{learning_rate: 0.001}}

@@ -8,6 +8,7 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
+from neondist.config import load_experiment
 from neondist.formats.cf_time import seconds_of_cf_times
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
@@ -293,3 +294,17 @@ def test_unsupported_time_units(units, calendar, message):
     assert seconds_of_cf_times("t", 0, "days since 2000-01-01T06:00:00+02:00") == seconds_of_cf_times(
         "t", 0, "days since 2000-01-01 04:00"
     )
+
+
+@pytest.mark.parametrize(("columns", "span", "periodic"), [
+    (8, 360, True), (8, 180, False), (7, 360 * 7 / 6, False), (8, -360, True), (1081, 360, True), (361, 361, False),
+])  # fmt: skip
+def test_init_pads_periodic_longitudes_by_wrapping(tmp_path, monkeypatch, columns, span, periodic):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "era").mkdir()
+    data = make_weather(extent=(4, columns))
+    data["lon"] = ("lon", (np.arange(columns) * span / columns).astype("float32"), data.lon.attrs)
+    write_dataset(data, tmp_path / "era" / "0.nc")
+    assert main(["init", "era"]) == 0
+    first = load_experiment("era.yaml").model.leaves[0]
+    assert first.arguments()["padding_mode"] == (["replicate", "wrap"] if periodic else "replicate")

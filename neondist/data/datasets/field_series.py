@@ -154,6 +154,16 @@ class FieldSeries:
         row, column = ("" if not step else "ascending" if step > 0 else "descending" for step in steps)
         return row, column
 
+    @property
+    def has_periodic_columns(self) -> bool:
+        """Whether the coordinates of the columns are evenly spaced over 360 degrees, without a repeated column."""
+        x = self._coordinates.get("X")
+        if x is None or x.ndim > 1 or len(x) < 2:
+            return False
+        step = 360 / len(x)
+        distances = np.abs([*np.diff(x), x[-1] - x[0]])  # the last tells a repeated column apart
+        return bool(np.allclose(distances, [*[step] * (len(x) - 1), 360 - step], rtol=0, atol=0.01 * step))
+
     def _file_index(self, time_index: int) -> int:
         """Return the index of the file that contains a time."""
         return int(np.searchsorted(self._file_offsets, time_index, "right")) - 1
