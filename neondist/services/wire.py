@@ -40,6 +40,7 @@ from typing import Any
 
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserError
 from ..system.heartbeat import has_port
+from ..terminal.console import say
 from ..version import __version__
 from .message import CHUNK_BYTES, Message, MessageArray, MessageError, ProtocolVersionError, decode, encode
 
@@ -77,6 +78,8 @@ _CLIENT_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _UNAVAILABLE_CODES = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+_QUIET_RETRY_SECONDS = 5.0
+"""Seconds of retries after which a client prints a warning: more than a restart on the same machine takes."""
 _RETRY_CODES = *_UNAVAILABLE_CODES, grpc.StatusCode.ABORTED
 
 Reply = Message | list[bytes]
@@ -224,7 +227,7 @@ class ServiceClient:
         self._max_bytes, self._metadata = max_bytes, ((_TOKEN_METADATA_KEY, token),)
         self._channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
         self._threads = ThreadPoolExecutor(4, f"{service}-client")
-        self._closed = threading.Event()
+        self._closed, self._has_reported_retries = threading.Event(), False
 
     def call(
         self,
@@ -243,13 +246,19 @@ class ServiceClient:
             The service does not respond within `retry_seconds` or `timeout`.
         """
         message, timeout = Message(fields or {}, arrays or {}), self.timeout if timeout is None else timeout
-        deadline, pause = time.monotonic() + self.retry_seconds, 0.02
+        start, pause = time.monotonic(), 0.02
         while True:
             try:
-                return self._call_once(method, message, timeout)
+                reply, self._has_reported_retries = self._call_once(method, message, timeout), False
+                return reply
             except grpc.RpcError as error:
-                if error.code() not in _RETRY_CODES or time.monotonic() + pause > deadline or self._closed.is_set():
+                seconds = time.monotonic() + pause - start
+                if error.code() not in _RETRY_CODES or seconds > self.retry_seconds or self._closed.is_set():
                     raise self._translate_error(method, error) from None
+                if seconds > _QUIET_RETRY_SECONDS and not self._has_reported_retries:
+                    self._has_reported_retries = True
+                    peer = f"{self.service} at {self.address}"
+                    say(f"warning: no answer from {peer}; retrying for {self.retry_seconds:g} s", sys.stderr)
                 self._closed.wait(pause)
                 pause = min(2 * pause, 0.5)
             except MessageError as error:

@@ -12,6 +12,7 @@ import pytest
 
 from neondist import ConfigError
 from neondist.errors import ServiceError, ServiceUnavailableError
+from neondist.services import wire
 from neondist.services.message import CHUNK_BYTES, HEADER, MAGIC, PROTOCOL_VERSION, Message, encode
 from neondist.services.wire import Service, ServiceClient, ServiceHost, create_token, read_token, split_address
 
@@ -168,6 +169,16 @@ def test_calls_survive_a_restart_of_the_server(echo):
         waiting = client.submit("echo", {"n": 2})
         with ServiceHost([echo], host.address, TOKEN):
             assert waiting.result().integer("n") == 2
+
+
+def test_long_retries_are_reported_once(host, monkeypatch, capsys):
+    monkeypatch.setattr(wire, "_QUIET_RETRY_SECONDS", 0.05)
+    host.stop(0)
+    with ServiceClient(host.address, "Echo", TOKEN, retry_seconds=0.5) as client:
+        for call in (client.submit("echo"), client.submit("echo")):
+            with pytest.raises(ServiceUnavailableError):
+                call.result()
+    assert capsys.readouterr().err == f"warning: no answer from Echo at {host.address}; retrying for 0.5 s\n"
 
 
 def forward(source, target):
