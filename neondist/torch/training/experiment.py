@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -28,6 +29,7 @@ from ...runtime.observers.ledger import Ledger, collect_message_counts
 from ...runtime.observers.nonfinite import NonFiniteMonitor
 from ...strategies import Strategy, StrategyBuilder, as_strategy
 from ...system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes
+from ...terminal.console import counted, say
 from ..exchange.schemes import Schemes, parse_schemes
 from ..execution.image_blocks import ModuleBlocks, TracedImage
 from ..execution.options import ExecutionOptions
@@ -74,6 +76,7 @@ class TorchModel(TrainableModel):
     seed : int
         Seed for the initial weights, the module's random numbers and the order of samples.
     dtype : {'float32', 'float64'}
+        Dtype of the module, also of parameters that the factory creates with another.
     precision : {'float32', 'tf32', 'bfloat16', 'float16'}
         With bfloat16 and float16 the module and its loss run under `torch.autocast`; parameters stay float32. With
         float16 the loss is scaled, and steps with overflowing gradients are skipped.
@@ -247,6 +250,10 @@ class TorchModel(TrainableModel):
         if self.weights is not None:
             with self._attribute_errors_to_model("weights: "):
                 load_weights(model, self.weights)
+        if self.grid.rank == 0 and (rounded := self._factory.rounded_parameter_names):
+            number = counted(len(rounded), "float64 parameter")
+            remedy = "set dtype: float64 to keep all digits"
+            say(f"warning: {number}, first '{rounded[0]}', rounded to {self.dtype}; {remedy}", sys.stderr)
         if self.parameters is not None:
             self.parameters.close()
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())

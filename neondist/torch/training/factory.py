@@ -28,6 +28,11 @@ class ModuleFactory:
         Seed for the module's initial weights, independent of other random numbers in this process.
     dtype : torch.dtype
         Dtype of the module.
+
+    Attributes
+    ----------
+    rounded_parameter_names : list of str
+        Parameters that the function creates with more digits than `dtype`.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class ModuleFactory:
     ) -> None:
         self.function, self.arguments, self.seed, self.dtype = unwrap_named_function(function), arguments, seed, dtype
         self._programs: dict[Any, Any] = {}
+        self.rounded_parameter_names: list[str] = []
 
     @cached_property
     def module(self) -> nn.Module:
@@ -50,6 +56,12 @@ class ModuleFactory:
             module = call_checked("arguments", self.function, **self.arguments)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"factory: returned a {type(module).__name__}; it must return a torch.nn.Module")
+        digits = torch.finfo(self.dtype).bits
+        self.rounded_parameter_names = [
+            name
+            for name, p in module.named_parameters()
+            if p.is_floating_point() and torch.finfo(p.dtype).bits > digits
+        ]
         return module.to(self.dtype)
 
     def program(self, shape: tuple[int, ...], training: bool) -> Any:

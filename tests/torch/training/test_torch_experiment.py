@@ -202,6 +202,20 @@ def test_initial_weights_from_a_file(folder):
         assert (y == 4).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rounding_of_parameters_is_reported_once(capsys, dtype):
+    def body(world):
+        model = ndt.TorchModel(lambda: nn.Conv2d(1, 3, 1).double(), dtype=dtype)
+        with share_captures():
+            model.build((6, 5, 1), 2, nd.ProcessGrid(world))
+
+    loopback.run(2, body)
+    warning = (
+        "warning: 2 float64 parameters, first 'weight', rounded to float32; set dtype: float64 to keep all digits\n"
+    )
+    assert capsys.readouterr().err == ("" if dtype == "float64" else warning)
+
+
 @pytest.mark.parametrize(("name", "arguments"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
 def test_one_cycle_momentum_matches_pytorch(name, arguments):
     rule = ndt.TorchOptimizer(name, {"lr": 0.1, **arguments}, nd.OneCycle(12, rise=3 / 12, momentum=(0.85, 0.95)))
