@@ -271,7 +271,8 @@ def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConf
         if not fields["key_file"]:
             raise field_error(node, path, "key_file", "is empty; give the path of a private key, or leave it out")
         if file.is_absolute() and not file.is_file():
-            raise field_error(node, path, "key_file", f"'{file}' does not exist; give the path of a private key")
+            problem = "is not a file" if file.exists() else "does not exist"
+            raise field_error(node, path, "key_file", f"'{file}' {problem}; give the path of a private key")
         fields["key_file"] = str((folder / file).absolute())
     for name, child in fields.get("shared_envs", {}).items():
         variable = join_path(join_path(path, "shared_envs"), name)

@@ -58,6 +58,12 @@ def test_ssh_settings(tmp_path):
     )
 
 
+def test_key_file_that_is_a_folder(tmp_path):
+    resources = {**VALID["flat_ssh"]["spec"], "ssh": {"username": "ana", "key_file": str(tmp_path)}}
+    with pytest.raises(nd.ConfigError, match=r"key_file: .* is not a file; give the path of a private key"):
+        nd.ResourceSpec(resources)
+
+
 @pytest.mark.parametrize(("ssh", "field"), [
     ({"username": "-oProxyCommand=x"}, "username"),
     ({"username": "a b"}, "username"),
