@@ -78,7 +78,7 @@ def add_virtual_option(cmd: argparse.ArgumentParser, as_list: bool = False) -> N
     """Add --virtual; `as_list`: a list of numbers, run in sequence."""
     cmd.add_argument(
         "--virtual", metavar="1,4,16" if as_list else "P",
-        type=virtual_rank_counts if as_list else partial(rank_count, limit=MAX_VIRTUAL_RANKS),
+        type=partial(parse_rank_counts if as_list else rank_count, limit=MAX_VIRTUAL_RANKS),
         help=f"run {'1, 4, 16' if as_list else 'P'} virtual ranks in this process instead of -n: slow, with identical"
              " results",
     )  # fmt: skip
@@ -116,9 +116,9 @@ def rank_count(text: str, limit: int = MAX_RANKS) -> int:
     return nonnegative_int(text, 1, limit, "ranks are too many")
 
 
-def virtual_rank_counts(text: str) -> list[int]:
-    """Parse numbers of virtual ranks such as '1,4,16'."""
-    return [rank_count(word, MAX_VIRTUAL_RANKS) for word in text.split(",")]
+def parse_rank_counts(text: str, limit: int = MAX_RANKS) -> list[int]:
+    """Parse numbers of ranks such as '1,4,16', each at most `limit`."""
+    return [rank_count(word, limit) for word in text.split(",")]
 
 
 def nonnegative_int(text: str, lowest: int = 0, limit: int = MAX_INTEGER, excess: str = "is too large") -> int:

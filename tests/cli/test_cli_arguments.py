@@ -152,6 +152,15 @@ def test_every_command_rejects_an_unknown_option_itself(capsys):
         )
 
 
+@pytest.mark.parametrize(
+    "words", ["scaling e.yaml --ranks", "model predict e.yaml --ranks", "model predict e.yaml --measure"]
+)
+def test_lists_of_ranks_have_the_limit_of_ranks(words, capsys):
+    with pytest.raises(SystemExit):
+        parse("bench", *words.split(), "2,100000000")
+    assert "100000000 ranks are too many; give at most 1000000" in capsys.readouterr().err
+
+
 HUGE = str(10**20)
 HUGE_NUMBERS = {"3": HUGE, "3,4": f"3,{HUGE}", "3:4": f"3:{HUGE}", "3=1": f"{HUGE}=1", "03:00:00": f"{'9' * 400}:00:00"}
 

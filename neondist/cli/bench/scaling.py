@@ -39,7 +39,7 @@ def add_parser(benches: Any) -> None:
     cmd.add_argument(
         "--ranks",
         dest="counts",
-        type=options.positive_ints,
+        type=options.parse_rank_counts,
         default=[1, 2, 4],
         metavar="1,2,4",
         help="numbers of ranks (default 1,2,4)",
@@ -344,14 +344,14 @@ def parse_rank_counts(text: str) -> list[int]:
     """Parse RANKS,..., such as '1,2,4', or FIRST..LAST, such as '1..4096': FIRST times powers of two."""
     first, dots, last = text.partition("..")
     if not dots:
-        return options.positive_ints(text)
+        return options.parse_rank_counts(text)
     low, high = options.rank_count(first), options.rank_count(last)
     return [low << power for power in range((high // low).bit_length())]
 
 
 def _parse_rank_counts(text: str) -> list[int]:
     """Parse RANKS,..., such as '1,2', or 'none'."""
-    return [] if text == "none" else options.positive_ints(text)
+    return [] if text == "none" else options.parse_rank_counts(text)
 
 
 def _parse_seconds_by_rank_count(text: str) -> dict[int, float]:
