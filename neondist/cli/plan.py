@@ -66,7 +66,9 @@ def plan(arguments: argparse.Namespace) -> int:
         candidates = search.sort_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
         if auto is not None:
             candidates = auto.select_fitting(candidates, list(map(search.held_parameter_bytes, candidates)))
-        choice, runner_up, rejected = search.choose_fastest_grid(candidates, limit, within)
+        choice, runner_up, rejected = search.choose_fastest_grid(
+            candidates, limit, within, experiment.model.layer_backend_name
+        )
     except UserError as error:
         raise add_location(error) from None
     Console(soft_wrap=True).print(search.choice_table(choice, runner_up, rejected, _describe_prediction_error(machine)))
@@ -99,15 +101,15 @@ def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tupl
     model.memory = model.available_bytes_per_rank = None
     if memory is None:
         return None, None
-    limit = model_bytes_per_rank(memory, min(ranks, machine.cores_per_node))
+    limit = model_bytes_per_rank(memory, min(ranks, machine.cores_per_node), model.layer_backend_name)
     return limit, partial(_plan_in_strips, experiment)
 
 
 def _plan_in_strips(experiment: Any, plan: Any, limit: int) -> Any:
-    from ..system.memory import PROCESS_OVERHEAD_BYTES
+    from ..system.memory import process_overhead_bytes
 
     model = experiment.model
-    model.memory = (limit + PROCESS_OVERHEAD_BYTES) * plan.grid.size
+    model.memory = (limit + process_overhead_bytes(model.layer_backend_name)) * plan.grid.size
     try:
         return model.fit_plan_to_memory(model.plan(experiment.dataset.sample_shape, plan.grid, experiment.batch_size))
     finally:

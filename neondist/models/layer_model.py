@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ..backends import backend_name
 from ..comm import Reductions
 from ..errors import ConfigError
 from ..halo import ExchangePolicy, GlobalArray
@@ -38,6 +39,11 @@ class LayerModel(TrainableModel):
     last_pass: Any
     slots: dict[str, Any]
     parameters: LayerParameters | None
+
+    @property
+    def layer_backend_name(self) -> str:
+        """Name of the backend of the layers."""
+        return backend_name(self.backend)
 
     @property
     def built_parameters(self) -> LayerParameters:

@@ -28,7 +28,7 @@ from ..registry.ranges import Count, Index
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
-from ..system.memory import PROCESS_OVERHEAD_BYTES, count_local_ranks, model_bytes_per_rank, parse_bytes
+from ..system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes, process_overhead_bytes
 from ..terminal.console import counted
 from .consistency import checksum_replicated_weights, settings_to_compare
 from .layer_model import LayerModel
@@ -222,15 +222,17 @@ class Model(LayerModel):
         for layer in self.leaves:
             rounds = declared_with(layer, "tolerates_rounded_view", "forward")
             layer.scheme = halo_in_precision(layer.scheme, self.precision if rounds else FLOAT32)
-        memory = None if self.memory is None else model_bytes_per_rank(self.memory, count_local_ranks(grid.size))
+        memory, backend, ranks = self.memory, self.layer_backend_name, count_local_ranks(grid.size)
+        memory = None if memory is None else model_bytes_per_rank(memory, ranks, backend)
         execution = self.accumulate, self.recompute, self.strips, memory
-        options: Any = {"halve_memory_by_streaming": not self.strips_blocker, "strategy": self.strategy}
+        options: Any = {"backend": backend, "strategy": self.strategy}
+        options["halve_memory_by_streaming"] = not self.strips_blocker
         training = TrainingSettings(self.cost, self.optimizer, self.dtype, *execution, **options)
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
         available, fixed = self.available_bytes_per_rank, bool(memory is not None or self.strips_blocker)
         if available is None or fixed or plan.needed_bytes <= available:
             return plan
-        training = replace(training, memory=max(1, available - PROCESS_OVERHEAD_BYTES))
+        training = replace(training, memory=max(1, available - process_overhead_bytes(backend)))
         return compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
 
     @type_checked

@@ -213,6 +213,11 @@ class TrainableModel(Registered, Trainable, ABC):
         self.precision.check_parameter_dtype(self.dtype)
         return get_backend(self.backend).in_precision(self.precision)
 
+    @property
+    def layer_backend_name(self) -> str | None:
+        """Name of the backend of the layers; None if there are none."""
+        return None
+
     def use_averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         return nullcontext()

@@ -110,10 +110,10 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     needed = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in tried]
     count, smallest = min([(plan.needed_bytes, plan), *needed], key=lambda pair: pair[0])
     largest, _ = max(smallest.memory_by_layer(), key=lambda pair: pair[1])
+    enough = format_limit_for(count, plan.grid.size, plan.training.backend)
     raise ConfigError(
         f"memory: a rank may use {format_bytes(limit)}, but needs at least {format_bytes(count)}, most of it for layer"
-        f" '{largest}'; give memory: {format_limit_for(count, plan.grid.size)} or more, or use more ranks or smaller"
-        " batches"
+        f" '{largest}'; give memory: {enough} or more, or use more ranks or smaller batches"
     )
 
 

@@ -51,6 +51,8 @@ class TrainingSettings:
     """False: forward pass only"""
     halve_memory_by_streaming: bool = False
     """whether to halve the memory at the cost of some more work, if there is no limit"""
+    backend: str = "numpy"
+    """name of the backend, whose processes need a part of the memory limit"""
     strategy: StrategyBuilder | Strategy | None = None
     """None: all ranks sum all gradients and update all parameters"""
 

@@ -124,7 +124,10 @@ def sort_choices(
 
 
 def choose_fastest_grid(
-    candidates: Sequence[GridChoice], limit: int | None, fit_plan: Callable[[ModelPlan, int], ModelPlan] | None = None
+    candidates: Sequence[GridChoice],
+    limit: int | None,
+    fit_plan: Callable[[ModelPlan, int], ModelPlan] | None = None,
+    backend: str | None = None,
 ) -> tuple[GridChoice, GridChoice | None, list[str]]:
     """Return the fastest choice within the memory limit, the runner-up, and the reasons for excluding faster choices.
 
@@ -134,6 +137,8 @@ def choose_fastest_grid(
         Bytes per rank.
     fit_plan : callable, optional
         Returns a plan in strips that fits in memory; called if no choice fits.
+    backend : str, optional
+        Name of the backend of the layers; None: PyTorch module.
 
     Raises
     ------
@@ -164,8 +169,8 @@ def choose_fastest_grid(
     if not fitting:
         raise ConfigError(
             f"memory: a rank may use {format_bytes(limit or 0)}, but needs {format_bytes(least)} or more with any grid"
-            f" and strategy; give memory: {format_limit_for(least, candidates[0].plan.grid.size)} or more, or use more"
-            " ranks or smaller batches"
+            f" and strategy; give memory: {format_limit_for(least, candidates[0].plan.grid.size, backend)} or more, or"
+            " use more ranks or smaller batches"
         )
     return fitting[0], fitting[1] if len(fitting) > 1 else None, excluded
 

@@ -77,7 +77,7 @@ class Executor:
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         memory = compiled.training.memory
-        limit = None if memory is None else memory_trim_threshold(memory)
+        limit = None if memory is None else memory_trim_threshold(memory, compiled.training.backend)
         self.blocks, shared = (
             BlockPool(samples, context.dtype, context.backend, limit, lambda: compiled.needed_bytes) for _ in range(2)
         )

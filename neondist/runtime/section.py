@@ -211,7 +211,8 @@ class Section:
         except self.context.backend.kernels.memory_errors as error:
             ranks = self.context.grid.size
             room = self.context.backend.kernels.available_memory(count_local_ranks(ranks))
-            raise out_of_memory_error(error, task.name, direction, self.blocks.planned_bytes(), room, ranks) from error
+            planned, backend = self.blocks.planned_bytes(), self.context.backend.name
+            raise out_of_memory_error(error, task.name, direction, planned, room, ranks, backend) from error
         return results
 
     # Partial passes, up to a reduction over several passes.

@@ -65,8 +65,7 @@ _BYTES_BY_UNIT = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt")
     for unit, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
-PROCESS_OVERHEAD_BYTES = 600 << 20
-"""Bytes of a rank besides its network: Python, libraries, and temporary buffers of kernels."""
+_PROCESS_OVERHEAD_BYTES_BY_BACKEND = {"numpy": 300 << 20, "torch": 450 << 20}
 
 
 def parse_bytes(field: str, memory: int | str) -> int:
@@ -83,7 +82,17 @@ def parse_bytes(field: str, memory: int | str) -> int:
     return count
 
 
-def model_bytes_per_rank(memory: int, local_ranks: int) -> int:
+def process_overhead_bytes(backend: str | None) -> int:
+    """Return the bytes of a rank besides its network: Python, libraries, and temporary buffers of kernels.
+
+    Parameters
+    ----------
+    backend : name of the backend of a model's layers; None: PyTorch module
+    """
+    return _PROCESS_OVERHEAD_BYTES_BY_BACKEND.get(backend or "", 600 << 20)
+
+
+def model_bytes_per_rank(memory: int, local_ranks: int, backend: str | None = None) -> int:
     """Return the bytes per rank for its network, given the limit for all `local_ranks` on a machine.
 
     Raises
@@ -91,24 +100,25 @@ def model_bytes_per_rank(memory: int, local_ranks: int) -> int:
     ConfigError
         Nothing is left after the overhead of the processes.
     """
-    share = memory // local_ranks - PROCESS_OVERHEAD_BYTES
+    share = memory // local_ranks - process_overhead_bytes(backend)
     if share <= 0:
         raise ConfigError(
             f"memory: {format_bytes(memory)} is too little for {counted(local_ranks, 'rank')} on a machine; of the"
-            f" limit, {format_bytes(PROCESS_OVERHEAD_BYTES)} per rank are reserved for Python, libraries and temporary"
-            f" buffers; set memory to at least {format_limit_for(1, local_ranks)}, or start fewer ranks"
+            f" limit, {format_bytes(process_overhead_bytes(backend))} per rank are reserved for Python, libraries and"
+            f" temporary buffers; set memory to at least {format_limit_for(1, local_ranks, backend)}, or start"
+            " fewer ranks"
         )
     return share
 
 
-def format_limit_for(model_bytes: int, ranks: int) -> str:
+def format_limit_for(model_bytes: int, ranks: int, backend: str | None = None) -> str:
     """Return the smallest `memory`, in MiB, that leaves each of `ranks` ranks these bytes for its network."""
-    return f"{-(-count_local_ranks(ranks) * (model_bytes + PROCESS_OVERHEAD_BYTES) >> 20)}MiB"
+    return f"{-(-count_local_ranks(ranks) * (model_bytes + process_overhead_bytes(backend)) >> 20)}MiB"
 
 
-def memory_trim_threshold(share: int) -> int:
+def memory_trim_threshold(share: int, backend: str) -> int:
     """Return the number of bytes above which a process whose network may use `share` bytes returns freed memory."""
-    return share + PROCESS_OVERHEAD_BYTES * 15 // 16  # the rest is for temporary buffers of kernels
+    return share + process_overhead_bytes(backend) * 15 // 16  # the rest is for temporary buffers of kernels
 
 
 def free_bytes_per_rank(ranks: int) -> int | None:
@@ -137,7 +147,7 @@ def count_local_ranks(ranks: int) -> int:
 
 
 def out_of_memory_error(
-    error: Exception, layer: str, direction: str, planned_bytes: int, free: int | None, ranks: int
+    error: Exception, layer: str, direction: str, planned_bytes: int, free: int | None, ranks: int, backend: str
 ) -> UserError:
     """Return the error of a step that ran out of memory.
 
@@ -147,6 +157,7 @@ def out_of_memory_error(
     planned_bytes : planned peak bytes of a rank in a step
     free : available bytes of this rank
     ranks : total number of ranks
+    backend : name of the backend of the layers
     """
     amount = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
     requested = parse_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
@@ -155,7 +166,7 @@ def out_of_memory_error(
     shortfall = max(0, (requested or planned_bytes // 4) - (free or 0))
     share = (planned_bytes - shortfall) * 9 // 10  # leave a margin: more may be missing than this array needs
     fits = (
-        f"set memory: {format_bytes(count_local_ranks(ranks) * (share + PROCESS_OVERHEAD_BYTES))}, or use"
+        f"set memory: {format_bytes(count_local_ranks(ranks) * (share + process_overhead_bytes(backend)))}, or use"
         if share > 0
         else "use"
     )

@@ -113,7 +113,7 @@ def make_model(**options):
 def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
     """Suggest a memory limit with which the model is planned and fits."""
     # memory reserved for blocks of kernels, which are small in this test
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
     monkeypatch.setattr(cupy.CupyKernels, "block_elements", 1 << 12)
     monkeypatch.setattr(cupy.CupyKernels, "strip_elements", 1 << 12)
     model, x = make_model(), np.random.default_rng(0).random((4, 64, 64, 3), np.float32)
@@ -149,7 +149,7 @@ def test_out_of_memory_suggests_a_setting(install_gpu, monkeypatch):
     ],
 )
 def test_memory_errors_of_libraries(message, size):
-    error = out_of_memory_error(MemoryError(message), "conv1", "forward", 30 << 30, None, 1)
+    error = out_of_memory_error(MemoryError(message), "conv1", "forward", 30 << 30, None, 1, "cupy")
     assert str(error).startswith(
         f"memory: layer 'conv1' could not allocate {size} in the forward pass; the planned peak"
     )

@@ -153,7 +153,7 @@ def run_distributed(module, inputs, gradients, grid, **options):
                 result["idle"] = find_idle_cells(model, [model.scatter(x, index) for index, x in enumerate(inputs)])
             return result
 
-    with mock.patch("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0):
+    with mock.patch("neondist.system.memory.process_overhead_bytes", return_value=0):
         return loopback.run(replicas * rows * cols * planes, body, **run_options)
 
 

@@ -105,8 +105,8 @@ def test_group_norm_needs_the_full_image(network_folder, tmp_path):
 
 @pytest.mark.long
 def test_blocks_if_the_full_image_exceeds_memory(network_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
-    monkeypatch.setattr("neondist.train.inference.prediction_methods.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
+    monkeypatch.setattr("neondist.train.inference.prediction_methods.process_overhead_bytes", lambda backend: 0)
     sizes = []
     run = BlockwiseExecutor.run
     monkeypatch.setattr(

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import neondist as nd
+from neondist.backends import backend_name
 from neondist.cli import main
 from neondist.plan import search
 from neondist.strategies import AutoStrategy, ParameterSpec, Strategy, as_builder
 from neondist.strategies.auto import DEFAULT_SLOTS_PER_PARAMETER, create_candidate_builders, estimate_sync_costs
 from neondist.system.machine import Link, Machine, write_machine
-from neondist.system.memory import model_bytes_per_rank, parse_bytes
+from neondist.system.memory import format_bytes, model_bytes_per_rank, parse_bytes, process_overhead_bytes
 
 SHAPE, BATCH = (21, 18, 2), 4
 SLOW = Machine(2, Link(1e-5, 1e8), Link(1e-3, 1e7), speed=1e9)
@@ -187,9 +188,10 @@ def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == printed.replace("chosen.yaml\n", "")
     for text in ("conv1/weights", "synchroniser", "runner-up", "reason: "):
         assert text in printed
+    reserved = format_bytes(process_overhead_bytes(backend_name("auto")))
     assert main(["plan", "one.yaml", "-n", "4", "--memory", "1GiB"]) == 2
     assert (
-        "1.07 GB is too little for 4 ranks on a machine; of the limit, 629 MB per rank are reserved"
+        f"1.07 GB is too little for 4 ranks on a machine; of the limit, {reserved} per rank are reserved"
         in capsys.readouterr().err
     )
     strategy = Strategy.load("chosen.yaml")

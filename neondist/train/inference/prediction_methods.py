@@ -20,12 +20,12 @@ from ...plan import Plan, TrainingSettings, compile_plan
 from ...plan.blocks import IMAGE_COPIES, find_blockwise_obstacles, fit_blocks, shrink_blocks_to_fit
 from ...runtime.blocks import BlockwiseExecutor
 from ...system.memory import (
-    PROCESS_OVERHEAD_BYTES,
     count_local_ranks,
     format_bytes,
     format_limit_for,
     free_bytes,
     model_bytes_per_rank,
+    process_overhead_bytes,
 )
 from .images import Images
 
@@ -227,7 +227,7 @@ def choose_method(
     batch = max(grid.replicas, min(batch, images.shape[0] if images.has_single_sample_axis else 1))
     if resumed_method is not None and block is None:
         batch, block = (resumed_method[1], None) if resumed_method[0] == "whole" else (batch, max(resumed_method[1]))
-    limit = grid.world.bcast(memory_limit_per_rank(memory, grid.size))
+    limit = grid.world.bcast(memory_limit_per_rank(memory, grid.size, model.layer_backend_name))
     if not isinstance(model, Model):
         return _choose_torch_module_method(model, images, grid, batch, block, limit, extra_cells)
     serial_plan = compile_forward_plan(model, shape, GridShape(), 1)
@@ -323,12 +323,12 @@ def compile_forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, ba
     return compile_plan(model.chain, shape, grid, batch_size, training)
 
 
-def memory_limit_per_rank(memory: int | None, ranks: int) -> int:
+def memory_limit_per_rank(memory: int | None, ranks: int, backend: str | None = None) -> int:
     """Return the memory limit of a rank for a network in bytes."""
     if memory is not None:
-        return model_bytes_per_rank(memory, count_local_ranks(ranks))
+        return model_bytes_per_rank(memory, count_local_ranks(ranks), backend)
     free = free_bytes()
-    return 1 << 62 if free is None else max(PROCESS_OVERHEAD_BYTES, free // 2 // ranks)
+    return 1 << 62 if free is None else max(process_overhead_bytes(backend), free // 2 // ranks)
 
 
 def _peak_bytes_per_rank(plan: Plan) -> int:

@@ -270,7 +270,7 @@ def test_prediction_of_experiments_in_blocks(folder, tmp_path, monkeypatch):
     for ranks, options in ((1, {"block": 16}), (2, {"block": 9}), (2, {})):
         actual = predict_on(ranks, folder, tmp_path / f"y{ranks}{len(options)}.npy", **options)
         np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
     small = predict_on(1, folder, tmp_path / "small.npy", make=lambda: make_experiment(memory="150kB"))
     np.testing.assert_allclose(small, expected, rtol=1e-10, atol=1e-12)
     with pytest.raises(ConfigError, match=r"memory: even a block of 1 x 1 takes .* layer '0:aten\.conv2d\.default'"):
@@ -317,7 +317,7 @@ def test_global_operators_report_memory(folder, tmp_path, monkeypatch):
     message = r"aten\.group_norm\.default in module '4' cannot be computed block by block: .*; "
     with pytest.raises(UserError, match=message + r"leave out block: for a whole image, a rank needs \d.* kB"):
         predict_on(1, folder, tmp_path / "y.npy", make=make_group_norm, block=16)
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
     with pytest.raises(
         UserError,
         match=message + r"for a whole image, a rank needs .*, but has 50 kB; use more"

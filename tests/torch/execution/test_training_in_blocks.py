@@ -121,7 +121,7 @@ def build_column_softmax():
 
 @pytest.mark.long
 def test_blocks_in_experiments(tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
 
     def train_on_two_ranks(memory, build=build_local_network):
         def body(world):
@@ -157,7 +157,7 @@ CASES = {
 )
 @pytest.mark.long
 def test_training_steps_match_whole_images(build, shape, target, memory, monkeypatch):
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
     torch.manual_seed(0)
     module = build().double().train()
     with share_captures():
@@ -184,7 +184,7 @@ OPTIONS = {
 @pytest.mark.long
 def test_options_compose(names, monkeypatch):
     """Every set of options, on a random module and grid, against the scheme's results without the other options."""
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
     rng = random.Random(f"{SEED} {names}")
     build, shape, target, memory = CASES[rng.choice(list(CASES))]
     (ranks, replicas), kilobytes = rng.choice([*zip([(1, 1), (3, 1), (4, 2)], memory, strict=True)])
@@ -215,7 +215,7 @@ def test_options_compose(names, monkeypatch):
 )
 def test_schemes_without_blocks(scheme, message, monkeypatch):
     """Passes that fit as a whole are accepted."""
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
     module, shape = nn.Sequential(OrderedDict(first=nn.Conv2d(2, 3, 3, padding=1), last=nn.ReLU())), (1, 2, 24, 24)
 
     def body(world):

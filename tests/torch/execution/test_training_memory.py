@@ -148,7 +148,7 @@ def test_recomputation_is_planned(build, ranks):
 @pytest.mark.long
 def test_blocks_are_planned(options, ranks, recompute, monkeypatch):
     """A pass in blocks or strips stays within its plan, and within the memory limit."""
-    monkeypatch.setattr("neondist.system.memory.PROCESS_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("neondist.system.memory.process_overhead_bytes", lambda backend: 0)
     options = options | {"criterion": sum_of_image, "recompute": recompute}
     for plan, planned, measured in measure(build_local_net, ranks, **options):
         assert any(prod(step.blocks.block_counts) > 1 for step in plan.steps if step.blocks is not None)
