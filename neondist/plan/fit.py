@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -104,9 +105,13 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     assert limit is not None
     if plan.needed_bytes <= limit and rows is None:
         return plan
-    best, tried = _find_fastest_stream_plan(plan, compile_stream, regions, limit, rows)
+    search = partial(_find_fastest_stream_plan, plan, compile_stream, regions, limit, rows)
+    best, _ = search()
     if best is not None or plan.needed_bytes <= limit:
         return best or plan
+    best, tried = search(exhaustive=True)
+    if best is not None:
+        return best
     needed = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in tried]
     count, smallest = min([(plan.needed_bytes, plan), *needed], key=lambda pair: pair[0])
     largest, _ = max(smallest.memory_by_layer(), key=lambda pair: pair[1])
@@ -135,7 +140,13 @@ def halve_memory_if_cheap(plan: Plan, compile_stream: StreamCompiler, regions: L
 
 
 def _find_fastest_stream_plan(
-    plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions, limit: int, rows: Rows | None, most: float = inf
+    plan: Plan,
+    compile_stream: StreamCompiler,
+    regions: LayerRegions,
+    limit: int,
+    rows: Rows | None,
+    most: float = inf,
+    exhaustive: bool = False,
 ) -> tuple[Plan | None, list[tuple[Plan, StripwisePlan]]]:
     """Return the plan of the fastest stream within the limit, and the plans and streams that were tried.
 
@@ -145,6 +156,8 @@ def _find_fastest_stream_plan(
     ----------
     most : float
         Streams that need at least this work are ignored.
+    exhaustive : bool
+        Whether to try the most strips, which takes seconds for large images, even where these are unlikely to fit.
     """
     graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, StripwisePlan]](), isinstance(rows, int)
     ends = [
@@ -160,8 +173,8 @@ def _find_fastest_stream_plan(
         streamed, stream = compile_stream(whole[nodes]), whole[nodes]
         if isinstance(rows, int):
             stream = stream.with_strips(-(-stream.rows // rows))
-        if streamed.needed_bytes_with(None) < limit:
-            stream = _stream_with_fewest_strips(streamed, stream, limit, 0 if fixed else stream.rows)
+        if exhaustive or streamed.needed_bytes_with(None) < limit:
+            stream = _stream_with_fewest_strips(streamed, stream, limit, 0 if fixed else stream.rows, exhaustive)
         tried.append((streamed, stream))
         for work, filled in _fitting_streams(streamed, stream, limit, most, fixed):
             if (streamed := compile_stream(filled)).needed_bytes <= limit:
@@ -262,16 +275,24 @@ def _count_strips_that_fit(strips: int, needed: int, room: int) -> int:
     return strips if needed <= room else strips * max(0, room) // needed
 
 
-def _stream_with_fewest_strips(plan: Plan, stream: StripwisePlan, limit: int, most: int) -> StripwisePlan:
-    """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory."""
+def _stream_with_fewest_strips(
+    plan: Plan, stream: StripwisePlan, limit: int, most: int, exhaustive: bool
+) -> StripwisePlan:
+    """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory.
+
+    If none is likely to fit, return one that does not; with `exhaustive`, only if none fits, the one in `most` strips.
+    """
+    if exhaustive and plan.needed_bytes_with(smallest := stream.with_strips(max(most, stream.grid.strips))) > limit:
+        return smallest
     base = plan.needed_bytes_with(None)
-    strips, room, previous = stream.grid.strips, limit - base, (0, 0)
+    strips, room, previous = stream.grid.strips, max(1, limit - base), (0, 0)
     while (size := plan.needed_bytes_with(stream) - base) > room and strips < most:
         fixed = (strips * size - previous[0] * previous[1]) / (strips - previous[0])  # memory independent of strips
-        if previous[0] and fixed > 2 * room:
+        if previous[0] and fixed > 2 * room and not exhaustive:
             break
         previous = strips, size
         strips = min(most, 8 * strips, max(strips + 1, int(strips * size / room)))
+        strips = -(-stream.rows // (stream.rows // strips))  # the fewest of this length
         stream = stream.with_strips(strips)
     return stream
 

@@ -310,14 +310,21 @@ def test_strips_and_memory_for_a_network_that_cannot_be_streamed(strips):
         [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap"), nd.FCLayer(4)],
         [nd.ConvLayer(4, 3), nd.BatchNormLayer(), nd.ConvLayer(8, 3), nd.GlobalAvgPoolingLayer(), nd.FCLayer(1000)],
         [nd.FCLayer(512), nd.FCLayer(512)],
+        [
+            nd.ConvLayer(16, 3, padding=1),
+            nd.ConvLayer(24, 5, padding=2),
+            nd.MaxPoolingLayer(2),
+            nd.ConvLayer(32, 3),
+            nd.GlobalAvgPoolingLayer(),
+        ],
     ],
-    ids=["wrap", "streamable", "fc"],
+    ids=["wrap", "streamable", "fc", "many_strips"],
 )
 def test_smallest_limit_named_by_the_message_suffices(layers, ranks):
-    grid, limit, named = nd.GridShape(1, ranks), "1MiB", []
+    grid, limit, named, shape = nd.GridShape(1, ranks), "1MiB", [], (256 if len(layers) < 5 else 1024, 256, 3)
     for _ in range(3):
         try:
-            plan = nd.Convnet(layers, memory=limit).plan((256, 256, 3), grid)
+            plan = nd.Convnet(layers, memory=limit).plan(shape, grid)
             break
         except nd.ConfigError as error:
             named.append(str(error))
@@ -326,7 +333,7 @@ def test_smallest_limit_named_by_the_message_suffices(layers, ranks):
     assert "too little for" in named[0]
     less = f"{int(limit.removesuffix('MiB')) - ranks}MiB"
     with pytest.raises(nd.ConfigError, match=r"give memory|set memory"):
-        nd.Convnet(layers, memory=less).plan((256, 256, 3), grid)
+        nd.Convnet(layers, memory=less).plan(shape, grid)
 
 
 def test_insufficient_memory_is_rejected():
