@@ -180,7 +180,6 @@ FAULTS = {
     "other class": lambda p: [
         (write_image_folder(p / "in/train"), write_image_folder(p / "in/test", ("cow",)), p / "in")[-1]
     ],
-    "size": lambda p: [(write_image_folder(p / "in"), p / "in")[1], "--size", "0", "3"],
 }
 
 
