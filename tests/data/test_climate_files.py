@@ -80,6 +80,34 @@ def test_samples_match_xarray(tmp_path, suffix):
         np.testing.assert_allclose(climatology[..., channel], training_part.mean("time"), rtol=1e-12)
 
 
+@pytest.mark.parametrize(("steps", "lead"), [(1, 0), (1, 1), (3, 2)])
+def test_splits_from_dates(tmp_path, steps, lead):
+    """A target belongs to the split of the last date that is not later."""
+    times = write_series(tmp_path).time.values.astype("datetime64[s]").astype(str)
+    data = nd.ClimateFiles(
+        str(tmp_path / "*.nc"), ["t2m"], steps=steps, lead=lead, validation=times[12], test=times[20][:16]
+    )
+    splits = data._sample_numbers_by_split() if data.check() is None else ()
+    targets = [numbers + steps - 1 + lead for numbers in splits]
+    assert [(first[0], first[-1]) for first in targets] == [(steps - 1 + lead, 11), (12, 19), (20, 29)]
+    with pytest.raises(nd.DataError, match=r"validation: .* is not before the first test sample"):
+        nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m"], validation=times[25], test=times[20]).check()
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ({"test": "2100-01-01"}, "test: no target is at 2100-01-01 or later; give an earlier date"),
+        ({"validation": "1900-01-01"}, "validation: 30 of 30 samples for validation and 0 for test leave none"),
+        ({"test": "1900-02-30"}, "test"),
+    ],
+)
+def test_dates_of_empty_splits(tmp_path, splits, message):
+    write_series(tmp_path)
+    with pytest.raises(nd.DataError, match=message):
+        nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m"], lead=0, **splits).check()
+
+
 def test_samples_are_independent_of_the_grid(tmp_path):
     write_series(tmp_path, files=2, times=6, extent=(7, 5))
     expected, *results = (load_on_ranks(tmp_path / "*.nc", ranks, np.array([3, 0]), test=2) for ranks in (1, 4))
@@ -208,6 +236,7 @@ def test_missing_zarr_variable(tmp_path):
         ({"levels": {"w": [500]}}, "levels: 'w' is not among the variables"),
         ({"fill": float("nan")}, "fill"),
         ({"steps": 0}, "steps"),
+        ({"test": "2018"}, "test: '2018' is not a date; expected one such as '2018-01-01'"),
     ],
 )
 def test_invalid_arguments(arguments, message):

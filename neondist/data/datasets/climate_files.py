@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from ...comm import ProcessGrid, Transport, all_or_none
 from ...errors import ConfigError, DataError
+from ...formats.cf_time import seconds_of_cf_times
 from ...formats.fields import FieldMetadata
 from ...geometry import Box
 from ...io.hdf5 import checksum
@@ -53,9 +55,9 @@ class ClimateFiles(Dataset):
         'training': the network input is (x - mean) / std of each variable. 'none': unnormalised values.
     fill : float, optional
         Value substituted for missing cells, in the units of the file. Default: missing cells are an error.
-    validation, test : float or int, optional
-        Fraction or number of samples of these splits: test has the latest samples, validation those before, training
-        the earliest.
+    validation, test : float, int or str, optional
+        Fraction or number of samples of these splits, or a date such as '2018-01-01', from which targets belong to the
+        split: test has the latest samples, validation those before, training the earliest.
     ahead : bool
         Prefetch the next batch in a thread.
     cache : int or str
@@ -82,13 +84,17 @@ class ClimateFiles(Dataset):
         lead: Index = 1,
         normalise: Literal["training", "none"] = "training",
         fill: Finite | None = None,
-        validation: float | int | None = 0.1,
-        test: float | int | None = None,
+        validation: float | int | str | None = 0.1,
+        test: float | int | str | None = None,
         ahead: bool = True,
         cache: int | str = "128MiB",
     ) -> None:
-        super().__init__(validation=validation)
-        require_fraction_or_count("test", test)
+        super().__init__(validation=None if isinstance(validation, str) else validation)
+        require_fraction_or_count("test", None if isinstance(test, str) else test)
+        self._held_out = {"test": test, "validation": validation}
+        for field, share in self._held_out.items():
+            if isinstance(share, str) and not re.fullmatch(r"\d{1,4}-\d\d?-\d\d?([ T]\d\d:\d\d(:\d\d)?)?", share):
+                raise ConfigError(f"{field}: '{share}' is not a date; expected one such as '2018-01-01'")
         for field, names in (("variables", variables), ("targets", targets)):
             if names is not None and (isinstance(names, str) or not names or len({*names}) < len(names)):
                 raise ConfigError(f"{field}: {names} is invalid; expected distinct names, such as [t2m, u10]")
@@ -96,7 +102,7 @@ class ClimateFiles(Dataset):
             raise ConfigError(f"levels: '{unknown[0]}' is not among the variables; correct the name")
         self.files, self.variables, self.levels, self.targets = files, list(variables), levels, targets
         self.steps, self.lead, self.normalise, self.fill = int(steps), int(lead), normalise, fill
-        self.ahead, self.cache, self._test_share = ahead, cache, test
+        self.ahead, self.cache = ahead, cache
         self._cache_bytes = parse_bytes("cache", cache)
         self._series: FieldSeries | None = None
         self._fields: FieldMetadata | None = None
@@ -217,15 +223,21 @@ class ClimateFiles(Dataset):
         assert self._series is not None
         times = len(self._series)
         samples = times - self.steps + 1 - self.lead
-        held_out = (self._validation_share is not None) + (self._test_share is not None)
+        held_out = sum(share is not None for share in self._held_out.values())
         if samples < 1 + held_out:
             raise DataError(
                 f"{self.files}: too few times: with steps: {self.steps} and lead: {self.lead},"
                 f" {counted(times, 'time')} give {counted(max(samples, 0), 'sample')} for"
                 f" {counted(1 + held_out, 'split')}; add files"
             )
-        last = 0 if self._test_share is None else count_held_out("test", self._test_share, samples)
-        middle = 0 if self._validation_share is None else self.count_validation_samples(samples)
+        last = self._count_last_samples("test", samples)
+        middle = self._count_last_samples("validation", samples)
+        if isinstance(self._held_out["validation"], str):  # the test samples are also later than this date
+            middle -= last
+        if middle < (self._held_out["validation"] is not None):
+            raise DataError(
+                f"validation: {self._held_out['validation']} is not before the first test sample; give an earlier date"
+            )
         if last + middle >= samples:
             raise DataError(
                 f"validation: {middle} of {counted(samples, 'sample')} for validation and {last} for test leave none"
@@ -233,6 +245,18 @@ class ClimateFiles(Dataset):
             )
         first = samples - last - middle
         return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]
+
+    def _count_last_samples(self, split: str, samples: int) -> int:
+        """Return the number of last samples that are held out for a split, or have targets from its date on."""
+        share, series = self._held_out[split], self._series
+        if not isinstance(share, str):
+            return 0 if share is None else count_held_out(split, share, samples)
+        assert series is not None
+        (date,) = seconds_of_cf_times(split, [0], f"seconds since {share}", series.calendar)
+        count = int((series.times[-samples:] >= date).sum())
+        if not count:
+            raise DataError(f"{split}: no target is at {share} or later; give an earlier date")
+        return count
 
     def _make_split(self, tile: tuple[slice, ...], sample_numbers: np.ndarray) -> Split:
         """Return some samples as a split."""
