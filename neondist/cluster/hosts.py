@@ -89,7 +89,7 @@ class HostSource:
         self.is_resource_file = self.path.suffix in (".yaml", ".yml")
         self.is_script = not self.is_resource_file and os.access(self.path, os.X_OK)
         self._closed = False
-        self._running_scripts: list[subprocess.Popen[bytes]] = []
+        self._running_scripts: list[str] = []
 
     def close(self) -> None:
         """End a running script, and any started later, without waiting; may be called from a signal handler."""
@@ -117,7 +117,12 @@ class HostSource:
         if self.is_resource_file:
             return slots_by_node(ResourceSpec(self.path))
         if self.is_script:
-            return parse_hosts(self._run_host_script(), f"{self.path}: output")
+            self._running_scripts.append(str(self.path))  # before the start, and until the process has been waited for
+            try:
+                output = self._run_host_script()
+            finally:
+                self._running_scripts.pop()
+            return parse_hosts(output, f"{self.path}: output")
         try:
             text = read_bytes(self.path, _MAX_FILE_BYTES).decode(errors="replace")
         except OSError as error:
@@ -139,15 +144,12 @@ class HostSource:
         except OSError as error:
             text = f"cannot be run ({error.strerror}); make it executable and begin it with #!/bin/sh"
             raise ConfigError(f"{self.path}: {text}") from None
-        self._running_scripts.append(process)
         with process:
             try:
                 output, errors = self._collect_output(process)
             except BaseException:
                 _kill_with_children(process)
                 raise
-            finally:
-                self._running_scripts.remove(process)
         if process.returncode:
             message = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
             raise ConfigError(

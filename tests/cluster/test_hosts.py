@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -99,8 +100,16 @@ def test_script_with_background_child(tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_closed_source_ends_its_script(tmp_path):
+class SlowlyStartedProcess(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("process", [subprocess.Popen, SlowlyStartedProcess])
+def test_closed_source_ends_its_script(tmp_path, monkeypatch, process):
     """End a script that runs in another thread, with its children, and wait for its end."""
+    monkeypatch.setattr(subprocess, "Popen", process)
     source = HostSource(write_script(tmp_path / "hangs", f"#!/bin/sh\necho $$ > {tmp_path}/pid\nsleep 300\n"))
     errors = []
 
