@@ -87,15 +87,19 @@ class ExecutionOptions:
         """
         args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None = None
+        is_exact = all(policy_of_module(path, self.schemes) is None for path in self.schemes)
         search, segments = self._find_segments(program, mesh, layouts)
         if self.memory is not None:
             assert search is not None
             lower = partial(lower_program, program, mesh, 0, layouts, self.gather_at, self.schemes, self.recompute)
-            lowering = create_trunk_lowering(search, segments, rank, lower, self.memory, module)
+            is_known = is_exact and self.strips is None and not self.recompute
+            plan = search.program.plan if is_known else None
+            lowering = create_trunk_lowering(search, segments, rank, lower, self.memory, module, plan)
         elif search is not None and segments:
             lowering = FusedLowering(mesh, rank, segments, search.program.image_value_ids)
-        exact = lowering is None and all(policy_of_module(path, self.schemes) is None for path in self.schemes)
-        by_channels = find_channel_regions(program, mesh) if exact and not self.gather_at else ()
+        by_channels = (
+            find_channel_regions(program, mesh) if is_exact and lowering is None and not self.gather_at else ()
+        )
         return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=by_channels), lowering
 
     def _find_segments(

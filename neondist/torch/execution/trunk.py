@@ -203,6 +203,7 @@ def create_trunk_lowering(
     lower: Callable[..., tuple[TorchPlan, Any]],
     memory: int,
     module: nn.Module,
+    plan_without_blocks: TorchPlan | None = None,
 ) -> FusedLowering | None:
     """Return a lowering, if possible without blocks, whose pass fits in a rank's memory; None if it has no segments.
 
@@ -214,6 +215,8 @@ def create_trunk_lowering(
         Segments of the whole program.
     lower : callable
         Returns the first rank's plan of the program with a lowering.
+    plan_without_blocks : TorchPlan, optional
+        The first rank's plan without blocks, if it is known.
 
     Raises
     ------
@@ -230,7 +233,7 @@ def create_trunk_lowering(
     def lowering_of_segments(rank: int) -> FusedLowering | None:
         return FusedLowering(mesh, rank, segments, images) if segments else None
 
-    needed = peak_of(lower(lowering=lowering_of_segments(0))[0])()
+    needed = peak_of(plan_without_blocks or lower(lowering=lowering_of_segments(0))[0])()
     if needed <= limit:
         return lowering_of_segments(rank)
     if search.reads_margins:

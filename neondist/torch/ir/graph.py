@@ -299,10 +299,8 @@ class TorchGraph:
             return segments
         is_barrier = [s.kind != "local" or s.kind_args is not None or s.blocks is not None for s in self.steps]
         edges = {at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1]}
-        pieces, functions = (
-            iter(self._split_into_segments(sorted(edges.union(cuts)))),
-            {} if functions is None else functions,
-        )
+        pieces = iter(self._split_into_segments(sorted(edges.union(cuts))))
+        functions = {} if functions is None else functions
         for segment in segments:
             steps = list[Step]()
             remaining = len(segment.steps)

@@ -171,10 +171,8 @@ class ProgramCache:
         layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
         digest, runs_module = program_digest(plan, captured), plan.runs_original_module
         overlaps = lowering.widened_ranges if lowering is not None else ()
-        runner, single_sample = (
-            PlanRunner(self.comm, plan, self.deferred_gradients, self.compiler),
-            has_single_sample_norm(plan),
-        )
+        runner = PlanRunner(self.comm, plan, self.deferred_gradients, self.compiler)
+        single_sample = has_single_sample_norm(plan)
         program = CompiledProgram(runner, tree, layouts, digest, runs_module, dtypes, overlaps, single_sample)
         return program, captured.reads
 
