@@ -51,7 +51,7 @@ class NoticeFilter:
     """
 
     def __init__(self, filters_warnings: bool = True) -> None:
-        self.line_starts = (_DASHED_LINE, b"[") if filters_warnings else (_DASHED_LINE,)
+        self.filters_warnings = filters_warnings
         self.notices, self.fatal_lines, self.has_output = b"", b"", False
         self.partial_line = b""
         self.held_lines: list[bytes] = []
@@ -90,9 +90,8 @@ class NoticeFilter:
 
     def _may_be_notice(self) -> bool:
         """Whether the partial line may be the beginning of a notice."""
-        return self._follows_notice() or any(
-            start.startswith(self.partial_line[: len(start)]) for start in self.line_starts
-        )
+        starts = (_DASHED_LINE, b"[") if self.filters_warnings else (_DASHED_LINE,)
+        return self._follows_notice() or any(start.startswith(self.partial_line[: len(start)]) for start in starts)
 
     def _follows_notice(self) -> bool:
         return self.removed_last_notice and not self.partial_line.strip()
@@ -104,8 +103,8 @@ class NoticeFilter:
     def _filter_line(self) -> bytes:
         rule = self.partial_line.startswith(_DASHED_LINE)
         if not self.held_lines and not rule:
-            is_warning = b"[" in self.line_starts and _CONNECTION_WARNINGS.match(self.partial_line)
-            fatal = b"[" in self.line_starts and _FATAL_LINE.match(self.partial_line)
+            is_warning = self.filters_warnings and _CONNECTION_WARNINGS.match(self.partial_line)
+            fatal = self.filters_warnings and _FATAL_LINE.match(self.partial_line)
             if fatal or self._follows_notice() or is_warning:
                 self.fatal_lines += self.partial_line if fatal else b""
                 self.partial_line = b""
