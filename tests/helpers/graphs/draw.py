@@ -236,7 +236,9 @@ def _draw_case(d: ChoiceSampler, grids: Sequence[Grid], others: Sequence[Grid]) 
     replicas = max(grid[0], other[0])
     batch = d.int(replicas, max(5, replicas))
     memory_steps = approximate and 3  # stateful schemes have different first steps
-    has_space = len(output_shape) > 1
+    costs = ["SumSquared"]
+    if output_shape[-1] > 1:  # a softmax of a single output is rejected
+        costs += ["CrossEntropy", "Dice"] if len(output_shape) > 1 else ["CrossEntropy"]
     case = Case(
         shape=shape,
         network=network,
@@ -249,7 +251,7 @@ def _draw_case(d: ChoiceSampler, grids: Sequence[Grid], others: Sequence[Grid]) 
         backend=d.pick(["numpy", "torch", "torch throughout"]),
         dtype="float32" if d.maybe(0.15) else "float64",
         twin=d.maybe(0.3),
-        cost=d.pick(["SumSquared", "CrossEntropy", *(["Dice"] * has_space)]),
+        cost=d.pick(costs),
         optimizer=d.pick([
             ("SGD", {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 0.01}),
             ("SGD", {"learning_rate": 0.01, "momentum": 0.5, "nesterov": True}),
