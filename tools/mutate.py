@@ -148,8 +148,9 @@ def passes_unmutated(mutations, root, limit):
     with tempfile.TemporaryDirectory(prefix="neondist-mutations-") as folder:
         tree = Path(shutil.copytree(root, Path(folder) / "tree", ignore=IGNORED_FILES))
         code, text = run_tests(tree, tests, limit)
-    if code:
-        print(f"without mutations, the tests end with exit code {code}:\n{text}")
+    if code != 0:
+        outcome = f"do not end within {limit:g} s" if code is None else f"end with exit code {code}:\n{text}"
+        print(f"without mutations, the tests {outcome}")
     return code == 0
 
 
@@ -175,7 +176,7 @@ def main():
     remaining = list(stale)
     if not arguments.check:
         usable = [mutation for mutation in mutations if mutation not in stale]
-        passes = passes_unmutated(usable, ROOT, 10 * arguments.limit)
+        passes = passes_unmutated(usable, ROOT, arguments.limit * len({mutation.tests for mutation in usable}))
         remaining += try_all(usable, ROOT, arguments.limit, arguments.jobs, print_line) if passes else usable
     print(f"{len(mutations)} mutations, {len(mutations) - len(remaining)} {'usable' if arguments.check else 'killed'}")
     sys.exit(bool(remaining))

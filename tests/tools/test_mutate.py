@@ -84,6 +84,9 @@ def test_tests_must_pass_without_a_mutation(mutate, tree, capsys):
     (tree / "code_under_test.py").write_text(CODE.replace("n // 2", "n // 3"))
     assert not mutate.passes_unmutated(mutations, tree, 120)
     assert "assert 1 == 2" in capsys.readouterr().out
+    (tree / "code_under_test.py").write_text(CODE.replace("n += 1", "n += 2"))
+    assert not mutate.passes_unmutated(mutations, tree, 2)
+    assert "the tests do not end within 2 s" in capsys.readouterr().out
 
 
 def test_selection_by_words(mutate, tree):
