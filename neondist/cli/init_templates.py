@@ -1,4 +1,4 @@
-"""Texts of which `neondist init` composes experiment files."""
+"""Texts from which `neondist init` composes experiment files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ model: !ConvnetDist
   optimizer: !AdamW
     learning_rate: 0.001
     decay_all: false       # no weight decay for biases and norms
-    schedule: !Warmup {{epochs: 1, then: !CosineDecay {{epochs: 29}}}}  # add up to `epochs` below
+    schedule: !Warmup {{epochs: 1, then: !CosineDecay {{epochs: 29}}}}  # the two must add up to `epochs` below
 batch_size: 16
 epochs: 30
 metrics: [{metrics}]
 best: {best}
 """
 FORECAST_TEMPLATE = """\
-# Forecast of each time from the two before. `neondist predict --steps` computes longer forecasts.
+# Forecasts each time step from the two preceding ones. `neondist predict --steps` computes longer forecasts.
 # neondist's docs/climate.md explains the fields; with `neondist schema`, an editor completes and checks them.
 !FitExperiment
 dataset: !ClimateFiles

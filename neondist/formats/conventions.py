@@ -119,7 +119,10 @@ def list_metadata_names(variables: Sequence[AuxiliaryVariable], unreadable: Sequ
 def collect_referenced_variables(
     own_attributes: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
 ) -> list[AuxiliaryVariable]:
-    """Return a variable's attributes under '', its dimensions, and all variables that these refer to, recursively."""
+    """Return an entry named '' with a variable's attributes, its dimensions, and the variables to which they refer.
+
+    References of these variables are followed as well.
+    """
     position = {name: own_attributes[name] for name in POSITION_ATTRIBUTES if name in own_attributes}
     variables = [AuxiliaryVariable("", (), None, position), *dimensions]
     while missing := sorted(
@@ -163,7 +166,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
     def ambiguity_error(why: str) -> DataError:
         listed = ", ".join(name or "(no name)" for name in names)
         message = (
-            f"{where}: which of its axes ({listed}) are rows and columns is ambiguous: {why}; give axes, one letter"
+            f"{where}: cannot tell which of its axes ({listed}) are rows and columns ({why}); give axes, one letter"
             f" per axis in the stored order, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}',"
             " or give its coordinates the attribute axis (X, Y, Z or T)"
         )

@@ -1,4 +1,4 @@
-"""Padding copied from inside the image, halo cells copied from the own tile, and the adjoints.
+"""Padding copied from inside the image, halo cells copied from the rank's own tile, and the adjoints.
 
 Both kinds of copies proceed axis by axis, so that corners are correct. Padding by `reflect` and `replicate` copies
 cells that HaloPlan includes in the buffer.
@@ -43,10 +43,11 @@ def _padding_index_pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
 
 
 def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
-    """Fill cells of other tiles as if the image ended at the own tile; an empty tile fills them with zeros.
+    """Fill halo cells as if the image ended at the edge of this rank's tile; for an empty tile, with zeros.
 
-    Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; if that is infinite (max pooling),
-    a window without own cells would be infinite too, so the nearest own cell is used; other maxima do not change.
+    Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' stands for the window's fill value. If that is infinite (max
+    pooling), the nearest own cell is used instead, since the maximum of a window without own cells would be infinite;
+    the maxima of other windows do not change.
     """
     own, constant = plan.own, plan.window.fill
     for piece in plan.receives:
@@ -61,7 +62,7 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
 
 
 def add_gradients_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
-    """Add the gradients of cells filled by `fill_locally` to the own cells from which they were copied."""
+    """Add the gradients of cells filled by `fill_locally` to the cells of this tile from which they were copied."""
     own = plan.own
     if own.empty or (mode == "zeros" and not isinf(plan.window.fill)):
         return

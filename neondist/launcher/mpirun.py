@@ -1,4 +1,4 @@
-"""Search for mpirun, and its options and environment variables."""
+"""Find mpirun, and choose its options and environment variables."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def environment_bin_dirs() -> list[Path]:
 
 
 def find_mpirun(env: Mapping[str, str]) -> Mpirun:
-    """Return the environment's own mpirun, if any, or the first on PATH.
+    """Return the mpirun of the running Python environment, if any, or else the first on PATH.
 
     Raises
     ------
@@ -77,7 +77,5 @@ def find_mpirun(env: Mapping[str, str]) -> Mpirun:
             [path, "--version"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"{path} does not run ({error}); put a working mpirun first on PATH, or {INSTALL_REMEDY}"
-        ) from error
+        raise LaunchError(f"{path} does not run ({error}); repair or remove it, or {INSTALL_REMEDY}") from error
     return Mpirun(path, (version.stdout + version.stderr).strip())

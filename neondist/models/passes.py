@@ -65,15 +65,13 @@ class ModelPass:
             )
         dy = output.backend.as_real_array("dy", dy, output.dtype)
         if self._run.is_closed or self._parameters_version != parameters.version:
-            reason = "the pass was closed" if self._run.is_closed else "the weights have changed"
-            raise PassOrderError(
-                f"backward: {reason} since the forward pass; run fprop of the batch right before bprop"
-            )
+            reason = "the pass is closed" if self._run.is_closed else "the weights have changed since the forward pass"
+            raise PassOrderError(f"backward: {reason}; repeat the forward pass of the batch first")
         parameters.check_layers_not_rebuilt()
         if len(dy) != self._run.samples:
             raise ShapeError(
-                f"dy has {counted(len(dy), 'sample')}, but the forward pass had {self._run.samples}; run fprop of"
-                " the batch right before bprop"
+                f"dy has {counted(len(dy), 'sample')}, but the forward pass had {self._run.samples}; repeat the"
+                " forward pass of the batch first"
             )
         output.check_tile_shape("dy", dy)
         images.grid.check("backward")

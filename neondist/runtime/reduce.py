@@ -28,9 +28,9 @@ def combine_ranks(reductions: Reductions, reduction: Reduction, partial: Any) ->
 
 
 def merge_moments(parts: Any) -> Any:
-    """Return (count, means, sums of squared differences) of all parts (ranks, 1 + 2 k), merged in order.
+    """Return (count, means, sums of squared deviations from the mean) of all parts (n, 1 + 2 k), merged.
 
-    Differences from the overall mean avoid cancellation (Chan, Golub and LeVeque 1983).
+    Deviations from the overall mean avoid cancellation (Chan, Golub and LeVeque 1983).
     """
     if len(parts) == 1:
         return parts[0].copy()

@@ -50,7 +50,7 @@ class SessionState(TrainState):
     stateful : list
         Further objects stored in checkpoints by `state_dict` and `load_state_dict`, such as schedulers.
     stop_reason : str
-        Reason of this rank's stop request since the last step; '' if none.
+        Reason for the stop that this rank has requested since the last step; '' if none.
     """
 
     model: Any

@@ -155,7 +155,7 @@ def test_three_splits(write_files, tmp_path):
         (3, "test: 2 images for validation and 3 for test leave no training images"),
         ({"labels": "a"}, "test: expected a mapping with 'images'"),
         ({"images": fields["images"]}, "0.npy is also a training image"),
-        ({"images": test_files["images"], "labels": f"{tmp_path}/t.csv"}, "test: labels differ in kind from"),
+        ({"images": test_files["images"], "labels": f"{tmp_path}/t.csv"}, "test: labels differ in type or shape from"),
         ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file matches"),
     ]:
         (tmp_path / "t.csv").write_text("3.npy,1\n")
@@ -447,7 +447,7 @@ INVALID = {
     r"2\.npy: is 47 x 47 x 3 float32, but": {"wrong": make_sample(2)[0].astype("float32"), "at": "images/2.npy"},
     r"smaller than crop \[60, 30\]": {"crop": [60, 30]},
     r"give crop: \[h, w\]": {"crop": None},
-    r"crop: \[1, 2, 3, 4\] are 4 extents": {"crop": [1, 2, 3, 4]},
+    r"crop: \[1, 2, 3, 4\] has 4 extents": {"crop": [1, 2, 3, 4]},
     r"percentiles: \[5\.0, 5\.0\]": {"percentiles": (5.0, 5.0)},
     r"std: expected a number above 0, .*got 0\.0": {"std": 0.0},
     r"masks.\d\.npy: contains label 2; labels must be 0 to 1": {"classes": 2},

@@ -68,8 +68,9 @@ class KubernetesCluster:
             for field, value in () if current is None else _find_manifest_differences(manifest, current):
                 if field != _WORKER_COUNT_FIELD:
                     raise LaunchError(
-                        f"{_manifest_title(manifest)} already exists, and its {field} is {value}; --delete it first, or"
-                        " give another --name (only --nodes can change for a running job, within --elastic)"
+                        f"{_manifest_title(manifest)} already exists with another {field} ({value}); delete it first"
+                        " with --delete, or give another --name (only --nodes can change for a running job, within"
+                        " --elastic)"
                     )
         for manifest, current in zip(manifests, existing, strict=True):
             if current is None:
@@ -224,7 +225,7 @@ def _describe_rejection(error: Any, kind: str) -> str:
         message = error.reason
     if error.status == 404:
         operator = _OPERATOR_BY_KIND.get(kind, _DEFAULT_OPERATOR)
-        return f"the cluster does not know {kind}s; install {operator} there ({message})"
+        return f"not found ({message}); check the namespace, and that {operator} is installed in the cluster"
     if error.status in (401, 403):
         return f"not allowed ({message}); request the permission, or use another context"
     return f"the cluster rejected it ({message})"

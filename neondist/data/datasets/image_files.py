@@ -76,7 +76,8 @@ class ImageFiles(Dataset):
         Value in masks that is not a class, to be ignored by a cost with the same `ignore_index`.
     normalise : 'mean', 'percentile' or 'none'
         The network input is (x - mean) / std, or (x - p) / (q - p) with the percentiles p and q, per channel, computed
-        once from up to 64 boxes of 256 cells per side of the training images; checkpoints store these values.
+        once from up to 64 boxes of the training images, with up to 256 cells per side (64 for volumes); checkpoints
+        store these values.
     percentiles : (float, float)
     mean, std : float or one per channel, optional
         Values that override the computed ones.
@@ -91,8 +92,8 @@ class ImageFiles(Dataset):
     ahead : bool
         Prefetch the next batch in a thread.
     cache : int or str
-        Size of each rank's caches of decoded chunks, one for images and one for masks: 128MiB, 4GiB or a number of
-        bytes.
+        Maximum size of each cache of decoded chunks: 128MiB, 4GiB or a number of bytes. A rank has one cache for the
+        images and one for the masks of each split.
 
     Raises
     ------
@@ -130,7 +131,7 @@ class ImageFiles(Dataset):
         }
         super().__init__(validation=None if isinstance(validation, str | Mapping) else validation)
         if crop is not None and not 1 <= len(crop) <= 3:
-            raise ConfigError(f"crop: {list(crop)} are {len(crop)} extents; give [h, w] or [d, h, w]")
+            raise ConfigError(f"crop: {list(crop)} has {len(crop)} extents; give [h, w] or [d, h, w]")
         if not 0 <= percentiles[0] < percentiles[1] <= 100:
             raise ConfigError(f"percentiles: {list(percentiles)} is invalid; expected [low, high] within 0 to 100")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
@@ -180,7 +181,10 @@ class ImageFiles(Dataset):
         self.class_names = self._given_class_names or names
         kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
-            raise DataError(f"{splits[0]}: labels differ in kind from those of the training split; use the same kind")
+            raise DataError(
+                f"{splits[0]}: labels differ in type or shape from those of the training split; give classes,"
+                " numbers or masks of one kind in all splits"
+            )
         self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
         if self._image_labels is not None:
             self.target_shape = self._image_labels.shape[1:]
@@ -296,7 +300,9 @@ class ImageFiles(Dataset):
 def _files_of_split(
     split: str, option: str | Mapping[str, str | Sequence[str]], labels: str
 ) -> Mapping[str, str | Sequence[str]]:
-    """Return the patterns of the images and labels of a split; without images, a table selects training images."""
+    """Return the patterns of the images and labels of a split; without a pattern of images, a table selects
+    the images of the split among the training images.
+    """
     if isinstance(option, str):
         option = {"labels": option} if option.lower().endswith(".csv") else {"images": option}
     is_table = str(option.get("labels", "")).lower().endswith(".csv")
@@ -320,4 +326,7 @@ def _check_class_values(values: Sequence[int], classes: int, ignore_index: int |
             f"class_values: {list(values)} is invalid; expected {counted(classes, 'different value')}, one per class"
         )
     if ignore_index is not None and (ignore_index in values or 0 <= ignore_index < classes):
-        raise ConfigError(f"ignore_index: {ignore_index} is a class, or in class_values; leave out one of the two")
+        raise ConfigError(
+            f"ignore_index: {ignore_index} is also a class number or one of class_values; choose another value, or"
+            " leave ignore_index out"
+        )

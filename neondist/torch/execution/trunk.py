@@ -1,8 +1,8 @@
 """Block-wise passes, for training and inference, up to the first operator that depends on the whole image.
 
-The operators before it, the *trunk*, are one step of the plan: each rank computes its tiles of the values that the
-remaining operators, the *head*, read, one block after the other, and keeps only these values. In the backward pass each
-block is recomputed and propagates its part of the gradient. Blocks overlap in their inputs but not in their outputs, so
+The operators before it, the *trunk*, are one step of the plan: block by block, each rank computes its tiles of
+the values that the remaining operators (the *head*) read, and keeps only these values. In the backward pass each block
+is recomputed and propagates its part of the gradient. Blocks overlap in their inputs but not in their outputs, so
 sums are exact.
 
 A norm that uses statistics of its input ends the trunk, unless memory is insufficient: then a sweep over the blocks
@@ -140,9 +140,9 @@ class TrunkLowering(FusedLowering):
         """Description of the part computed block by block."""
         text = f"memory: {' x '.join(map(str, self.block_counts))} blocks per rank (samples x space)"
         if self.trunk.norms:
-            text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms,"
+            text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms"
         if self.trunk.refusal is not None:
-            text += f" up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
+            text += f", up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
         return text
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -164,7 +164,9 @@ class TrunkLowering(FusedLowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised, and its statistics; for a norm of the trunk, x itself and the trunk's statistics."""
-        if x.id in self._norm_moments:  # copies: running statistics have no gradient, but the trunk's have
+        if (
+            x.id in self._norm_moments
+        ):  # detached: running statistics have no gradient, but the statistics of the trunk do
             mean, variance = (self.local(torch.Tensor.detach, [v], v.layout) for v in self._norm_moments[x.id])
             return x, mean, variance
         return super().normalise(x, weight, bias, moments, groups)
@@ -221,7 +223,7 @@ def create_trunk_lowering(
     Raises
     ------
     UserError
-        A pass does not fit in memory; the message names the operator that ends the trunk.
+        A pass does not fit in memory; the message names the operator that ends the trunk, if there is one.
     """
     weights = COPIES_OF_WEIGHTS_IN_TRAINING * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     limit, mesh, images = memory - weights, search.mesh, search.program.image_value_ids
@@ -261,7 +263,7 @@ def create_trunk_lowering(
     )
     if trunk.refusal is None:
         raise ConfigError(f"memory: {shortage}")
-    remedy = f"together with the operators after it, {shortage}"
+    remedy = f"it and the operators after it are computed on whole tiles, so that {shortage}"
     raise UnsupportedOperator(trunk.refusal, trunk.refusal.why, action="be computed block by block", remedy=remedy)
 
 

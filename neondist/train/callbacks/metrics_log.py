@@ -14,7 +14,7 @@ from .hook import Hook
 class MetricsLog(Hook):
     """Write one JSON object per epoch, on rank 0, with floats in full precision; NaN and infinity become null.
 
-    The object has the fields of a Record. Time and communication are reported for training only: seconds,
+    The object has the fields of an EpochRecord. Time and communication are reported for training only: seconds,
     samples_per_second, and, over all ranks, bytes_sent (halos) and bytes_summed (arrays reduced or redistributed).
     """
 
