@@ -55,7 +55,8 @@ def add_parser(commands: Any) -> None:
     )
     master.add_argument(
         "--checkpoint-steps", type=options.nonnegative_int, default=0, metavar="N",
-        help="write a checkpoint of the servers every N updates (default 0: using at most 2 %% of the time)",
+        help="write a checkpoint of the servers every N updates (default 0: as often as possible within 2 %% of the run"
+        " time)",
     )  # fmt: skip
     master.set_defaults(command=serve_master)
 

@@ -35,7 +35,7 @@ class Cost(Registered, ABC):
     has_weighted_mean : bool
         Whether the denominator of the mean depends on the targets.
     has_target_per_output : bool
-        Whether a cell's target is either a class or has one value per output.
+        Whether the target of a cell must be a class label, or one value per output.
     ignore_index : int or None
         Label of the cells that are ignored, also by metrics.
     parts : sequence of (factor, Cost)
@@ -92,9 +92,10 @@ class Cost(Registered, ABC):
             )
 
     def check_target_shape(self, y_shape: tuple[int, ...], target_shape: tuple[int, ...] | None) -> None:
-        """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with such targets of a sample.
+        """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with targets of these shapes.
 
-        Only the spatial axes are compared unless `has_target_per_output` is set. None: unknown.
+        Only the spatial axes are compared unless `has_target_per_output` is set. `target_shape` is the shape of the
+        targets of a sample; None: unknown.
         """
         if target_shape is None or target_shape in (y_shape, y_shape[:-1]):
             return
@@ -113,8 +114,8 @@ class Cost(Registered, ABC):
             with set_error_subject(self):
                 raise ConfigError(
                     f"cost: {type(self).__name__} applies a softmax, which is 1 for any single output, so that nothing"
-                    " is trained; use BCE for one output of two classes, MSE for a number, or give the last layer an"
-                    " output per class"
+                    " is trained; use BCE for two classes with one output, MSE for a number, or give the last layer"
+                    " an output per class"
                 )
 
     def check_output_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:

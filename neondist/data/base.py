@@ -197,7 +197,9 @@ class Dataset(Registered, ABC):
         ------
         ConfigError
             If the shard does not exist; or, on all ranks when the data set is opened, if the ranks of a replica have
-            different shards or a shard is empty.
+            different shards.
+        DataError
+            On all ranks when the data set is opened, if a shard is empty.
         """
         check_value("shard: num_shards", num_shards, Count)
         check_value("shard: index", index, Index)
@@ -306,7 +308,10 @@ def count_held_out(field: str, share: float | int, samples: int) -> int:
     limit = samples - 1
     count = share if isinstance(share, Integral) else min(max(1, round(share * samples)), limit)
     if not 0 < count <= limit:
-        raise DataError(f"{field}: {share} of {samples} training samples leave none for training; hold out fewer")
+        raise DataError(
+            f"{field}: holding out {share} of {counted(samples, 'training sample')} leaves none for"
+            " training; hold out fewer"
+        )
     return int(count)
 
 

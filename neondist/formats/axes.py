@@ -96,7 +96,8 @@ def box_to_slices(box: BoxLike, shape: Sequence[int], name: str) -> Cells:
     ndim = box.ndim if isinstance(box, Box) else len(box)
     if ndim != len(shape) or not all(0 <= lo <= hi <= n for (lo, hi), n in zip(pairs, shape, strict=False)):
         raise ShapeError(
-            f"{name}: box {pairs} does not fit in an array of shape {list(shape)}; give one pair of bounds per axis"
+            f"{name}: box {pairs} does not fit in an array of shape {list(shape)}; give one pair of bounds"
+            " within the array per axis"
         )
     return tuple(slice(int(lo), int(hi)) for lo, hi in pairs)
 

@@ -33,7 +33,7 @@ class Upsampling(Window):
         return n * self.factor[axis]
 
     def used_cells(self, lo: int, hi: int) -> AxisCells:
-        """Return the cells that outputs [lo, hi) of one axis read; if linear, some lie outside the image."""
+        """Return the cells that outputs [lo, hi) of one axis read; if linear, some may lie outside the image."""
         return (range(self.source_cell(0, lo), self.source_cell(0, hi - 1) + self.kernel[0]),) if lo < hi else ()
 
     def source_cell(self, axis: int, output: int) -> int:

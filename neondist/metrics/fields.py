@@ -16,7 +16,9 @@ from .output_layout import OutputLayout
 
 
 class PerChannelMetric(Metric):
-    """Base class of metrics per output channel: a value named such as 'rmse_t2m' for fields, otherwise a list.
+    """Base class of metrics of each output channel.
+
+    Fields give one value per variable, such as 'rmse_t2m'; other outputs a list, or a number for one channel.
 
     Parameters
     ----------
@@ -54,7 +56,7 @@ class PerChannelMetric(Metric):
         return {self.name: float(values[0]) if len(values) == 1 else values.tolist()}
 
     def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
-        """Raise UserError unless there are weights for outputs of this global shape (*spatial, C)."""
+        """Raise UserError if outputs of this global shape are not fields (*spatial, C), or if weights do not fit."""
         if len(y_shape) < 2:
             raise ShapeError(
                 f"{type(self).__name__} compares fields, but the last layer returns a vector; leave the metric out"

@@ -33,7 +33,8 @@ class ROCAUC(Metric):
     ------
     DataError
         At the end of an evaluation, if there are too many distinct scores. A rank stores 24 bytes per distinct score
-        and class, in the end for all ranks: for at most `bins` scores, or, without bins, 16.8 million.
+        and class; at the end of an evaluation, each rank stores the scores of all ranks. The limit per class is `bins`
+        scores, or 16.8 million without bins.
     """
 
     name = "roc_auc"

@@ -157,7 +157,10 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
 
 
 def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) -> None:
-    """Set the normalisation of an open data set to a checkpoint's; with errors of `restore_field_normalisation`."""
+    """Set the normalisation of an open data set to that of a checkpoint.
+
+    Raises the errors of `restore_field_normalisation`, and ValueError if the factors are invalid.
+    """
     for split in dataset.splits.values():
         if split.fields is not None:
             split.fields = restore_field_normalisation(texts, split.fields)

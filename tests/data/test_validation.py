@@ -263,5 +263,5 @@ def test_too_many_validation_samples_name_the_line(tmp_path):
     with pytest.raises(DataError) as error:
         open_dataset(dataset)
     assert str(add_location(error.value)).endswith(
-        "e.yaml:5: dataset.validation: 12 of 12 training samples leave none for training; hold out fewer"
+        "e.yaml:5: dataset.validation: holding out 12 of 12 training samples leaves none for training; hold out fewer"
     )

@@ -14,8 +14,8 @@ from .base import ExchangePolicy
 class Stale(ExchangePolicy):
     """Asynchronous halo exchange: uses the cells sent `steps` training steps ago, so no rank waits.
 
-    The received cells belong to an earlier batch, which is useful only if batches are similar. The first steps and
-    evaluation exchange synchronously.
+    The received cells belong to an earlier batch, so this scheme is useful only if successive batches are similar. The
+    first steps and evaluation exchange synchronously.
 
     Parameters
     ----------

@@ -119,7 +119,7 @@ class CheckedArray:
         try:
             self.array.read_direct(out, cells)
         except OSError as error:
-            raise ValueError(f"{self.name}: {error}") from error
+            raise ValueError(f"{self.name}: cannot be read ({error})") from error
 
     def _read_verified_batch(self, samples: slice, rows: slice, first_sample: int, out: np.ndarray) -> None:
         """Read and verify whole blocks, and copy the requested cells."""

@@ -16,6 +16,7 @@ from ...comm import ProcessGrid
 from ...comm.agreement import all_or_none
 from ...errors import ConfigError, ShapeError, UserError
 from ...halo import Phase
+from ...terminal.console import counted
 from ..capture.capture import device_of
 from ..capture.checks import (
     BackwardEntryCheck,
@@ -340,7 +341,7 @@ class DistributedModule(nn.Module):
             loss = criterion(output, target)
             self._criteria.record_directly_callable(criterion, output, target)
             return loss
-        # after tracing, during which PyTorch replaces the criterion's tensors: virtual ranks share the criterion
+        # after tracing, which temporarily replaces the tensors of the criterion that virtual ranks share
         owner = criterion_module(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
@@ -379,7 +380,7 @@ class DistributedModule(nn.Module):
         count, plan = len(self.tiling.input_layouts), prepared.runner.plan
         if len(tiles) != count:
             raise ShapeError(
-                f"the module takes {count} input{'s'[: count != 1]}, as example_shape says, got {len(tiles)}"
+                f"example_shape gives {counted(count, 'input')}, but the module got {len(tiles)}; pass a tile per input"
             )
         for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, prepared.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)

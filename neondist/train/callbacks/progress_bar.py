@@ -22,14 +22,14 @@ _STANDARD_RECORD_FIELDS = {"seconds", "samples_per_second"} | {f"{n}_{m}" for n 
 
 
 class ProgressBar(Hook):
-    """Progress bar of the current epoch on rank 0, and one line per epoch; without a terminal, lines on stderr.
+    """Progress bar of the current epoch on rank 0, and one line per epoch.
 
     Without a terminal, progress and an estimate of the time left in the epoch are printed early and then periodically.
 
     Parameters
     ----------
     file : text file, optional
-        Output stream; default stdout.
+        Output stream. Default: stdout, but stderr for progress without a terminal.
     """
 
     runs_during_pretraining = True

@@ -139,7 +139,7 @@ def test_wrong_number_of_inputs():
         model, x = set_up(grid)
         model(x, x)
 
-    check_rejected(body, "the module takes 1 input, as example_shape says, got 2")
+    check_rejected(body, "example_shape gives 1 input, but the module got 2")
 
 
 @pytest.mark.usefixtures("shared_programs")
