@@ -160,7 +160,10 @@ def test_job_is_scaled_and_deleted(api, folder):
     assert "created" not in out
     code, _, err = run_in_process(folder, *words, "--nodes", 3, "--set", "epochs=3")
     assert code == 2
-    assert "MPIJob toy already exists with another spec.mpiReplicaSpecs.Launcher.template.spec.containers[0].command" in err
+    assert (
+        "MPIJob toy already exists with another spec.mpiReplicaSpecs.Launcher.template.spec.containers[0].command"
+        in err
+    )
     assert api.objects()["MPIJob", "toy"]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 4
     words = [word if word != "--apply" else "--delete" for word in words]
     assert run_in_process(folder, *words)[:2] == (0, "MPIJob toy: deleted\nConfigMap toy-experiment: deleted\n")

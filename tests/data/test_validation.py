@@ -63,7 +63,7 @@ def test_invalid_validation_arguments(value, make):
 @pytest.mark.parametrize("make", [*DATASET_FACTORIES, make_hdf5])
 @pytest.mark.parametrize("validation", [20, 10**9])
 def test_validation_leaves_training_samples(tmp_path, make, validation):
-    with pytest.raises(DataError, match=f"validation: {validation} of 20 training samples leave no"):
+    with pytest.raises(DataError, match=f"validation: holding out {validation} of 20 training samples leaves none"):
         make(tmp_path, validation=validation).open(SERIAL)
 
 
