@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from ...backends import Backend, get_backend
-from ...comm import Exchange, ProcessGrid
 from ...errors import ConfigError, HaloError
 from ...geometry import AxisCells, Box, HaloPlan, Lattice, Piece, Window, shift_range
-from ...halo import ExchangePolicy, FusionScheme, Halo, as_scheme, scheme_text
-from ...halo.buffer import HaloBuffer
+from ...halo import ExchangePolicy, FusionScheme, GlobalArray, Halo, as_scheme, scheme_text
 from ...observer import EventScope
 from ...registry import suggest
 from ...runtime.debug import mark_unowned_cells, mask_of_unfilled
@@ -26,23 +22,6 @@ Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 """A scheme, or schemes by module path; '' is the whole module."""
 
 
-@dataclass
-class _HaloBufferContext:
-    """Attributes of a channels-last array that its halo buffer uses."""
-
-    grid: ProcessGrid
-    policy: ExchangePolicy
-    plan: HaloPlan
-    channels: int
-    dtype: np.dtype
-    backend: Backend = field(default_factory=lambda: get_backend("numpy"))
-    memory: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
-    recorded_exchanges: list[tuple[str, Exchange]] = field(default_factory=list)
-    swaps_directions: bool = False
-    #: number of runs of each exchange recorded in the ledger
-    recorded_run_counts: list[int] = field(default_factory=list)
-
-
 class SchemeChannel:
     """Counterpart of `TransferChannel` for border schemes: it exchanges cells and gradients as a scheme prescribes."""
 
@@ -51,20 +30,22 @@ class SchemeChannel:
         assert step.scheme is not None
         self.comm, self.grid, self.name, self.transfer = comm, comm.grid, step.name, step.transfer
         self.policy = step.scheme
-        self._buffers: dict[Any, tuple[_HaloBufferContext, HaloBuffer]] = {}
+        #: channels-last array of each batch, and the number of runs of its exchanges recorded in the ledger
+        self._arrays: dict[Any, tuple[GlobalArray, list[int]]] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return this rank's view from its part; `pads` are (dimension, before, after)."""
-        owner, buffer = self._halo_buffer_for(tensor, fill)
+        array, recorded_run_counts = self._array_for(tensor, fill)
+        buffer = array.buffer(len(tensor))
         if self.comm.has_debug_checks:
             mark_unowned_cells(buffer)
         seen = buffer.forward(_as_channels_last(tensor), self.comm.phase)
-        if self.comm.has_debug_checks and (missing := mask_of_unfilled(seen, owner.plan)).any():
+        if self.comm.has_debug_checks and (missing := mask_of_unfilled(seen, array.plan)).any():
             raise HaloError(
                 f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of the view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
             )
-        self._record_messages(owner)
+        self._record_messages(array, recorded_run_counts)
         view = torch.from_numpy(seen).movedim(-1, 1)  # on the host, where schemes exchange cells
         shape, inside = list(view.shape), [slice(None)] * tensor.dim()
         for dim, before, after in pads:
@@ -86,23 +67,25 @@ class SchemeChannel:
     ) -> torch.Tensor:
         """Return the gradient of this rank's part from the gradient of its view, always in new memory."""
         gradient = without_padding(gradient, pads)
-        owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
-        part = buffer.backward(_as_channels_last(gradient), self.comm.phase)
-        self._record_messages(owner)
+        array, recorded_run_counts = self._arrays[shape[0], shape[1], gradient.dtype]
+        part = array.buffer(shape[0]).backward(_as_channels_last(gradient), self.comm.phase)
+        self._record_messages(array, recorded_run_counts)
         return torch.from_numpy(part).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
 
     def observe(self, direction: str) -> EventScope:
         """Return the context manager that reports this exchange to observers."""
         return self.grid.observers.observe("halo", self.name, direction)
 
-    def _halo_buffer_for(self, tensor: torch.Tensor, fill: float) -> tuple[_HaloBufferContext, HaloBuffer]:
+    def _array_for(self, tensor: torch.Tensor, fill: float) -> tuple[GlobalArray, list[int]]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
-        if key not in self._buffers:
-            self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # for one batch
+        if key not in self._arrays:
+            self._arrays = {of: kept for of, kept in self._arrays.items() if of[:2] == key[:2]}  # for one batch
             plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _as_channels_last(tensor[:0]).dtype
-            owner = _HaloBufferContext(self.grid, self.policy, plan, tensor.shape[1], dtype)
-            self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
-        return self._buffers[key]
+            array = GlobalArray(self.grid, (len(tensor), *plan.extent, tensor.shape[1]), dtype=str(dtype), reuse=True)
+            array.set_halo_plan(plan)
+            array.policy = self.policy
+            self._arrays[key] = array, []
+        return self._arrays[key]
 
     def _halo_plan(self, extent: tuple[int, ...], fill: float) -> HaloPlan:
         """Return the transfer as a HaloPlan of neondist layers: in cells of the image, along all of its axes."""
@@ -137,9 +120,9 @@ class SchemeChannel:
             used=tuple(used.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(need)),
         )
 
-    def _record_messages(self, owner: _HaloBufferContext) -> None:
+    def _record_messages(self, array: GlobalArray, recorded_run_counts: list[int]) -> None:
         """Record the messages since the last call."""
-        recorded, recorded_run_counts = owner.recorded_exchanges, owner.recorded_run_counts
+        recorded = array.recorded_exchanges
         recorded_run_counts += [0] * (len(recorded) - len(recorded_run_counts))
         for at, (direction, exchange) in enumerate(recorded):
             for _ in range(recorded_run_counts[at], exchange.run_count):
