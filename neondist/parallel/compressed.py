@@ -47,10 +47,6 @@ class CompressedAllReduce:
                 start += prod(shape)
         self.row_exchange = RowExchange(reductions, tables if ranks > 1 else [])
 
-    def are_all_finite(self) -> Any:
-        """Return whether this rank's gradients are finite."""
-        return are_all_finite(self.gradients)
-
     def sum_over_ranks(self) -> None:
         """Replace the gradients by their sums, and keep the residuals for the next step. Collective.
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import rng
-from ..arrays.precision import BFLOAT16, FLOAT16
+from ..arrays.precision import BFLOAT16, FLOAT16, ComputePrecision
 from ..comm import Reductions
 
 Shape = tuple[int, ...]
@@ -86,7 +86,18 @@ class Compressor(ABC):
 
 
 class HalfPrecisionCompressor(Compressor):
-    """Base of compressors to 16-bit numbers; each rank sums a slice in full precision."""
+    """Base of compressors to 16-bit numbers; each rank sums a slice in full precision.
+
+    Attributes
+    ----------
+    precision : ComputePrecision
+        The 16-bit numbers.
+    largest : float
+        Their largest; numbers out of range become the largest or smallest.
+    """
+
+    precision: ComputePrecision
+    largest: float
 
     @staticmethod
     def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
@@ -101,37 +112,25 @@ class HalfPrecisionCompressor(Compressor):
         gradients[own_slice] += error
         return self.decode(total), gradients
 
-    @abstractmethod
     def encode(self, array: np.ndarray) -> np.ndarray:
-        """Return numbers in 16 bits (uint16); numbers out of range become the largest representable."""
+        """Return the nearest numbers in 16 bits (uint16)."""
+        return self.precision.encode(array.clip(-self.largest, self.largest))
 
-    @abstractmethod
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """Return 16-bit codes as numbers of the gradients' dtype."""
+        return self.precision.decode(codes).astype(self.dtype)
 
 
 class Float16Compressor(HalfPrecisionCompressor):
     """IEEE half precision."""
 
-    def encode(self, array: np.ndarray) -> np.ndarray:
-        """Return the nearest float16."""
-        return FLOAT16.encode(array.clip(-65504.0, 65504.0))
-
-    def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Return the numbers."""
-        return FLOAT16.decode(codes).astype(self.dtype)
+    precision, largest = FLOAT16, 65504.0
 
 
 class BFloat16Compressor(HalfPrecisionCompressor):
-    """The first 16 bits of a float32."""
+    """The first 16 bits of a float32, rounded to nearest (ties to even)."""
 
-    def encode(self, array: np.ndarray) -> np.ndarray:
-        """Return the nearest bfloat16 (ties to even)."""
-        return BFLOAT16.encode(array.clip(-3.3895e38, 3.3895e38))
-
-    def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Return the numbers."""
-        return BFLOAT16.decode(codes).astype(self.dtype)
+    precision, largest = BFLOAT16, 3.3895e38
 
 
 class TopK(Compressor):
@@ -170,11 +169,12 @@ class PowerSGD(Compressor):
 
     def __init__(self, shapes: Mapping[str, Shape], share_or_rank: float, dtype: np.dtype) -> None:
         super().__init__(shapes, share_or_rank, dtype)
-        sizes = {name: (cols, min(int(share_or_rank), rows, cols)) for name, (rows, cols) in self._matrix_shapes()}
-        self.right_factors = {
-            name: rng.normal(rng.key("powersgd", name), np.arange(prod(size))).reshape(size).astype(dtype)
-            for name, size in sizes.items()
-        }
+        self.right_factors: dict[str, np.ndarray] = {}
+        for name, shape in shapes.items():
+            rows, cols = _matrix_shape(shape)
+            size = cols, min(int(share_or_rank), rows, cols)
+            values = rng.normal(rng.key("powersgd", name), np.arange(prod(size)))
+            self.right_factors[name] = values.reshape(size).astype(dtype)
 
     @staticmethod
     def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
@@ -184,10 +184,8 @@ class PowerSGD(Compressor):
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum of the projections on the common left factor, and this rank's residual."""
-        shares = {
-            name: gradients[slice(*span)].reshape(_matrix_shape(self.shapes[name]))
-            for name, span in self._named_spans()
-        }
+        parts = self.split_by_parameter(gradients)
+        shares = {name: part.reshape(_matrix_shape(part.shape)) for name, part in parts}
         lefts = self._sum_factors_over_ranks(
             reductions, {name: share @ self.right_factors[name] for name, share in shares.items()}
         )
@@ -209,12 +207,6 @@ class PowerSGD(Compressor):
         """Return the residual and the right factors."""
         right_factors = [SyncState(f"{name}/powersgd", factor, True) for name, factor in self.right_factors.items()]
         return [*super().sync_states(), *right_factors]
-
-    def _matrix_shapes(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        return ((name, _matrix_shape(shape)) for name, shape in self.shapes.items())
-
-    def _named_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        return zip(self.shapes, self.spans, strict=True)
 
     @staticmethod
     def _sum_factors_over_ranks(reductions: Reductions, factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -44,8 +44,8 @@ class OwnedParts:
 
     Attributes
     ----------
-    sizes_by_rank : list of int
-        Number of elements that each rank owns.
+    own_size : int
+        Number of elements that this rank owns.
     own_spans : list of (start, stop)
         Range of this rank's part of each parameter, in an array of only the rank's own parts.
     """
@@ -64,9 +64,8 @@ class OwnedParts:
             ]
             for rank in range(reductions.grid.size)
         ]
-        self.sizes_by_rank = [sum(part.part_size for part in parts) for parts in self._parts]
         own = list(accumulate((part.part_size for part in self._parts[self.rank]), initial=0))
-        self.own_spans = list(pairwise(own))
+        self.own_spans, self.own_size = list(pairwise(own)), own[-1]
         ranks = range(reductions.grid.size)
         flat_ranges_of = [[_contiguous_flat_range(share, rank) for rank in ranks] for share in shares]
         tables = dict(enumerate(zip(sparse_row_lengths, flat_ranges_of, strict=False)))
@@ -83,11 +82,6 @@ class OwnedParts:
         self._chunks = [
             _group_into_chunks([part for part in parts if part.parameter_start not in sparse]) for parts in self._parts
         ]
-
-    @property
-    def num_owned_elements(self) -> int:
-        """Number of elements that this rank owns."""
-        return self.sizes_by_rank[self.rank]
 
     def copy_own_part(self, flat: Any) -> Any:
         """Return a new flat array of this rank's parts."""

@@ -129,7 +129,7 @@ class Parameters:
             elif owned.size:
                 self.reductions.allreduce("world", owned)
                 self.sync.record_finiteness(are_all_finite(owned))
-            self.sync.record_finiteness(self.compressed.are_all_finite())
+            self.sync.record_finiteness(are_all_finite(packed))
             self.sync.finish_sums()
             if loss_scale != 1:
                 self.grads[: self.sync.num_uncompressed_gradients] /= loss_scale
@@ -194,7 +194,7 @@ class Parameters:
 
     def create_slots(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's arrays for the elements that this rank updates."""
-        return optimizer.create_slots(self.values[: self.owned_start + self.owners.num_owned_elements])
+        return optimizer.create_slots(self.values[: self.owned_start + self.owners.own_size])
 
     def flat_layout(self, update_mask: Sequence[bool] | None = None) -> FlatLayout:
         """Return the layout, in flat arrays, of the parameters that this rank updates, or of those in `update_mask`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from ..layers import Layer
@@ -25,17 +26,11 @@ class TrainedSubset:
         names = {str(layer.name) for layer in layers}
         self.update_mask = [shard.layer_name in names for shard in parameters.trained_shards]
 
-    def split_flat(self, flat: Any) -> list[Any]:
-        """Return flat views of this subset's arrays in a buffer of the size of all parameters."""
-        pairs = zip(self.parameters.split_flat(flat), self.update_mask, strict=True)
-        return [array.reshape(-1) for array, selected in pairs if selected]
-
     def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
         """Sum gradients, divided by `loss_scale`, over all ranks (for partitioned parameters, over replicas only)."""
-        sync = self.parameters.sync
-        pairs = zip(self.parameters.trained_shards, self.update_mask, strict=True)
-        shards = [shard for shard, selected in pairs if selected]
-        for gradient, shard in zip(self.split_flat(self.parameters.grads), shards, strict=True):
+        sync, shards = self.parameters.sync, self.parameters.trained_shards
+        gradients = self.parameters.split_flat(self.parameters.grads)
+        for gradient, shard in compress(zip(gradients, shards, strict=True), self.update_mask):
             if loss_scale != 1:
                 gradient /= loss_scale
             sync.reductions.allreduce(shard.parameter.layout.gradient_reduction_group, gradient)

@@ -43,8 +43,8 @@ class GradientSync(ABC):
     num_world_gradients : int
         Number of leading gradients that are summed over all ranks; the others, which belong to one tile, are summed
         over the replicas.
-    num_uncompressed_gradients : int, optional
-        Number of leading gradients summed here; the rest of `num_world_gradients` is sent compressed. Default: all.
+    num_uncompressed_gradients : int
+        Number of leading gradients summed here; the rest of `num_world_gradients` is sent compressed.
 
     Attributes
     ----------
@@ -59,17 +59,14 @@ class GradientSync(ABC):
         buffer: Any,
         spans: Sequence[FlatRange],
         num_world_gradients: int,
-        num_uncompressed_gradients: int | None = None,
+        num_uncompressed_gradients: int,
     ) -> None:
         self.flags, self.reductions = ControlFlags(), Reductions(grid)
         self.reductions.direction = "backward"
         self.flag_header, self.grads = buffer[:FLAG_HEADER_LENGTH], buffer[FLAG_HEADER_LENGTH:]
-        self.num_world_gradients = num_world_gradients
-        self.num_uncompressed_gradients = (
-            num_world_gradients if num_uncompressed_gradients is None else num_uncompressed_gradients
-        )
+        self.num_world_gradients, self.num_uncompressed_gradients = num_world_gradients, num_uncompressed_gradients
         #: the flags and the shared gradients
-        self.world_message = buffer[: FLAG_HEADER_LENGTH + self.num_uncompressed_gradients]
+        self.world_message = buffer[: FLAG_HEADER_LENGTH + num_uncompressed_gradients]
         self.own_gradients_finite: Any = True
 
     def begin_step(self) -> None:
@@ -153,16 +150,9 @@ class Bucketed(GradientSync):
     #: Bytes of a full bucket
     full_bucket_bytes = 1 << 20
 
-    def __init__(
-        self,
-        grid: ProcessGrid,
-        buffer: Any,
-        spans: Sequence[FlatRange],
-        num_world_gradients: int,
-        num_uncompressed_gradients: int | None = None,
-    ) -> None:
-        super().__init__(grid, buffer, spans, num_world_gradients, num_uncompressed_gradients)
-        own = self._create_buckets([span for span in spans if span[0] >= num_world_gradients], "replicas")
+    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], *counts: int) -> None:
+        super().__init__(grid, buffer, spans, *counts)
+        own = self._create_buckets([span for span in spans if span[0] >= self.num_world_gradients], "replicas")
         common = self._create_buckets([span for span in spans if span[0] < self.num_uncompressed_gradients], "world")
         first = common.pop() if common else Bucket(self.world_message, "world", 0, 0)
         self.last_bucket = Bucket(buffer[: FLAG_HEADER_LENGTH + first.stop], "world", first.start, first.stop)

@@ -82,7 +82,7 @@ def test_buckets_cover_gradients_and_flags(monkeypatch, capacity):
     monkeypatch.setattr(Bucketed, "full_bucket_bytes", capacity)
     values, spans = np.arange(FLAG_HEADER_LENGTH + 60.0), [(0, 10), (10, 40), (40, 50), (50, 60)]
     for shared in (0, 40, 60):
-        sync = Bucketed(nd.ProcessGrid.serial(), values, spans, shared)
+        sync = Bucketed(nd.ProcessGrid.serial(), values, spans, shared, shared)
         contents = np.concatenate([bucket.array for bucket in (*sync.early_buckets, sync.last_bucket)])
         np.testing.assert_array_equal(np.sort(contents), values)
         assert sync.last_bucket.array[0] == 0
