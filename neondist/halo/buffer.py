@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,8 +15,9 @@ from .exchange import DEFAULT_PHASE, HaloExchange, Phase
 from .padding import add_padding_gradient, fill_padding
 from .policies.base import ExchangePolicy
 
-Slots = tuple[Any, Any]
-"""Allocators of the view and its gradient, called as `.array(shape)`; None: separate memory."""
+Allocator = Callable[[Sequence[int]], Any]
+Slots = tuple[Allocator | None, Allocator | None]
+"""Functions from a shape to the memory of the view and of its gradient; None: separate memory."""
 
 
 class BufferOwner(Protocol):
@@ -106,7 +107,7 @@ class HaloBuffer:
         for index, part in self._border(out):
             part[...] = self.cells[index]
 
-    def rebuild_view(self, slot: Any, saved: Any, write: Callable[[Any], None]) -> Any:
+    def rebuild_view(self, slot: Allocator, saved: Any, write: Callable[[Any], None]) -> Any:
         """Rebuild the view in other memory from the border in `saved`; `write` writes the tile into its argument."""
         cells = self._new_cells(slot)
         self._restore_border(saved, cells)
@@ -173,6 +174,6 @@ class HaloBuffer:
         """Return the number of started exchanges of the array, over all its buffers."""
         return sum(exchange.run_count for pass_, exchange in self.owner.recorded_exchanges if pass_ == direction)
 
-    def _new_cells(self, slot: Any) -> Any:
+    def _new_cells(self, slot: Allocator | None) -> Any:
         shape = self.samples, *self.plan.buffer.shape, self.owner.channels
-        return slot.array(shape) if slot else self.owner.backend.xp.empty(shape, self.owner.dtype)
+        return slot(shape) if slot else self.owner.backend.xp.empty(shape, self.owner.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -264,14 +265,10 @@ class Model(LayerModel):
             planned.layer.build(planned.input_shape, context)
             planned.check_messages_match(planned.layer.arrays, self.grid.tile)
         self.last_pass = None
-        self.input = GlobalArray(
-            self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype), backend=context.backend
-        )
+        create = partial(GlobalArray, self.grid, dtype=str(self.dtype), backend=context.backend)
+        self.input, self.output = create((batch_size, *self.input_shape)), create((batch_size, *self.output_shape))
         if plan.overlapping_tiles is not None:
             self.input.repartition(plan.overlapping_tiles, plan.overlapping_tiles)
-        self.output = GlobalArray(
-            self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
-        )
         self.parameters = self.trained_parameters = LayerParameters(
             self.leaves, context, self._sync_class, plan.parameters.shares, plan.parameters.compressors
         )

@@ -13,7 +13,7 @@ from ..halo import Phase
 from ..parallel import are_all_finite
 from ..plan import micro_batch_ranges
 from ..runtime import Pass, PassGraphs
-from ..runtime.observers.nonfinite import BorderSchemeBackup, find_first_nonfinite
+from ..runtime.observers.nonfinite import find_first_nonfinite
 from .passes import to_backend_images
 from .trainable import Trainable
 
@@ -98,10 +98,12 @@ class LayerModelStep(TrainStep):
         """Save running statistics, and the state of border schemes."""
         untrained_values = self.parameters.untrained_values
         skips = self.model.nonfinite == "skip" or self.loss_scaler is not None
-        kept, memory = untrained_values.copy(), BorderSchemeBackup(self.model.leaves, skips)
+        arrays = [array for layer in self.model.leaves for array in layer.arrays] if skips else []
+        kept, scheme_states = untrained_values.copy(), [array.scheme_state() for array in arrays]
 
         def restore() -> None:
-            memory.restore()
+            for array, state in zip(arrays, scheme_states, strict=True):
+                array.restore_scheme_state(state)
             untrained_values[...] = kept
 
         return restore

@@ -135,14 +135,3 @@ class Arena:
             if live.first_time < turn <= live.last_time
             and ((start, stop) in written or any(start < end and begin < stop for begin, end in later))
         ]
-
-
-class ArenaSlot:
-    """A range of an arena, for the arrays of one owner."""
-
-    def __init__(self, arena: Arena, slot: int) -> None:
-        self.arena, self.slot = arena, slot
-
-    def array(self, shape: Sequence[int]) -> Any:
-        """Return an array (n, ...) in this range."""
-        return self.arena.array(self.slot, shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ..halo import HaloRecord, Phase
@@ -78,9 +79,8 @@ class Executor:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         memory = compiled.training.memory
         limit = None if memory is None else memory_trim_threshold(memory, compiled.training.backend)
-        self.blocks, shared = (
-            BlockPool(samples, context.dtype, context.backend, limit, lambda: compiled.needed_bytes) for _ in range(2)
-        )
+        pool = partial(BlockPool, samples, context.dtype, context.backend, limit, lambda: compiled.needed_bytes)
+        self.blocks, shared = pool(), pool()
         self.sections: list[Any] = []
         if compiled.stream is not None:
             self.sections.append(StripwiseSection(compiled.stream, context, shared, layer_task))
@@ -173,7 +173,8 @@ class Executor:
             if continues or (recomputed and need_dx):
                 dys = dxs = [dx.copy() for dx in dxs]
             if recomputed or (close and continues):
-                _close_passes(current)
+                for run in current:
+                    run.close()
             if not continues:
                 return dxs
             at -= 1
@@ -198,8 +199,3 @@ class Executor:
         for step in self.graph.steps:
             if step.join is not None:
                 yield step.join
-
-
-def _close_passes(passes: Sequence[Any]) -> None:
-    for run in passes:
-        run.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..halo import GlobalArray
@@ -99,20 +100,12 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: ModelContext)
     """
     clone = copy.copy(layer)
     clone.context, clone.regions, clone.gathered_gradient_array = context, placed.regions, None
-    shape = context.batch_size, *layer.input_shape
-    clone.input = GlobalArray(
-        context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
-    )
+    create = partial(GlobalArray, context.grid, dtype=str(context.dtype), backend=context.backend, reuse=True)
+    clone.input = create((context.batch_size, *layer.input_shape), layer.window)
     clone.input.set_halo_plan(placed.view(strip))
     if layer.scattered_output_array is not None:
-        clone.scattered_output_array = GlobalArray(
-            context.grid,
-            (context.batch_size, *layer.output_shape),
-            layer.scattered_output_array.window,
-            dtype=str(context.dtype),
-            backend=context.backend,
-            reuse=True,
-        )
+        shape, window = (context.batch_size, *layer.output_shape), layer.scattered_output_array.window
+        clone.scattered_output_array = create(shape, window)
         clone.scattered_output_array.swaps_directions = True
         clone.scattered_output_array.set_halo_plan(placed.output_halo_plan(strip))
     clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.output_tile.shape, clone.output_shape[-1])

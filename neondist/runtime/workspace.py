@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..halo import GlobalArray, Phase
 from ..layers import StepContext
-from .arena import Arena, ArenaSlot
+from .arena import Arena
 
 InitialStates: TypeAlias = list[dict[str, Any]]
 
@@ -34,7 +35,9 @@ class Workspace:
         """Return the buffer of a step's view for batches of this size."""
         key, array = (step, samples), self.inputs[step]
         if key not in self._views and array is not None:
-            self._views[key] = array.buffer(samples, self.arena.block_number, self._view_and_gradient_slots(step))
+            view, gradient = self.plan.view_ranges[step], self.plan.gradient_ranges.get(step)
+            slots = partial(self.arena.array, view), None if gradient is None else partial(self.arena.array, gradient)
+            self._views[key] = array.buffer(samples, self.arena.block_number, slots)
         return self._views[key]
 
     def value_array(self, value: int, samples: int) -> Any:
@@ -59,7 +62,7 @@ class Workspace:
         slot = self.plan.rebuilt_view_ranges[step]
         if step in self.plan.border_ranges:
             buffer, saved = self.view(step, samples), self._border(step, samples)
-            return buffer.rebuild_view(ArenaSlot(self.arena, slot), saved, write)
+            return buffer.rebuild_view(partial(self.arena.array, slot), saved, write)
         tile = self._array(slot, value, samples)
         write(tile)
         return tile
@@ -81,10 +84,6 @@ class Workspace:
         if key not in self._arrays:
             self._arrays[key] = self.arena.array(slot, shape)
         return self._arrays[key]
-
-    def _view_and_gradient_slots(self, step: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
-        view, gradient = self.plan.view_ranges[step], self.plan.gradient_ranges.get(step)
-        return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
 
 
 class SectionPass:

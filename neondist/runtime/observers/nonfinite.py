@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,26 +55,6 @@ class NonFiniteMonitor:
         scaler.update(overflow=True)
         self.last_skipped_step = step
         self.nonfinite_value = f"the gradients in float16; the loss scale is {scaler.scale:g} from now on"
-
-
-class BorderSchemeBackup:
-    """State of border schemes before a step, restored if the step is skipped.
-
-    Parameters
-    ----------
-    layers : sequence of Layer
-    saves_state : bool
-        False: no state is saved or restored.
-    """
-
-    def __init__(self, layers: Sequence[Layer], saves_state: bool) -> None:
-        arrays = [array for layer in layers for array in layer.arrays] if saves_state else []
-        self.arrays = [(array, array.scheme_state()) for array in arrays]
-
-    def restore(self) -> None:
-        """Restore the state of the schemes. Collective."""
-        for array, memory in self.arrays:
-            array.restore_scheme_state(memory)
 
 
 class _FinitenessLog(Observer):
