@@ -11,8 +11,7 @@ import numpy as np
 from ..data import Dataset
 from ..errors import ConfigError
 from ..models import TrainableModel
-from ..train.loop import record_epoch_and_reset_totals, selection_losses, set_scheduled_rate_and_momentum
-from ..train.state import EpochRecord
+from ..train.loop import selection_losses, set_scheduled_rate_and_momentum
 from .state import SessionState
 
 
@@ -81,11 +80,3 @@ class DataPosition:
         size, self.uncounted_samples = self.uncounted_samples, 0
         self.state.samples_seen += size
         return size
-
-    def is_epoch_complete(self) -> bool:
-        """Whether all samples of the epoch have been used."""
-        return self.state.samples_seen >= self.state.epoch_size
-
-    def record_epoch_and_reset_totals(self) -> None:
-        """Complete the epoch. Collective."""
-        record_epoch_and_reset_totals(self.state, EpochRecord())

@@ -19,11 +19,12 @@ from ..models import TrainingScriptAdapter
 from ..system.heartbeat import send_to_supervisor, supervisor_descriptor
 from ..system.signals import STOPPED_EXIT_CODE, SignalRecorder, find_active_signal_recorder
 from ..terminal.console import say
-from ..train import Hook, StopOnSignal
+from ..train import EpochRecord, Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
 from ..train.callbacks.completion_marker import CompletionMarker
 from ..train.callbacks.hook import open_hooks
 from ..train.callbacks.loggers import MetricLogger
+from ..train.loop import record_epoch_and_reset_totals
 from .data_position import DataPosition
 from .logs import StepLog, SummaryLog
 from .state import SessionState
@@ -161,8 +162,8 @@ class TrainingRole:
         state.epochs = sys.maxsize if epochs is None else epochs
         while state.stop is None and state.epoch < state.epochs:
             yield from position.batches()
-            if state.stop is None and position.is_epoch_complete():
-                position.record_epoch_and_reset_totals()
+            if state.stop is None and state.samples_seen >= state.epoch_size:
+                record_epoch_and_reset_totals(state, EpochRecord())
                 self._call_hooks(lambda hook: hook.after_epoch(state))
                 self.state.share_stop_requests()
 
