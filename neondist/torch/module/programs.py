@@ -90,14 +90,13 @@ class ProgramCache:
         self.watch, self.tiling = StateWatch(module), Tiling(comm, self.shapes)
         self.export_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._programs: dict[Any, CompiledProgram] = {}
-        self._last_state_and_program: tuple[Any, CompiledProgram] | None = None
-        self._last_under_autocast: dict[Any, tuple[Any, CompiledProgram]] = {}
+        self._last_used: dict[Any, tuple[Any, CompiledProgram]] = {}  # for the current shapes, by key
 
     def set_shapes(self, shapes: tuple[Shape, ...]) -> None:
         """Set the global shapes of the inputs."""
         if shapes != self.shapes:
-            self.shapes, self._last_state_and_program = shapes, None
-            self._last_under_autocast.clear()
+            self.shapes = shapes
+            self._last_used.clear()
             self.tiling.set_input_shapes(shapes)
 
     def for_autocast(self, dtypes: Sequence[torch.dtype]) -> CompiledProgram:
@@ -109,15 +108,7 @@ class ProgramCache:
         """
         if not any(autocast_dtypes()) or len(dtypes) != len(self.shapes):
             return self.current
-        with self.export_context(), leave_inference_mode():
-            key, state = (*autocast_dtypes(), *dtypes), self.watch.key()
-            if key not in self._last_under_autocast or self._last_under_autocast[key][0] != state:
-                if (self.shapes, key, state) not in self._programs:
-                    program, reads = self._compile(dtypes)
-                    state = self.watch.exclude_changed_values(state, reads)
-                    self._add((self.shapes, key, state), program)
-                self._last_under_autocast[key] = state, self._programs[self.shapes, key, state]
-            return self._last_under_autocast[key][1]
+        return self._find((*autocast_dtypes(), *dtypes), dtypes)[1]
 
     @property
     def current(self) -> CompiledProgram:
@@ -127,21 +118,25 @@ class ProgramCache:
     @property
     def last(self) -> CompiledProgram | None:
         """The program that was used last for the current input shapes, possibly for another state."""
-        return None if self._last_state_and_program is None else self._last_state_and_program[1]
+        return self._last_used[()][1] if () in self._last_used else None
 
     def current_state_and_program(self) -> tuple[Any, CompiledProgram]:
         """Return the module's current state and its compiled program without autocast."""
-        with self.export_context(), leave_inference_mode(), disable_autocast():
+        with disable_autocast():
+            return self._find(())
+
+    def _find(self, key: Any, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Any, CompiledProgram]:
+        """Return the module's current state and its program; `key` is () without autocast."""
+        with self.export_context(), leave_inference_mode():
             state = self.watch.key()
-            if (
-                self._last_state_and_program is None or state != self._last_state_and_program[0]
-            ):  # avoids hashing the state, slow in small steps
-                if (self.shapes, state) not in self._programs:
-                    program, reads = self._compile()
+            # comparing with the last state avoids hashing, which is slow in small steps
+            if key not in self._last_used or self._last_used[key][0] != state:
+                if (self.shapes, key, state) not in self._programs:
+                    program, reads = self._compile(dtypes)
                     state = self.watch.exclude_changed_values(state, reads)
-                    self._add((self.shapes, state), program)
-                self._last_state_and_program = state, self._programs[self.shapes, state]
-            return self._last_state_and_program
+                    self._add((self.shapes, key, state), program)
+                self._last_used[key] = state, self._programs[self.shapes, key, state]
+            return self._last_used[key]
 
     def _add(self, key: Any, program: CompiledProgram) -> None:
         if len(self._programs) >= MAX_CACHED_PROGRAMS:
@@ -152,14 +147,13 @@ class ProgramCache:
         """Use a program also for the state after its forward pass, and exclude values that the pass has changed."""
         if program.changes_module:
             if self.watch.key() != state:
-                self._programs[self.shapes, self.watch.exclude_changed_values(state)] = program
+                self._programs[self.shapes, (), self.watch.exclude_changed_values(state)] = program
             program.changes_module = self.watch.key() != state
 
     def clear(self) -> None:
         """Remove all programs."""
         self._programs.clear()
-        self._last_under_autocast.clear()
-        self._last_state_and_program = None
+        self._last_used.clear()
 
     @suspend_hooks_and_modes()
     def _compile(self, dtypes: Sequence[torch.dtype] | None = None) -> tuple[CompiledProgram, Any]:
