@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,44 +23,26 @@ _STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "m
 
 
 @dataclass(frozen=True)
-class SafeTensors:
-    """Open safetensors file.
+class WeightsFile:
+    """Open weights file.
 
     Attributes
     ----------
-    shapes : shapes of the tensors by name
-    metadata : strings and numbers stored with the tensors
+    shapes : mapping of str to tuple
+        Shapes of the tensors by name.
+    tensor : callable
+        Returns a tensor, given its name.
+    metadata : mapping of str to object
+        Strings and numbers stored with the tensors.
     """
 
-    file: Any
     shapes: Mapping[str, tuple[int, ...]]
-    metadata: Mapping[str, Any]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        tensor: torch.Tensor = self.file.get_tensor(name)
-        return tensor
-
-
-@dataclass(frozen=True)
-class StateDict:
-    """A state_dict in memory, with the interface of SafeTensors."""
-
-    tensors: Mapping[str, torch.Tensor]
+    tensor: Callable[[str], torch.Tensor]
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor."""
-        return self.tensors[name]
 
 
 @contextmanager
-def open_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
+def open_weights(path: Path) -> Iterator[WeightsFile]:
     """Open a weights file in the format given by its suffix: torch.save for .pt, .pth, .ckpt, .bin, else safetensors.
 
     Raises
@@ -69,11 +51,12 @@ def open_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
         The file is missing or damaged, or contains anything other than named tensors.
     """
     if path.suffix.lower() in TORCH_SUFFIXES:
-        yield StateDict(_read_state_dict(path))
+        tensors = _read_state_dict(path)
+        yield WeightsFile({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
         return
     with _open_safetensors(path) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        yield SafeTensors(file, shapes, _parse_metadata(file.metadata()))
+        yield WeightsFile(shapes, file.get_tensor, _parse_metadata(file.metadata()))
 
 
 def import_safetensors() -> Any:
