@@ -47,6 +47,12 @@ def parameters_by_name(
     }
 
 
+def whole_arrays(tensors: Mapping[str, torch.Tensor], grid: ProcessGrid) -> list[tuple[ParameterShard, np.ndarray]]:
+    """Return a module's tensors, which are whole on every rank, as arrays of a checkpoint."""
+    arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
+    return [(ParameterShard(MODULE_KEY, n, Parameter(array.shape), grid), array) for n, array in arrays.items()]
+
+
 def plan_parameters(
     tensors: Mapping[str, nn.Parameter],
     grid: GridShape,

@@ -20,7 +20,6 @@ from ...errors import ConfigError, ShapeError, UserError
 from ...geometry import GridShape
 from ...halo import ExchangePolicy, GlobalArray
 from ...io.output import WEIGHTS
-from ...layers import Parameter
 from ...models import TrainableModel
 from ...parallel import SYNC_CLASSES_BY_NAME, ParameterShard
 from ...plan import GRADIENTS, LOSS
@@ -37,8 +36,8 @@ from ..ir.layout import Mesh, axes_of, shape_of
 from ..module.criteria import check_criterion
 from ..module.distributing import distribute
 from ..module.module import DistributedModule
-from ..module.parameters import MODULE_KEY, ModuleParameters, sparse_embedding_weights
-from ..module.weights import as_array, create_optimizer_state, load_weights, save_weights, state_tensors
+from ..module.parameters import MODULE_KEY, ModuleParameters, sparse_embedding_weights, whole_arrays
+from ..module.weights import create_optimizer_state, load_weights, save_weights, state_tensors
 from .factory import ModuleFactory
 from .losses_and_optimizers import TorchLoss, TorchOptimizer, unwrap_named_function
 from .module_inputs import apply_feed, channels_first
@@ -336,12 +335,8 @@ class TorchModel(TrainableModel):
         """Return the contents of a checkpoint: the module's state and the optimizer's state."""
         names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
         create_optimizer_state(self.built_parameters.optimizer_parameters, self.torch_optimizer, names)
-        arrays = {name: as_array(tensor) for name, tensor in state_tensors(self.module).items()}
-        shards = {
-            name: ParameterShard(MODULE_KEY, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
-        }
-        kept = [(shards[name], array) for name, array in arrays.items()]
-        return {"model": kept, "optimizer": self.built_parameters.optimizer_slots(self.torch_optimizer)}
+        weights = whole_arrays(state_tensors(self.module), self.grid)
+        return {"model": weights, "optimizer": self.built_parameters.optimizer_slots(self.torch_optimizer)}
 
     def export(self, folder: Path) -> None:
         """Write the weights as a state_dict, weights.safetensors. Collective."""
@@ -415,11 +410,8 @@ class TorchModel(TrainableModel):
             model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated_parameter_names)
             self._model_by_batch[batch] = model
         model = self._model_by_batch[batch].train(training)
-        if (
-            batch,
-            training,
-        ) not in self._captured_batches_and_modes:  # before `_seed_generators`: tracing changes the random state
-            _ = model.plan
+        if (batch, training) not in self._captured_batches_and_modes:
+            _ = model.plan  # before `_seed_generators`: tracing changes the random state
             self._captured_batches_and_modes.add((batch, training))
         return model
 

@@ -16,7 +16,7 @@ from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard
 from ...terminal.console import counted
 from ..module.module_scope import ModuleScope
-from ..module.parameters import MODULE_KEY
+from ..module.parameters import MODULE_KEY, whole_arrays
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .owner_steps import OwnerSteps
 from .script import ModuleScriptAdapter
@@ -74,11 +74,12 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the model's state and this rank's parts of the optimiser's state."""
         names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
-        weights = self._whole(state_tensors(self.model))
+        weights = whole_arrays(state_tensors(self.model), self.grid)
         if self.owners is None:
             tensors = dict(self.model.named_parameters())
             create_optimizer_state(tensors, self.optimizer, names)
-            return {"model": weights, "optimizer": self._whole(optimizer_state_tensors(tensors, self.optimizer))}
+            state = optimizer_state_tensors(tensors, self.optimizer)
+            return {"model": weights, "optimizer": whole_arrays(state, self.grid)}
         parameters = self.owners.parameters
         with self.owners.expose_own_parts(self.optimizer):
             create_optimizer_state(parameters.optimizer_parameters, self.optimizer, names)

@@ -12,12 +12,11 @@ from torch import nn
 from ...errors import ConfigError
 from ...io.checkpoint import from_json_value, to_json_value
 from ...io.checkpoint.texts import require_json_integer, require_json_type
-from ...layers import Parameter
 from ...models import TrainingScriptAdapter
 from ...parallel import ParameterShard, SyncState
 from ...terminal.console import counted
 from ..module.module import DistributedModule
-from ..module.parameters import MODULE_KEY
+from ..module.parameters import MODULE_KEY, whole_arrays
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .distributed_optimizer import DistributedOptimizer
 
@@ -111,8 +110,8 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         elif self.optimizer is not None:
             tensors = dict(self.module.named_parameters())
             create_optimizer_state(tensors, self.optimizer, names)
-            slot_arrays = self._whole(optimizer_state_tensors(tensors, self.optimizer))
-        return {"model": self._whole(state_tensors(self.module)), "optimizer": slot_arrays}
+            slot_arrays = whole_arrays(optimizer_state_tensors(tensors, self.optimizer), self.grid)
+        return {"model": whole_arrays(state_tensors(self.module), self.grid), "optimizer": slot_arrays}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of parameter groups, the module's forward count and the random states of all ranks."""
@@ -149,10 +148,3 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[ParameterShard, Any]]:
-        arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
-        shards = {
-            name: ParameterShard(MODULE_KEY, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
-        }
-        return [(shards[name], array) for name, array in arrays.items()]
