@@ -23,6 +23,7 @@ REQUIRED_FUNCTIONS = {
     "loss": "loss(labels, predictions)",
     "optimizer": "optimizer(parameters, lr=...)",
     "feed": "feed(records, mode)",
+    "model": "a torch.nn.Module class or custom_model()",
 }
 
 
@@ -54,19 +55,17 @@ class ModelDefinition:
                     f"{path}: has no {actual}, given as {name}; the file defines"
                     f" {', '.join(self._public_names()) or 'nothing'}"
                 )
-        self._feed = self._optional("feed") or self._optional("dataset_fn")
-        functions = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED_FUNCTIONS}
-        self.factory = self._find_model()
-        missing = [name for name, function in functions.items() if function is None]
-        if missing or self.factory is None:
-            absent = [*missing, *(["model"] if self.factory is None else [])]
-            required = [REQUIRED_FUNCTIONS.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
+        found = {name: self._optional(name) for name in ("loss", "optimizer", "feed")} | {"model": self._find_model()}
+        found["feed"] = found["feed"] or self._optional("dataset_fn")
+        functions = {name: function for name, function in found.items() if function is not None}
+        missing = [name for name in REQUIRED_FUNCTIONS if name not in functions]
+        if missing:
+            required = [REQUIRED_FUNCTIONS[name] for name in missing]
             raise ConfigError(
-                f"{path}: has no {' and no '.join(absent)}; the file defines"
+                f"{path}: has no {' and no '.join(missing)}; the file defines"
                 f" {', '.join(self._public_names()) or 'nothing'}. Define {', '.join(required)}"
             )
-        self._loss, self._optimizer = functions["loss"], functions["optimizer"]
-        assert self._loss is not None
+        self._loss, self._optimizer, self._feed, self.factory = (functions[name] for name in REQUIRED_FUNCTIONS)
         try:
             with suppress(ValueError):  # a function in C without a signature
                 inspect.signature(self._loss).bind("labels", "predictions")
@@ -77,7 +76,6 @@ class ModelDefinition:
     def model(self, seed: int = 0) -> TorchModel:
         """Return the model for the training loop; in float64 if all parameters of the module are float64."""
         factory = self.factory
-        assert factory is not None
 
         def create_module() -> nn.Module:
             module = self._call(factory)
@@ -88,10 +86,15 @@ class ModelDefinition:
 
         with torch.random.fork_rng(devices=[]):
             dtypes = {parameter.dtype for parameter in create_module().parameters()}
+        loss = self._loss
+
+        def criterion(outputs: Any, labels: Any) -> Any:
+            return loss(labels, outputs)
+
         module_function = _rename_function(factory, create_module)
         return TorchModel(
             module_function,
-            loss=TorchLoss(self._make_loss()),
+            loss=TorchLoss(criterion),
             optimizer=self._make_optimizer(),
             seed=seed,
             dtype="float64" if dtypes == {torch.float64} else "float32",
@@ -105,7 +108,6 @@ class ModelDefinition:
         ConfigError
             It is not a scalar tensor with a gradient.
         """
-        assert self._loss is not None
         shape = len(images), output_shape[-1], *output_shape[:-1]
         predictions = torch.zeros(shape, requires_grad=True)
         with torch.random.fork_rng(devices=[]):
@@ -129,7 +131,6 @@ class ModelDefinition:
     def feed(self) -> FeedFunction:
         """Return the function that maps records to features and labels."""
         function = self._feed
-        assert function is not None
         arity = len(inspect.signature(function).parameters)
         if arity > 2:  # in ElasticDL, the third argument is metadata of the reader
             return FeedFunction(
@@ -205,18 +206,8 @@ class ModelDefinition:
             message = f"{function.__name__} failed: {type(error).__name__}: {error}"
             raise ConfigError(f"{self._source_line(function)}: {message}") from error
 
-    def _make_loss(self) -> Callable[..., Any]:
-        loss = self._loss
-        assert loss is not None
-
-        def criterion(outputs: Any, labels: Any) -> Any:
-            return loss(labels, outputs)
-
-        return criterion
-
     def _make_optimizer(self) -> TorchOptimizer:
         function = self._optimizer
-        assert function is not None
         arguments = list(inspect.signature(function).parameters.values())
         takes_parameters = bool(arguments) and arguments[0].default is arguments[0].empty
         site = self._source_line(function)
