@@ -44,9 +44,8 @@ def to_torch(model: Model) -> nn.Module:
 
 def module_with_weights(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
     """Return a model's module with these arrays; the model need not be built."""
-    return _NodeToModuleConverter({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
-        model.layers, input_shape
-    )
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in state.items()}
+    return _convert_chain(model.layers, input_shape, tensors)
 
 
 class SumModule(nn.Module):
@@ -146,36 +145,29 @@ class LocalFilters(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class _NodeToModuleConverter:
-    """Converter of nodes to modules."""
+def _convert_chain(nodes: Sequence[Node], shape: Shape, state: Tensors) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    for node in nodes:
+        modules += _convert_node(node, shape, state)
+        shape = node.output_shape_for(shape)
+    return nn.Sequential(*modules)
 
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.state = state
 
-    def chain(self, nodes: Sequence[Node], shape: Shape) -> nn.Sequential:
-        """Return the modules of nodes in sequence."""
-        modules: list[nn.Module] = []
-        for node in nodes:
-            modules += self.modules(node, shape)
-            shape = node.output_shape_for(shape)
-        return nn.Sequential(*modules)
-
-    def modules(self, node: Any, shape: Shape) -> Sequence[nn.Module]:
-        """Return the modules of a layer or a container, for an input of this shape."""
-        kind = serial_class(type(node))
-        if kind is Sequential:
-            return list(self.chain(node.layers, shape))
-        if kind in (Sum, Concat):
-            return [
-                (SumModule if kind is Sum else ConcatModule)([self.chain([branch], shape) for branch in node.layers])
-            ]
-        prefix, activation = f"{node.name}/", getattr(node, "activation", None)
-        arrays = {name.removeprefix(prefix): array for name, array in self.state.items() if name.startswith(prefix)}
-        convert, after = LAYER_CONVERTERS.get(kind.__name__), ACTIVATION_MODULES.get(type(activation).__name__)
-        if convert is None or after is None or len(shape) > 4:
-            name = type(node if convert is None else activation).__name__
-            raise ConfigError(f"layer '{node.name}': PyTorch has no equivalent of {name} for shape {shape}; replace it")
-        return [*convert(node, shape, arrays), *after()]
+def _convert_node(node: Any, shape: Shape, state: Tensors) -> Sequence[nn.Module]:
+    """Return the modules of a layer or a container, for an input of this shape."""
+    kind = serial_class(type(node))
+    if kind is Sequential:
+        return list(_convert_chain(node.layers, shape, state))
+    if kind in (Sum, Concat):
+        branches = [_convert_chain([branch], shape, state) for branch in node.layers]
+        return [SumModule(branches) if kind is Sum else ConcatModule(branches)]
+    prefix, activation = f"{node.name}/", getattr(node, "activation", None)
+    arrays = {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
+    convert, after = LAYER_CONVERTERS.get(kind.__name__), ACTIVATION_MODULES.get(type(activation).__name__)
+    if convert is None or after is None or len(shape) > 4:
+        name = type(node if convert is None else activation).__name__
+        raise ConfigError(f"layer '{node.name}': PyTorch has no equivalent of {name} for shape {shape}; replace it")
+    return [*convert(node, shape, arrays), *after()]
 
 
 ACTIVATION_MODULES: dict[str, Callable[[], Sequence[nn.Module]]] = {
