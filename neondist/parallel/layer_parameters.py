@@ -108,10 +108,8 @@ class LayerParameters(Parameters):
         )
         kept = self._create_shards({name: layer.state_for(layer.input_shape) for name, layer in self.layers.items()})
         super().__init__(context.grid, trained, self._allocate_zeros, sync, shares, compressors)
-        self.untrained_shards, self.untrained_values = (
-            kept,
-            self._allocate_zeros(sum(prod(shard.local_shape) for shard in kept)),
-        )
+        self.untrained_shards = kept
+        self.untrained_values = self._allocate_zeros(sum(prod(shard.local_shape) for shard in kept))
         self._flat_ranges_by_layer: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
         for shard, span in zip(self.trained_shards[: self.first_owned_index], self.spans, strict=False):
             self._flat_ranges_by_layer[shard.layer_name].append(span)

@@ -30,10 +30,8 @@ class Task(ABC):
         #: step of the activation fused into this one
         self.activation_step = graph.steps[index + 1] if graph.fused_activations.get(index + 1) == index else None
         #: step that differentiates this step's activation, and whether this step does so for an earlier step
-        self.relu_gradient_step, self.applies_input_relu_gradient = (
-            graph.deferred_relu_gradients.get(index),
-            index in graph.deferred_relu_gradients.values(),
-        )
+        self.relu_gradient_step = graph.deferred_relu_gradients.get(index)
+        self.applies_input_relu_gradient = index in graph.deferred_relu_gradients.values()
 
     def fused_activation(self, run: SectionPass) -> Step | None:
         """Return the step of the activation that a pass applies in this step."""

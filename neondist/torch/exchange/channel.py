@@ -11,7 +11,7 @@ import torch
 
 from ...geometry import Lattice, MeshTransfer, Piece, to_slice
 from ...observer import EventScope
-from .mesh_comm import Flats, MeshComm
+from .mesh_comm import Flats, MeshComm, StagedExchange
 
 
 class TransferChannel:
@@ -176,7 +176,7 @@ class _MessageBuffers:
         out, back = (channel.outgoing, channel.incoming) if is_forward else (channel.incoming, channel.outgoing)
         outgoing, self.outgoing = allocate(out)
         incoming, self.incoming = allocate(back)
-        self.staged = channel.comm.create_staged_exchange(channel.group, outgoing, incoming, channel.first)
+        self.staged = StagedExchange(channel.comm, channel.group, outgoing, incoming, channel.first)
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:
         """Wait for the messages of other ranks, and return their contents by piece."""

@@ -265,12 +265,8 @@ class _GridState:
 
     def view(self, window: Window, extent: tuple[int, ...]) -> _HaloViewPlan:
         """Return the plan of the view for a window over an image, computed once."""
-        key = window, extent
-        if key not in self._views_by_window:
-            self._views_by_window[key] = self._plan_view(window, extent)
-        return self._views_by_window[key]
-
-    def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _HaloViewPlan:
+        if (window, extent) in self._views_by_window:
+            return self._views_by_window[window, extent]
         mesh, requests, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
             own = mesh.even_atom(n, axis + 1)
@@ -281,7 +277,8 @@ class _GridState:
         padded = {dim for dim, before, after in pads if before or after}
         moved = tuple(request for request in requests if request.dim in padded or not request.requests_only_own_cells)
         channel = TransferChannel(self.comm, "halo", MeshTransfer(mesh.parts, moved), "halo")
-        return _HaloViewPlan(channel, tuple(pad for pad in pads if pad[0] in padded))
+        view = self._views_by_window[window, extent] = _HaloViewPlan(channel, tuple(p for p in pads if p[0] in padded))
+        return view
 
 
 def _grid_state_of(grid: ProcessGrid, spatial: int) -> _GridState:

@@ -102,10 +102,6 @@ class MeshComm:
         """Return the device from which tensors are sent: their own if the transport supports it, else the CPU."""
         return device if device.type in self.grid.world.tensor_device_types else torch.device("cpu")
 
-    def create_staged_exchange(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
-        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as returned by `message_group`."""
-        return StagedExchange(self, group, out, back, first)
-
     def message_group(self, axes: Collection[int]) -> tuple[Transport, int]:
         """Return the transport for messages along axes, and the rank of its first member; not collective."""
         grid = self.grid  # grid.world may be the caller's communicator, with other messages; tile_comm is not
@@ -131,7 +127,7 @@ class MeshComm:
         with self.grid.observers.observe("sync", step, direction):
             if own.numel():
                 self.record_traffic("sum", step, direction, "tiles", own.nbytes)
-            self.create_staged_exchange(group, dict.fromkeys(received, own), received, first).run()
+            StagedExchange(self, group, dict.fromkeys(received, own), received, first).run()
         for rank, flat in {**received, self.grid.rank: own}.items():
             for target, values in zip(targets[rank], flat.split([t.numel() for t in targets[rank]]), strict=True):
                 if values.data_ptr() != target.data_ptr():
@@ -180,11 +176,11 @@ Flats = dict[int, torch.Tensor]
 
 
 class StagedExchange:
-    """Exchange of flat tensors, staged through the host if the transport does not support their device.
+    """Exchange of flat tensors by the peer's rank, staged through the host if the transport does not support devices.
 
-    Attributes
+    Parameters
     ----------
-    exchange : Exchange
+    group, first : results of `MeshComm.message_group`
     """
 
     def __init__(self, comm: MeshComm, group: Transport, out: Flats, back: Flats, first: int) -> None:

@@ -91,10 +91,8 @@ class Normalise(torch.autograd.Function):
         dy = gradients[0][:0] if moments.has_placeholder_sample else gradients[0]
         rows, dy = moments.reshape_to_rows(x), moments.reshape_to_rows(dy.contiguous(memory_format=memory_format_of(x)))
         means, variances = moments.repeat_by_group(mean, channels), moments.repeat_by_group(variance, channels)
-        scale, std = (
-            torch.ones_like(means) if weight is None else _repeat_channels(weight, means),
-            torch.rsqrt(variances + moments.eps),
-        )
+        scale = torch.ones_like(means) if weight is None else _repeat_channels(weight, means)
+        std = torch.rsqrt(variances + moments.eps)
         if x.numel():  # GPU kernels read the saved statistics, CPU kernels the running ones
             _, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
                 dy, rows, scale, means, variances, means, std, False, moments.eps, [False, True, True]

@@ -116,7 +116,7 @@ class RingChannel:
                 outgoing, incoming = outgoing // 2, incoming // 2
             ends = ((1, flats[hop % 2][:outgoing]), (-1, flats[(hop + 1) % 2][:incoming]))
             out, into = ({self.ranks[(self.own_position + by) % count]: flat} for by, flat in ends)
-            exchanges.append(self.comm.create_staged_exchange(self.group, out, into, self.first))
+            exchanges.append(StagedExchange(self.comm, self.group, out, into, self.first))
         return flats, exchanges
 
 

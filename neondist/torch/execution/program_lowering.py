@@ -148,10 +148,8 @@ class RecordedProgram:
         probe, self.mesh, self.autograd_functions = _RecordingLowering(mesh, 0), mesh, program.functions
         self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=probe)
         self.records, self.values = probe.records, {value.id: value for value in probe.values}
-        self.image_value_ids, self.initial_value_ids = (
-            list(self.plan.inputs),
-            [value.id for value in probe.input_values],
-        )
+        self.image_value_ids = list(self.plan.inputs)
+        self.initial_value_ids = [value.id for value in probe.input_values]
         # steps that pass values from one module to another
         between = (step for step in probe.steps if probe.computed_value_ids.isdisjoint(step.outputs))
         self._output_ids = {value for step in between for value in step.inputs} | {*self.plan.mutated_buffers.values()}

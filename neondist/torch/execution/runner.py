@@ -46,11 +46,8 @@ class PlanRunner:
         compiler: Callable[..., Any] | None = None,
         functions: dict[Any, Callable[..., Any]] | None = None,
     ) -> None:
-        self.comm, self.plan, self.deferred_gradients = (
-            comm,
-            plan,
-            {} if deferred_gradients is None else deferred_gradients,
-        )
+        self.comm, self.plan = comm, plan
+        self.deferred_gradients = {} if deferred_gradients is None else deferred_gradients
         self.channels = {
             id(step): SchemeChannel(comm, step)
             if step.scheme is not None
@@ -209,8 +206,10 @@ class PlanRunner:
         """Return a step's function from input to output tensors, with all lookups done before a pass."""
         comm, name, axes = self.comm, step.name, step.axes
         if step.kind == "local":
+            if step.kind_args is not None:
+                return lambda *tensors: _empty_results(step, tensors, self.plan.values)
             assert step.run is not None
-            return step.run if step.kind_args is None else lambda *tensors: run_local(step, tensors, self.plan.values)
+            return step.run
         if step.kind == "norm":
             moments, *present = step.kind_args
 
@@ -253,12 +252,8 @@ class PlanRunner:
         return (view,)
 
 
-def run_local(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:
-    """Run a local step; return empty results if this rank has none of their indices."""
-    assert step.run is not None
-    if step.kind_args is None:
-        outputs: Sequence[torch.Tensor] = step.run(*tensors)
-        return outputs
+def _empty_results(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:
+    """Return the results of a local step of which this rank has no indices."""
     differentiable, empty = [tensor for tensor in tensors if supports_gradients(tensor.dtype)], list[torch.Tensor]()
     for shape, output in zip(step.kind_args, (values[out] for out in step.outputs), strict=True):
         if differentiable and output.kind == "value":

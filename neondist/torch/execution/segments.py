@@ -53,11 +53,8 @@ class SegmentBuilder(BlockLowering):
         super().__init__(program.mesh.spatial, axes=axes)
         self.autograd_functions, self.program_values = program.autograd_functions, program.values
         self.max_norms, self.has_margin = max_norms, has_margin
-        self.numbers, self.segment_values, self.window_depth_by_value = (
-            list[int](),
-            dict[int, Value](),
-            dict[int, int](),
-        )
+        self.numbers, self.segment_values = list[int](), dict[int, Value]()
+        self.window_depth_by_value = dict[int, int]()
         self.program_inputs, self.norms = dict[int, Value](), dict[int, InputNorm]()
         self.refusal: UnsupportedOperator | None = None
 
@@ -325,10 +322,8 @@ class SegmentSearch:
         return SegmentBuilder(self.program, self.program.mesh.axes, inf if sums else 0, has_margin)
 
     def _build_segment(self, builder: SegmentBuilder) -> OperatorSegment:
-        outputs, segment_values = (
-            self.program.outputs(builder.window_depth_by_value, builder.numbers),
-            builder.segment_values,
-        )
+        outputs = self.program.outputs(builder.window_depth_by_value, builder.numbers)
+        segment_values = builder.segment_values
         boxes = (value for value in outputs if is_box(self.program.values[value].layout, builder.mesh.axes))
         ends = [segment_values[value] for value in boxes]
         for norm in builder.norms.values():  # a norm's statistics may be read even if its results are not

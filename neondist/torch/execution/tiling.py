@@ -137,17 +137,13 @@ class Tiling:
             for dim, (lo, hi) in ranges_at_place(ranges, self.comm.place).items():
                 whole = whole.narrow(dim, lo, hi - lo)
             return whole.clone(memory_format=torch.preserve_format)
-        if not axes_of(layout):
-            part = whole.clone(memory_format=torch.preserve_format)
-        else:
-            atoms = [atom for dim in layout for atom in dim]
-            if len(atoms) != len(layout):
-                whole = whole.reshape([atom.extent for atom in atoms])
-            for dim, atom in enumerate(atoms):
-                lo, hi = atom.range(self.comm.place)
-                whole = whole.narrow(dim, lo, hi - lo)
-            shape = local_shape(layout, self.comm.place)
-            part = whole.clone(memory_format=torch.preserve_format).reshape(shape)
+        atoms = [atom for dim in layout for atom in dim]
+        if len(atoms) != len(layout):
+            whole = whole.reshape([atom.extent for atom in atoms])
+        for dim, atom in enumerate(atoms):
+            lo, hi = atom.range(self.comm.place)
+            whole = whole.narrow(dim, lo, hi - lo)
+        part = whole.clone(memory_format=torch.preserve_format).reshape(local_shape(layout, self.comm.place))
         self.remember_layout(part, layout)
         return part
 
