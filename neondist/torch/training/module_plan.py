@@ -166,16 +166,16 @@ class ModulePlan:
 
         The reduction of the loss is not included.
         """
-        counts = Counter({GRADIENTS: self.parameters.reduction_bytes(rank)})
-        for (kind, name, _), count in self._traffic_without_gradients(rank).items():
-            counts[name] += count * (kind == "sum")
-        return {name: count for name, count in counts.items() if count}
+        return self._bytes_by_step(rank, "sum", self.parameters.reduction_bytes(rank))
 
     def redistribution_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in redistributions of a training step, by step, and for 'gradients'."""
-        counts = Counter({GRADIENTS: self.parameters.redistribution_bytes(rank)})
-        for (kind, name, _), count in self._traffic_without_gradients(rank).items():
-            counts[name] += count * (kind == "redistribution")
+        return self._bytes_by_step(rank, "redistribution", self.parameters.redistribution_bytes(rank))
+
+    def _bytes_by_step(self, rank: int, kind: str, gradient_bytes: int) -> dict[str, int]:
+        counts = Counter({GRADIENTS: gradient_bytes})
+        for (step_kind, name, _), count in self._traffic_without_gradients(rank).items():
+            counts[name] += count * (step_kind == kind)
         return {name: count for name, count in counts.items() if count}
 
     def benchmark_row_of(self, name: str) -> str:
