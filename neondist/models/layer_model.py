@@ -27,10 +27,7 @@ class LayerModel(TrainableModel):
     ----------
     layers, leaves : sequence
         Top-level layers and containers, and all single layers, including those in containers.
-    executor : Executor
     last_pass : the pass that `bprop` differentiates
-    slots : dict of str to array
-        Arrays of the optimiser.
     """
 
     layers: Sequence[Any]

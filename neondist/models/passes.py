@@ -17,8 +17,6 @@ class ModelPass:
 
     Parameters
     ----------
-    executor, run : Executor, Pass
-    parameters : LayerParameters
     input_output : pair of GlobalArray
         The model's input and output.
 

@@ -32,8 +32,6 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     targets : array
         Labels (N,) or (N, *spatial), or arrays of the output's shape (N, *spatial, C); N is `batch_size`, or the
         number of samples of this rank's replica.
-    output : GlobalArray
-        The layout of the output.
     images : GlobalArray
         The layout of the images. Targets of the images' extent may also be given as tiles like the images'.
     """

@@ -102,7 +102,6 @@ class RemoteUpdate(ABC):
 
     Attributes
     ----------
-    strategy : Strategy
     version : int
         Number of updates by all workers, as of the last values received.
     """
@@ -112,13 +111,7 @@ class RemoteUpdate(ABC):
 
     @abstractmethod
     def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
-        """Send the gradients of a step, and receive new values. Collective.
-
-        Parameters
-        ----------
-        learning_rate_scale : float
-            Factor by which the learning rate is multiplied.
-        """
+        """Send the gradients of a step, and receive new values. Collective."""
 
     @abstractmethod
     def pull_values(self) -> None:

@@ -73,18 +73,14 @@ class _ScatterGatherModel(DistributedMixin, Model):
         return images
 
     def gather(self, y: Any) -> Any:
-        """Return the argument unchanged, as `scatter` does."""
         return y
 
     def scatter_output(self, dy: Any) -> Any:
-        """Return the argument unchanged, as `scatter` does."""
         return dy
 
     def gather_input(self, dx: Any) -> Any:
-        """Return the argument unchanged, as `scatter` does."""
         return dx
 
     @property
     def display_name(self) -> str:
-        """Name of the model in headlines and messages."""
         return self.serial_name

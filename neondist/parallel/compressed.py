@@ -21,9 +21,6 @@ class CompressedAllReduce:
 
     Parameters
     ----------
-    reductions : Reductions
-    gradients : flat array
-        Gradients of these parameters.
     parameters : iterable of (str, tuple, str)
         Name, shape and compressor of each parameter, in order; parameters with the same compressor are contiguous.
 

@@ -28,7 +28,6 @@ class SyncState(NamedTuple):
     ----------
     name : str
         '<layer name>/<parameter>/<kind of state>'.
-    array : ndarray
     same_on_all_ranks : bool
         Whether the array is the same on all ranks; otherwise only its sum over ranks matters.
     """
@@ -47,7 +46,6 @@ class Compressor(ABC):
         Shapes of the parameters, whose gradients are contiguous.
     share_or_rank : float
         Share of the numbers that `TopK` sends, or rank of the matrices of `PowerSGD`.
-    dtype : dtype of gradients
 
     Attributes
     ----------

@@ -88,7 +88,6 @@ class LayerParameters(Parameters):
 
     Attributes
     ----------
-    layers : dict of str to Layer
     untrained_values : flat array
         State that is kept but not trained.
     """
@@ -184,7 +183,6 @@ class LayerParameters(Parameters):
         return self.context.backend.xp.zeros((size,), self.context.dtype)
 
     def _fill_initial_values(self, shard: ParameterShard, array: Any) -> None:
-        """Fill in the initial values of a shard."""
         stream = rng.key(self.context.seed, "weights", shard.layer_name, shard.name)
         parameter = shard.parameter
         index = rng.row_major_indices(shard.unflattened_shape, shard.box.slices).reshape(array.shape)

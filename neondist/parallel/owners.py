@@ -26,7 +26,6 @@ class _OwnedPart(NamedTuple):
     part_size: int
 
     def view(self, flat: Any) -> Any:
-        """Return the part of a flat array, as a view."""
         return flat[self.parameter_start : self.parameter_stop].reshape(self.parameter_shape)[self.part_slices]
 
 
@@ -35,8 +34,6 @@ class OwnedParts:
 
     Parameters
     ----------
-    reductions : Reductions
-        Reductions over the grid's ranks.
     shares : sequence of OwnerBoxes
         Owners' boxes of the parameters, which are contiguous in the flat arrays.
     sparse_row_lengths : sequence of int, optional
@@ -44,8 +41,6 @@ class OwnedParts:
 
     Attributes
     ----------
-    own_size : int
-        Number of elements that this rank owns.
     own_spans : list of (start, stop)
         Range of this rank's part of each parameter, in an array of only the rank's own parts.
     """

@@ -31,11 +31,8 @@ class Parameters:
 
     Parameters
     ----------
-    grid : ProcessGrid
-    trained : iterable of ParameterShard
     allocate_zeros : callable
         Returns a flat array of n zeros.
-    sync : type of GradientSync
     shares : mapping of str to OwnerBoxes, optional
         The parts of parameters with owners, by full name.
     compressors : mapping of str to str, optional
@@ -52,10 +49,6 @@ class Parameters:
     values, grads : flat arrays
     version : int
         Number of times that the values have changed.
-    sync : GradientSync
-        Sums the gradients of the ranks.
-    reductions : Reductions
-        Reductions of the gradients.
     """
 
     first_node = 0

@@ -26,10 +26,6 @@ class SparseTable(NamedTuple):
 
     Attributes
     ----------
-    start : int
-        Start of the parameter.
-    row_length : int
-        Number of elements of a row.
     ranges_by_rank : sequence of (start, stop)
         For each rank, the range of the parameter whose sums the rank receives.
     """
@@ -60,13 +56,7 @@ class SparseTable(NamedTuple):
 
 
 class RowExchange:
-    """Exchange of non-zero gradient rows and changed value rows of sparse tables between ranks.
-
-    Parameters
-    ----------
-    reductions : Reductions
-    tables : sequence of SparseTable
-    """
+    """Exchange of non-zero gradient rows and changed value rows of sparse tables between ranks."""
 
     def __init__(self, reductions: Reductions, tables: Sequence[SparseTable]) -> None:
         self.reductions, self.tables = reductions, list(tables)

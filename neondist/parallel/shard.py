@@ -22,9 +22,6 @@ class ParameterShard:
     ----------
     layer_name : str
         The name of the layer, or of the module.
-    name : str
-    parameter : Parameter
-    grid : ProcessGrid
     share : OwnerBoxes, optional
         The owners' parts, if the parameter has owners.
     """

@@ -35,7 +35,6 @@ class GradientSync(ABC):
 
     Parameters
     ----------
-    grid : ProcessGrid
     buffer : flat array
         Memory for the control flags, followed by the gradients.
     spans : sequence of FlatRange
@@ -50,7 +49,6 @@ class GradientSync(ABC):
     ----------
     flags : ControlFlags
         Flags sent in front of the gradients.
-    reductions : Reductions
     """
 
     def __init__(
@@ -123,8 +121,6 @@ class Bucket:
 
     Attributes
     ----------
-    array : flat array
-    group : str
     start, stop : int
         Range among all gradients.
     num_incomplete_gradients : int

@@ -30,10 +30,6 @@ class BlockPool:
     ----------
     elements_per_sample : int
         Elements per sample of the largest section.
-    block_count : int
-        Number of blocks.
-    free_blocks : list of int
-        Numbers of the unused blocks.
     """
 
     def __init__(
@@ -82,15 +78,7 @@ class BlockPool:
 
 
 class Arena:
-    """Memory of the activations of a pass and their gradients.
-
-    Parameters
-    ----------
-    plan : MemoryPlan
-    blocks : BlockPool
-    number : int
-        Number of the arena's block.
-    """
+    """Memory of the activations of a pass and their gradients."""
 
     def __init__(self, plan: MemoryPlan, blocks: BlockPool, number: int) -> None:
         self.plan, (self.live_ranges, self.offsets, self.num_elements) = plan, plan.packed

@@ -17,14 +17,7 @@ from .strips import section_of_strip_or_block
 
 
 class BlockwiseExecutor:
-    """Executor of the blocks of a plan.
-
-    Parameters
-    ----------
-    planned : BlockPlan
-    context : Context
-        Context of the built layers.
-    """
+    """Executor of the blocks of a plan."""
 
     def __init__(self, planned: BlockPlan, context: ModelContext) -> None:
         self.planned, self.context = planned, context

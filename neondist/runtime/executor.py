@@ -28,9 +28,6 @@ class Pass:
     ----------
     output : array
         This rank's tile of the output, in the memory of the pass.
-    phase : Phase
-    samples : int
-        Samples of this rank.
     last_section_pass : SectionPass or StripwisePass
         Pass through the last section, complete in memory.
     checkpoints : list
@@ -60,13 +57,8 @@ class Executor:
 
     Parameters
     ----------
-    compiled : Plan
-        Plan of built layers.
-    context : Context
     samples : int
         Samples of this rank in most passes, for which memory is allocated.
-    layer_task : type
-        Task that runs a layer's step.
     """
 
     def __init__(
@@ -156,8 +148,6 @@ class Executor:
 
         Parameters
         ----------
-        need_dx : bool
-            False: the gradient of the input is not needed.
         on_layer_done : callable, optional
             Called with each layer when its gradients are complete.
         close : bool

@@ -274,14 +274,7 @@ class LayerTask(Task):
             ctx.reduced = reduced
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
-        """Return the combined partial results of all ranks for each pass. Collective.
-
-        Parameters
-        ----------
-        partials : list of array or None
-            Partial results of this rank, for each pass.
-        counts : number of samples of each pass
-        """
+        """Return the combined partial results of all ranks for each pass. Collective."""
         reduction = self.reductions[direction]
         if reduction.spans_batch:
             partials = [combine_micro_batches(reduction, partials)] * len(partials)

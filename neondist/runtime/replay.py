@@ -25,8 +25,6 @@ class PassGraphs:
         Returns a new pass for an array of images.
     backward : callable
         Runs a pass backward, given the gradient of its output.
-    x : array
-        Images.
     """
 
     def __init__(self, kernels: Kernels, forward: Callable[[Any], Any], backward: Callable[[Any, Any], Any], x: Any):

@@ -25,17 +25,12 @@ class Section:
 
     Parameters
     ----------
-    planned : PlannedSection
-        Plan of built layers.
-    context : Context
     tile : int
         Number of this rank's tile, or of the strip.
     blocks : BlockPool
         Memory shared with other sections.
     layer_replacements : dict of id to layer
         Objects executed in place of some layers.
-    layer_task : type
-        Task that runs a layer's step.
     """
 
     def __init__(
@@ -165,8 +160,6 @@ class Section:
         ----------
         first : int
             Node at which the backward pass stops; the result is the gradient of its input.
-        need_dx : bool
-            False: the gradient of the input is not needed.
         on_layer_done : callable, optional
             Called with each layer when its gradients are complete.
         """
@@ -179,7 +172,6 @@ class Section:
         return [held.get(value) if need_dx else None for held in gradients]
 
     def _initial_gradients(self, run: SectionPass, dy: Any) -> dict[int, Any]:
-        """Return the initial gradients of a backward pass, by value."""
         return {run.output_value: self.tasks[run.num_steps - 1].shard(dy) if run.num_steps else dy}
 
     def _run_backward_steps(
@@ -232,8 +224,6 @@ class Section:
 
         Parameters
         ----------
-        need_dx : bool
-            Whether the gradient of the section's input is needed.
         keep : (int, callable), optional
             A number of nodes, and a function called with the gradient of their output.
         """

@@ -71,12 +71,8 @@ class StripwiseSection:
 
     Parameters
     ----------
-    planned : Stream
-    context : Context
     blocks : BlockPool
         Memory of a strip.
-    layer_task : type
-        Task that runs a layer's step.
     image : Box, optional
         This rank's cells of the image; default: those that the stream needs.
     """
@@ -327,11 +323,9 @@ class StripwiseSection:
                 layer.scattered_output_array.set_halo_plan(layer.scattered_output_array.plan)
 
     def _image_cells_of_strip(self, number: int) -> CellIndex:
-        """Return the index of a strip's cells in this rank's image."""
         return slice(None), *self.planned.strip_cells[0].box(number).relative_to(self._image_box).slices
 
     def _output_cells_of_strip(self, number: int) -> CellIndex:
-        """Return the index of a strip's cells in this rank's output."""
         return slice(None), *self.planned.output_cells.box(number).relative_to(self._output_box).slices  # type: ignore[arg-type]
 
     def _image_of_strip(self, x: Any, number: int) -> Any:

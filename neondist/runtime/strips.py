@@ -24,8 +24,6 @@ class SegmentExecutor:
 
     Parameters
     ----------
-    segment : Segment
-    context : Context
     blocks : BlockPool
         Memory of a strip.
     """
@@ -92,12 +90,7 @@ def section_of_strip_or_block(
 
 
 def layer_on_strip(layer: Layer, placed: Any, strip: int, context: ModelContext) -> Layer:
-    """Return a copy of a layer for a strip, which shares the layer's arrays (of position-dependent weights, a part).
-
-    Parameters
-    ----------
-    placed : LayerPlan
-    """
+    """Return a copy of a layer for a strip, which shares the layer's arrays (of position-dependent weights, a part)."""
     clone = copy.copy(layer)
     clone.context, clone.regions, clone.gathered_gradient_array = context, placed.regions, None
     create = partial(GlobalArray, context.grid, dtype=str(context.dtype), backend=context.backend, reuse=True)
@@ -132,7 +125,6 @@ class _StripGradients(dict[str, Any]):
 
     @property
     def names_to_zero(self) -> set[str]:
-        """Names of the layer's gradients that have not been assigned."""
         names: set[str] = self.whole.names_to_zero
         return names
 

@@ -19,7 +19,6 @@ class Workspace:
 
     Parameters
     ----------
-    arena : Arena
     shapes : list of tuple
         Shapes of this rank's tile of every value, without the batch.
     inputs : list of GlobalArray or None
@@ -93,9 +92,6 @@ class SectionPass:
     ----------
     output : array
         This rank's tile of the section's output, in the memory of the pass.
-    phase : Phase
-    samples : int
-        Samples of this rank.
     num_steps, output_value : int
         Number of steps, and the index of the value that the last step computes.
     known_forward_reductions, known_backward_reductions : list or None

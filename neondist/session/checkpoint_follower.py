@@ -54,7 +54,6 @@ class CheckpointFollower:
     ----------
     folder : path
         Folder of the job, which may not exist yet.
-    world : Transport
     last_step : int
         The last evaluated step, -1 for none.
     interval : float
@@ -63,10 +62,6 @@ class CheckpointFollower:
         Time limit in seconds, from now.
     clock, sleep : callable
         Replacements for time.monotonic and time.sleep, for tests.
-
-    Attributes
-    ----------
-    last_step : int
     """
 
     def __init__(
@@ -169,7 +164,6 @@ class EvaluationRecorder:
         Its history receives one record per checkpoint.
     folder : path
         Folder of metrics.jsonl, whose existing records are kept.
-    hooks : sequence of Hook
     """
 
     def __init__(self, run: TrainState, folder: Path, hooks: Iterable[Hook] = ()) -> None:

@@ -20,7 +20,6 @@ class DataPosition:
 
     Parameters
     ----------
-    state : SessionState
     dataset : Dataset
         Opened on the model's grid.
     batch_size : int

@@ -26,10 +26,8 @@ class EvaluatorRole:
 
     Parameters
     ----------
-    state : SessionState
     folder : path
         Folder of the job's checkpoints.
-    hooks : sequence of Hook
     interval : float
         Polling interval in seconds.
     """

@@ -43,8 +43,6 @@ class SummaryLog(Hook):
 
     Parameters
     ----------
-    folder : path, optional
-        Folder of the session.
     every_steps, every_seconds : optional
         Intervals between summaries; the first to elapse applies.
     loggers : sequence of MetricLogger

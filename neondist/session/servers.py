@@ -52,7 +52,6 @@ class JobServersClient:
     ----------
     task : TaskSpecDef
         Worker or master of a cluster with servers.
-    state : SessionState
     grace : float
         Seconds that the master waits at the end for the other workers.
     environ : mapping

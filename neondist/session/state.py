@@ -27,11 +27,9 @@ class _MissingDataset(Dataset):
         raise _missing_data_error(name)
 
     def check(self) -> None:
-        """Raise NotReadyError."""
         raise _missing_data_error("check")
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Raise NotReadyError."""
         raise _missing_data_error("open_splits")
 
 

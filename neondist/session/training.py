@@ -42,13 +42,10 @@ class TrainingRole:
 
     Parameters
     ----------
-    state : SessionState
     folder : path, optional
         Folder of the checkpoints.
     writes_checkpoints : bool
         Whether the ranks of this grid write checkpoints; others only read them.
-    hooks : sequence of Hook
-    schedule : CheckpointSchedule
     log_every, summary_intervals : as in DistributedSession
     grace_seconds : float
         Seconds to wait at the end for ranks still in their loop.

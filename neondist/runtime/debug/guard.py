@@ -87,7 +87,6 @@ class DebugHaloStepContext(StepContext):
         return view
 
     def _check_cells(self, direction: str, array: GlobalArray, missing: Any, fault: str, remedy: str = "") -> None:
-        """Raise HaloError if cells of a view, or of its gradient, are missing."""
         if missing.any():
             first = np.argwhere(missing)[0][1:-1]
             cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))

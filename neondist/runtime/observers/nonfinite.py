@@ -70,7 +70,6 @@ class _FinitenessLog(Observer):
         )
 
     def on_value(self, layer: Layer | None, name: str, array: Any) -> None:
-        """Record whether an array of a layer, or the cost, has non-finite values."""
         self.record(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
 
 

@@ -20,10 +20,6 @@ Event = dict[str, Any]
 class Trace(Observer):
     """Recorder of the begin and end of events.
 
-    Parameters
-    ----------
-    rank : int
-
     Attributes
     ----------
     events : list of Event

@@ -191,7 +191,6 @@ def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, Tr
 
 
 def _convert_node(net: NetworkBuilder, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Convert an operator to a layer, and return the layer's output."""
     target = node.meta.get("out_of_place", node.target)
     place = node_location(node)
     net.where = OperatorPosition(str(target), place.module, place.source)

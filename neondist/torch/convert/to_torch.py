@@ -196,7 +196,6 @@ def _load_module(kind: Any, *args: Any, weights: Tensors, **options: Any) -> nn.
 def _padding_modules(
     sides: Sequence[tuple[int, int]], shape: Shape, mode: str | Sequence[str] = "zeros", fill: float = 0.0
 ) -> list[nn.Module]:
-    """Return modules that pad or crop an image."""
     if not isinstance(mode, str):  # pad one axis after the other
         by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
         return [

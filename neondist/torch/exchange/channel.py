@@ -19,8 +19,6 @@ class TransferChannel:
 
     Parameters
     ----------
-    name : str
-        Name of the step.
     kind : 'halo' or 'redistribution'
     """
 

@@ -18,15 +18,7 @@ def run_step_with_checks(
     step: Step,
     tensors: list[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """Run a step; raise HaloError if it modifies its arguments or returns an undeclared shape or dtype.
-
-    Parameters
-    ----------
-    run : callable
-        Runs the step.
-    values : sequence of Value
-        The plan's values.
-    """
+    """Run a step; raise HaloError if it modifies its arguments or returns an undeclared shape or dtype."""
     originals = [tensor.detach().clone() for tensor in tensors]
     results = run(step, tensors)
     if step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have no other readers

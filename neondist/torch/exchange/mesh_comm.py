@@ -25,7 +25,6 @@ class MeshComm:
 
     Attributes
     ----------
-    mesh : Mesh
     place : tuple of int
         Coordinates of this rank in the mesh.
     ledger : Ledger

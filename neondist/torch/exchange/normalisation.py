@@ -20,7 +20,6 @@ class MomentsSpec(NamedTuple):
         Number of groups of channels with statistics per sample; None: statistics per channel over all samples.
     group_size : int
         Number of elements of the whole images that one mean covers.
-    eps : float
     axes : axes of the mesh that the elements of one mean are partitioned over
     own_cells : slices of the spatial dimensions, or None
         Cells that this rank contributes, if it also has cells of other ranks.

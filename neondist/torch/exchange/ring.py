@@ -29,10 +29,8 @@ class RingPlan(NamedTuple):
 
     Attributes
     ----------
-    mesh : Mesh
     queries, keys : Dim
         Partition of the rows and columns of the scores, over the same axes.
-    causal : bool
     scale : float
         Factor by which scores are multiplied.
     """
@@ -200,7 +198,6 @@ def _uses_fused_kernel(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: RingPl
 def _iter_key_value_chunks(
     columns: torch.Tensor, block: Sequence[torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield chunks of columns, with their keys and values."""
     number = max(64, MAX_SCORES_AT_ONCE // max(1, prod(like.shape[:-1])))
     for start in range(0, len(columns), number):
         few = slice(start, start + number)

@@ -266,7 +266,6 @@ class TorchTransport(Transport):
         return pickle.loads(data.tobytes())
 
     def _broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace the array by that of rank `root`."""
         data = as_uint8_tensor(array)
         if self.rank == root:
             self.sendrecv([(peer, data) for peer in self.peers], [])
@@ -310,8 +309,6 @@ class TorchTransport(Transport):
 
 
 class _PendingOps(Request):
-    """Pending operations of torch.distributed."""
-
     def __init__(self, transport: TorchTransport, works: Sequence[Any]) -> None:
         self.transport, self.works = transport, works
 

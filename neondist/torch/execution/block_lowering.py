@@ -42,13 +42,7 @@ _REFUSAL_REASON_BY_KIND = {
 
 @dataclass(frozen=True)
 class BlockMesh(Mesh):
-    """Mesh of a single rank with a block of every value.
-
-    Attributes
-    ----------
-    symbol_ids : iterator of int
-        Numbers of new symbols.
-    """
+    """Mesh of a single rank with a block of every value."""
 
     blocked_axes: frozenset[int]
     symbol_ids: Iterator[int] = field(default_factory=count)
@@ -81,7 +75,6 @@ class _BlockView(NamedTuple):
     fill: float
 
     def shape(self, place: Place) -> Shape:
-        """Return the shape of the view at a place."""
         shape = list(local_shape(self.layout, place))
         for dim, reach, atom in self.dims:
             view = reach.view(*reach.out_atom.range(place), atom.extent)
@@ -111,7 +104,6 @@ class _Slicer:
     fill: float
 
     def __call__(self, a: torch.Tensor) -> tuple[torch.Tensor]:
-        """Return the view."""
         for dim, parts in self.narrowed:
             seen = [_narrow_checked(a, dim, *part) for part in parts]
             a = seen[0] if len(seen) == 1 else torch.cat(seen, dim)

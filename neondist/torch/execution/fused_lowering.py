@@ -39,7 +39,6 @@ class FusedLowering(ProgramLowering):
 
     Parameters
     ----------
-    segments : sequence of OperatorSegment
     image_value_ids : sequence of int
         Ids of the inputs of the program.
     """

@@ -72,7 +72,6 @@ class ModuleBlocks(OutputBlocks):
 
     Parameters
     ----------
-    traced : TracedImage
     size : (*spatial,)
         Extents of a block; the last blocks along an axis may be smaller.
     overlap : int

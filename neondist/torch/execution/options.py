@@ -32,10 +32,6 @@ class ExecutionOptions:
 
     Attributes
     ----------
-    gather_at : tuple of str
-    recompute : bool
-    schemes : dict of path to ExchangePolicy
-    strips : int, 'auto' or None
     memory : int or None
         Memory limit of one rank in bytes.
     """
@@ -78,13 +74,7 @@ class ExecutionOptions:
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
     ) -> tuple[TorchPlan, Any, Lowering | None]:
-        """Return a rank's plan of a program, the tree of its outputs, and the lowering in blocks or segments, if any.
-
-        Parameters
-        ----------
-        module : torch.nn.Module
-            Module from which the program was captured.
-        """
+        """Return a rank's plan of a program, the tree of its outputs, and the lowering in blocks or segments, if any."""
         args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None = None
         is_exact = all(policy_of_module(path, self.schemes) is None for path in self.schemes)

@@ -28,8 +28,6 @@ class ProgramLowering(Lowering):
         Values from which the program starts: inputs, parameters, buffers and constants.
     is_inside_rule : bool
         Whether a rule is running; the operators that a rule calls are not operators of the program.
-    operator_number : int
-        Number of the current operator of the program.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +98,6 @@ class _RecordingLowering(ProgramLowering):
         self.records, self.computed_value_ids = list[OperatorRecord](), set[int]()
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Lower an operator by its rule and record it."""
         start, context = len(self.steps), (target, args, kwargs, self.where, self.fake_out, self.draw_number)
         result = self.lower_by_rule(target, args, kwargs)
         steps = self.steps[start:]
@@ -131,13 +128,9 @@ class RecordedProgram:
     ----------
     program
         Result of `capture_module`.
-    layouts : layouts of the inputs
 
     Attributes
     ----------
-    plan : TorchPlan
-    records : list of OperatorRecord
-    values : dict of int to Value
     image_value_ids : list of int
         Ids of the program's inputs.
     initial_value_ids : list of int

@@ -26,12 +26,7 @@ class _SavedTensorHolder:
 
 
 class SavedTensors:
-    """The large tensors that the current forward pass of a plan has saved.
-
-    Parameters
-    ----------
-    plan : TorchPlan
-    """
+    """The large tensors that the current forward pass of a plan has saved."""
 
     def __init__(self, plan: TorchPlan) -> None:
         self._holders_by_address: dict[int, list[ref[_SavedTensorHolder]]] = {}

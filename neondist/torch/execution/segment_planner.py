@@ -51,7 +51,6 @@ class _SegmentDivision:
 
     @property
     def first_operators(self) -> set[int]:
-        """First operator of each segment."""
         return {self.operators[self.windows[first]] for first, _ in cheapest_ranges(self._seconds, len(self.windows))}
 
     def _seconds(self, first: int, last: int) -> float:
@@ -72,7 +71,6 @@ class _SegmentDivision:
         return self.seconds_by_range[longer]
 
     def _exchange_and_redundant_seconds(self, first: int, last: int) -> tuple[float, float]:
-        """Return the seconds of exchanges and of redundant computation."""
         search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.operators)]
         segment = search.build_segment_of(self.operators[ends[first] : ends[last + 1]])
         layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]

@@ -33,8 +33,6 @@ class SegmentBuilder(BlockLowering):
     ----------
     has_margin : bool
         Whether a rank reads its tile of the image with a margin as wide as all windows of the segment need.
-    numbers : list of int
-        Numbers of the operators.
     segment_values : dict of int to Value
         Values of the segment by their number in the program: inputs, and results of operators.
     window_depth_by_value : dict of int to int
@@ -194,16 +192,10 @@ class SegmentSearch:
     Parameters
     ----------
     program, layouts, gather_at : see RecordedProgram
-    mesh : Mesh
-        Mesh of the ranks.
     schemes : dict of path to ExchangePolicy
         A window with a fusing scheme joins the segment of the windows before it.
     strips : int or 'auto', optional
         Rows of a strip; None: whole tiles, and only segments that replace several exchanges.
-
-    Attributes
-    ----------
-    program : RecordedProgram
     """
 
     def __init__(

@@ -40,18 +40,7 @@ def _is_alias(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 class Tiling:
-    """Tiling of a module's inputs, outputs and targets.
-
-    Parameters
-    ----------
-    comm : MeshComm
-    shapes : sequence of tuple
-        The global shapes of the inputs.
-
-    Attributes
-    ----------
-    input_layouts : list of Layout
-    """
+    """Tiling of a module's inputs, outputs and targets."""
 
     def __init__(self, comm: MeshComm, shapes: Iterable[Sequence[int]]) -> None:
         self.comm = comm

@@ -76,7 +76,6 @@ class Trunk(OperatorSegment):
         For each input norm, the computation of its input, given the statistics of the previous norms.
     refusal : UnsupportedOperator or None
         Error of the operator that ends the trunk.
-    program : RecordedProgram
     """
 
     norm_sweeps: Sequence[TracedPart]

@@ -141,7 +141,6 @@ class _Convolution(torch.autograd.Function):
 
 
 def _copy_without_activation(z: np.ndarray, y: np.ndarray) -> None:
-    """Copy values without applying an activation."""
     if z is not y:
         y[...] = z
 

@@ -101,7 +101,6 @@ def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, 
 
 
 def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
-    """Return the gradient of the weights."""
     inner, outer = x.shape[1], dy.shape[1]
     missing = [_round_up_to_winograd_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
     tiles = _view_as_winograd_tiles(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
@@ -120,7 +119,6 @@ def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation:
 
 
 def _output_extents(x: torch.Tensor, padding: Pair, dilation: Pair) -> list[int]:
-    """Return the numbers of rows and columns of outputs."""
     return [n + 2 * p - 2 * d for n, p, d in zip(x.shape[2:], padding, dilation, strict=True)]
 
 

@@ -227,8 +227,6 @@ class _BatchPart(NamedTuple):
 
 
 class _GivenBatchSampler:
-    """A batch sampler that yields given batches."""
-
     def __init__(self) -> None:
         self.batches: Sequence[list[EpochAndIndex]] = ()
 

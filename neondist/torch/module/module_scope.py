@@ -24,12 +24,7 @@ from .tiled_output import ScatteredInput, TiledOutput
 
 
 class ModuleScope:
-    """Modules that this thread creates inside `collect_modules`, whose calls are distributed inside `distribute`.
-
-    Parameters
-    ----------
-    grid : ProcessGrid
-    """
+    """Modules that this thread creates inside `collect_modules`, whose calls are distributed inside `distribute`."""
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
@@ -157,8 +152,6 @@ def gather_outputs(result: Any) -> Any:
 
 
 class _DistributedCall(nn.Module):
-    """A module whose calls are distributed."""
-
     scope: ModuleScope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +167,6 @@ class _TensorOnlyModule(nn.Module):
         self.leaves = [None if i in positions else leaf for i, leaf in enumerate(leaves)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Return the result of the module."""
         leaves = list(self.leaves)
         for i, tensor in zip(self.positions, tensors, strict=True):
             leaves[i] = tensor

@@ -75,18 +75,11 @@ class ModuleParameters(Parameters):
     ----------
     tensors : mapping of str to torch.nn.Parameter
         The module's parameters by name, on the CPU and of one dtype.
-    grid : ProcessGrid
-    sync : type of GradientSync
-    shares : mapping of str to OwnerBoxes, optional
-    compressors : mapping of str to str, optional
     sparse : set of torch.nn.Parameter, optional
         Tables of which only changed rows are sent, with their ids.
 
     Attributes
     ----------
-    tensors : dict of str to torch.nn.Parameter
-        The module's parameters.
-    shards : dict of str to (ParameterShard, OwnerBoxes or None)
     optimizer_parameters : dict of str to torch.nn.Parameter
         Parameters for this rank's optimiser: whole parameters of the module, or the parts that this rank owns, which
         are views or copies. All are contiguous, as PyTorch's fused optimisers require.

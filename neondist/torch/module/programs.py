@@ -35,8 +35,6 @@ class CompiledProgram:
         Whether the module itself runs instead of the steps.
     changes_module : bool
         Whether a forward pass may change the module's own attributes.
-    target_layouts : dict of shape to Layout
-        Layouts of targets by shape.
     widened_ranges : sequence of NeededRanges
         Ranges of the inputs that ranks receive, if larger than their tiles.
     has_single_sample_norm : bool
@@ -66,7 +64,6 @@ class ProgramCache:
     Parameters
     ----------
     dtypes : dtype of each input; None: the dtype of the module's first floating-point parameter
-    deferred_gradients : `local_gradients` of Runner
 
     Attributes
     ----------

@@ -34,13 +34,6 @@ class TiledOutput(torch.Tensor):
 
     A loss of torch.nn with reduction 'mean' or 'sum' is computed on the tiles, as `DistributedModule.loss` does. Any
     other operation gathers the whole tensor on every rank, once and differentiably. Both are collective.
-
-    Parameters
-    ----------
-    model : DistributedModule
-        Model that has computed the tile.
-    tile : torch.Tensor
-    layout : Layout
     """
 
     model: DistributedModule

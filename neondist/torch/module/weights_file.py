@@ -28,10 +28,6 @@ class WeightsFile:
 
     Attributes
     ----------
-    shapes : mapping of str to tuple
-        Shapes of the tensors by name.
-    tensor : callable
-        Returns a tensor, given its name.
     metadata : mapping of str to object
         Strings and numbers stored with the tensors.
     """

@@ -21,13 +21,8 @@ class ModuleFactory:
 
     Parameters
     ----------
-    function : callable
-    arguments : mapping
-        Arguments of the function.
     seed : int
         Seed for the module's initial weights, independent of other random numbers in this process.
-    dtype : torch.dtype
-        Dtype of the module.
 
     Attributes
     ----------

@@ -31,8 +31,6 @@ class OwnerSteps:
     ----------
     tensors : mapping of str to torch.nn.Parameter
         Parameters whose data become views of one flat buffer.
-    grid : ProcessGrid
-    planned : ParameterPlan
     """
 
     def __init__(self, tensors: Mapping[str, nn.Parameter], grid: ProcessGrid, planned: ParameterPlan) -> None:

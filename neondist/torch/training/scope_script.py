@@ -27,11 +27,8 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
 
     Parameters
     ----------
-    model : torch.nn.Module
-    optimizer : torch.optim.Optimizer
     owners : OwnerSteps, optional
         Object that partitions the optimiser's steps over the ranks.
-    grid : ProcessGrid
     """
 
     optimizer: torch.optim.Optimizer

@@ -26,7 +26,6 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
 
     Parameters
     ----------
-    module : DistributedModule
     optimizer : torch.optim.Optimizer, optional
         Optimiser of the module's parameters: a DistributedOptimizer, or an optimiser replicated on every rank. None:
         nothing is trained.
