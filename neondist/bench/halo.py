@@ -13,7 +13,7 @@ from ..comm import ProcessGrid, Transport
 from ..geometry import Window
 from ..halo import GlobalArray
 from ..io.environment import describe_environment
-from ..terminal.progress_line import ProgressLine
+from ..terminal.progress_line import ProgressLine, SilentProgress
 from .sleeping_barrier import sleeping_barrier
 
 BATCH_SIZE, CHANNELS = 8, 64
@@ -32,14 +32,12 @@ def bench_halo(
     """
     grid = ProcessGrid(world, rows=world.size, cols=1)
     sizes = []
-    if progress is not None:
-        progress.set_total_parts(len(extents), planned_seconds=[CONTESTANTS * ROUNDS * ROUND_SECONDS] * len(extents))
+    progress = progress or SilentProgress()
+    progress.set_total_parts(len(extents), planned_seconds=[CONTESTANTS * ROUNDS * ROUND_SECONDS] * len(extents))
     for n in extents:
-        if progress is not None:
-            progress.begin_part(f"{n} x {n} cells")
+        progress.begin_part(f"{n} x {n} cells")
         sizes.append(_measure_exchanges(grid, n))
-        if progress is not None:
-            progress.add_done_parts(1)
+        progress.add_done_parts(1)
     return {"bench": "halo", **describe_environment(grid), "sizes": sizes}
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import ConfigError, NeondistError
-from ..terminal.progress_line import ProgressLine
+from ..terminal.progress_line import ProgressLine, SilentProgress
 from ..torch.module.distributing import distribute
 from . import memory
 from .module_profile import TimeShares, measure_time_shares
@@ -103,7 +103,7 @@ class TimedModuleStep:
     def _distributed_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         return self.executed_module.loss(_mean_square, outputs, targets)
 
-    def time_steps(self, steps: int, progress: ProgressLine | None = None) -> list[float]:
+    def time_steps(self, steps: int, progress: ProgressLine) -> list[float]:
         """Return the seconds of each step, of the slowest rank. Collective."""
         taken = []
         sleeping_barrier(self.grid.world)
@@ -111,8 +111,7 @@ class TimedModuleStep:
             begin = time.perf_counter()
             self()
             taken.append(time.perf_counter() - begin)
-            if progress is not None:
-                progress.add_done_parts(1)
+            progress.add_done_parts(1)
         return [max(times) for times in zip(*self.grid.world.allgather(taken), strict=True)]
 
     def time_shares(self) -> TimeShares:
@@ -152,12 +151,11 @@ def measure_module(
     empty = memory.resident_bytes()
     memory.reset_peak_memory()
     step = TimedModuleStep(variant, factory, shape, world, compiled)
-    if progress is not None:
-        progress.set_total_parts(1 + steps + profile)
+    progress = progress or SilentProgress()
+    progress.set_total_parts(1 + steps + profile)
     (last,) = step.time_steps(1, progress)
     count = max(steps, round(ROUND_SECONDS / last))
-    if progress is not None:
-        progress.change_parts(1 + count + profile)
+    progress.change_parts(1 + count + profile)
     taken = step.time_steps(count, progress)
     peaks = world.allgather(memory.peak_bytes() - empty)
     details: dict[str, Any] = {"first_seconds": max(world.allgather(step.first_step_seconds))}

@@ -31,27 +31,24 @@ class RunProgressReporter(Hook):
 
     Parameters
     ----------
-    progress : ProgressLine, optional
-        None on other ranks.
+    progress : ProgressLine
     runs : int
         Number of runs.
     step_seconds_lower_bound : float
         Minimum seconds of a step of any run, for the estimate before the first step ends.
     """
 
-    def __init__(self, progress: ProgressLine | None, runs: int, step_seconds_lower_bound: float) -> None:
+    def __init__(self, progress: ProgressLine, runs: int, step_seconds_lower_bound: float) -> None:
         self.progress, self.runs, self.step_seconds_lower_bound = progress, runs, step_seconds_lower_bound
 
     def before_run(self, run: TrainState) -> None:
         """Plan all runs, now that the data set is open and the number of steps is known."""
-        if self.progress is not None:
-            steps = run.epochs * -(-run.epoch_size // run.batch_size)
-            self.progress.change_parts(self.runs, [steps * self.step_seconds_lower_bound] * self.runs)
+        steps = run.epochs * -(-run.epoch_size // run.batch_size)
+        self.progress.change_parts(self.runs, [steps * self.step_seconds_lower_bound] * self.runs)
 
     def after_step(self, run: TrainState) -> None:
         """Set the completed fraction of the run."""
-        if self.progress is not None:
-            self.progress.set_part_fraction((run.epoch + run.samples_seen / run.epoch_size) / run.epochs)
+        self.progress.set_part_fraction((run.epoch + run.samples_seen / run.epoch_size) / run.epochs)
 
 
 def bench_schemes(
@@ -69,29 +66,26 @@ def bench_schemes(
     """
     rows: list[EpochRecord] = []
     with first_rank_progress(world.rank, sys.stderr, len(runs), "run", delay=0) as progress:
-        speed = None if progress is None else CoreSpeed.measure()
+        speed = CoreSpeed.measure() if world.rank == 0 else None
         for description, load in runs:
             experiment = load()
             key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
             results = {row["key"]: row for row in read_results(folder / RESULTS_FILE)} if world.rank == 0 else {}
             row = world.bcast(results.get(key))
             if row is None:
-                if progress is not None:
-                    progress.begin_part(f"{description.scheme}, seed {description.seed}")
+                progress.begin_part(f"{description.scheme}, seed {description.seed}")
                 step = 0.0 if speed is None else speed.step_seconds_lower_bound(experiment, world.size, cores)
                 summary = _train_and_summarise(experiment, world, RunProgressReporter(progress, len(runs), step))
                 row = EpochRecord(key=key, scheme=description.scheme, seed=description.seed, **summary)
                 if world.rank == 0:
                     make_folder(folder)
                     append_text(folder / RESULTS_FILE, json.dumps(row) + "\n")
-            elif progress is not None:
-                progress.resumed_parts += (
-                    1  # trained by an earlier command: excluded from the estimate of the time left
-                )
-            if progress is not None:
+            else:
+                progress.resumed_parts += 1  # trained by an earlier command: excluded from the estimate
+            if world.rank == 0:
                 error = f"{row.selection_split} error {100 * row.selection_value('error'):.2f} %"
                 emit(f"{row['scheme']}, {counted(count_tiles(row), 'tile')}, seed {row['seed']}: {error}")
-                progress.add_done_parts(1)
+            progress.add_done_parts(1)
             rows.append(row)
     return rows
 

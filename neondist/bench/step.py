@@ -22,7 +22,7 @@ from ..models import Model, ModelStep, TrainableModel, require_layer_model
 from ..plan import ModelPlan
 from ..runtime.observers.clock import WORK_KINDS, Clock
 from ..runtime.observers.trace import write_trace
-from ..terminal.progress_line import ProgressLine
+from ..terminal.progress_line import ProgressLine, SilentProgress
 from ..train import FitExperiment
 from . import memory
 from .kernel_allocations import measure_allocations
@@ -94,9 +94,8 @@ def bench_step(
 
     turns = max(MIN_READ_STEPS, steps)
     later_steps = 2 * READ_ROUNDS * turns * reading + TRACED_STEPS * (trace is not None)  # without those timed by layer
-    if progress is not None:
-        total = WARM_UP_STEPS + 1 + steps + later_steps + 1
-        progress.set_total_parts(total, planned_seconds=[step_seconds_lower_bound] * total)
+    total, progress = WARM_UP_STEPS + 1 + steps + later_steps + 1, progress or SilentProgress()
+    progress.set_total_parts(total, planned_seconds=[step_seconds_lower_bound] * total)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of `count` steps on the slowest rank."""
@@ -105,17 +104,15 @@ def bench_step(
         for images, labels in itertools.islice(batches, count):
             model.train_batch(images, labels, batch_size=batch_size)
         seconds = max(grid.world.allgather(time.perf_counter() - begin))
-        if progress is not None:
-            progress.add_done_parts(count)
+        progress.add_done_parts(count)
         return seconds
 
     with _start_baseline(model, grid, x, targets, batch_size, threads, against) as (baseline, agreement):
         for _ in range(WARM_UP_STEPS):
             train(1)
         count = max(1, round(ROUND_SECONDS / train(1)))
-        if progress is not None:  # whole rounds, and one timed by layer
-            total = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count
-            progress.change_parts(total, [step_seconds_lower_bound] * total)
+        total = WARM_UP_STEPS + 1 + -(-steps // count) * count + later_steps + count  # whole rounds, one timed by layer
+        progress.change_parts(total, [step_seconds_lower_bound] * total)
         rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
     step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count

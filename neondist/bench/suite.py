@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
 from ..comm import SingleTransport
 from ..errors import ConfigError, LaunchError
 from ..models import require_layer_model
+from ..terminal.progress_line import ProgressLine
 from ..train import FitExperiment
 from .step import ROUND_SECONDS, WARM_UP_STEPS, load_own_batch
 from .torch_baseline import TorchBaseline
@@ -52,7 +54,8 @@ def bench_suite(
     variants: Sequence[str],
     measure: Callable[[str, str, bool], Results],
     rounds: int,
-    announce: Callable[[str], None] = lambda text: None,
+    progress: ProgressLine,
+    progress_file: Path,
 ) -> Iterator[Results]:
     """Yield a row for each network, as soon as it is measured.
 
@@ -65,8 +68,10 @@ def bench_suite(
         A variant that raises ConfigError or LaunchError is skipped from then on, and its row contains the reason.
     rounds : int
         Every round measures all variants, so that a slowdown of the machine affects all of them.
-    announce : function of a text
-        Called before each turn.
+    progress : ProgressLine
+        Counts the turns, including skipped ones.
+    progress_file : Path
+        Path of the `ProgressFile` of the processes.
     """
     for network in networks:
         turns = {variant: VariantMeasurements() for variant in variants}
@@ -74,12 +79,14 @@ def bench_suite(
             for variant, turn in turns.items():
                 if turn.failure_reason:
                     continue
-                announce(f"{network}: {variant}, round {count + 1} of {rounds}")
+                progress.begin_process(f"{network}: {variant}, round {count + 1} of {rounds}", progress_file)
                 try:
                     measurement = measure(network, variant, count == 0)
                 except (ConfigError, LaunchError) as error:
                     turn.failure_reason = str(error)
+                    progress.add_done_parts(rounds - count)
                     continue
+                progress.add_done_parts(1)
                 turn.seconds.append(measurement.pop("seconds"))
                 turn.peak_bytes.append(measurement.pop("peak_bytes"))
                 turn.extra = turn.extra or measurement

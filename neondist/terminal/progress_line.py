@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
 from types import TracebackType
@@ -111,6 +113,11 @@ class ProgressLine:
         if self.last_print_time is None and self.first_line_delay <= 0:
             with self._lock:
                 self._print_if_due(time.monotonic())
+
+    def begin_process(self, activity: str, file: Path) -> None:
+        """Begin a part that is a process with a `ProgressFile`."""
+        file.unlink(missing_ok=True)  # written by the previous process
+        self.begin_part(activity, partial(read_seconds_left, file))
 
     def set_part_fraction(self, fraction: float) -> None:
         """Set the completed fraction of the current part; print the line if it is due."""
@@ -218,7 +225,17 @@ class ProgressLine:
         say(self.format_line(now), self.file, end, start)
 
 
-class ProgressFile(ProgressLine):
+class SilentProgress(ProgressLine):
+    """Progress that is not shown, as on ranks other than the first."""
+
+    def __init__(self) -> None:
+        super().__init__(file=io.StringIO())
+
+    def __enter__(self) -> SilentProgress:
+        return self
+
+
+class ProgressFile(SilentProgress):
     """Estimated end time of this process, written to a file for a process that displays it.
 
     Parameters
@@ -259,9 +276,9 @@ def terminal_console(file: IO[str] | None = None) -> Any:
 
 def first_rank_progress(
     rank: int, file: IO[str] | None = None, parts: int | None = None, unit: str = "part", delay: float | None = None
-) -> AbstractContextManager[ProgressLine | None]:
-    """Return a context of a ProgressLine on rank 0, of None on other ranks; `parts`: None if not known yet."""
-    return ProgressLine(parts, file, unit, delay) if rank == 0 else nullcontext()
+) -> ProgressLine:
+    """Return a ProgressLine, which is silent on all ranks but the first; `parts`: None if not known yet."""
+    return ProgressLine(parts, file, unit, delay) if rank == 0 else SilentProgress()
 
 
 def preparation_progress(rank: int = 0, owns_process: bool = True) -> AbstractContextManager[object]:

@@ -1,6 +1,7 @@
 """Command `bench torch`: options, tables, and a model on ranks; times are not asserted."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from neondist.cli import main  # noqa: E402
 from neondist.cli.bench import modules as command  # noqa: E402
 from neondist.comm import SingleTransport  # noqa: E402
 from neondist.errors import ConfigError, LaunchError  # noqa: E402
-from neondist.terminal.progress_line import ProgressFile, read_seconds_left  # noqa: E402
+from neondist.terminal.progress_line import ProgressFile, SilentProgress, read_seconds_left  # noqa: E402
 
 NETS = """\
 from torch import nn
@@ -180,7 +181,7 @@ def test_tables():
     from rich.console import Console
 
     variants = ["ranks", "eager", "compile"]
-    rows = list(bench_suite(["a", "b"], variants, measure, 2))
+    rows = list(bench_suite(["a", "b"], variants, measure, 2, SilentProgress(), Path("missing")))
     report = make_report(rows, variants, 2, geometric_means(rows, {"CNN": ["a"]}))
     page = module_markdown(report)
     assert "| a | 1×3×8×8 | 1 s | 4 s | 2 s* | 0.50 (0.50 to 0.50) | 3 B | 4 B | 0.75 | 3 s | 3 s | 3 s |" in page

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from neondist.cli.bench import suite as command
 from neondist.config import dump, load_experiment
 from neondist.errors import ConfigError, LaunchError
 from neondist.models import ModelStep
+from neondist.terminal.progress_line import SilentProgress
 
 SMALL_SHAPES = {
     "unet": (8, 12, 3),
@@ -75,10 +77,12 @@ class FakeMeasurements:
 
 
 def test_rounds_measure_every_variant():
-    measure, progress = FakeMeasurements(), []
-    (row,) = bench_suite(["a"], [*TURN_SECONDS, "compile"], measure, 3, progress.append)
+    measure, progress, activities = FakeMeasurements(), SilentProgress(), []
+    progress.begin_part = lambda activity, seconds_left: activities.append(activity)
+    (row,) = bench_suite(["a"], [*TURN_SECONDS, "compile"], measure, 3, progress, Path("missing"))
     assert measure.turns == [("a", variant) for _ in range(3) for variant in TURN_SECONDS]
-    assert progress[4:6] == ["a: compile, round 1 of 3", "a: ranks, round 2 of 3"]
+    assert activities[4:6] == ["a: compile, round 1 of 3", "a: ranks, round 2 of 3"]
+    assert progress.done_parts == 3 * (len(TURN_SECONDS) + 1)
     assert (row["best"], row["memory"], row["why"]) == ("warm", 0.5, {"compile": "no compiler"})
     assert row["ratios"]["ranks"] == {"ratio": 0.75, "all": [0.5, 0.75, 2.0]}
     assert row["ratios"]["one"]["ratio"] == 1
@@ -87,7 +91,7 @@ def test_rounds_measure_every_variant():
 
 
 def make_suite_report(variants, networks=("a", "b")):
-    rows = list(bench_suite(networks, variants, FakeMeasurements(), 3))
+    rows = list(bench_suite(networks, variants, FakeMeasurements(), 3, SilentProgress(), Path("missing")))
     report = make_report(rows, variants, 3, geometric_means(rows, {"all": list(networks)}))
     return report | {"notes": ["a note"], "compared": "warm" in variants}
 

@@ -70,8 +70,13 @@ def test_preparation_is_reported(early_first_line):
         assert "resuming: 4 of 10 parts were already done" in file.getvalue()
         progress.add_done_parts(3, 3_000_000)
         assert re.search(r"part 7 of 10, [\d.e+]+ Mpixel/s, 0 s left", file.getvalue())
+        end = len(file.getvalue())
     with first_rank_progress(1, file) as other_rank_progress:
-        assert other_rank_progress is None
+        other_rank_progress.set_total_parts(10, 4)
+        other_rank_progress.begin_part("a part")
+        other_rank_progress.add_done_parts(6)
+    assert "resuming" not in file.getvalue()[end:]
+    assert not file.getvalue()[end:].strip()
 
 
 def test_quick_command_prints_nothing():

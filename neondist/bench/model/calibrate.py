@@ -22,7 +22,7 @@ from ...comm import Message, ProcessGrid, Transport
 from ...geometry import grid_shape
 from ...system.machine import Link, Machine
 from ...terminal.console import counted
-from ...terminal.progress_line import ProgressLine
+from ...terminal.progress_line import ProgressLine, SilentProgress
 from ..least_time import CoreSpeed
 from ..networks import NETWORKS
 from ..noise import relative_noise
@@ -56,19 +56,17 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
 
     The noise is the relative excess of a matrix product's median time over its fastest; large if other programs run.
     """
-    planned = [] if progress is None else part_seconds_lower_bounds(world, cores)
-    if progress is not None:
-        progress.set_total_parts(len(planned), planned_seconds=planned)
-        progress.begin_part("preparing messages and kernels")
+    progress, planned = progress or SilentProgress(), part_seconds_lower_bounds(world, cores) if world.rank == 0 else []
+    progress.set_total_parts(len(planned), planned_seconds=planned)
+    progress.begin_part("preparing messages and kernels")
     cores, turns = min(cores, world.size), _Timings(world)
     convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
     pairs = {size: _create_two_rank_exchange(world, size) for size in MESSAGE_SIZES}
     unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
-    if progress is not None:
-        progress.set_total_parts(len(planned), planned_seconds=planned)  # rounds without the preparation
-        progress.begin_part("messages and kernels")
+    progress.set_total_parts(len(planned), planned_seconds=planned)  # rounds without the preparation
+    progress.begin_part("messages and kernels")
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
             turns.time_calls(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
@@ -81,8 +79,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
             turns.time_calls(
                 ("shared", count), _work_and_synchronise(product.call, count, group), max(2, many // count), 2 * cores
             )
-        if progress is not None:
-            progress.add_done_parts(1)
+        progress.add_done_parts(1)
     typical = {name: median(taken) for name, taken in turns.seconds_by_name.items()}
     noise = max(relative_noise(turns.seconds_by_name["product", sharing]) for sharing in ("alone", "shared"))
     slowdown, at_memory = (_fit_slowdown(turns.seconds_by_name, name) for name in ("product", "copy"))
@@ -108,10 +105,9 @@ def measure_prediction_error(
     world: Transport, cores: int, machine: Machine, progress: ProgressLine | None = None
 ) -> float:
     """Return the mean relative error of predicted steps of some networks, on up to `cores` ranks. Collective."""
-    errors = []
+    errors, progress = [], progress or SilentProgress()
     for name, ranks in _validation_cases(world, cores):
-        if progress is not None:
-            progress.begin_part(f"a step of {name}, {counted(ranks, 'rank')}")
+        progress.begin_part(f"a step of {name}, {counted(ranks, 'rank')}")
         case, shape, predicted, taken = NETWORKS[name], grid_shape(ranks), 0.0, 0.0
         if world.rank == 0:
             predicted = predict_step(shape, machine, profile_busiest_rank(case.experiment(), shape))["seconds_per_step"]
@@ -123,8 +119,7 @@ def measure_prediction_error(
         sleeping_barrier(world)
         predicted, taken = world.bcast((predicted, taken))
         errors.append(abs(predicted / taken - 1))
-        if progress is not None:
-            progress.add_done_parts(1)
+        progress.add_done_parts(1)
     return mean(errors)
 
 

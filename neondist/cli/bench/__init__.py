@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from ...io.files import write_text
 from ...launcher.ranks import run_on_ranks
 from ...system import threads
 from ...system.job import detect_job
-from ...terminal.progress_line import ProgressFile, ProgressLine, first_rank_progress
+from ...terminal.progress_line import ProgressFile, first_rank_progress
 from .. import options
 from ..experiment import load_and_validate
 from . import modules, scaling, schemes, suite
@@ -81,17 +80,13 @@ def step(arguments: argparse.Namespace) -> int:
         # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
-        shown: AbstractContextManager[ProgressLine | None]
-        least_seconds = 0.0
-        if arguments.progress is not None:
-            shown = nullcontext(ProgressFile(arguments.progress) if world.rank == 0 else None)
-        else:
-            shown = first_rank_progress(world.rank, sys.stderr, unit="step", delay=1)
-            if world.rank == 0:
-                least_seconds = CoreSpeed.measure().step_seconds_lower_bound(
-                    experiment, world.size, max(world.size, cores)
-                )
-        with shown as progress:
+        progress, least_seconds = first_rank_progress(world.rank, sys.stderr, unit="step", delay=1), 0.0
+        if world.rank == 0 and arguments.progress is not None:
+            progress = ProgressFile(arguments.progress)
+        elif world.rank == 0:
+            speed = CoreSpeed.measure()
+            least_seconds = speed.step_seconds_lower_bound(experiment, world.size, max(world.size, cores))
+        with progress:
             results = bench_step(experiment, experiment.open_grid(world), *settings, progress, least_seconds)
         _print_table_and_write_json(world, results, step_table, arguments.json, [arguments.trace])
         return int(not results.get("against", {}).get("agree", True))

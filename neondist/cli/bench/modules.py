@@ -23,7 +23,7 @@ from ...terminal.progress_line import ProgressFile, ProgressLine
 from .. import options
 from ..experiment import load_factory
 from . import suite
-from .scaling import begin_bench_job, run_bench_for_json
+from .scaling import run_bench_for_json
 
 if TYPE_CHECKING:
     from ...bench.least_time import CoreSpeed
@@ -90,7 +90,7 @@ def _bench_models(arguments: argparse.Namespace) -> int:
     from ...bench.module_report import module_markdown, module_table
     from ...bench.public_models import MODELS
     from ...bench.step import ROUND_SECONDS
-    from ...bench.suite import bench_suite, geometric_means
+    from ...bench.suite import bench_suite
     from ...terminal.rich_console import Console
 
     cores = threads.count_cores()
@@ -118,13 +118,9 @@ def _bench_models(arguments: argparse.Namespace) -> int:
             loading = max(loading, time.monotonic() - start_time)  # every turn imports PyTorch and the model anew
             planned += [loading + max(ROUND_SECONDS, arguments.steps * least)] * turns
         progress.set_total_parts(len(planned), planned_seconds=planned)
-        measure = _VariantMeasurement(arguments, cores, Path(folder), progress)
-        begin = partial(begin_bench_job, progress, file=measure.progress_file)
-        for row in bench_suite(names, variants, measure, arguments.rounds, begin):
-            results["networks"].append(row)
-            results["means"] = geometric_means(results["networks"], {**_models_by_family(names), "all": names})
-            if arguments.json:  # after each model: an interrupted run keeps its results
-                write_text(arguments.json, json.dumps(results, indent=2, default=str) + "\n")
+        measure = _VariantMeasurement(arguments, cores, Path(folder))
+        rows = bench_suite(names, variants, measure, arguments.rounds, progress, measure.progress_file)
+        suite.add_measured_rows(results, rows, {**_models_by_family(names), "all": names}, arguments.json)
     failed = [row["why"]["ranks"] for row in results["networks"] if "ranks" in row["why"]]
     if len(failed) == len(names):
         raise ConfigError("\n".join(dict.fromkeys(failed)))
@@ -194,26 +190,22 @@ def _step_seconds_lower_bound(name: str, shape: tuple[int, ...] | None, speed: C
 class _VariantMeasurement:
     """Measurement of one variant of one model in a new process."""
 
-    def __init__(self, arguments: argparse.Namespace, cores: int, folder: Path, progress: Any) -> None:
-        self.arguments, self.cores, self.folder, self.progress = arguments, cores, folder, progress
+    def __init__(self, arguments: argparse.Namespace, cores: int, folder: Path) -> None:
+        self.arguments, self.cores, self.folder = arguments, cores, folder
         self.progress_file = folder / "end"
         self._errors: dict[str, UserError] = {}
 
     def __call__(self, model: str, variant: str, first: bool) -> dict[str, Any]:
         """Return the result of `measure_module`; a model that cannot be distributed is not measured at all."""
-        turns = self.arguments.rounds if first else 1
+        if model in self._errors:
+            raise self._errors[model]
         try:
-            if model in self._errors:
-                raise self._errors[model]
             extra = ["--profile"] if first and variant != "compile" else []
-            result = self._measure_in_subprocess(model, variant, extra)
+            return self._measure_in_subprocess(model, variant, extra)
         except UserError as error:
             if variant == "ranks":
                 self._errors[model] = error
-            self.progress.add_done_parts(turns)
             raise
-        self.progress.add_done_parts(1)
-        return result
 
     def _measure_in_subprocess(self, model: str, variant: str, extra: list[str]) -> dict[str, Any]:
         from ...bench.suite import WARM_ALLOCATOR_ENV

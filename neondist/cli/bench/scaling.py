@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from ...io.regular_file import read_bytes
 from ...launcher.ranks import get_mpi_job, run_on_ranks
 from ...system import threads
 from ...terminal.console import counted, emit
-from ...terminal.progress_line import ProgressLine, first_rank_progress, read_seconds_left
+from ...terminal.progress_line import ProgressLine, first_rank_progress
 from .. import options
 from ..experiment import load_and_validate, load_from_arguments
 
@@ -129,7 +128,7 @@ def scaling(arguments: argparse.Namespace) -> int:
         )
 
         def measure(count: int) -> dict[str, Any]:
-            begin_bench_job(progress, counted(count, "rank"), file)
+            progress.begin_process(counted(count, "rank"), file)
             batch_size = batch * count // arguments.counts[0] if arguments.weak else batch
             result = run_step_bench(arguments, count, [f"batch_size={batch_size}"], arguments.steps, progress_file=file)
             progress.add_done_parts(1)
@@ -154,12 +153,6 @@ def estimate_step_bench_seconds(
     loading = (time.monotonic() - begin) * (1 + (ranks > 1))  # the experiment is loaded before mpirun starts, too
     step = speed.step_seconds_lower_bound(experiment, ranks, cores)
     return experiment.batch_size, loading + max(ROUND_SECONDS, steps * step)
-
-
-def begin_bench_job(progress: ProgressLine, activity: str, file: Path) -> None:
-    """Begin a part that is a job of `run_bench_for_json`, which writes its estimated end to a file."""
-    file.unlink(missing_ok=True)  # written by the previous job
-    progress.begin_part(activity, partial(read_seconds_left, file))
 
 
 def run_step_bench(
@@ -296,7 +289,7 @@ def predict(arguments: argparse.Namespace) -> int:
             )
         for at, row in enumerate(rows):
             if row["ranks"] in measured:
-                begin_bench_job(progress, f"measuring {counted(row['ranks'], 'rank')}", file)
+                progress.begin_process(f"measuring {counted(row['ranks'], 'rank')}", file)
                 rows[at] = _measure_row(arguments, machine, row, file)
                 progress.add_done_parts(1)
     emit(table.prediction_table(rows))

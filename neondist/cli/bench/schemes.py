@@ -114,16 +114,14 @@ def seams(arguments: argparse.Namespace) -> int:
         folder, errors = options.output_folder(arguments, "seams"), {}
         with first_rank_progress(world.rank, sys.stderr, unit="scheme", delay=0) as progress:
             experiment = load_and_validate(next(iter(runs.values())), world, world.size)
-            if progress is not None:
+            if world.rank == 0:
                 cores = _count_shared_cores(arguments, world)
                 step = CoreSpeed.measure().step_seconds_lower_bound(experiment, world.size, cores)
                 progress.set_total_parts(len(runs), planned_seconds=[PASSES_PER_SCHEME * step] * len(runs))
             for text, run in runs.items():
-                if progress is not None:
-                    progress.begin_part(text)
+                progress.begin_part(text)
                 errors[text] = _measure_seams(arguments, world, run)
-                if progress is not None:
-                    progress.add_done_parts(1)
+                progress.add_done_parts(1)
         if world.rank == 0:
             files = write_seam_report(folder, errors)
             emit(seam_table(errors))

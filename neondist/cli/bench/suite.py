@@ -9,8 +9,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ...terminal.console import counted
 from ...terminal.progress_line import ProgressLine
 from .. import options
 from ..experiment import load_from_arguments
-from .scaling import begin_bench_job, estimate_step_bench_seconds, run_step_bench
+from .scaling import estimate_step_bench_seconds, run_step_bench
 
 NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
 
@@ -52,7 +52,7 @@ def suite(arguments: argparse.Namespace) -> int:
     from ...bench.least_time import CoreSpeed
     from ...bench.networks import NETWORK_GROUPS
     from ...bench.step import ROUND_SECONDS
-    from ...bench.suite import NEONDIST_VARIANTS, TORCH_VARIANTS, bench_suite, geometric_means
+    from ...bench.suite import NEONDIST_VARIANTS, TORCH_VARIANTS, bench_suite
     from ...bench.suite_report import draw_suite, suite_markdown, suite_table
     from ...terminal.rich_console import Console
 
@@ -86,22 +86,8 @@ def suite(arguments: argparse.Namespace) -> int:
         planned = [least_seconds[network, ranks if variant == "ranks" else 1] for network, variant in turns]
         progress.set_total_parts(len(turns), planned_seconds=planned)
         measure = _VariantMeasurement(arguments, files, ranks, cores, Path(folder))
-
-        def measure_and_count(network: str, variant: str, first: bool) -> dict[str, Any]:
-            try:
-                result = measure(network, variant, first)
-            except (ConfigError, LaunchError):
-                progress.add_done_parts(arguments.rounds if first else 1)  # the variant's other rounds are skipped
-                raise
-            progress.add_done_parts(1)
-            return result
-
-        begin = partial(begin_bench_job, progress, file=measure.progress_file)
-        for row in bench_suite(list(files), _interleave(variants), measure_and_count, arguments.rounds, begin):
-            results["networks"].append(row)
-            results["means"] = geometric_means(results["networks"], {**NETWORK_GROUPS, "all": list(files)})
-            if arguments.json:  # after each network: an interrupted run keeps its results
-                write_text(arguments.json, json.dumps(results, indent=2, default=str) + "\n")
+        measured = list(files), _interleave(variants), measure, arguments.rounds, progress, measure.progress_file
+        add_measured_rows(results, bench_suite(*measured), {**NETWORK_GROUPS, "all": list(files)}, arguments.json)
     Console(soft_wrap=True).print(suite_table(results))
     if arguments.markdown:
         write_text(arguments.markdown, suite_markdown(results))
@@ -109,6 +95,19 @@ def suite(arguments: argparse.Namespace) -> int:
         draw_suite(arguments.plot, results)
     options.print_written([arguments.json, arguments.markdown, arguments.plot])
     return int(any(variant in row["why"] for row in results["networks"] for variant in NEONDIST_VARIANTS))
+
+
+def add_measured_rows(
+    results: dict[str, Any], rows: Iterable[dict[str, Any]], groups: Mapping[str, Sequence[str]], file: Path | None
+) -> None:
+    """Add rows as they are measured, with the means of the groups; write the results to `file` after each row."""
+    from ...bench.suite import geometric_means
+
+    for row in rows:
+        results["networks"].append(row)
+        results["means"] = geometric_means(results["networks"], groups)
+        if file is not None:  # an interrupted run keeps its results
+            write_text(file, json.dumps(results, indent=2, default=str) + "\n")
 
 
 def check_timing_conditions(

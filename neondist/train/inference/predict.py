@@ -181,14 +181,14 @@ def _write_outputs(
 
 
 def compute_and_write_parts(
-    method: PredictionMethod, parts: Sequence[int], grid: ProcessGrid, writer: Any, progress: ProgressLine | None = None
+    method: PredictionMethod, parts: Sequence[int], grid: ProcessGrid, writer: Any, progress: ProgressLine
 ) -> None:
     """Compute parts and pass the outputs to `writer`, reading and writing in the background."""
     parts = method.order_parts_for_reading(parts)
     concurrent = 1 if method.is_collective else grid.size
     parts_by_rank = [parts[slice(*part_range(len(parts), concurrent, rank))] for rank in range(concurrent)]
     own_parts = parts_by_rank[0 if method.is_collective else grid.rank]
-    if progress is not None:
+    if grid.rank == 0:
         rounds = (part for parts_of_round in zip_longest(*parts_by_rank) for part in parts_of_round if part is not None)
         resumed = method.num_parts - len(parts)
         sizes = [0] * resumed + [method.count_cells(part) for part in rounds]
@@ -204,8 +204,7 @@ def compute_and_write_parts(
                 y = method.compute_local_output(part, x)
             _finish_pending_write(method, grid, pending, writer)
             pending = part, pool.submit(writer.write, part, y)
-            if progress is not None:
-                progress.add_done_parts(concurrent, concurrent * method.count_cells(part))
+            progress.add_done_parts(concurrent, concurrent * method.count_cells(part))
         _finish_pending_write(method, grid, pending, writer)
 
 
