@@ -141,7 +141,6 @@ def worst_gradient(gradients: dict[str, torch.Tensor], expected: dict[str, torch
 
 
 def _set_inplace(part: nn.Module) -> None:
-    """Make the ReLUs of a chain in-place where possible."""
     inside = list(part) if isinstance(part, nn.Sequential) else []
     for before, after in pairwise(inside):
         if (

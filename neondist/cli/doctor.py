@@ -62,7 +62,6 @@ def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
 
 
 def _check_packages(warnings: list[str]) -> list[tuple[str, str]]:
-    """Return the versions of installed packages, and whether they can be imported."""
     packages = get_versions()
     names = [name for name in packages if packages[name] and name in MODULES_BY_PACKAGE]
     errors = failed_imports([module for name in names for module in MODULES_BY_PACKAGE[name]])

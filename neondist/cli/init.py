@@ -79,7 +79,6 @@ def write_experiment(arguments: argparse.Namespace) -> int:
 
 
 def _folder_yaml(folder: Path) -> str:
-    """Return an experiment for the files in a folder."""
     subfolders = {sub.name.lower(): sub for sub in sorted(folder.iterdir()) if sub.is_dir()}
     pairs = [
         (subfolders[images], subfolders[masks])
@@ -183,7 +182,6 @@ def _find_arrays_to_convert(folder: Path) -> list[Path]:
 
 
 def _hdf5_yaml(path: Path) -> str:
-    """Return an experiment for images and labels in an HDF5 file."""
     from ..comm import ProcessGrid
     from ..data import HDF5Dataset
 
@@ -211,7 +209,6 @@ def _hdf5_yaml(path: Path) -> str:
 
 
 def _forecast_yaml(paths: list[Path]) -> str:
-    """Return an experiment for a time series in NetCDF or Zarr files."""
     from ..data.datasets.climate_files import ClimateFiles
     from ..formats import open_source
     from ..io.hdf5.reader import array_names, open_hdf5
@@ -403,7 +400,6 @@ def _image_pattern(folder: Path, subfolders: str = "") -> str:
 
 
 def _quote_yaml(text: str) -> str:
-    """Return a text quoted for YAML, on one line."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
 
 

@@ -88,7 +88,6 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def _create_submission(arguments: argparse.Namespace) -> Submission:
-    """Return the job after validating its experiment for its number of ranks."""
     if arguments.apply and arguments.delete:
         raise ConfigError("--apply creates the job and --delete deletes it; give one of them")
     nodes = arguments.nodes or 1

@@ -144,7 +144,6 @@ class TileSource(ABC):
         return self._number_classes(array) if self.class_values else array
 
     def _number_classes(self, array: np.ndarray) -> np.ndarray:
-        """Return the class of each cell."""
         order = np.argsort(self.class_values)
         known = np.asarray(self.class_values)[order]
         at = np.searchsorted(known, array).clip(max=len(known) - 1)

@@ -91,7 +91,6 @@ class _CellWeightVariable:
             )
 
     def read(self, box: Box) -> np.ndarray:
-        """Return the weights of a box."""
         names = "ZYX"[3 - box.ndim :]
         cuts = dict(zip(names, box.slices, strict=True))
         extents = dict(zip(self._source.axes, self._source.shape, strict=True))
@@ -117,5 +116,4 @@ class _CellWeightVariable:
         return sums / float(np.prod(self._extent))
 
     def close(self) -> None:
-        """Close the file."""
         self._source.close()

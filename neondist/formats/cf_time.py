@@ -106,7 +106,6 @@ def _calendar_kind(where: str, calendar: str) -> str:
 
 
 def _zone_seconds(text: str | None) -> float:
-    """Return the offset of a time zone from UTC in seconds."""
     if not text:
         return 0.0
     hours, minutes = text[1:].replace(":", "")[:2], text[1:].replace(":", "")[2:]
@@ -114,7 +113,6 @@ def _zone_seconds(text: str | None) -> float:
 
 
 def _is_valid_date(calendar_kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
-    """Return whether a date and time exist in a calendar."""
     if not (1 <= month <= 12 and day >= 1 and hour < 24 and minute < 60 and second < 60):
         return False
     following = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)
@@ -124,7 +122,6 @@ def _is_valid_date(calendar_kind: str, year: int, month: int, day: int, hour: in
 
 
 def _day_number(calendar_kind: str, year: int, month: int, day: int) -> int:
-    """Return the day number of a date in a calendar."""
     if calendar_kind == "360_day":
         return 360 * year + 30 * (month - 1) + day
     if calendar_kind in ("noleap", "all_leap"):

@@ -159,7 +159,6 @@ class DraftSink(TileSink):
         self.lost_metadata = names[:_MAX_LISTED_NAMES] + more
 
     def _require_disk_space(self) -> None:
-        """Raise OutputError if there is no disk space for all cells, uncompressed."""
         needed, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
         if needed > free:
             raise OutputError(
@@ -216,7 +215,6 @@ def clean_up_if_published(path: Path) -> bool:
 
 
 def _description_path_of(path: Path) -> Path:
-    """Return the path of the note beside a draft."""
     part = partial_path(path)
     return part.with_name(part.name + ".json")
 

@@ -78,11 +78,9 @@ class HDF5Source(TileSource):
         self._file.close()
 
     def _resolve_name(self, name: str) -> str:
-        """Return the full name of an array in the file, from the name given by the user."""
         return name
 
     def _root_array_names(self) -> list[str]:
-        """Return the names of the arrays in the root group."""
         return [name for name, _ in iter_arrays(self._file)]
 
     def _choose_default_array(self, path: Path) -> str:
@@ -103,7 +101,6 @@ class HDF5Source(TileSource):
         return named if len(named) == len({*named}) == array.ndim else None, array.dtype, metadata
 
     def _shape_as_read(self, array: Any) -> tuple[int, ...]:
-        """Return the shape of the array as it is read."""
         return tuple(array.shape or ())  # a null dataspace has no shape
 
     def _read(self, cells: Cells) -> np.ndarray:

@@ -133,7 +133,6 @@ class ImageLoader:
             return metadata | ({"EXIF": exif} if exif else {})
 
     def _default_mode(self, path: Path, image: Any) -> str:
-        """Return the default mode of the array."""
         mode = image.mode
         target = (
             _MODE_WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
@@ -237,7 +236,6 @@ def _has_metadata_after_pixels(file: Any) -> bool:
 
 
 def _apply_orientation(image: Any, path: Path) -> Any:
-    """Return the image rotated according to its EXIF orientation."""
     from PIL import ImageOps
 
     image.load()

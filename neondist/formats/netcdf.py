@@ -129,7 +129,6 @@ class NetCDFSource(HDF5Source):
         return self._packing.decode(raw)
 
     def _variable_metadata(self, name: str, array: Any) -> VariableMetadata:
-        """Return the metadata of a coordinate."""
         if _lacks_coordinates(array):
             return VariableMetadata(())
         return VariableMetadata(tuple(dimension for dimension, _ in self._dimensions(array)), _all_attributes(array))

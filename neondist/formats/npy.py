@@ -68,7 +68,6 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _read_cell_layout(path: Path, file: BinaryIO, axes: str | None) -> CellLayout:
-    """Return the layout of the cells in an open file."""
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject or dtype.itemsize == 0:
         raise DataError(f"{path}: holds {dtype}, not numbers; give an array of numbers")

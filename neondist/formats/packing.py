@@ -86,7 +86,6 @@ class Packing:
         return values
 
     def _apply_unsigned(self, stored_dtype: np.dtype) -> np.dtype:
-        """Return the type of the stored numbers according to `_Unsigned`."""
         if "_Unsigned" not in self._attributes or stored_dtype.kind not in "iu":
             return stored_dtype
         text = self._attributes["_Unsigned"]

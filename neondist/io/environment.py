@@ -49,7 +49,6 @@ def to_json(values: dict[str, Any]) -> str:
 
 
 def _threads_by_library() -> dict[str, int]:
-    """Return the number of threads of each numerical library on this rank."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:

@@ -103,7 +103,6 @@ class FileLock:
             return False
 
     def _write_holder(self) -> None:
-        """Write the holder of the lock."""
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since})
         os.ftruncate(self._descriptor, 0)

@@ -123,11 +123,9 @@ class _MultiGenerationRun:
 
     @property
     def may_restart(self) -> bool:
-        """Whether restarts remain."""
         return self.restarts < (self.arguments.restarts or 0)
 
     def run_generation(self, members: GenerationMembers) -> JobEnding:
-        """Run a generation to its end."""
         fields: dict[str, Any] = {"ranks": members.ranks, "hosts": members.hosts, "resources": self.roster.resources}
         fields |= {"generation": self.generation, "words": self.words, "begun": self.start_time}
         arguments = self.arguments
@@ -177,7 +175,6 @@ class _MultiGenerationRun:
         )
 
     def describe_spares(self, members: GenerationMembers) -> str:
-        """Describe the spare slots, if any were requested."""
         before, self.spares = self.spares, members.spares
         if not self.roster.spares:
             return ""
@@ -205,7 +202,6 @@ class _MultiGenerationRun:
         return {} if self.experiment is None else restarts.checkpoint_versions(self.arguments.folder)
 
     def grid_factors(self, ranks: int) -> dict[str, int] | None:
-        """Return the factors of the experiment's grid on a number of ranks."""
         if self.experiment is None:
             return None
         with suppress(UserError):
@@ -213,7 +209,6 @@ class _MultiGenerationRun:
         return None
 
     def report_giving_up(self) -> int:
-        """Report why no further generation starts."""
         if self.received_signals:
             say(f"stopped while waiting for hosts: received {self.received_signals[0]}; continue with --resume")
             return STOPPED_EXIT_CODE
@@ -225,11 +220,9 @@ class _MultiGenerationRun:
         return 1
 
     def report_wait(self, text: str) -> None:
-        """Report what the run is waiting for."""
         self.log_event("wait", what=text)
         say(text)
 
     def log_event(self, event: str, **fields: Any) -> None:
-        """Append an event to the log."""
         if self.log is not None:
             self.log.log_event(event, generation=self.generation, **fields)

@@ -115,7 +115,6 @@ def report_early_stop(received_signals: Sequence[str]) -> None:
 
 
 def _resolve_ranks(arguments: argparse.Namespace) -> None:
-    """Check the numbers of ranks and spares against the available hosts."""
     source, spares = arguments.source, arguments.spares
     arguments.signals.add_listener(lambda name: source.close())
     try:

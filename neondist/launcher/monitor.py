@@ -252,7 +252,6 @@ class _Connection:
     _authenticated: bool = False
 
     def read(self, monitor: Monitor) -> None:
-        """Process the data received so far."""
         try:
             while not self.closed:
                 chunk = self.socket.recv(1 << 12)

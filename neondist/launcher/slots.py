@@ -88,7 +88,6 @@ class _JobEntry:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the job has fewer workers than its minimum."""
         return self.workers_by_host.total() < self.bounds.min_workers
 
     def format(self) -> bytes:

@@ -247,7 +247,6 @@ class WorkerProcesses:
         self._log_event("scale", workers=before + change, before=before, reason=reason)
 
     def _start_worker(self, host: str) -> None:
-        """Start a worker with the lowest free index."""
         index = next(number for number in range(len(self._workers) + 1) if number not in self._workers)
         self._workers[index] = _Worker(self._start(index, host, index in self._restart_counts), host)
         self._restart_counts.setdefault(index, 0)
@@ -265,5 +264,4 @@ def worker_indices(names: Sequence[Any]) -> frozenset[int]:
 
 
 def _was_killed(code: int) -> bool:
-    """Whether an exit code is that of a killed process or job."""
     return code < 0 or (code > 128 and code != INTERRUPTED_EXIT_CODE)

@@ -243,7 +243,6 @@ class Master(Service):
         return f"{counted(records, 'record')} in each of {counted(epochs, 'epoch')}, each once{skipped}"
 
     def _open_queue(self, parameters: Mapping[str, int]) -> None:
-        """Open the queue for training parameters."""
         self._parameters = {name: int(parameters[name]) for name in _TRAINING_PARAMETER_NAMES}
         per_task = parameters.get("records_per_task", self._parameters["batch_size"] * self._minibatches_per_task)
         path, values = self._path or ":memory:", self._parameters

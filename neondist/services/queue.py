@@ -366,7 +366,6 @@ class TaskQueue:
 
 
 def _uncovered_ranges(start: int, end: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of a range that other ranges do not cover."""
     gaps, position = [], start
     for first, last in sorted(covered):
         if first > position and position < end:

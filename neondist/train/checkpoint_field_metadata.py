@@ -189,7 +189,6 @@ def _parse_names(json_object: dict[str, Any], key: str) -> list[str]:
 
 
 def _parse_stamps(rows: list[Any]) -> tuple[tuple[int, int, float], ...]:
-    """Return the stamps of a `MonthStep`."""
     stamps = []
     for row in rows:
         month, days, seconds = _parse_numbers({"stamps": row}, "stamps", 3).tolist()

@@ -180,7 +180,6 @@ def _name_without_split(name: str) -> str:
 
 
 def _epoch_table_html(metrics: Sequence[str], records: Sequence[EpochRecord]) -> str:
-    """Return a table of the metrics of every epoch, whose columns are grouped by split."""
     names = {name: _name_without_split(name) for name in metrics}
     splits = [name.removesuffix(names[name]).rstrip("_") for name in metrics]
     groups = [("", 1), *((split, len(list(columns))) for split, columns in groupby(splits))]
@@ -199,7 +198,6 @@ def _points_by_split(
 
 
 def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], when: str = ", last epoch") -> list[str]:
-    """Return tables of the per-class values of a record."""
     lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_MAX_TABLE_COLUMNS]}
     parts = []
     matrices = {name for name, value in lists.items() if value and all(isinstance(one, list) for one in value)}

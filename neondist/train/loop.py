@@ -324,7 +324,6 @@ def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterato
 
 
 def _output_layout(model: Trainable, split: Split) -> OutputLayout:
-    """Return the layout and metadata of a model's outputs."""
     output = model.output
     owns, fields = getattr(output, "owns", True), getattr(split, "fields", None)
     return OutputLayout(model.grid, model.output_shape, output.sum_over_ranks, owns, fields)

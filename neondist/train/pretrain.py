@@ -96,7 +96,6 @@ def find_interrupted_stage(world: Transport, folder: Path) -> int:
 
 
 def _pretrain_stage(run: TrainState, stage: Autoencoder, hooks: list[Hook], resumed_checkpoint: Path | None) -> None:
-    """Train a stage from scratch or from a checkpoint."""
     stage.begin_epoch(0)
     if resumed_checkpoint is not None:
         restore_checkpoint(resumed_checkpoint, run)

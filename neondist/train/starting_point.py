@@ -60,7 +60,6 @@ def initialise_or_resume_run(
 
 
 def _starts_from_scratch(world: Transport, folder: Path, resume: bool | str) -> bool:
-    """Return whether a resumed run starts from scratch. Collective."""
     new = False
     with all_or_none(world):
         if world.rank == 0:

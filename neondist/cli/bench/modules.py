@@ -225,7 +225,6 @@ class _VariantMeasurement:
 
 
 def _measurement_error(code: int, stderr: str) -> UserError:
-    """Return the error of a measurement with a nonzero exit code."""
     if code == 2:
         return ConfigError(stderr.rpartition("error: ")[2].strip() or stderr.strip())
     sys.stderr.write(stderr)

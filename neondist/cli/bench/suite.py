@@ -138,14 +138,12 @@ def measurable_torch_variants(variants: list[str], notes: list[str]) -> list[str
 
 
 def _interleave(variants: list[str]) -> list[str]:
-    """Return the variants of neondist and PyTorch in alternation."""
     own, other = [s for s in variants if s in ("ranks", "one")], [s for s in variants if s not in ("ranks", "one")]
     interleaved = [variant for pair in zip(own, other, strict=False) for variant in pair]
     return interleaved + [variant for variant in (*own, *other) if variant not in interleaved]
 
 
 def _write_network_files(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Return the file of each network by name."""
     from ...bench.networks import NETWORK_GROUPS, NETWORKS
     from ...config import dump
 

@@ -193,7 +193,6 @@ def _write_split(
 
 
 def _has_class_labels(part: SplitSource) -> bool:
-    """Return whether the labels are classes, one per sample or per cell."""
     return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
 

@@ -109,7 +109,6 @@ def _read_label_table(folder: Path, table: Path) -> list[Sample]:
 
 
 def _is_file_inside(folder: Path, name: str) -> bool:
-    """Return whether `name` is a file inside the folder."""
     try:
         path = folder / name
         return path.resolve().is_relative_to(folder.resolve()) and path.is_file()

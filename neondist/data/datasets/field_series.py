@@ -165,7 +165,6 @@ class FieldSeries:
         return bool(np.allclose(distances, [*[step] * (len(x) - 1), 360 - step], rtol=0, atol=0.01 * step))
 
     def _file_index(self, time_index: int) -> int:
-        """Return the index of the file that contains a time."""
         return int(np.searchsorted(self._file_offsets, time_index, "right")) - 1
 
     def _contiguous_reads(self, time_indices: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
@@ -370,7 +369,6 @@ def _grid_mismatch_remedy(values: np.ndarray, expected: np.ndarray) -> str:
 
 
 def _format_duration(seconds: float) -> str:
-    """Return a duration as text, such as '2 days'."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:g} {unit if seconds != size else unit[:-1]}"

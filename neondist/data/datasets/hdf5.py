@@ -131,7 +131,6 @@ class HDF5Dataset(Dataset):
     def _file_and_group_of(
         self, split: str, location: str | Mapping[str, str | os.PathLike[str]], train: str
     ) -> tuple[Path, str]:
-        """Return the file and the group of the samples of a split."""
         if isinstance(location, str):
             if not location.endswith((".h5", ".hdf5")):
                 return self.file, _check_hdf5_name(split, location)

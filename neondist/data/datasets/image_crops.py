@@ -143,7 +143,6 @@ class RandomCropTileReader:
 
     @property
     def _own_cells(self) -> tuple[slice, ...]:
-        """All cells of the tile."""
         return tuple(slice(0, cut.stop - cut.start) for cut in self.tile)
 
     def _crop_box(self, number: int, cells: tuple[slice, ...]) -> tuple[slice, ...]:

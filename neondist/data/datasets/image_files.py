@@ -238,7 +238,6 @@ class ImageFiles(Dataset):
         return items, labels
 
     def _image_numbers_by_split(self) -> list[np.ndarray]:
-        """Return the indices of the images for training, validation and test."""
         training = self._image_numbers["train"]
         count = len(training)
         drawn = training[rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")]
@@ -254,7 +253,6 @@ class ImageFiles(Dataset):
         return [np.sort(parts[split]) for split in SPLITS]
 
     def _make_split(self, grid: ProcessGrid, image_numbers: np.ndarray, normalisation: dict[str, Any]) -> Split:
-        """Return the crops of some images as a split."""
         samples = np.repeat(image_numbers, self.crops_per_image)
         keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(image_numbers))
         extents = self.sample_shape[:-1]

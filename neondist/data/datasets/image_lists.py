@@ -288,7 +288,6 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
 
 
 def _read_rows_by_image(path: Path, items: Sequence[ImageEntry]) -> dict[str, list[str]]:
-    """Return the labels in a table as text, by image name."""
     rows = [row for _, row in read_csv_rows(path, "FILE,CLASS")]
     names_by_tail: dict[str, set[str]] = {}
     for item in items:

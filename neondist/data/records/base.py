@@ -92,7 +92,6 @@ class ConcatenatedRecords(RecordReader):
         return reader.describe_record(own_number)
 
     def _find_part(self, number: int) -> tuple[RecordReader, int]:
-        """Return the part that contains a record, and the record's number in it."""
         index = int(np.searchsorted(self._cumulative_lengths, number, side="right"))
         first = int(self._cumulative_lengths[index]) - len(self.readers[index])
         return self.readers[index], number - first

@@ -137,7 +137,6 @@ class _SampleTiles:
         return values[(slice(None), *self._tile_slices)]
 
     def describe_sample(self, number: int) -> str:
-        """Return the location of a sample's record."""
         return self._samples.reader.describe_record(int(self._samples.record_numbers[number]))
 
 
@@ -164,12 +163,10 @@ class _RecordDataset(Dataset):
         self.sample_shape = shapes.pop()
 
     def read_first_samples(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return features and labels of the first training records."""
         samples = self._samples_by_split["train"]
         return samples.features_and_labels(range(min(_NUM_RECORDS_CHECKED, len(samples))))
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
-        """Return the splits, whose batches are read on demand."""
         self.content_hash = " ".join(samples.content_hash() for samples in self._samples_by_split.values())
         splits = {name: self._make_split(samples, grid) for name, samples in self._samples_by_split.items()}
         return splits["train"], splits.get("validation"), None

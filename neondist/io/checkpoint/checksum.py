@@ -61,7 +61,6 @@ def _format_header(size: int, crc: int) -> bytes:
 
 
 def _length_and_crc(file: BinaryIO) -> tuple[int, int]:
-    """Return the length and the CRC-32 of the file after its first block."""
     size, crc = 0, 0
     file.seek(USER_BLOCK_SIZE)
     while piece := file.read(READ_PIECE_BYTES):

@@ -130,7 +130,6 @@ def restore_scheme_state(
 def _split_scheme_state(
     entries: list[SchemeStateEntry], flat_values: Any
 ) -> dict[int, dict[tuple[int, str], list[Any]]]:
-    """Return the memory of each array of one layer."""
     ends, memories = accumulate(elements for *_, elements in entries), defaultdict(dict)  # type: Any, Any
     for (at, samples, direction, count, elements), end in zip(entries, ends, strict=True):
         memories[at][samples, direction] = np.split(flat_values[end - elements : end], count)

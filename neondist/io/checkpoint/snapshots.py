@@ -143,7 +143,6 @@ class SnapshotStore:
             )
 
     def _copy_to_node(self, path: Path, source_rank: int, target_rank: int) -> None:
-        """Copy a file to another node."""
         rank, data = self.world.rank, np.empty(0, np.uint8)
         size = int(self.world.bcast(path.stat().st_size if rank == source_rank else 0, source_rank))
         draft: DraftFile | None = None

@@ -96,12 +96,10 @@ class _CheckpointDraft:
             raise
 
     def write_block(self, piece: ArrayPart, place: Slices, values: Any) -> None:
-        """Write one block."""
         self.file.hdf5[piece.name][place] = values
         self.file.raise_deferred_error()
 
     def close(self) -> None:
-        """Close the HDF5 file, writing buffered data."""
         self.file.close()
 
     def finish(self, keep: int, step: int) -> None:

@@ -132,11 +132,9 @@ class _ErrorDeferringFile:
         self._file = open(os.dup(file.fileno()), "rb+", buffering=0)  # noqa: SIM115
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position."""
         return self._attempt(lambda: self._file.seek(offset, whence), offset)
 
     def tell(self) -> int:
-        """Return the position."""
         return self._attempt(self._file.tell, 0)
 
     def read(self, count: int = -1) -> bytes:
@@ -164,7 +162,6 @@ class _ErrorDeferringFile:
         """Do nothing, since no data are buffered."""
 
     def close(self) -> None:
-        """Close the file."""
         try:
             self._file.close()
         except OSError as problem:

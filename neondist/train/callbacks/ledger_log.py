@@ -78,7 +78,6 @@ def _ledger_entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of the earlier run; raise DataError if the file exists but cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read().decode(errors="replace").splitlines()

@@ -145,5 +145,4 @@ class TimeLimit(Hook):
 
 
 def _estimate_checkpoint_seconds(run: TrainState) -> float:
-    """Return an estimate of the seconds of a checkpoint."""
     return float(run.model.whole_model.compiled.parameters.memory(run.grid.rank) / ASSUMED_DISK_BYTES_PER_SECOND)

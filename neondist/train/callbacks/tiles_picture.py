@@ -48,7 +48,6 @@ class TilesPicture(Hook):
         self._draw(run)
 
     def _draw(self, run: TrainState) -> None:
-        """Gather the tiles and draw them, once."""
         if self._drawn:
             return
         self._drawn = True

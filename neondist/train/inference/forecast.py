@@ -194,7 +194,6 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFieldM
 def _forecast_times_in_seconds(
     series: FieldSeries, fields: CheckpointFieldMetadata, dataset: ClimateFiles, steps: int | None
 ) -> list[float]:
-    """Return the valid times of the forecasts in seconds."""
     starts = series.times[dataset.steps - 1 :] if steps is None else np.repeat(series.times[-1], steps)
     leads = [dataset.lead * (1 if steps is None else number + 1) for number in range(len(starts))]
     pairs = zip(starts.tolist(), leads, strict=True)
@@ -327,7 +326,6 @@ def _unit_attributes(variable: AuxiliaryVariable) -> dict[str, Any]:
 
 
 def _output_attributes(series: FieldSeries, name: str, units: str) -> dict[str, Any]:
-    """Return the attributes of an output: those of its input variable, without storage attributes."""
     channel = next((item for item in series.channels if item.name == name), None)
     attributes = {} if channel is None else dict(channel.attributes)
     dropped = {*PACKING_ATTRIBUTES, *POSITION_ATTRIBUTES}

@@ -221,7 +221,6 @@ def _call_all_or_none(method: PredictionMethod, grid: ProcessGrid, action: Calla
 def _finish_pending_write(
     method: PredictionMethod, grid: ProcessGrid, pending: tuple[int, Future[None]] | None, writer: Any
 ) -> None:
-    """Wait for a pending write and mark its part as done."""
     if pending is not None:
         _call_all_or_none(method, grid, pending[1].result)
         if not method.is_collective or grid.rank == 0:
