@@ -49,10 +49,10 @@ def make_state_writer(state: ServerState, policy: SyncPolicy, folder: Path, save
     indices = {piece.name: index for index, piece in enumerate(layout.pieces)}
     for dtype in layout.dtypes:
         slots = state.dense_parameters.slots[dtype]
-        for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
+        for piece, cells in layout.pieces_of_dtype(dtype):
             prefix = f"pieces/{indices[piece.name]}"
-            arrays[f"{prefix}/values"] = state.dense_parameters.values[dtype][start:stop]
-            arrays |= {f"{prefix}/slots/{name}": array[start:stop] for name, array in slots.items() if array.ndim}
+            arrays[f"{prefix}/values"] = state.dense_parameters.values[dtype][cells]
+            arrays |= {f"{prefix}/slots/{name}": array[cells] for name, array in slots.items() if array.ndim}
         arrays |= {f"scalars/{dtype}/{name}": array for name, array in slots.items() if not array.ndim}
     for index, spec in enumerate(layout.tables):
         table = state.tables[spec.name]
@@ -83,16 +83,15 @@ def server_file_path(folder: Path, index: int, servers: int) -> Path:
     return folder / f"server-{index}-of-{servers}.h5"
 
 
-def has_all_server_files(folder: Path) -> bool:
-    """Whether a checkpoint has a file of each server; the files may be damaged or from different checkpoints."""
-    return count_servers(folder) is not None
-
-
 def count_servers(folder: Path) -> int | None:
-    """Return the number of servers of a checkpoint; None if files are missing."""
-    matches = [match for path in folder.glob("server-*.h5") if (match := _SERVER_FILE_PATTERN.fullmatch(path.name))]
-    counts = {int(match[2]) for match in matches}
-    return len(matches) if counts == {len(matches)} else None
+    """Return the number of servers of a checkpoint; None if files are missing. Files may be damaged, or not match."""
+    paths = _list_server_files(folder)
+    counts = {int(path.stem.rpartition("-")[2]) for path in paths}
+    return len(paths) if counts == {len(paths)} else None
+
+
+def _list_server_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("server-*.h5") if _SERVER_FILE_PATTERN.fullmatch(path.name))
 
 
 def read_configuration(folder: Path, index: int, servers: int) -> Message:
@@ -126,13 +125,13 @@ def load_state(state: ServerState, folder: Path) -> None:
         layout = state.layout
         for dtype in layout.dtypes:
             slots = state.dense_parameters.slots[dtype]
-            for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
+            for piece, cells in layout.pieces_of_dtype(dtype):
                 for name, whole in _read_parameter_and_slots(files, piece, folder).items():
                     if name:
                         slots.setdefault(name, np.empty(layout.flat_size(dtype), dtype))
                     target = slots[name] if name else state.dense_parameters.values[dtype]
-                    target[start:stop] = piece.part_of(whole).reshape(-1)
-            slots.update(first.read_scalar_slots(f"scalars/{dtype}"))
+                    target[cells] = piece.part_of(whole).reshape(-1)
+            slots |= first.read_slots(f"scalars/{dtype}", dtype, layout.flat_size(dtype))
         for spec in layout.tables:
             for ids, values, slots in _read_table_rows(files, spec, folder):
                 owned = ids % layout.servers == layout.index
@@ -214,24 +213,20 @@ class _ServerFile:
         return array
 
     def slot_names(self, prefix: str) -> list[str]:
-        """Return the names of the slots in a group."""
-        return list(self._file.contents.group(f"{prefix}/slots"))
+        return list(self._file.contents.group(prefix))
 
-    def read_scalar_slots(self, prefix: str) -> Slots:
-        """Return the scalar slots in a group."""
-        return {name: self.read_array(f"{prefix}/{name}", "float32") for name in self._file.contents.group(prefix)}
-
-    def is_scalar(self, name: str) -> bool:
-        """Whether an array is a scalar."""
-        return self._file.contents.shapes[name] == ()
+    def read_slots(self, prefix: str, dtype: DTypeLike, size: int) -> Slots:
+        shapes = self._file.contents.shapes
+        kinds = {
+            name: (dtype, size) if shapes[f"{prefix}/{name}"] else ("float32",) for name in self.slot_names(prefix)
+        }
+        return {name: self.read_array(f"{prefix}/{name}", *kind) for name, kind in kinds.items()}
 
 
 @contextmanager
 def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
-    """Open the files of all servers of a checkpoint."""
-    paths = sorted(path for path in folder.glob("server-*.h5") if _SERVER_FILE_PATTERN.fullmatch(path.name))
-    counts = {int(match[2]) for path in paths if (match := _SERVER_FILE_PATTERN.fullmatch(path.name))}
-    if len(counts) != 1 or len(paths) != (count := counts.pop()):
+    paths, count = _list_server_files(folder), count_servers(folder)
+    if count is None:
         raise DataError(
             f"{folder}: is not a complete parameter-server checkpoint ({counted(len(paths), 'file')}); specify"
             " another folder"
@@ -258,7 +253,7 @@ def _read_parameter_and_slots(files: Sequence[_ServerFile], piece: ServerPiece, 
                 )
             covered += source.box.size
             names = {"": f"pieces/{index}/values"}
-            names |= {slot: f"pieces/{index}/slots/{slot}" for slot in file.slot_names(f"pieces/{index}")}
+            names |= {slot: f"pieces/{index}/slots/{slot}" for slot in file.slot_names(f"pieces/{index}/slots")}
             for slot, name in names.items():
                 whole = arrays_by_slot.setdefault(slot, np.empty(prod(piece.shape), piece.dtype))
                 part = file.read_array(name, piece.dtype, source.box.size)
@@ -282,12 +277,7 @@ def _read_table_rows(
             raise DataError(f"{folder}: '{spec.name}' is {saved}, but {current} in the model; specify another folder")
         ids = file.read_array(f"tables/{index}/ids", np.int64)
         values = file.read_array(f"tables/{index}/values", spec.dtype, len(ids) * spec.dim)
-        slots = {}
-        for name in file.slot_names(f"tables/{index}"):
-            full = f"tables/{index}/slots/{name}"
-            scalar = file.is_scalar(full)
-            slots[name] = file.read_array(full, "float32") if scalar else file.read_array(full, spec.dtype, values.size)
-        yield ids, values, slots
+        yield ids, values, file.read_slots(f"tables/{index}/slots", spec.dtype, values.size)
 
 
 def _read_whole_table(files: Sequence[_ServerFile], spec: EmbeddingTableSpec, folder: Path) -> np.ndarray:

@@ -73,8 +73,8 @@ class PulledValues:
                 continue
             for dtype in layout.dtypes:
                 flat = reply.array(DENSE_PREFIX + dtype, dtype, [layout.flat_size(dtype)])
-                for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
-                    piece.part_of(arrays[piece.name])[...] = flat[start:stop].reshape(piece.box.shape)
+                for piece, cells in layout.pieces_of_dtype(dtype):
+                    piece.part_of(arrays[piece.name])[...] = flat[cells].reshape(piece.box.shape)
 
     def whole_slots(self) -> dict[str, np.ndarray]:
         """Return the optimiser's complete arrays and scalars by 'PARAMETER/SLOT', if they were pulled."""
@@ -84,11 +84,11 @@ class PulledValues:
                 prefix, _, slot = key.rpartition("/")
                 if prefix != f"{SLOTS_PREFIX}{dtype}" or not isinstance(flat, np.ndarray):
                     continue
-                for piece, (start, stop) in zip(layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype), strict=True):
+                for piece, cells in layout.pieces_of_dtype(dtype):
                     name = f"{piece.name}/{slot}"
                     if flat.ndim:
                         whole = slots.setdefault(name, np.zeros(piece.shape, dtype))
-                        piece.part_of(whole)[...] = flat[start:stop].reshape(piece.box.shape)
+                        piece.part_of(whole)[...] = flat[cells].reshape(piece.box.shape)
                     else:
                         slots[name] = flat
         return slots
@@ -133,10 +133,8 @@ class ParameterClient:
             )
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
         self._server_connections = ServerConnections(addresses, token, timeout, retry_seconds)
-        self._clients, self._call_on_all_servers = (
-            self._server_connections.clients,
-            self._server_connections.call_on_all_servers,
-        )
+        self._clients = self._server_connections.clients
+        self._call_on_all_servers = self._server_connections.call_on_all_servers
         # one thread per direction: preserves the order of a worker's pushes
         self._push_thread, self._pull_thread = (ThreadPoolExecutor(1, name) for name in ("push", "pull"))
         self._client_id, self._push_count = f"{worker}/{secrets.token_hex(4)}", 0
@@ -201,7 +199,7 @@ class ParameterClient:
             return self._clients[index].call("push_model", fields, arrays).flag("taken")
 
         taken = self._call_on_all_servers(push_values)
-        self._call_on_all_servers(lambda index: self._clients[index].call("join", {"worker": self.worker}))
+        self._server_connections.call_method_on_all_servers("join", {"worker": self.worker})
         return any(taken)
 
     def pull(self, arrays: Mapping[str, np.ndarray]) -> bool:
@@ -298,11 +296,11 @@ class ParameterClient:
 
     def leave(self) -> None:
         """Leave the job, so that other workers do not wait for this one."""
-        self._call_on_all_servers(lambda index: self._clients[index].call("leave", {"worker": self.worker}))
+        self.remove_lost_worker(self.worker)
 
     def remove_lost_worker(self, worker: str) -> None:
         """Remove a lost worker, so that others do not wait for it."""
-        self._call_on_all_servers(lambda index: self._clients[index].call("leave", {"worker": worker}))
+        self._server_connections.call_method_on_all_servers("leave", {"worker": worker})
 
     def count_departed_workers(self) -> int:
         """Return the number of workers that have left."""
@@ -310,11 +308,11 @@ class ParameterClient:
 
     def finish_round(self) -> None:
         """Apply the gradients of an incomplete round, such as at the end of an epoch."""
-        self._call_on_all_servers(lambda index: self._clients[index].call("finish_round"))
+        self._server_connections.call_method_on_all_servers("finish_round")
 
     def finish_epoch(self, epoch: int) -> None:
         """Drop the records of a completed epoch on all servers, which then reject gradients of that epoch."""
-        self._call_on_all_servers(lambda index: self._clients[index].call("finish_epoch", {"epoch": epoch}))
+        self._server_connections.call_method_on_all_servers("finish_epoch", {"epoch": epoch})
 
     def applied_minibatches(self) -> AppliedMinibatches:
         """Return the minibatches applied by all servers."""
@@ -338,7 +336,7 @@ class ParameterClient:
         self._sync_policy = policy or SyncPolicy()
         requests = [{**self._server_configuration(layout, optimizer), "name": name} for layout in self.layouts]
         self._call_on_all_servers(lambda index: self._clients[index].call("load_checkpoint", requests[index]))
-        self._call_on_all_servers(lambda index: self._clients[index].call("join", {"worker": self.worker}))
+        self._server_connections.call_method_on_all_servers("join", {"worker": self.worker})
 
     def status(self) -> list[dict[str, Any]]:
         """Return the status of each server, such as its version and its numbers of samples and workers."""
@@ -367,7 +365,7 @@ class ParameterClient:
         """Return a server's parts of complete arrays, by their names in messages."""
         return {
             DENSE_PREFIX + dtype: [
-                one.part_of(np.ascontiguousarray(arrays[one.name], dtype)) for one in layout.pieces_of_dtype(dtype)
+                one.part_of(np.ascontiguousarray(arrays[one.name], dtype)) for one, _ in layout.pieces_of_dtype(dtype)
             ]
             for dtype in layout.dtypes
         }

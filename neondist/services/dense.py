@@ -100,8 +100,8 @@ def select_slots(
     """
     arrays: dict[str, np.ndarray] = {}
     for dtype in layout.dtypes:
-        pieces, ranges = layout.pieces_of_dtype(dtype), layout.piece_ranges(dtype)
-        owners = {piece.name for piece in pieces}
+        pieces = layout.pieces_of_dtype(dtype)
+        owners = {piece.name for piece, _ in pieces}
         slots_here = {key.rpartition("/")[2]: array for key, array in slots.items() if key.rpartition("/")[0] in owners}
         arrays |= {
             f"{SLOTS_PREFIX}{dtype}/{name}": np.asarray(array, "float32")
@@ -110,12 +110,13 @@ def select_slots(
         }
         for name, value in initial_slot_values.items() if slots_here else ():
             flat = arrays[f"{SLOTS_PREFIX}{dtype}/{name}"] = np.full(layout.flat_size(dtype), value, dtype)
-            for piece, (start, stop) in zip(pieces, ranges, strict=True):
+            for piece, cells in pieces:
                 if (whole := slots.get(f"{piece.name}/{name}")) is not None:
-                    flat[start:stop] = piece.part_of(np.ascontiguousarray(whole)).reshape(-1)
+                    flat[cells] = piece.part_of(np.ascontiguousarray(whole)).reshape(-1)
     return arrays
 
 
 def _flat_layout(layout: ServerLayout, dtype: str) -> FlatLayout:
-    spans = tuple(layout.piece_ranges(dtype))
-    return FlatLayout(spans, tuple(piece.has_weight_decay for piece in layout.pieces_of_dtype(dtype)), len(spans))
+    pieces = layout.pieces_of_dtype(dtype)
+    spans = tuple((cells.start, cells.stop) for _, cells in pieces)
+    return FlatLayout(spans, tuple(piece.has_weight_decay for piece, _ in pieces), len(spans))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import ServiceError
+from .message import Message
 from .progress import AppliedMinibatches
 from .wire import ServiceClient
 
@@ -52,16 +53,19 @@ class ServerConnections:
             raise errors[0]
         return [future.result() for future in futures]
 
+    def call_method_on_all_servers(self, method: str, fields: Mapping[str, Any] | None = None) -> list[Message]:
+        """Call a method of all servers with the same fields, in parallel; return the replies."""
+        return self.call_on_all_servers(lambda index: self.clients[index].call(method, fields))
+
     def status(self) -> list[dict[str, Any]]:
         """Return the status of each server, such as its version and its numbers of samples and workers."""
-        return [
-            dict(reply.fields) for reply in self.call_on_all_servers(lambda index: self.clients[index].call("status"))
-        ]
+        return [dict(reply.fields) for reply in self.call_method_on_all_servers("status")]
 
     def applied_minibatches_by_server(self) -> list[AppliedMinibatches]:
         """Return the minibatches that each server has applied, in the order of the servers."""
-        replies = self.call_on_all_servers(lambda index: self.clients[index].call("credits"))
-        return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]
+        return [
+            AppliedMinibatches.parse(reply.mapping("credits")) for reply in self.call_method_on_all_servers("credits")
+        ]
 
     def save_checkpoint(self, name: str, timeout: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint as `ParameterClient.save` does; DivergedServersError if the servers do not agree."""
@@ -77,8 +81,7 @@ class ServerConnections:
                     union = union.union(minibatches)
                 time.sleep(0.02)
                 applied = self._hold_gradients(union)
-            fields = {"name": name, "save": secrets.token_hex(8)}
-            self.call_on_all_servers(lambda index: self.clients[index].call("save_checkpoint", fields))
+            self.call_method_on_all_servers("save_checkpoint", {"name": name, "save": secrets.token_hex(8)})
         finally:
             self.accept_gradients_again()
         return applied[0]
@@ -101,7 +104,7 @@ class ServerConnections:
 
     def accept_gradients_again(self) -> None:
         """Let all servers accept gradients again."""
-        self.call_on_all_servers(lambda index: self.clients[index].call("release"))
+        self.call_method_on_all_servers("release")
 
     def close(self) -> None:
         """Close all connections once running calls have finished."""
@@ -116,6 +119,5 @@ class ServerConnections:
         self.close()
 
     def _hold_gradients(self, admitted: AppliedMinibatches) -> list[AppliedMinibatches]:
-        fields = {"admitted": admitted.to_json()}
-        replies = self.call_on_all_servers(lambda index: self.clients[index].call("hold", fields))
+        replies = self.call_method_on_all_servers("hold", {"admitted": admitted.to_json()})
         return [AppliedMinibatches.parse(reply.mapping("credits")) for reply in replies]

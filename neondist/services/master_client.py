@@ -74,8 +74,7 @@ class MasterClient:
         self._master: ServiceClient | None = None
         self._closed = threading.Event()
         self.has_waited = self.wait_interrupted = False
-        self._before_task_wait_callback: Callable[[], object] = lambda: None
-        self._uninitialised_callback: Callable[[], object] = lambda: None
+        self.set_callbacks(lambda: None, lambda: None)
         with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._master = ServiceClient(address, Master.name, token, retry_seconds=RETRY_SECONDS)
@@ -153,13 +152,9 @@ class MasterClient:
                     self._master.call("report_task_result", {**fields, "err_message": ""})
         return bool(self.world.bcast(credited))
 
-    def set_before_task_wait_callback(self, function: Callable[[], object]) -> None:
-        """Set a function to call on the first rank before a wait for a task, and when no task is left."""
-        self._before_task_wait_callback = function
-
-    def set_uninitialised_callback(self, function: Callable[[], object]) -> None:
-        """Set a function to call on the first rank while servers wait for the model."""
-        self._uninitialised_callback = function
+    def set_callbacks(self, before_wait: Callable[[], object], while_uninitialised: Callable[[], object]) -> None:
+        """Set functions of the first rank: before a wait for a task or the end, and while servers wait for a model."""
+        self._before_wait, self._while_uninitialised = before_wait, while_uninitialised
 
     def close(self) -> None:
         """Close the connection."""
@@ -182,16 +177,16 @@ class MasterClient:
         while (reply := master.call("get_task", {"worker": self.worker})).text("type") == "WAIT":
             self.has_waited = True
             if not pause:
-                self._before_task_wait_callback()
+                self._before_wait()
             if reply.fields.get("blank"):
-                self._uninitialised_callback()
+                self._while_uninitialised()
             if should_stop():
                 self.wait_interrupted = True
                 return None
             pause = min(2 * pause + 0.02, 0.5)
             time.sleep(pause)
         if reply.text("type") == "NONE":
-            self._before_task_wait_callback()
+            self._before_wait()
             return None
         task_id, epoch, start, end = (reply.integer(name) for name in ("task_id", "epoch", "start", "end"))
         indices, positions = (reply.array(name, np.int64, [None]) for name in ("indices", "positions"))

@@ -151,17 +151,15 @@ class ServerLayout:
         """Dtypes of the pieces, with one flat array each."""
         return [dtype for dtype in SUPPORTED_DTYPES if any(piece.dtype == dtype for piece in self.pieces)]
 
-    def pieces_of_dtype(self, dtype: str) -> list[ServerPiece]:
-        """Return the pieces of a flat array in order."""
-        return [piece for piece in self.pieces if piece.dtype == dtype]
-
-    def piece_ranges(self, dtype: str) -> list[tuple[int, int]]:
-        """Return the ranges of the pieces in a flat array."""
-        return list(pairwise(accumulate((piece.box.size for piece in self.pieces_of_dtype(dtype)), initial=0)))
+    def pieces_of_dtype(self, dtype: str) -> list[tuple[ServerPiece, slice]]:
+        """Return the pieces of a flat array in order, with their cells in it."""
+        pieces = [piece for piece in self.pieces if piece.dtype == dtype]
+        ranges = pairwise(accumulate((piece.box.size for piece in pieces), initial=0))
+        return [(piece, slice(*cells)) for piece, cells in zip(pieces, ranges, strict=True)]
 
     def flat_size(self, dtype: str) -> int:
         """Return the size of a flat array."""
-        return sum(piece.box.size for piece in self.pieces_of_dtype(dtype))
+        return sum(piece.box.size for piece in self.pieces if piece.dtype == dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `parse` accepts."""

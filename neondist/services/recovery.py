@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import ServiceError, ServiceUnavailableError, UserError
 from ..terminal.console import say
-from .checkpoint import count_servers, has_all_server_files
+from .checkpoint import count_servers
 from .group import DivergedServersError, ServerConnections
 from .job_status import JobStatus, ServerStatus
 from .master import Master
@@ -243,7 +243,7 @@ class ServerRecovery(Service):
 
 def list_complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, oldest first."""
-    return [path for _, path in sorted(_checkpoints_by_number(folder).items()) if has_all_server_files(path)]
+    return [path for _, path in sorted(_checkpoints_by_number(folder).items()) if count_servers(path) is not None]
 
 
 def _checkpoints_by_number(folder: Path) -> dict[int, Path]:

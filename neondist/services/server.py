@@ -135,7 +135,7 @@ class ParameterServer(Service):
             if incarnation != self._incarnation:
                 return self._reject_gradient("stale")
             self._staleness_bound.add_worker(gradient.worker)
-            if self._is_repeated_push(gradient):
+            if gradient.push_number <= self._last_push_numbers.get(gradient.client_id, -1):  # repeated
                 return self._reject_gradient("duplicate")
             if self._has_gradient_of_minibatch(gradient):
                 self._count_gradient_in_round()  # otherwise the rounds of two servers could deadlock
@@ -299,11 +299,7 @@ class ParameterServer(Service):
             if request.mapping(part) != value:
                 raise ConfigError(f"the server has a model with another {part}; start separate servers for each job")
 
-    def _is_repeated_push(self, gradient: PushedGradient) -> bool:
-        return gradient.push_number <= self._last_push_numbers.get(gradient.client_id, -1)
-
     def _has_gradient_of_minibatch(self, gradient: PushedGradient) -> bool:
-        """Whether a gradient of its minibatch has already been received."""
         minibatch = gradient.minibatch
         return minibatch is not None and (
             minibatch in self._require_state().applied_minibatches

@@ -164,9 +164,7 @@ class ServerUpdate(RemoteUpdate):
 
                 initialize_servers()
                 if master_client is not None:
-                    master_client.set_before_task_wait_callback(client.leave)
-                    if may_initialize:
-                        master_client.set_uninitialised_callback(initialize_servers)
+                    master_client.set_callbacks(client.leave, initialize_servers if may_initialize else lambda: None)
         self.pull_values()
 
     def push_gradients_and_pull_values(self, learning_rate_scale: float) -> None:
