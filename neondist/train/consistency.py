@@ -59,7 +59,7 @@ def check_same_lines_on_ranks(world: Transport, lines: list[str]) -> None:
     ConfigError
         On every rank, with the first line that differs.
     """
-    digests = world.allgather(_hash_lines(lines))
+    digests = world.allgather(hashlib.sha256("\n".join(lines).encode()).hexdigest())
     differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if differing is None:
         return
@@ -71,7 +71,3 @@ def check_same_lines_on_ranks(world: Transport, lines: list[str]) -> None:
         f"the ranks disagree: rank 0 has {pair[0]}, but rank {differing} has {pair[1]}; start all ranks with the same"
         " files, options and version of neondist"
     ).mark_raised_on_all_ranks()
-
-
-def _hash_lines(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

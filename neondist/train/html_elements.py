@@ -88,17 +88,12 @@ def table_html(
         Names of groups of neighbouring columns, and the number of columns of each, for a row above `head`.
     """
     groups = "".join(f"<th class='group' colspan='{count}'>{escape_html(name)}</th>" for name, count in column_groups)
-    names = "".join(f"<th>{_add_line_break_hints(name)}</th>" for name in head)
+    names = "".join(f"<th>{escape_html(name).replace('_', '_<wbr>')}</th>" for name in head)  # may break lines
     lines = [f"<tr>{row}</tr>" for row in (groups, names) if row]
     lines += [
         "<tr>" + "".join(f"<td{_css_class_attribute(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows
     ]
     return scrollable_html(f"<table>{''.join(lines)}</table>")
-
-
-def _add_line_break_hints(name: str) -> str:
-    """Return a metric's name with line-break opportunities."""
-    return escape_html(name).replace("_", "_<wbr>")
 
 
 def _css_class_attribute(cell: str) -> str:

@@ -53,7 +53,9 @@ class EpochRecord(dict[str, Any]):
 
 
 def nonfinite_to_none(value: Any) -> Any:
-    """Replace non-finite values by None, for JSON, in a number or a list of numbers."""
+    """Replace non-finite values by None, for JSON, in a number, a list or a mapping."""
+    if isinstance(value, Mapping):
+        return {name: nonfinite_to_none(item) for name, item in value.items()}
     if isinstance(value, list):
         return [nonfinite_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -64,7 +66,7 @@ def format_evaluation_results(sample_count: int, results: Mapping[str, Any]) -> 
 
     Non-finite values are None.
     """
-    rest = {name: nonfinite_to_none(value) for name, value in results.items()}
+    rest = nonfinite_to_none(results)
     return {"samples": sample_count, "loss": rest.pop("loss"), "error": rest.pop(Misclassification.name, None), **rest}
 
 

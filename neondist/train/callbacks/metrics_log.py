@@ -36,4 +36,4 @@ class MetricsLog(Hook):
 
 def record_json_line(record: EpochRecord) -> str:
     """Return a record as one line of JSON."""
-    return json.dumps({name: nonfinite_to_none(value) for name, value in record.items()}, allow_nan=False) + "\n"
+    return json.dumps(nonfinite_to_none(record), allow_nan=False) + "\n"

@@ -42,7 +42,7 @@ class PeriodicEvaluation(Hook):
             return
         with run.model.whole_model.use_averaged_weights():
             evaluated = evaluate_validation_and_test(run, self.metrics)
-        results = {name: nonfinite_to_none(value) for name, value in evaluated.items()}
+        results = nonfinite_to_none(evaluated)
         with all_or_none(run.grid.world):
             if run.is_first_rank:
                 append_text(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")

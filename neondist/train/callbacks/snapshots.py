@@ -109,12 +109,10 @@ class Snapshots(Hook):
         self.total_snapshot_seconds += self.expected_snapshot_seconds
 
     def after_run(self, run: TrainState) -> None:
-        """Remove the snapshots, since the last checkpoint is on disk."""
+        """Remove the snapshots, since the checkpoint of the last step is on disk."""
         self.store.remove_all_snapshots()
 
-    def on_stop(self, run: TrainState) -> None:
-        """Remove the snapshots, since the checkpoint of this step is on disk."""
-        self.store.remove_all_snapshots()
+    on_stop = after_run
 
 
 def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: SnapshotStore | None) -> None:

@@ -13,11 +13,13 @@ from ...arrays.namespace import to_host
 from ...backends.allocator import release_cached_memory
 from ...comm import ProcessGrid, all_or_none
 from ...data import Split
+from ...geometry import Box
 from ...io.files import has_matplotlib, write_figure
 from ...layers import Sequential
 from ...models import Autoencoder, optimal_stimulus
 from ..state import TrainState
 from .hook import Hook
+from .subsampling import assemble_subsampled_images, sampled_slices, subsampling_step
 
 PictureRows = list[np.ndarray]
 FiltersByPosition = dict[tuple[int, ...], np.ndarray]
@@ -73,8 +75,8 @@ def reconstruct_first_images(stage: Autoencoder, split: Split) -> PictureRows:
     """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each. Collective."""
     x = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     y = stage.fprop(x)
-    box = stage.output.own
-    inputs, residuals = (_assemble_images(stage.grid, part, box.lo, stage.output_shape) for part in (y.x, y.residual))
+    own, extent = stage.output.own, stage.output_shape[:2]
+    inputs, residuals = (_assemble_images(stage.grid, part, own, extent) for part in (y.x, y.residual))
     return [inputs, inputs + residuals, residuals]
 
 
@@ -111,22 +113,14 @@ def compute_optimal_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end_layer_index - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
-    return _assemble_images(model.grid, tiles, model.input.own.lo, model.input_shape)
+    return _assemble_images(model.grid, tiles, model.input.own, model.input_shape[:2])
 
 
-def _assemble_images(grid: ProcessGrid, tiles: Any, tile_start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+def _assemble_images(grid: ProcessGrid, tiles: Any, box: Box, extent: Sequence[int]) -> np.ndarray:
     """Assemble images (n, h, w, C) from the first replica's tiles, subsampled if large. Collective."""
-    tiles, step = to_host(tiles), -(-max(shape[:2]) // MAX_PICTURE_EXTENT)
-    start = [-(-at // step) for at in tile_start]
-    piece = None
-    if grid.replica == 0:
-        piece = (start, tiles[:, start[0] * step - tile_start[0] :: step, start[1] * step - tile_start[1] :: step])
-    whole = np.zeros((len(tiles), *(-(-n // step) for n in shape[:2]), shape[-1]))
-    for part in grid.world.allgather(piece):
-        if part is not None:
-            (row, col), cells = part
-            whole[:, row : row + cells.shape[1], col : col + cells.shape[2]] = cells
-    return whole
+    step = subsampling_step(extent, MAX_PICTURE_EXTENT)
+    cells = to_host(tiles)[(slice(None if grid.replica == 0 else 0), *sampled_slices(box, step))]
+    return assemble_subsampled_images(grid, box, extent, step, cells.astype(np.float64), 0)
 
 
 GAP_VALUE = 1.0  # white, between pictures

@@ -50,16 +50,8 @@ class TaskQueueHook(Hook):
         """Mark the records of the batch as done."""
         self._credit_samples(run.epoch, run.samples_seen)
 
-    def after_run(self, run: TrainState) -> None:
-        """Close the queue, which completes its file."""
-        self.close()
-
-    def on_stop(self, run: TrainState) -> None:
-        """Close the queue."""
-        self.close()
-
     def close(self) -> None:
-        """Close the queue."""
+        """Close the queue, which completes its file."""
         if self.queue is not None:
             self.queue.close()
 

@@ -125,9 +125,7 @@ class Watchdog(Hook):
         """Forget the run."""
         self.current_run = None
 
-    def on_stop(self, run: TrainState) -> None:
-        """Forget the run."""
-        self.current_run = None
+    on_stop = after_run
 
     def _watch(self, stop_event: threading.Event) -> None:
         tick = min(5.0, self.timeout / 10)

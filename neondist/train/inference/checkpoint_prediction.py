@@ -24,7 +24,7 @@ from ..experiment import FitExperiment
 from ..inference_weights import load_inference_weights
 from ..validate import experiment_grid_shape
 from .images import Images, open_images
-from .prediction_methods import BlockwisePrediction, WholeImagePrediction, choose_method, compile_forward_plan
+from .prediction_methods import PredictionMethod, choose_method, compile_forward_plan
 
 _UNHASHED_ARGUMENTS = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
 
@@ -39,7 +39,7 @@ def open_checkpoint_prediction(
     resumed_method: list[Any] | None,
     extra_cells: int = 0,
     axes: str | None = None,
-) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
+) -> Iterator[tuple[PredictionMethod, Images, dict[str, str]]]:
     """Yield the prediction method, the images, and hashes of the checkpoint and the network. Collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
     with all_or_none(world):

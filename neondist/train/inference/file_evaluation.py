@@ -114,7 +114,7 @@ def evaluate_module(
 
 
 def _evaluate_by_prediction(
-    prediction: AbstractContextManager[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]],
+    prediction: AbstractContextManager[tuple[PredictionMethod, Images, dict[str, str]]],
     model: TrainableModel,
     metrics: Sequence[Metric],
     labels: str | Path,
@@ -132,6 +132,7 @@ def _evaluate_by_prediction(
             if isinstance(method, WholeImagePrediction):
                 results = _evaluate_whole_images(method, metrics, images, targets, samples)
             else:
+                assert isinstance(method, BlockwisePrediction)
                 with all_or_none(grid.world):
                     tiles = _TargetTiles(targets, Box.of(targets.shape[1:-1]))
                     sums = _BlockMetricAccumulator(model, metrics, method, tiles, grid, pictures=samples is not None)
@@ -218,7 +219,6 @@ class _BlockMetricAccumulator:
         )
 
     def write(self, part: int, y: np.ndarray | None) -> None:
-        """Add a block."""
         if y is not None:
             samples, box = self.method.local_output_samples_and_box(part)
             targets = self.targets.to_targets(self.targets.images.read_raw(samples, box.slices))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil, prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +36,12 @@ MAX_CHUNK_CACHE_BYTES = 1 << 28
 """Largest cache of decoded chunks of a rank in bytes."""
 
 
-class PredictionMethod(Protocol):
+class PredictionMethod(ABC):
     """Method of computing all outputs, part by part.
 
     Attributes
     ----------
+    images : Images
     num_parts : int
     output_shape : (*spatial, C)
     dtype : numpy.dtype
@@ -49,6 +51,7 @@ class PredictionMethod(Protocol):
         Identity of the method, equal for a job and its resumption.
     """
 
+    images: Images
     num_parts: int
     output_shape: tuple[int, ...]
     dtype: np.dtype
@@ -56,25 +59,31 @@ class PredictionMethod(Protocol):
     identity_for_resume: list[Any]
 
     def source_aligned_with_output(self) -> TileSource | None:
-        """Return an image with the output's cell positions; None if there is none."""
+        """Return an image with the output's cell positions; None if the outputs have another extent."""
+        return self.images.source if tuple(self.output_shape[:-1]) == self.images.shape[1:-1] else None
 
     def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
         """Return parts in the best order for reading."""
+        return parts
 
+    @abstractmethod
     def read_local_input(self, part: int) -> np.ndarray:
         """Return this rank's input for a part."""
 
+    @abstractmethod
     def compute_local_output(self, part: int, x: np.ndarray) -> np.ndarray | None:
         """Return this rank's outputs; None if other ranks have them."""
 
+    @abstractmethod
     def local_output_samples_and_box(self, part: int) -> tuple[range, Box]:
         """Return the samples and the box of this rank's outputs."""
 
+    @abstractmethod
     def count_cells(self, part: int) -> int:
         """Return the number of cells of a part on all ranks."""
 
 
-class BlockwisePrediction:
+class BlockwisePrediction(PredictionMethod):
     """Block-wise prediction: each rank computes blocks independently, each from its whole receptive field.
 
     Parameters
@@ -106,10 +115,6 @@ class BlockwisePrediction:
         self.images, self.plan, self._run, self.dtype = images, block_plan, run_block, dtype
         self.num_parts, self.output_shape = images.shape[0] * len(block_plan), output_shape
         self.identity_for_resume = ["blocks", list(block_plan.size)]
-
-    def source_aligned_with_output(self) -> TileSource | None:
-        """Return the source of the images if the outputs have the same extent, else None."""
-        return _source_if_aligned(self.images, self.output_shape)
 
     @staticmethod
     def _count_cached_blocks(cache_bytes: int, images: Images, block_plan: Any) -> int:
@@ -152,7 +157,7 @@ class BlockwisePrediction:
         return self.plan.output_box(part % len(self.plan)).size
 
 
-class WholeImagePrediction:
+class WholeImagePrediction(PredictionMethod):
     """Whole-image prediction: all ranks compute a batch together, each its tile."""
 
     is_collective = True
@@ -162,14 +167,6 @@ class WholeImagePrediction:
         model.build(images.shape[1:], batch_size, grid, plan)
         self.num_parts, self.output_shape = -(-images.shape[0] // batch_size), model.output_shape
         self.identity_for_resume = ["whole", batch_size]
-
-    def source_aligned_with_output(self) -> TileSource | None:
-        """Return the source of the images if the outputs have the same extent, else None."""
-        return _source_if_aligned(self.images, self.output_shape)
-
-    def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
-        """Return the parts unchanged."""
-        return parts
 
     def _samples_of_part(self, part: int) -> range:
         return range(part * self.batch_size, min((part + 1) * self.batch_size, self.images.shape[0]))
@@ -204,7 +201,7 @@ def choose_method(
     block: int | None,
     resumed_method: list[Any] | None,
     extra_cells: int = 0,
-) -> BlockwisePrediction | WholeImagePrediction:
+) -> PredictionMethod:
     """Return the prediction method: whole images if they fit in memory or are required; else blocks.
 
     Parameters
@@ -265,7 +262,7 @@ def choose_method(
 
 def _choose_torch_module_method(
     model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, extra_cells: int
-) -> BlockwisePrediction | WholeImagePrediction:
+) -> PredictionMethod:
     """Return the method of a PyTorch module, as `choose_method` does."""
     shape = images.shape[1:]
     model.set_image_extent(shape)
@@ -303,17 +300,12 @@ def _plan_largest_fitting_batch(
     return plan, batch
 
 
-def _source_if_aligned(images: Images, output_shape: tuple[int, ...]) -> TileSource | None:
-    return images.source if tuple(output_shape[:-1]) == images.shape[1:-1] else None
-
-
 def chunk_cache_bytes(images: Images, memory_limit: int) -> int:
     """Return the cache size for decoded chunks of a rank in bytes."""
     return 0 if images.source.chunks is None else min(MAX_CHUNK_CACHE_BYTES, memory_limit // 4)
 
 
 def _max_block_extents(block_extent: int | None, ndim: int) -> list[int]:
-    """Return the largest block extents."""
     return [block_extent or DEFAULT_BLOCK_EXTENT_BY_NDIM[ndim]] * ndim
 
 

@@ -18,7 +18,7 @@ from ...formats.base import convert_read_errors
 from ...io.regular_file import open_regular, read_bytes
 from ...terminal.console import counted
 from .images import Images, open_images
-from .prediction_methods import BlockwisePrediction, WholeImagePrediction, choose_method, memory_limit_per_rank
+from .prediction_methods import PredictionMethod, choose_method, memory_limit_per_rank
 from .window_prediction import WindowPrediction, check_window_fits, windows_per_block
 
 MAX_WHOLE_IMAGE_BATCH = 8
@@ -138,7 +138,7 @@ class TrainedModule:
     @contextmanager
     def open_prediction_method(
         self, source: str | Path, grid: ProcessGrid, block: int | None, resumed_method: list[Any] | None
-    ) -> Iterator[tuple[BlockwisePrediction | WholeImagePrediction, Images, dict[str, str]]]:
+    ) -> Iterator[tuple[PredictionMethod, Images, dict[str, str]]]:
         """Yield the prediction method, the images, and hashes of the weights and the module. Collective."""
         with all_or_none(grid.world):
             images = self.open_source_images(source)
