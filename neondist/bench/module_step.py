@@ -6,6 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -71,7 +72,8 @@ class TimedModuleStep:
         if variant == "ranks":
             self.executed_module = distribute(module, self.shape, self.grid, compile=compiled)
             image = self.executed_module.scatter(image)
-            self.compute_loss, self.scatter_target = self._distributed_loss, self.executed_module.scatter_target
+            self.compute_loss = partial(self.executed_module.loss, _mean_square)
+            self.scatter_target = self.executed_module.scatter_target
         self.x = image
         with all_or_none(world):
             self._run_first_step()
@@ -99,9 +101,6 @@ class TimedModuleStep:
                 f" {lines[0]}; give --input N,C,H,W as the module expects it"
             ) from error
         self.optimizer.step()
-
-    def _distributed_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
-        return self.executed_module.loss(_mean_square, outputs, targets)
 
     def time_steps(self, steps: int, progress: ProgressLine) -> list[float]:
         """Return the seconds of each step, of the slowest rank. Collective."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..comm import Transport
 from ..models import Model
@@ -18,6 +20,28 @@ TIMED_CALLS = 15
 MATRIX_EXTENT = 1024
 COPIED_BYTES = 1 << 26
 """bytes to copy, more than fit in the caches"""
+
+
+class BenchmarkWork(NamedTuple):
+    """A function to time, and its number of operations, or of bytes read and written."""
+
+    call: Callable[[], object]
+    operations_or_bytes: float
+
+
+def matrix_product_work(
+    extent: int, dtype: DTypeLike, matmul: Callable[[Any, Any], object] | None = None
+) -> BenchmarkWork:
+    """Return a product of two matrices, by default with NumPy and without allocation."""
+    a, b = np.ones((2, extent, extent), dtype)
+    multiply = matmul or partial(np.matmul, out=np.empty_like(a))
+    return BenchmarkWork(lambda: multiply(a, b), 2 * extent**3)
+
+
+def memory_copy_work(copied_bytes: int) -> BenchmarkWork:
+    """Return a copy of this many bytes."""
+    source, target = np.ones((2, copied_bytes // 8))
+    return BenchmarkWork(lambda: np.copyto(target, source), 2 * copied_bytes)
 
 
 def measure_peak_rates(model: Model, world: Transport) -> dict[str, float]:
@@ -35,11 +59,11 @@ def measure_rank_rates(
     calls: int = TIMED_CALLS,
 ) -> tuple[float, float]:
     """Return a rank's flops per second in a matrix product, and the bytes per second that a copy reads and writes."""
-    a, b = np.ones((2, matrix_extent, matrix_extent), dtype)
-    source, target = np.ones((2, copied_bytes // 8))
-    product = _fastest_call_seconds(world, lambda: matmul(a, b), calls)
-    copy = _fastest_call_seconds(world, lambda: np.copyto(target, source), calls)
-    return 2 * matrix_extent**3 / product, 2 * copied_bytes / copy
+    product, copy = matrix_product_work(matrix_extent, dtype, matmul), memory_copy_work(copied_bytes)
+    flops, bandwidth = (
+        work.operations_or_bytes / _fastest_call_seconds(world, work.call, calls) for work in (product, copy)
+    )
+    return flops, bandwidth
 
 
 def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
@@ -67,7 +91,6 @@ def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, f
 
 
 def _flops_and_bytes(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
-    """Return the flops and bytes of a layer or segment in a step."""
     inputs, outputs, back = prod(plans[0].input_shape), prod(plans[-1].output_shape), plans[0].needs_input_gradient
     flops = sum(count_multiplications(plan) * (3 if plan.needs_input_gradient else 2) for plan in plans)
     return 2 * batch * flops, batch * itemsize * (2 * inputs + 2 * outputs + inputs * back)

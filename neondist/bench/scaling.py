@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..io.files import has_matplotlib, make_folder, write_figure, write_text
+from ..io.files import write_figure
 from ..plan.report import format_seconds, format_size
 from .noise import noise_warnings, relative_noise
-from .tables import markdown_table
+from .tables import markdown_table, write_report
 
 
 def bench_scaling(measure: Callable[[int], dict[str, Any]], ranks: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -76,17 +77,13 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def write_scaling_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Write scaling.jsonl, scaling.md and, if matplotlib is installed, scaling.png; return the files."""
-    make_folder(folder)
-    lines, table, picture = (folder / f"scaling.{kind}" for kind in ("jsonl", "md", "png"))
-    write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
     parts = [title, scaling_table(rows), *noise_warnings(max(row["noise"] for row in rows))]
-    write_text(table, "\n\n".join(parts) + "\n")
-    return [lines, table, *_draw_scaling(picture, rows, title)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    texts = {"scaling.jsonl": lines, "scaling.md": "\n\n".join(parts) + "\n"}
+    return write_report(folder, texts, {"scaling.png": partial(_draw_scaling, rows, title)})
 
 
-def _draw_scaling(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
-    if not has_matplotlib():
-        return []
+def _draw_scaling(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 4), layout="constrained")
@@ -98,4 +95,3 @@ def _draw_scaling(file: Path, rows: Sequence[dict[str, Any]], title: str) -> lis
     axes.set_xticks(ranks, labels=map(str, ranks), minor=False)
     axes.legend()
     write_figure(file, figure)
-    return [file]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import mean, stdev
@@ -15,10 +16,11 @@ from ..comm import Transport
 from ..config import dump
 from ..errors import ConfigError
 from ..halo import as_scheme
-from ..io.files import append_text, has_matplotlib, make_folder, write_figure, write_text
+from ..io.files import append_text, make_folder, write_figure
 from ..terminal.console import counted, emit
 from ..terminal.progress_line import ProgressLine, first_rank_progress
 from ..train import EpochRecord, Hook, TrainState
+from . import tables
 from .least_time import CoreSpeed
 from .tables import markdown_table
 
@@ -94,10 +96,10 @@ def write_report(rows: Sequence[EpochRecord], folder: Path) -> str:
     """Write schemes.md, schemes.png and, for several numbers of tiles, tiles.png; return the table in Markdown."""
     summary = summarise_by_scheme(rows)
     table = schemes_table(summary)
-    write_text(folder / "schemes.md", table + "\n")
-    plot_error_over_bytes(summary, folder / "schemes.png")
+    plots: dict[str, Callable[[Path], None]] = {"schemes.png": partial(plot_error_over_bytes, summary)}
     if len({row["tiles"] for row in summary}) > 1:
-        plot_error_over_tiles(summary, folder / "tiles.png")
+        plots["tiles.png"] = partial(plot_error_over_tiles, summary)
+    tables.write_report(folder, {"schemes.md": table + "\n"}, plots)
     return table
 
 
@@ -193,13 +195,11 @@ def schemes_table(rows: Sequence[Row]) -> str:
     return markdown_table(heads, cells)
 
 
-def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> bool:
+def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> None:
     """Plot error (mean and deviation) against bytes sent per step, with one panel per number of tiles.
 
-    A line joins the schemes on the Pareto front. Return False without matplotlib.
+    A line joins the schemes on the Pareto front.
     """
-    if not has_matplotlib():
-        return False
     from matplotlib.figure import Figure
 
     counts = list(dict.fromkeys(row["tiles"] for row in rows))
@@ -211,7 +211,6 @@ def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> bool:
     figure.supylabel(f"{rows[0]['split']} error, %", fontsize=10)
     figure.suptitle("Border schemes: exact (round), approximate (square), and the front", fontsize=11)
     write_figure(file, figure, dpi=90)
-    return True
 
 
 def _plot_pareto_front(axes: Any, rows: Sequence[Row]) -> None:
@@ -229,10 +228,8 @@ def _plot_pareto_front(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlim(left=-least / 8)
 
 
-def plot_error_over_tiles(rows: Sequence[Row], file: Path) -> bool:
-    """Plot error (mean and deviation) against the number of tiles, one line per scheme; False without matplotlib."""
-    if not has_matplotlib():
-        return False
+def plot_error_over_tiles(rows: Sequence[Row], file: Path) -> None:
+    """Plot error (mean and deviation) against the number of tiles, one line per scheme."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -248,4 +245,3 @@ def plot_error_over_tiles(rows: Sequence[Row], file: Path) -> bool:
     axes.set_ylabel(f"{rows[0]['split']} error, %")
     axes.legend(fontsize=8)
     write_figure(file, figure, dpi=90)
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..geometry import Partition
-from ..io.files import has_matplotlib, make_folder, write_figure, write_text
+from ..io.files import write_figure
 from ..layers import Layer
 from ..models import Model
 from ..observer import Observer
-from .tables import markdown_table
+from .tables import markdown_table, write_report
 
 ErrorsByDistance = dict[str, list[float]]
 """'output' and 'gradient': relative differences, by distance to the nearest seam in cells."""
@@ -65,7 +66,6 @@ class _OutputAndGradientRecorder(Observer):
         self.arrays: dict[tuple[str, str], Any] = {}
 
     def on_value(self, layer: Layer | None, name: str, array: Any) -> None:
-        """Copy the array."""
         if layer is not None and name in KIND_BY_ARRAY_NAME:
             self.arrays[str(layer.name), KIND_BY_ARRAY_NAME[name]] = None if array is None else array.copy()
 
@@ -141,17 +141,12 @@ def seam_table(errors: SeamErrors) -> str:
 
 def write_seam_report(folder: Path, errors: SeamErrors) -> list[Path]:
     """Write seams.json, seams.md and, if matplotlib is installed, seams.png; return the files."""
-    make_folder(folder)
-    values, page, picture = (folder / f"seams.{kind}" for kind in ("json", "md", "png"))
-    write_text(values, json.dumps(errors, indent=1) + "\n")
-    write_text(page, seam_table(errors) + "\n")
-    return [values, page, *([picture] if plot_seam_errors(errors, picture) else [])]
+    texts = {"seams.json": json.dumps(errors, indent=1) + "\n", "seams.md": seam_table(errors) + "\n"}
+    return write_report(folder, texts, {"seams.png": partial(plot_seam_errors, errors)})
 
 
-def plot_seam_errors(errors: SeamErrors, file: Path) -> bool:
-    """Plot the errors of each scheme in one row, outputs left and gradients right; return False without matplotlib."""
-    if not has_matplotlib():
-        return False
+def plot_seam_errors(errors: SeamErrors, file: Path) -> None:
+    """Plot the errors of each scheme in one row, outputs left and gradients right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.6 * len(errors) + 0.6), layout="constrained")
@@ -165,4 +160,3 @@ def plot_seam_errors(errors: SeamErrors, file: Path) -> bool:
             axes.set_xlabel("cells to the nearest seam")
         row[0].legend(fontsize=7)
     write_figure(file, figure)
-    return True

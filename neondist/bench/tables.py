@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..io.files import has_matplotlib, make_folder, write_text
 from ..plan.report import Column, SplittableTable, format_seconds, format_size
 from ..runtime.observers.clock import WORK_KINDS
 from ..terminal.console import counted
@@ -103,6 +105,17 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
+
+
+def write_report(folder: Path, texts: Mapping[str, str], plots: Mapping[str, Callable[[Path], object]]) -> list[Path]:
+    """Write text files and, if matplotlib is installed, plots, both by name in a folder; return the files."""
+    make_folder(folder)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    plots = plots if has_matplotlib() else {}
+    for name, draw in plots.items():
+        draw(folder / name)
+    return [folder / name for name in (*texts, *plots)]
 
 
 def halo_table(results: dict[str, Any]) -> RenderableType:

@@ -58,20 +58,22 @@ def add_rank_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP)
 
 def add_round_options(cmd: argparse.ArgumentParser, timed_text: str, steps: int) -> None:
     """Add --rounds and --steps of a benchmark; `timed_text`, such as 'all variants are', is part of the help text."""
-    cmd.add_argument(
-        "--rounds",
-        type=positive_int,
-        default=3,
-        metavar="R",
-        help=f"number of rounds in which {timed_text} timed (default 3)",
-    )
-    cmd.add_argument(
-        "--steps",
-        type=positive_int,
-        default=steps,
-        metavar="K",
-        help=f"number of steps timed in each round (default {steps})",
-    )
+    add_count_option(cmd, "--rounds", "R", f"number of rounds in which {timed_text} timed", 3)
+    add_count_option(cmd, "--steps", "K", "number of steps timed in each round", steps)
+
+
+def add_count_option(
+    cmd: argparse.ArgumentParser, name: str, metavar: str, text: str, default: int, lowest: int = 1
+) -> None:
+    """Add an option for an integer of at least `lowest`; its help is `text` and the default."""
+    parse = partial(nonnegative_int, lowest=lowest)
+    cmd.add_argument(name, type=parse, default=default, metavar=metavar, help=f"{text} (default {default})")
+
+
+def add_output_option(cmd: argparse.ArgumentParser, kind: str = "", text: str = "output folder") -> None:
+    """Add --output, whose default is that of `output_folder`; `text` describes the folder."""
+    text += f" (default runs/NAME OF THE FILE{kind and f'-{kind}'})"
+    cmd.add_argument("--output", type=parse_path, metavar="DIR", help=text)
 
 
 def add_virtual_option(cmd: argparse.ArgumentParser, as_list: bool = False) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.bench.model import calibrate, predict, rank_profile, workload
+from neondist.bench.model import calibrate, predict, rank_profile
 from neondist.bench.model.dry_run import DryRunMessageLog, dry_run_grid
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.bench.model.table import (
@@ -307,8 +307,8 @@ def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "TURN_SECONDS", 1e-3)
     monkeypatch.setattr(calibrate, "MESSAGE_SIZES", (1 << 8, 1 << 16))
     monkeypatch.setattr(calibrate, "SYNC_INTERVAL_SECONDS", (1e-4, 1e-3))
-    monkeypatch.setattr(workload, "COPIED_BYTES", 1 << 16)
-    monkeypatch.setattr(workload.ConvolutionWork, "SHAPE", (8, 8, 2))
+    monkeypatch.setattr(calibrate, "COPIED_BYTES", 1 << 16)
+    monkeypatch.setattr(calibrate, "CONVOLVED_SHAPE", (8, 8, 2))
     output = io.StringIO()
 
     def measure(world):

@@ -3,8 +3,7 @@
 import pytest
 
 from neondist.bench.least_time import MAX_SAVED_PRODUCTS, CoreSpeed
-from neondist.bench.model.predict import count_rank_profiles
-from neondist.bench.model.progress import ProfileProgress
+from neondist.bench.model.predict import count_rank_profiles, profile_with_progress
 from neondist.bench.schemes import RunProgressReporter
 from neondist.config import load_experiment
 from neondist.geometry import GridShape
@@ -71,7 +70,7 @@ def test_fraction_of_a_prediction(experiment):
 
     assert count_rank_profiles(1, experiment) == 1
     assert count_rank_profiles(2, experiment) == 4  # 1 x 2, 2 x 1, two replicas, and the fastest of them again
-    profile = ProfileProgress(Progress(), 2)
+    profile = profile_with_progress(Progress(), 2)
     for _ in range(2):
         profile(experiment, GridShape(), 1e-4)
     assert fractions == sorted(fractions)

@@ -13,26 +13,32 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
 from ...comm import Message, ProcessGrid, Transport
+from ...costs import CrossEntropy
 from ...geometry import grid_shape
+from ...layers import ConvLayer, FCLayer, MaxPoolingLayer, ReLU
+from ...models import Convnet
 from ...system.machine import Link, Machine
 from ...terminal.console import counted
 from ...terminal.progress_line import ProgressLine, SilentProgress
 from ..least_time import CoreSpeed
 from ..networks import NETWORKS
 from ..noise import relative_noise
+from ..roofline import COPIED_BYTES, BenchmarkWork, matrix_product_work, memory_copy_work
 from ..sleeping_barrier import sleeping_barrier
 from ..step import ROUND_SECONDS, bench_step
 from .predict import predict_step
 from .rank_profile import LEAST_STEPS, PREDICTION_SECONDS, profile_busiest_rank
-from .workload import ConvolutionWork, matrix_product_work, memory_copy_work
 
 MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
+MATRIX_EXTENT, CONVOLVED_SHAPE = 256, (128, 128, 8)
+"""extent of matrices that fit in a core's own cache, and shape of the samples of a small network"""
 CALIBRATION_ROUNDS, TURN_SECONDS = 12, 0.1
 VALIDATION_NETWORKS, MEASURED_STEPS = ("mnist", "separable", "lcn"), 10
 SYNC_INTERVAL_SECONDS = (2e-3, 3e-2)
@@ -60,7 +66,8 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     progress.set_total_parts(len(planned), planned_seconds=planned)
     progress.begin_part("preparing messages and kernels")
     cores, turns = min(cores, world.size), _Timings(world)
-    convolving, product, copy = ConvolutionWork(), matrix_product_work(), memory_copy_work()
+    convolving, product = convolution_work(), matrix_product_work(MATRIX_EXTENT, np.float32)
+    copy = memory_copy_work(COPIED_BYTES)
     pairs = {size: _create_two_rank_exchange(world, size) for size in MESSAGE_SIZES}
     unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
@@ -70,7 +77,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
             turns.time_calls(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
-        turns.time_calls("convolving", convolving.step, 3, 1)
+        turns.time_calls("convolving", convolving.call, 3, 1)
         for name, work in ("product", product), ("copy", copy):
             count = max(1, round(TURN_SECONDS / unit)) if work is product else 2
             turns.time_calls((name, "alone"), work.call, count, 1)
@@ -92,7 +99,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
         slowdown=slowdown,
         memory_slowdown=max(slowdown, at_memory),
         memory_bandwidth=copy.operations_or_bytes / typical["copy", "alone"],
-        speed=convolving.operations / typical["convolving"],
+        speed=convolving.operations_or_bytes / typical["convolving"],
         host=platform.node(),
     )
     if world.size < 2 * cores:
@@ -148,6 +155,20 @@ def _fit_core_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, man
     # two ranks take turns on a core
     factor = max(1.0, median((b - a) / (2 * product * (many - few)) for product, a, b in rounds))
     return factor, max(0.0, median(a - factor * 2 * product * few for product, a, _ in rounds))
+
+
+def convolution_work() -> BenchmarkWork:
+    """Return a training step of a small network: the forward pass, and the gradients of weights and inputs."""
+    model = Convnet(
+        [ConvLayer(16, 3, padding=1, activation=ReLU()), ConvLayer(32, 3), MaxPoolingLayer(2), FCLayer(10)],
+        cost=CrossEntropy(),
+    )
+    model.build(CONVOLVED_SHAPE, 2)
+    x, targets = np.ones((2, *CONVOLVED_SHAPE), np.float32), np.zeros(2, int)
+    model.train_batch(x, targets)
+    layers = [layer for layer in model.leaves if layer.window is not None and layer.params]
+    products = sum(prod(layer.output_shape[:-1]) * layer.params["weights"].size for layer in layers)
+    return BenchmarkWork(lambda: model.train_batch(x, targets), 3 * 2 * 2 * products)
 
 
 def _create_two_rank_exchange(world: Transport, size: int) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,7 +15,8 @@ from ...geometry.partition import factorisations
 from ...models import Model
 from ...plan.choices import choose_schemes, machine_profile_for, set_schemes
 from ...system.machine import Machine
-from .rank_profile import COMPARISON_SECONDS, PREDICTION_SECONDS, RankProfile, profile_busiest_rank
+from ...terminal.progress_line import ProgressLine
+from .rank_profile import COMPARISON_SECONDS, LEAST_STEPS, PREDICTION_SECONDS, RankProfile, profile_busiest_rank
 
 Row = dict[str, Any]
 ProfileFunction = Callable[[Any, GridShape, float], RankProfile]
@@ -54,6 +56,22 @@ def fastest_grid(
         for shape in shapes
     ]
     return shapes[times.index(min(times))]
+
+
+def profile_with_progress(progress: ProgressLine, num_profiles: int) -> ProfileFunction:
+    """Return a function that reports its steps within a part of `progress` with this expected number of profiles."""
+    profile_numbers = itertools.count()
+
+    def profile(experiment: Any, shape: GridShape, min_seconds: float) -> RankProfile:
+        number, step_numbers = next(profile_numbers), itertools.count(1)
+
+        def count_step() -> None:
+            done = number + min(1.0, next(step_numbers) / LEAST_STEPS)
+            progress.set_part_fraction(done / max(num_profiles, number + 1))
+
+        return profile_busiest_rank(experiment, shape, min_seconds, count_step)
+
+    return profile
 
 
 def candidate_grids(count: int, experiment: Any) -> list[GridShape]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ...io.files import write_text
+from ...io.files import write_figure
 from ...plan.report import format_seconds, format_size
 from ...terminal.console import counted
+from .. import tables
 from ..noise import noise_warnings
 from ..tables import markdown_table
-from .drawing import plot_predicted_step_times
 from .predict import fastest_rank_count, first_latency_bound_ranks, mean_relative_error
 
 PREDICTION_HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
@@ -76,12 +77,31 @@ def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def write_report(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Write model.jsonl, model.md and, if matplotlib is installed, model.png; return the files."""
-    lines, page, picture = (folder / f"model.{kind}" for kind in ("jsonl", "md", "png"))
-    write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
     schemes = [schemes_table(rows)] if any(row["schemes"] for row in rows) else []
     parts = [title, prediction_table(rows), *schemes, *describe_conclusions(rows)]
-    write_text(page, "\n\n".join(parts) + "\n")
-    return [lines, page, *plot_predicted_step_times(picture, rows, title)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    texts = {"model.jsonl": lines, "model.md": "\n\n".join(parts) + "\n"}
+    return tables.write_report(folder, texts, {"model.png": partial(_plot_predicted_step_times, rows, title)})
+
+
+def _plot_predicted_step_times(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    ranks = [row["ranks"] for row in rows]
+    axes.plot(ranks, [row["seconds_per_step"] for row in rows], "o-", label="step")
+    axes.plot(ranks, [row["seconds_with_schemes"] for row in rows], "--", label="step, best schemes")
+    axes.plot(ranks, [row["compute_seconds"] for row in rows], ":", label="computing")
+    axes.plot(ranks, [row["latency_seconds"] for row in rows], ":", label="latency of messages")
+    measured = [(row["ranks"], row["measured_seconds"]) for row in rows if row.get("measured_seconds")]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "kx", label="measured")
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds", title=title)
+    axes.set_xticks(ranks, labels=map(str, ranks), minor=False)
+    axes.tick_params(axis="x", labelrotation=45)
+    axes.legend()
+    write_figure(file, figure)
 
 
 def _row_cells(row: dict[str, Any]) -> list[str]:
@@ -95,7 +115,6 @@ def _row_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _note_if_schemes_slower(row: dict[str, Any]) -> str:
-    """Return a note if the schemes make the step slower."""
     return " (slower: keep the scheme)" if row["seconds_with_schemes"] > 1.02 * row["seconds_per_step"] else ""
 
 

@@ -39,9 +39,7 @@ def add_parser(commands: Any) -> None:
         choices=["torch"],
         help="compare losses and gradients with PyTorch, then time the network in neondist and PyTorch, alternately",
     )
-    cmd.add_argument(
-        "--steps", type=options.positive_int, default=10, metavar="K", help="number of steps to time (default 10)"
-    )
+    options.add_count_option(cmd, "--steps", "K", "number of steps to time", 10)
     cmd.add_argument(
         "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"
     )

@@ -47,9 +47,7 @@ def add_parser(benches: Any) -> None:
         "--weak", action="store_true", help="weak scaling: the batch size is proportional to the number of ranks"
     )
     options.add_round_options(cmd, "each rank count is", steps=10)
-    cmd.add_argument(
-        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-scaling)"
-    )
+    options.add_output_option(cmd, "scaling")
     cmd.set_defaults(command=scaling, layers_only_feature=None)
 
     group = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
@@ -94,9 +92,7 @@ def add_parser(benches: Any) -> None:
         "--measured", type=_parse_seconds_by_rank_count, default={}, metavar="8=0.24,16=0.25",
         help="measured seconds per step by number of ranks, to calibrate compute_factor and jitter",
     )  # fmt: skip
-    cmd.add_argument(
-        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-model)"
-    )
+    options.add_output_option(cmd, "model")
     cmd.set_defaults(command=predict, layers_only_feature=None)
 
 
@@ -240,7 +236,6 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...bench.least_time import CoreSpeed
     from ...bench.model import predict as model
     from ...bench.model import table
-    from ...bench.model.progress import ProfileProgress
     from ...bench.model.rank_profile import LEAST_STEPS
     from ...comm import SingleTransport
     from ...io.output import prepare_run_folder
@@ -278,7 +273,7 @@ def predict(arguments: argparse.Namespace) -> int:
         for count in counts:
             progress.begin_part(counted(count, "rank"))
             with threadpool_limits(1):  # one rank per core
-                profile = ProfileProgress(progress, profiles[count])
+                profile = model.profile_with_progress(progress, profiles[count])
                 rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine, profile)
             progress.add_done_parts(1)
         if times:

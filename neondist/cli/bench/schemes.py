@@ -38,12 +38,8 @@ def add_parser(benches: Any) -> None:
     cmd.add_argument(
         "--epochs", type=options.positive_int, metavar="E", help="number of epochs of each run (default: from the file)"
     )
-    cmd.add_argument(
-        "--seeds", type=options.positive_int, default=1, metavar="S", help="number of runs of each scheme (default 1)"
-    )
-    cmd.add_argument(
-        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-schemes)"
-    )
+    options.add_count_option(cmd, "--seeds", "S", "number of runs of each scheme", 1)
+    options.add_output_option(cmd, "schemes")
     cmd.set_defaults(command=schemes)
 
     cmd = benches.add_parser(
@@ -55,9 +51,7 @@ def add_parser(benches: Any) -> None:
         "--schemes", default=DEFAULT_SEAM_SCHEMES, metavar="A,B(x=1),...",
         help=f"schemes to compare (default {DEFAULT_SEAM_SCHEMES})",
     )  # fmt: skip
-    cmd.add_argument(
-        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-seams)"
-    )
+    options.add_output_option(cmd, "seams")
     cmd.set_defaults(command=seams)
 
 
@@ -138,7 +132,6 @@ def _count_shared_cores(arguments: argparse.Namespace, world: Transport) -> int:
 
 
 def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argparse.Namespace) -> dict[str, Any]:
-    """Return the errors of the scheme of a run, compared with the exact exchange."""
     from ...bench.seams import measure_seam_errors
 
     pair = [load_and_validate(command, world, world.size) for command in (_arguments_for(arguments, "halo", 1), run)]
