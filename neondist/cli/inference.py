@@ -181,7 +181,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_module(arguments: argparse.Namespace) -> int:
-    """Print the loss and error of a module with weights from a file, on images and labels in files."""
     for name in ("follow", "every", "max_time", "output", "split"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
@@ -300,8 +299,6 @@ def _predict_experiment(arguments: argparse.Namespace) -> int:
 
 
 def _predict_module(arguments: argparse.Namespace) -> int:
-    """Write the outputs of a module with weights from a file; needs no experiment."""
-
     if arguments.steps is not None:
         raise ConfigError("predict: --steps applies to networks trained on ClimateFiles; leave it out with --weights")
 
@@ -350,14 +347,7 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
                 _check_source(arguments.labels)
         return trained
 
-    def work_on_grid(world: Transport, trained: Any) -> int:
-        grid = ProcessGrid(world)
-        if arguments.watchdog is not None:
-            arguments.watchdog.observe_grid(grid)
-        work(trained, grid)
-        return 0
-
-    return run_on_ranks(arguments, load_module, work_on_grid)
+    return _run_on_grid(arguments, load_module, lambda world, trained: ProcessGrid(world), work)
 
 
 def _prediction_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -401,12 +391,20 @@ def _run_with_experiment(
     work: Callable[[Any, ProcessGrid], None],
 ) -> int:
     """Run `work` on the experiment that `load_experiment` returns, here or on ranks started by mpirun."""
+    return _run_on_grid(arguments, load_experiment, lambda world, experiment: experiment.open_grid(world), work)
 
-    def work_on_grid(world: Transport, experiment: Any) -> int:
-        grid = experiment.open_grid(world)
+
+def _run_on_grid(
+    arguments: argparse.Namespace,
+    load: Callable[[Transport, int], Any],
+    open_grid: Callable[[Transport, Any], ProcessGrid],
+    work: Callable[[Any, ProcessGrid], None],
+) -> int:
+    def work_on_grid(world: Transport, loaded: Any) -> int:
+        grid = open_grid(world, loaded)
         if arguments.watchdog is not None:
             arguments.watchdog.observe_grid(grid)
-        work(experiment, grid)
+        work(loaded, grid)
         return 0
 
-    return run_on_ranks(arguments, load_experiment, work_on_grid)
+    return run_on_ranks(arguments, load, work_on_grid)

@@ -57,9 +57,7 @@ def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
     ranks, hosts = ("", "") if launch else ("with -n: ", "with --hosts-from: ")
     ranks_help = "number of ranks (default: all devices of the resource file)" if launch else options.RANKS_HELP
     options.add_experiment_options(cmd, ranks_help)
-    cmd.add_argument(
-        "--output", type=options.parse_path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE)"
-    )
+    options.add_output_option(cmd)
     if not launch:
         options.add_virtual_option(cmd)
     cmd.add_argument(
@@ -156,7 +154,6 @@ def split_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run_script(arguments: argparse.Namespace) -> int:
-    """Run a script on all ranks with the arguments that follow it."""
     for name in _EXPERIMENT_OPTIONS:
         if getattr(arguments, name) not in (None, False, []):
             option = "--set, --memory and --strategy" if name == "settings" else f"--{name.replace('_', '-')}"

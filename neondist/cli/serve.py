@@ -46,13 +46,7 @@ def add_parser(commands: Any) -> None:
         "--checkpoint-dir", type=options.parse_as_path, required=True, metavar="DIR",
         help="folder of the servers' checkpoints and of tasks.sqlite",
     )  # fmt: skip
-    master.add_argument(
-        "--num-minibatches-per-task",
-        type=options.positive_int,
-        default=8,
-        metavar="N",
-        help="number of minibatches in a task (default 8)",
-    )
+    options.add_count_option(master, "--num-minibatches-per-task", "N", "number of minibatches in a task", 8)
     master.add_argument(
         "--checkpoint-steps", type=options.nonnegative_int, default=0, metavar="N",
         help="write a checkpoint of the servers every N updates (default 0: as often as possible within 2 %% of the run"

@@ -68,20 +68,9 @@ def add_parser(commands: Any) -> None:
         help="metric to optimise, at the best epoch of each trial (default: that of the field best, or the validation"
              " loss)",
     )  # fmt: skip
-    cmd.add_argument(
-        "--jobs",
-        type=options.positive_int,
-        default=1,
-        metavar="K",
-        help="number of trials to run in parallel (default 1)",
-    )
+    options.add_count_option(cmd, "--jobs", "K", "number of trials to run in parallel", 1)
     cmd.add_argument("--prune", choices=PRUNERS, help="stop unpromising trials early, with this pruner of Optuna")
-    cmd.add_argument(
-        "--output",
-        type=options.parse_path,
-        metavar="DIR",
-        help="output folder, from which a repeated command resumes (default runs/NAME OF THE FILE-sweep)",
-    )
+    options.add_output_option(cmd, "sweep", "output folder, from which a repeated command resumes")
     cmd.set_defaults(command=sweep, stops=True)
 
 
@@ -163,7 +152,6 @@ def _override_settings(arguments: argparse.Namespace, values: Mapping[str, Any])
 
 @contextmanager
 def _convert_storage_errors(path: Path) -> Iterator[None]:
-    """Raise OutputError for errors of the database."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -175,8 +163,6 @@ def _convert_storage_errors(path: Path) -> Iterator[None]:
 
 
 class _RunningTrial:
-    """A trial in training."""
-
     def __init__(self, trial: Trial, process: Any, folder: Path) -> None:
         self.trial, self.process, self.folder = trial, process, folder
         self.pruned = self._terminated = False
@@ -184,7 +170,6 @@ class _RunningTrial:
         self._reported_epochs = len(trial.study.trials[trial.number].intermediate_values)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process, once."""
         if not self._terminated:
             self._terminated = True
             self.process.terminate()

@@ -38,9 +38,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--training-data", required=True, metavar="F", help=_DATA_HELP)
     cmd.add_argument("--validation-data", metavar="F", help="records for validation after each epoch")
     _add_model_options(cmd)
-    cmd.add_argument(
-        "--num-epochs", type=options.positive_int, default=1, metavar="N", help="number of epochs (default 1)"
-    )
+    options.add_count_option(cmd, "--num-epochs", "N", "number of epochs", 1)
     cmd.add_argument(
         "--num-workers", type=parse_workers, default=1, metavar="N|MIN:MAX",
         help="number of replicas (default 1); with servers, MIN:MAX varies with the slots that other jobs leave free",
@@ -74,18 +72,13 @@ def add_parser(commands: Any) -> None:
         help="number of gradients that servers average per update, without --use-async; at most the number of workers"
         " (default 1; with MIN:MAX workers MAX)",
     )  # fmt: skip
-    cmd.add_argument(
-        "--sync-version-tolerance", type=options.nonnegative_int, default=0, metavar="N",
-        help="maximum staleness of gradients in updates, without --use-async (default 0)",
-    )  # fmt: skip
+    staleness = "maximum staleness of gradients in updates, without --use-async"
+    options.add_count_option(cmd, "--sync-version-tolerance", "N", staleness, 0, lowest=0)
     cmd.add_argument(
         "--lr-staleness-modulation", action="store_true",
         help="divide the learning rate by the staleness of the gradient, with --use-async",
     )  # fmt: skip
-    cmd.add_argument(
-        "--num-minibatches-per-task", type=options.positive_int, default=8, metavar="N",
-        help="number of minibatches in a task (default 8)",
-    )  # fmt: skip
+    options.add_count_option(cmd, "--num-minibatches-per-task", "N", "number of minibatches in a task", 8)
     cmd.add_argument(
         "--nonfinite", choices=("stop", "skip"), default="stop",
         help="stop at a step with a NaN or infinite loss or gradient (default), or skip it",
@@ -258,7 +251,6 @@ def _positional_arguments(words: list[str]) -> list[str]:
 
 
 def _check_loss(definition: Any, experiment: Any, ranks: int) -> None:
-    """Check the loss of a validated experiment on a few records."""
     from ..train.validate import experiment_grid_shape
 
     grid = experiment_grid_shape(experiment, ranks)
@@ -335,17 +327,8 @@ def _custom_names(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _add_model_options(cmd: argparse.ArgumentParser) -> None:
-    cmd.add_argument(
-        "--minibatch-size", type=options.positive_int, default=64, metavar="N",
-        help="batch size of a worker (default 64)",
-    )  # fmt: skip
-    cmd.add_argument(
-        "--seed",
-        type=options.nonnegative_int,
-        default=0,
-        metavar="N",
-        help="random seed of weights and data order (default 0)",
-    )
+    options.add_count_option(cmd, "--minibatch-size", "N", "batch size of a worker", 64)
+    options.add_count_option(cmd, "--seed", "N", "random seed of weights and data order", 0, lowest=0)
     cmd.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 
 
