@@ -162,7 +162,7 @@ class Dataset(Registered, ABC):
             if self.validation is None and self._validation_share is not None:
                 samples = len(self.train)
                 first = samples - self.count_validation_samples(samples)
-                self.train, self.validation = self.train.select_range(0, first), self.train.select_range(first, samples)
+                self.train, self.validation = self.train.subset(0, first), self.train.subset(first, samples)
             self._grid = grid
             if self._shard_and_count is not None:
                 self._restrict_to_shard(*self._shard_and_count, grid)
@@ -236,7 +236,7 @@ class Dataset(Registered, ABC):
                 " give at most one shard per sample"
             )
         self.num_shards, self.smallest_shard_size = num_shards, samples // num_shards
-        self.train = self.train.every_nth(num_shards, index)
+        self.train = self.train.subset(index, samples, num_shards)
 
     def limit_batches(self, batch_size: int, count: int) -> None:
         """Restrict every split to samples for `count` batches when the data set is opened, for a short run.
@@ -250,10 +250,10 @@ class Dataset(Registered, ABC):
         for name, split in self.splits.items():
             kept = batch_size * count + len(split) % batch_size
             if len(split) > kept:
-                setattr(self, name, split.every_nth(len(split) // kept, 0).select_range(0, kept))
+                step = len(split) // kept
+                setattr(self, name, split.subset(0, step * kept, step))
 
     def _augment_splits(self, tile: AugmentedTile) -> None:
-        """Augment the training split; cut the tiles of the other splits from the cells read for augmentation."""
         for split in self.splits.values() if tile.moves_cells else ():
             shape = tile_shape(split.labels)[: tile.box.ndim]
             if are_label_maps(split.labels, tile.box) and shape != tile.input_box.shape:

@@ -111,16 +111,13 @@ class Split:
         """Return the split without augmentation."""
         return self if self._augmented is None else self.augment_with(self._augmented.without_augmentation())
 
-    def select_range(self, first: int, end: int) -> Split:
-        """Return the samples `first` to `end - 1` as a split, without copying."""
+    def subset(self, first: int, end: int, step: int = 1) -> Split:
+        """Return the samples `first`, `first + step`, ... before `end` as a split, without copying."""
         part = copy(self)
-        part.tiles, part.labels = (_Subset.of(samples, first, end) for samples in (self.tiles, self.labels))
-        return part
-
-    def every_nth(self, step: int, first: int) -> Split:
-        """Return the samples `first`, `first + step`, ... as a split, without copying."""
-        part = copy(self)
-        part.tiles, part.labels = (_Subset.of(samples, first, len(self), step) for samples in (self.tiles, self.labels))
+        part.tiles, part.labels = (
+            samples[first:end:step] if isinstance(samples, np.ndarray) else _Subset(samples, first, end, step)
+            for samples in (self.tiles, self.labels)
+        )
         return part
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
@@ -187,11 +184,9 @@ class _LazyImages(LazyTile):
         self.shape = (len(sample_numbers), *own)
 
     def samples(self, chosen: range) -> LazyTile:
-        """Return some of the samples."""
         return _LazyImages(self._split, self._sample_numbers[chosen.start : chosen.stop : chosen.step], self.dtype)
 
     def read(self, cells: Sequence[slice]) -> np.ndarray:
-        """Return normalised cells (n, *cells, C)."""
         read = partial(self._split._read_cells, self.dtype)
         if self._split._augmented is None:
             return read(self._sample_numbers, tuple(cells))
@@ -201,12 +196,8 @@ class _LazyImages(LazyTile):
 class _Subset:
     """Subset of samples that are computed or read on demand."""
 
-    def __init__(self, samples: TileArray, first: int, end: int, step: int = 1) -> None:
+    def __init__(self, samples: TileArray, first: int, end: int, step: int) -> None:
         self._samples, self._sample_numbers = samples, np.arange(first, end, step)
-
-    @classmethod
-    def of(cls, samples: TileArray, first: int, end: int, step: int = 1) -> TileArray:
-        return samples[first:end:step] if isinstance(samples, np.ndarray) else cls(samples, first, end, step)
 
     def __len__(self) -> int:
         return len(self._sample_numbers)

@@ -104,12 +104,12 @@ class ClimateFiles(Dataset):
         self.steps, self.lead, self.normalise, self.fill = int(steps), int(lead), normalise, fill
         self.ahead, self.cache = ahead, cache
         self._cache_bytes = parse_bytes("cache", cache)
-        self._series: FieldSeries | None = None
+        self._checked_series: FieldSeries | None = None
         self._fields: FieldMetadata | None = None
 
     def check(self) -> None:
         """Check the headers of all files: variables, units, grid and increasing times."""
-        self._series = series = self.open_series(self.files)
+        self._checked_series = series = self.open_series(self.files)
         inputs = len(self.input_channels(series))
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
         chosen = [series.channels[index] for index in self.target_channels(series)]
@@ -167,6 +167,13 @@ class ClimateFiles(Dataset):
         return [series.channels[index].units for index in self.input_channels(series)] * self.steps
 
     @property
+    def _series(self) -> FieldSeries:
+        if self._checked_series is None:
+            self.check()
+        assert self._checked_series is not None
+        return self._checked_series
+
+    @property
     def fields(self) -> FieldMetadata:
         """Metadata of the targets, with mean, std and climatology once the data set is open."""
         if self._fields is None:
@@ -176,10 +183,7 @@ class ClimateFiles(Dataset):
 
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the files on demand."""
-        if self._series is None:
-            self.check()
         series, samples_by_split = self._series, self._sample_numbers_by_split()
-        assert series is not None
         content = [series.file_names, self.channel_names(series), series.extent, series.times.tolist()]
         self.content_hash = f"{checksum(np.frombuffer(repr(content[1:]).encode(), np.uint8)):08x}"
         tile = tile_slices(grid, self.sample_shape)[:-1]
@@ -193,12 +197,12 @@ class ClimateFiles(Dataset):
         """Load this rank's part of all splits and compute the training statistics. Collective, like `Dataset.open`."""
         super().open(grid, checked, augment, seed)
         series, fields = self._series, self.fields
-        assert series is not None
         inputs, targets = self.input_channels(series), self.target_channels(series)
         box = grid.partition(series.extent).box(grid.tile)
         mean, square = np.empty(0), np.empty(0)
+        training_times = len(self._sample_numbers_by_split()[0]) + self.steps - 1 + self.lead
         with all_or_none(grid.world):
-            mean, square = _mean_and_variance_over_time(series, self._count_training_times(), box)
+            mean, square = _mean_and_variance_over_time(series, training_times, box)
         centre, deviation = np.zeros(len(series.channels)), np.ones(len(series.channels))
         if self.normalise == "training":
             cells = math.prod(series.extent)
@@ -214,13 +218,8 @@ class ClimateFiles(Dataset):
             split.normalise(np.tile(centre[inputs], self.steps), np.tile(deviation[inputs], self.steps))
             split.fields = fields
 
-    def _count_training_times(self) -> int:
-        """Return the number of times covered by the training samples."""
-        return len(self._sample_numbers_by_split()[0]) + self.steps - 1 + self.lead
-
     def _sample_numbers_by_split(self) -> list[np.ndarray]:
         """Return the samples of the training, validation and test splits, as indices of their first times."""
-        assert self._series is not None
         times = len(self._series)
         samples = times - self.steps + 1 - self.lead
         held_out = sum(share is not None for share in self._held_out.values())
@@ -251,7 +250,6 @@ class ClimateFiles(Dataset):
         share, series = self._held_out[split], self._series
         if not isinstance(share, str):
             return 0 if share is None else count_held_out(split, share, samples)
-        assert series is not None
         (date,) = seconds_of_cf_times(split, [0], f"seconds since {share}", series.calendar)
         count = int((series.times[-samples:] >= date).sum())
         if not count:
@@ -259,9 +257,7 @@ class ClimateFiles(Dataset):
         return count
 
     def _make_split(self, tile: tuple[slice, ...], sample_numbers: np.ndarray) -> Split:
-        """Return some samples as a split."""
         series = self._series
-        assert series is not None
         images = FieldTiles(series, sample_numbers, self.steps, self.input_channels(series), tile)
         target = sample_numbers + self.steps - 1 + self.lead
         labels = FieldTiles(series, target, 1, self.target_channels(series), tile)
