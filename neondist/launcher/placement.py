@@ -55,18 +55,14 @@ class NodePlacement:
             Several nodes have the same host name.
         """
         reject_shared_host_names(self.reports)
-        parts: list[str] = []
+        names = [name for name in variables if name not in threads.THREAD_COUNT_VARIABLES]
+        parts = []
         for report in self.reports:
-            node_variables = self.node_variables(report, env)
-            names = [name for name in variables if name not in threads.THREAD_COUNT_VARIABLES]
-            start = ["-n", str(report.ranks), *(word for name in names for word in ("-x", name))]
-            start = mpirun.command(report.ranks, names)[1:] if not parts else start
-            start += ["--host", f"{report.node.address}:{report.ranks}"]
-            if node_variables:
-                start += ["env", *(f"{name}={value}" for name, value in node_variables.items())]
+            node_variables = [f"{name}={value}" for name, value in self.node_variables(report, env).items()]
             safe_path_file = str(Path(report.node_info["package"]) / "safe_path.py")
-            parts += [":", *start, report.python, safe_path_file, *words]
-        return [mpirun.path, *parts[1:]]
+            start = [*(["env"] if node_variables else []), *node_variables, report.python, safe_path_file, *words]
+            parts.append((report.node.address, report.ranks, start))
+        return _command_on_hosts(mpirun, names, parts)
 
     def node_variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a node; its ranks share its cores unless the user sets threads."""
@@ -119,12 +115,8 @@ class HostListPlacement:
         names = [
             name for name in variables if name not in threads.THREAD_COUNT_VARIABLES or threads.is_thread_count_set(env)
         ]
-        parts: list[str] = []
-        for host, ranks in self.hosts.items():
-            start = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
-            start = mpirun.command(ranks, names)[1:] if not parts else start
-            parts += [":", *start, "--host", f"{host}:{ranks}", *safe_path.python_command(*words)]
-        return [mpirun.path, *parts[1:]]
+        start = safe_path.python_command(*words)
+        return _command_on_hosts(mpirun, names, [(host, ranks, start) for host, ranks in self.hosts.items()])
 
     def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of mpirun, without a host file."""
@@ -133,6 +125,16 @@ class HostListPlacement:
     def supervisor_addresses(self) -> list[str]:
         """Return the addresses of the supervisor on this machine."""
         return list_own_addresses()
+
+
+def _command_on_hosts(mpirun: Mpirun, names: Sequence[str], parts: Sequence[tuple[str, int, list[str]]]) -> list[str]:
+    """Return the command that starts ranks on several hosts, given the host, the ranks and the command of each part."""
+    words: list[str] = []
+    for host, ranks, start in parts:
+        head = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
+        head = mpirun.command(ranks, names)[1:] if not words else head
+        words += [":", *head, "--host", f"{host}:{ranks}", *start]
+    return [mpirun.path, *words[1:]]
 
 
 def list_own_addresses() -> list[str]:
@@ -185,7 +187,10 @@ def open_job_placement(
         yield HostListPlacement(arguments.hosts)
         return
     counts = assign_ranks(resources, ranks) if arguments.hosts is None else arguments.hosts
-    with tempfile.TemporaryDirectory(prefix="neondist-", dir=_temporary_folder()) as folder:
+    # mpirun splits the options of ssh at spaces
+    with tempfile.TemporaryDirectory(
+        prefix="neondist-", dir="/tmp" if " " in tempfile.gettempdir() else None
+    ) as folder:
         ssh_config = Path(folder, "ssh_config")
         write_ssh_config(resources, ssh_config, os.environ)
         files = [Path(arguments.file), *(Path(module) for module in arguments.modules if module.endswith(".py"))]
@@ -202,8 +207,3 @@ def print_node_reports(reports: Sequence[NodeReport]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for table_row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(table_row, widths, strict=True)).rstrip())
-
-
-def _temporary_folder() -> str | None:
-    """Return a folder for temporary files; its path has no spaces, at which mpirun splits the options of ssh."""
-    return "/tmp" if " " in tempfile.gettempdir() else None
