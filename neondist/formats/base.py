@@ -9,7 +9,6 @@ from itertools import product
 from math import ceil, prod
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -317,7 +316,7 @@ class TileSink(ABC):
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from ..system.heartbeat import (
     CONNECT_TIMEOUT_SECONDS,
@@ -108,9 +107,7 @@ class Monitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill_remaining_ranks()
 
     def kill_remaining_ranks(self) -> None:

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 
 from ..io.checkpoint.snapshots import SUPERVISOR_ENV
 from ..system.heartbeat import NONCE_BYTES, PROOF_BYTES, compute_proof, receive_bytes
@@ -49,9 +48,7 @@ class SnapshotKeepers:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._wake_sender.close()
         self._thread.join(2 * _GREETING_TIMEOUT)
         for connection in list(self._connection_by_node.values()):

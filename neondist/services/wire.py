@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserError
@@ -189,9 +188,7 @@ class ServiceHost:
     def __enter__(self) -> ServiceHost:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
@@ -287,9 +284,7 @@ class ServiceClient:
     def __enter__(self) -> ServiceClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _call_once(self, method: str, message: Message, timeout: float) -> Message:

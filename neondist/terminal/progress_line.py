@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import IO, Any
 
 from ..io.regular_file import read_bytes
@@ -63,9 +62,7 @@ class ProgressLine:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def set_total_parts(

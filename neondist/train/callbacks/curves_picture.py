@@ -29,9 +29,7 @@ class CurvesPicture(Hook):
         with all_or_none(run.grid.world):
             self._draw(run)
 
-    def on_stop(self, run: TrainState) -> None:
-        """Draw the curves so far."""
-        self.after_run(run)
+    on_stop = after_run
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
         """Draw the curves so far."""

@@ -65,9 +65,7 @@ class StopOnSignal(Hook):
             self.run = None
             self.signals.listeners.remove(self._set_stop_flag)
 
-    def on_stop(self, run: TrainState) -> None:
-        """Unsubscribe from signals."""
-        self.after_run(run)
+    on_stop = after_run
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
         """Unsubscribe from signals."""
