@@ -38,9 +38,9 @@ class FieldMetadata:
     Attributes
     ----------
     source : str
-        A file with these fields, for messages.
+        A file with these fields, for messages; '' if unknown.
     channels : sequence of FieldChannel
-    extent : (H, W), global
+    extent : (H, W), global; () if unknown
     latitude : array (H,) or (H, W), or None
         In degrees.
     mean, std : array (C,)
@@ -78,3 +78,7 @@ class FieldMetadata:
     def names(self) -> list[str]:
         """The names of the channels."""
         return [channel.name for channel in self.channels]
+
+    def to_physical_units(self, values: np.ndarray) -> np.ndarray:
+        """Return outputs (..., C) of the network in the units of the files."""
+        return np.asarray(values * self.std + self.mean)

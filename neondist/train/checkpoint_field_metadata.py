@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from ..data import Dataset
-from ..formats.fields import FieldMetadata
+from ..formats.fields import FieldChannel, FieldMetadata
 from ..formats.month_step import MonthStep
 from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type
 from ..terminal.console import counted
@@ -20,101 +20,73 @@ FIELDS_TEXT_NAME = "fields"
 _RELATIVE_TIME_STEP_TOLERANCE = 0.2  # months have 28 to 31 days
 
 
-@dataclass(frozen=True)
-class CheckpointFieldMetadata:
-    """Metadata of the physical fields on which a checkpoint's network was trained.
+def field_metadata_from_texts(texts: Mapping[str, str]) -> FieldMetadata:
+    """Return the metadata in the texts of a checkpoint; raise ValueError with the reason if they are invalid."""
+    if FIELDS_TEXT_NAME not in texts:
+        raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
+    values = parse_json(texts[FIELDS_TEXT_NAME], dict)
+    inputs, input_units, outputs, units = (
+        _parse_names(values, name) for name in ("inputs", "input_units", "outputs", "units")
+    )
+    if len(inputs) != len(input_units) or len(outputs) != len(units):
+        raise ValueError("does not record the units of all its variables; specify another checkpoint")
+    mean, std = (_parse_numbers(values, name, len(outputs)) for name in ("mean", "std"))
+    if (std <= 0).any():
+        raise ValueError("'std' is not positive; specify another checkpoint")
+    (step,) = _parse_numbers({"step": [values.get("step")]}, "step", 1).tolist()
+    order = _parse_names(values, "order") if "order" in values else ["", ""]
+    if len(order) != 2:
+        raise ValueError("'order' does not have two names; specify another checkpoint")
+    lead = require_json_integer("'lead'", values.get("lead"))
+    months = require_json_type("'month_step'", values.get("month_step") or {}, dict)
+    month_step = None
+    if months:
+        count = require_json_integer("'months'", months.get("months"))
+        stamps = _parse_stamps(require_json_type("'stamps'", months.get("stamps"), list))
+        period = require_json_integer("'period'", months.get("period"))
+        month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str), stamps, period)
+    channels = [FieldChannel(name, name, units=unit) for name, unit in zip(outputs, units, strict=True)]
+    return FieldMetadata(
+        "", channels, (), mean=mean, std=std, input_names=inputs, input_units=input_units, lead_steps=lead,
+        time_step_seconds=step, month_step=month_step, coordinate_directions=(order[0], order[1]),
+    )  # fmt: skip
 
-    Attributes
-    ----------
-    input_names, input_units : names and units of the input channels
-    output_names, output_units, output_mean, output_std : names, units and normalisation of the output channels
-    lead_steps : time steps from the last time of an image to its target
-    time_step_seconds : seconds between successive times
-    month_step : the time step in calendar months; None if it is not constant
-    coordinate_directions : orders of the coordinates of rows and columns, as in `FieldMetadata`
+
+def check_channels_and_times(
+    recorded: FieldMetadata,
+    input_names: Sequence[str],
+    input_units: Sequence[str],
+    lead_steps: int,
+    time_step_seconds: float,
+    coordinate_directions: tuple[str, str],
+) -> None:
+    """Raise ValueError, with the first difference, if channels or times do not match those recorded in a checkpoint.
+
+    `time_step_seconds` is 0, and `coordinate_directions` are empty, if unknown.
     """
-
-    input_names: list[str]
-    input_units: list[str]
-    output_names: list[str]
-    output_units: list[str]
-    output_mean: np.ndarray
-    output_std: np.ndarray
-    lead_steps: int
-    time_step_seconds: float
-    coordinate_directions: tuple[str, str] = ("", "")
-    month_step: MonthStep | None = None
-
-    @classmethod
-    def from_checkpoint_texts(cls, texts: Mapping[str, str]) -> CheckpointFieldMetadata:
-        """Parse the texts of a checkpoint; raise ValueError with the reason if they are invalid."""
-        if FIELDS_TEXT_NAME not in texts:
-            raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
-        values = parse_json(texts[FIELDS_TEXT_NAME], dict)
-        inputs, input_units, outputs, units = (
-            _parse_names(values, name) for name in ("inputs", "input_units", "outputs", "units")
+    _require_same_channels("inputs", recorded.input_names, input_names)
+    for name, trained, actual in zip(input_names, recorded.input_units, input_units, strict=True):
+        if trained != actual:
+            raise ValueError(
+                f"was trained with {name} in '{trained}', but the files have it in '{actual}'; convert the files"
+            )
+    if lead_steps != recorded.lead_steps:
+        raise ValueError(
+            f"was trained with lead: {recorded.lead_steps}, but the experiment has lead: {lead_steps};"
+            f" set lead: {recorded.lead_steps}"
         )
-        if len(inputs) != len(input_units) or len(outputs) != len(units):
-            raise ValueError("does not record the units of all its variables; specify another checkpoint")
-        mean, std = (_parse_numbers(values, name, len(outputs)) for name in ("mean", "std"))
-        if (std <= 0).any():
-            raise ValueError("'std' is not positive; specify another checkpoint")
-        (step,) = _parse_numbers({"step": [values.get("step")]}, "step", 1).tolist()
-        order = _parse_names(values, "order") if "order" in values else ["", ""]
-        if len(order) != 2:
-            raise ValueError("'order' does not have two names; specify another checkpoint")
-        lead = require_json_integer("'lead'", values.get("lead"))
-        months = require_json_type("'month_step'", values.get("month_step") or {}, dict)
-        month_step = None
-        if months:
-            count = require_json_integer("'months'", months.get("months"))
-            stamps = _parse_stamps(require_json_type("'stamps'", months.get("stamps"), list))
-            period = require_json_integer("'period'", months.get("period"))
-            month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str), stamps, period)
-        return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]), month_step)
-
-    def to_physical_units(self, y: np.ndarray) -> np.ndarray:
-        """Return outputs (..., C) of the network in the units of the files."""
-        return np.asarray(y * self.output_std + self.output_mean)
-
-    def check_channels_and_times(
-        self,
-        input_names: Sequence[str],
-        input_units: Sequence[str],
-        lead_steps: int,
-        time_step_seconds: float,
-        coordinate_directions: tuple[str, str] = ("", ""),
-    ) -> None:
-        """Raise ValueError, with the first difference, if channels or times do not match the network's.
-
-        `time_step_seconds` is 0, and `coordinate_directions` are empty, if unknown.
-        """
-        _require_same_channels("inputs", self.input_names, input_names)
-        for name, trained, actual in zip(input_names, self.input_units, input_units, strict=True):
-            if trained != actual:
-                raise ValueError(
-                    f"was trained with {name} in '{trained}', but the files have it in '{actual}'; convert the files"
-                )
-        if lead_steps != self.lead_steps:
-            raise ValueError(
-                f"was trained with lead: {self.lead_steps}, but the experiment has lead: {lead_steps};"
-                f" set lead: {self.lead_steps}"
-            )
-        if (
-            time_step_seconds
-            and abs(time_step_seconds - self.time_step_seconds) > _RELATIVE_TIME_STEP_TOLERANCE * self.time_step_seconds
-        ):
-            raise ValueError(
-                f"was trained with time steps of {self.time_step_seconds / 3600:g} hours, but the files have"
-                f" {time_step_seconds / 3600:g}; select times with the same spacing"
-            )
-        for axis, trained, actual in zip(
-            ("latitudes", "longitudes"), self.coordinate_directions, coordinate_directions, strict=True
-        ):
-            if trained and actual and trained != actual:
-                raise ValueError(
-                    f"was trained with {trained} {axis}, but the files have {actual} ones; reverse that axis"
-                )
+    trained_seconds = recorded.time_step_seconds
+    limit = _RELATIVE_TIME_STEP_TOLERANCE * trained_seconds
+    if time_step_seconds and abs(time_step_seconds - trained_seconds) > limit:
+        raise ValueError(
+            f"was trained with time steps of {trained_seconds / 3600:g} hours, but the files have"
+            f" {time_step_seconds / 3600:g}; select times with the same spacing"
+        )
+    for axis, trained, actual in zip(
+        ("latitudes", "longitudes"), recorded.coordinate_directions, coordinate_directions, strict=True
+    ):
+        if trained and actual and trained != actual:
+            raise ValueError(f"was trained with {trained} {axis}, but the files have {actual} ones; reverse that axis")
 
 
 def field_metadata_texts(fields: FieldMetadata | None) -> dict[str, str]:
@@ -144,16 +116,17 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
     ValueError
         The checkpoint's channels differ (the message names the first difference), or are not recorded.
     """
-    values = CheckpointFieldMetadata.from_checkpoint_texts(texts)
-    values.check_channels_and_times(
+    recorded = field_metadata_from_texts(texts)
+    check_channels_and_times(
+        recorded,
         fields.input_names,
         fields.input_units,
         fields.lead_steps,
         fields.time_step_seconds,
         fields.coordinate_directions,
     )
-    _require_same_channels("outputs", values.output_names, fields.names)
-    return replace(fields, mean=values.output_mean, std=values.output_std)
+    _require_same_channels("outputs", recorded.names, fields.names)
+    return replace(fields, mean=recorded.mean, std=recorded.std)
 
 
 def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) -> None:

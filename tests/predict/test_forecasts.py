@@ -10,7 +10,7 @@ from neondist.cli import main
 from neondist.comm import loopback
 from neondist.formats.fields import FieldChannel, FieldMetadata
 from neondist.formats.month_step import MonthStep
-from neondist.train.checkpoint_field_metadata import CheckpointFieldMetadata, field_metadata_texts
+from neondist.train.checkpoint_field_metadata import field_metadata_from_texts, field_metadata_texts
 from neondist.train.inference.forecast import forecast, require_outputs_cover_inputs
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
@@ -260,7 +260,7 @@ def test_invalid_forecasts_raise_one_error(trained, tmp_path, name, capsys):
 def test_forecasts_unusable_as_inputs(tmp_path, steps, lead, outputs, message):
     write_dataset(make_weather(0, 6), tmp_path / "a.nc")
     data = nd.ClimateFiles(str(tmp_path / "a.nc"), ["t2m", "z"], levels=[500], steps=steps, lead=lead)
-    trained = CheckpointFieldMetadata([], [], outputs, ["", ""], np.zeros(2), np.ones(2), lead, 1.0)
+    trained = FieldMetadata("", [FieldChannel(name, name) for name in outputs], (4, 4), lead_steps=lead)
     with pytest.raises(nd.ConfigError, match=message):
         require_outputs_cover_inputs(data, trained, data.open_series(str(tmp_path / "a.nc")))
 
@@ -278,9 +278,9 @@ def test_irregular_stamps_in_checkpoints():
     channel = FieldChannel("t2m", "t2m", units="K")
     fields = FieldMetadata("a.nc:t2m", [channel], (4, 4), input_names=["t2m"], input_units=["K"], month_step=step)
     texts = field_metadata_texts(fields)
-    assert CheckpointFieldMetadata.from_checkpoint_texts(texts).month_step == step
+    assert field_metadata_from_texts(texts).month_step == step
     values = json.loads(texts["fields"])
     for stamps in ([[1, 91]], [[0, 91, 0]], [1], {}, [["1", 91, 0]]):
         values["month_step"]["stamps"] = stamps
         with pytest.raises(ValueError, match=r"stamps|expected a calendar month"):
-            CheckpointFieldMetadata.from_checkpoint_texts({"fields": json.dumps(values)})
+            field_metadata_from_texts({"fields": json.dumps(values)})

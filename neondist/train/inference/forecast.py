@@ -21,12 +21,13 @@ from ...formats import TileSource, create_sink
 from ...formats.axes import Cells
 from ...formats.conventions import POSITION_ATTRIBUTES, AuxiliaryVariable
 from ...formats.coordinates import coordinate_along_axis, dimension_name, times_in_seconds, unpacked_values
+from ...formats.fields import FieldMetadata
 from ...formats.packing import PACKING_ATTRIBUTES
 from ...geometry import Box
 from ...halo import GlobalArray
 from ...io.checkpoint import open_checkpoint
 from ...terminal.console import counted
-from ..checkpoint_field_metadata import CheckpointFieldMetadata
+from ..checkpoint_field_metadata import check_channels_and_times, field_metadata_from_texts
 from ..experiment import FitExperiment
 from ..inference_weights import load_inference_weights
 from ..validate import experiment_grid_shape
@@ -91,13 +92,13 @@ def forecast(
         _, factor, offset, fill = parse_shape_and_normalisation(path, file.contents.texts)
         with all_or_none(world):
             try:
-                fields = CheckpointFieldMetadata.from_checkpoint_texts(file.contents.texts)
+                fields = field_metadata_from_texts(file.contents.texts)
             except ValueError as problem:
                 raise DataError(f"{path}: {problem}") from None
             try:
                 names, units = dataset.channel_names(series), dataset.input_units(series)
-                fields.check_channels_and_times(
-                    names, units, dataset.lead, series.time_step_seconds, series.coordinate_directions
+                check_channels_and_times(
+                    fields, names, units, dataset.lead, series.time_step_seconds, series.coordinate_directions
                 )
             except ValueError as problem:
                 raise DataError(f"{source}: {path} {problem}") from None
@@ -126,9 +127,9 @@ def forecast(
             for places, values in forecasts:
                 if values is not None:
                     box = grid.partition(series.extent).box(grid.tile)
-                    sink.write((places, *box.slices, slice(0, len(fields.output_names))), values.astype(model.dtype))
+                    sink.write((places, *box.slices, slice(0, len(fields.channels))), values.astype(model.dtype))
             sink.commit()
-    return count, *series.extent, len(fields.output_names)
+    return count, *series.extent, len(fields.channels)
 
 
 class FieldImages:
@@ -174,11 +175,11 @@ class FieldImages:
         return normalise(tiles[np.arange(samples.start, samples.stop)], self.factor, self.subtrahend, dtype)
 
 
-def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFieldMetadata, series: FieldSeries) -> None:
+def require_outputs_cover_inputs(dataset: ClimateFiles, fields: FieldMetadata, series: FieldSeries) -> None:
     """Raise ConfigError unless forecasts contain all inputs of the next forecast."""
     for at in dataset.input_channels(series):
         name = series.channels[at].name
-        if name not in fields.output_names:
+        if name not in fields.names:
             raise ConfigError(
                 f"steps: '{name}' is an input but not an output of the network, so forecasts cannot be rolled out;"
                 " train the network with all inputs as targets"
@@ -192,7 +193,7 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, fields: CheckpointFieldM
 
 
 def _forecast_times_in_seconds(
-    series: FieldSeries, fields: CheckpointFieldMetadata, dataset: ClimateFiles, steps: int | None
+    series: FieldSeries, fields: FieldMetadata, dataset: ClimateFiles, steps: int | None
 ) -> list[float]:
     starts = series.times[dataset.steps - 1 :] if steps is None else np.repeat(series.times[-1], steps)
     leads = [dataset.lead * (1 if steps is None else number + 1) for number in range(len(starts))]
@@ -205,7 +206,7 @@ def _forecast_times_in_seconds(
     return [start + lead * (series.time_step_seconds or fields.time_step_seconds) for start, lead in pairs]
 
 
-def _run_single_steps(method: WholeImagePrediction, fields: CheckpointFieldMetadata) -> ForecastIterator:
+def _run_single_steps(method: WholeImagePrediction, fields: FieldMetadata) -> ForecastIterator:
     """Yield forecasts from all images: this rank's samples and tile."""
     for part in range(method.num_parts):
         x = None
@@ -217,14 +218,12 @@ def _run_single_steps(method: WholeImagePrediction, fields: CheckpointFieldMetad
         yield slice(samples.start, samples.stop), None if y is None else fields.to_physical_units(y)
 
 
-def _roll_out(
-    method: WholeImagePrediction, steps: int, fields: CheckpointFieldMetadata, count: int
-) -> ForecastIterator:
+def _roll_out(method: WholeImagePrediction, steps: int, fields: FieldMetadata, count: int) -> ForecastIterator:
     """Yield forecasts of a rollout; every replica computes all of them, and the first one yields values."""
     model, grid, images = method.model, method.grid, method.images
     own, channels = model.input.own, images.shape[-1] // steps
     names = fields.input_names[-channels:]
-    order = [fields.output_names.index(name) for name in names]
+    order = [fields.names.index(name) for name in names]
     factor, offset = (np.resize(v, images.shape[-1])[-channels:] for v in (images.factor, images.subtrahend))
     aligned = all(grid.world.allgather(own == grid.partition(method.output_shape[:-1]).box(grid.tile)))
     x = None
@@ -289,7 +288,7 @@ _DROPPED_TIME_KEYS = ("bounds", "climatology", "_FillValue", "missing_value", "v
 @contextmanager
 def _open_forecast_sink(
     series: FieldSeries,
-    fields: CheckpointFieldMetadata,
+    fields: FieldMetadata,
     times: Sequence[float],
     target: Path,
     grid: ProcessGrid,
@@ -301,10 +300,10 @@ def _open_forecast_sink(
     with all_or_none(grid.world):
         source = series.source_containing(len(series) - 1)
         place = ForecastCoordinates(source, _encode_times(source, series.times[-1], times))
-        for name, units in zip(fields.output_names, fields.output_units, strict=True):
-            variables.append((name, _output_attributes(series, name, units)))
+        for channel in fields.channels:
+            variables.append((channel.name, _output_attributes(series, channel.name, channel.units)))
     assert place is not None
-    shape = len(times), *series.extent, len(fields.output_names)
+    shape = len(times), *series.extent, len(fields.channels)
     file = create_sink(target, shape, dtype, "TYXC", like=place, overwrite=overwrite, grid=grid, variables=variables)
     with closing(file) as sink:
         yield sink
