@@ -18,7 +18,7 @@ from ...halo import ExchangePolicy
 from ..exchange.schemes import assign_schemes
 from ..ir.autocast import autocast_dtypes
 from ..ir.custom_gradients import record_autograd_functions
-from ..ir.errors import CaptureError
+from ..ir.errors import CaptureError, position_text
 from ..ir.functionalize import (
     reject_writes_through_windows,
     separate_buffer_assignments,
@@ -90,6 +90,8 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
             torch.set_grad_enabled(gradients or not asks),
         ):
             program: Any = torch.export.export(module, inputs, strict=False)
+        program.functions, program.reads = calls, values.reads
+        program.unregistered_tensors = values.unregistered_tensors
         separate_buffer_assignments(program.graph)
         remove_number_reads(program)
         tied = _merge_buffer_aliases(program)
@@ -111,11 +113,6 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
                     f"the forward pass writes into a part of the buffer {tied[0]}, which has several names, or reads it"
                     " through an alias made before the write; keep one name"
                 ) from None
-        program.functions, program.reads, program.unregistered_tensors = (
-            calls,
-            values.reads,
-            values.unregistered_tensors,
-        )
         return program
 
 
@@ -139,19 +136,16 @@ def _functionalize(program: Any) -> Any:
     reject_writes_through_windows(program.graph)
     separate_statistics_updates(program.graph)
     mark_autocast_regions(program)
-    return program.run_decompositions({})
+    result = program.run_decompositions({})
+    result.functions, result.reads = program.functions, program.reads
+    result.unregistered_tensors = program.unregistered_tensors
+    return result
 
 
 def decompose(program: Any, module: nn.Module, shapes: InputSpecs) -> Any:
     """Return a captured program without in-place and composite operators."""
     with tracing(type(module).__name__, shapes):
-        result = _functionalize(program)
-        result.functions, result.reads, result.unregistered_tensors = (
-            program.functions,
-            program.reads,
-            program.unregistered_tensors,
-        )
-        return result
+        return _functionalize(program)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -202,28 +196,15 @@ def lower_program(
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
     lowering.autograd_functions = program.functions
     specs = {spec.arg.name: spec for spec in signature.input_specs}
-    parameters: dict[str, int] = {}
-    buffers: dict[str, int] = {}
-    inputs: list[int] = []
+    inputs = _ProgramInputs(lowering, program, layouts, unregistered_tensors)
     env: dict[Any, Any] = {}
     changed: dict[str, Any] = {}
-    remaining_layouts = list(layouts)[::-1]
     regions = PartitioningConverter(lowering, gather_at, by_channels)
     outputs: Sequence[Any] = ()
     output_nodes: Sequence[Any] = ()
     for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
-            env[node] = _lower_placeholder(
-                lowering,
-                node,
-                specs[node.name],
-                program,
-                remaining_layouts,
-                parameters,
-                buffers,
-                inputs,
-                unregistered_tensors,
-            )
+            env[node] = inputs.lower(node, specs[node.name])
         elif node.op == "output":
             lowering.where, output_nodes = node_location(node), node.args[0]
             outputs = pytree.tree_map(lambda arg: regions.convert(lowering.read(env, arg)), node.args[0])
@@ -258,9 +239,9 @@ def lower_program(
         rank,
         lowering.steps,
         lowering.values,
-        parameters,
-        buffers,
-        inputs,
+        inputs.parameters,
+        inputs.buffers,
+        inputs.inputs,
         ids,
         buffers_after,
         None if lowering.seed is None else lowering.seed.id,
@@ -273,20 +254,12 @@ def lower_program(
 
 def _check_static_shape(lowering: Lowering) -> None:
     for out in pytree.tree_leaves(lowering.fake_out):
-        if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _has_static_shape(out)):
-            location = lowering.where
+        sizes = out.shape if isinstance(out, torch.Tensor) else [out]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
             raise ConfigError(
-                f"{location.message_prefix}{location.operator}{_in_module_text(location)}: the shape of its"
-                f" result depends on the values of tensors; {SHAPE_REMEDY}"
+                f"{position_text(lowering.where)}: the shape of its result depends on the values of tensors;"
+                f" {SHAPE_REMEDY}"
             )
-
-
-def _has_static_shape(tensor: torch.Tensor) -> bool:
-    return all(isinstance(n, int) for n in tensor.shape)
-
-
-def _in_module_text(location: OperatorPosition) -> str:
-    return f" in module '{location.module}'" if location.module else ""
 
 
 class _NonTensorOutput:
@@ -296,60 +269,71 @@ class _NonTensorOutput:
         self.value = value
 
 
-def _lower_placeholder(
-    lowering: Lowering,
-    node: Any,
-    spec: Any,
-    program: Any,
-    remaining_layouts: list[Layout],
-    parameters: dict[str, int],
-    buffers: dict[str, int],
-    inputs: list[int],
-    unregistered_tensors: dict[str, torch.Tensor] | None,
-) -> Any:
-    fake = node.meta["val"]
-    if spec.kind == InputKind.CONSTANT_TENSOR:
-        constant = program.constants[spec.target]
+class _ProgramInputs:
+    """Values of the parameters, buffers and inputs of a program that is lowered; arguments as for `lower_program`.
+
+    Attributes
+    ----------
+    parameters, buffers : dict of name to id
+    inputs : list of id
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        program: Any,
+        layouts: Sequence[Layout],
+        unregistered_tensors: dict[str, torch.Tensor] | None,
+    ) -> None:
+        self.parameters, self.buffers, self.inputs = dict[str, int](), dict[str, int](), list[int]()
+        self._lowering, self._program, self._layouts = lowering, program, iter(layouts)
+        self._unregistered_tensors = unregistered_tensors
+
+    def lower(self, node: Any, spec: Any) -> Any:
+        """Return the value of a placeholder."""
+        fake = node.meta["val"]
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            return self._lower_constant(node, spec.target)
+        if not isinstance(fake, torch.Tensor):
+            return fake
+        if spec.kind == InputKind.USER_INPUT:
+            image, value = self._lowering.passed_image_and_tile(next(self._layouts), fake.dtype)
+            self.inputs.append(image.id)
+            return value
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+            raise ConfigError(f"the module has an input of kind {spec.kind}; pass only tensors to it")
+        is_parameter = spec.kind == InputKind.PARAMETER
+        kind = "parameter" if is_parameter else "constant"
+        value = self._lowering.new_input(replicated(fake.shape), fake.dtype, kind)
+        (self.parameters if is_parameter else self.buffers)[spec.target] = value.id
+        return value
+
+    def _lower_constant(self, node: Any, name: str) -> Value:
+        program, lowering, constant = self._program, self._lowering, self._program.constants[name]
+        reader = node_location(next(iter(node.users), node))
         if isinstance(constant, FakeTensor):
-            location = node_location(next(iter(node.users), node))
             raise ConfigError(
-                f"{location.message_prefix}{location.operator}{_in_module_text(location)} receives a tensor that"
-                " PyTorch could not trace, such as the .data of another; use .detach() instead"
+                f"{position_text(reader)} receives a tensor that PyTorch could not trace, such as the .data of another;"
+                " use .detach() instead"
             )
         # a parameter read from a list or a dictionary
-        for name in parameters:
-            if name in program.state_dict and _memory_key(program.state_dict[name]) == _memory_key(constant):
-                return lowering.values[parameters[name]]
+        for known, value in self.parameters.items():
+            if known in program.state_dict and _memory_key(program.state_dict[known]) == _memory_key(constant):
+                return lowering.values[value]
         # PyTorch may have detached it
         trainable = (t for t in (constant, *program.unregistered_tensors) if t.requires_grad)
         parameter = next((t for t in trainable if _memory_key(t) == _memory_key(constant)), None)
         if parameter is None:
             return lowering.add_constant(constant)
-        if unregistered_tensors is None:
-            location = node_location(next(iter(node.users), node))
+        if self._unregistered_tensors is None:
             raise ConfigError(
-                f"{location.message_prefix}{location.operator}{_in_module_text(location)} receives a tensor that"
-                " requires grad but is not a parameter of the module; register it as an nn.Parameter of a module"
+                f"{position_text(reader)} receives a tensor that requires grad but is not a parameter of the module;"
+                " register it as an nn.Parameter of a module"
             )
-        value = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
-        parameters[spec.target], unregistered_tensors[spec.target] = value.id, parameter
-        return value
-    if not isinstance(fake, torch.Tensor):
-        return fake
-    layout = remaining_layouts.pop() if spec.kind == InputKind.USER_INPUT else replicated(fake.shape)
-    if spec.kind == InputKind.USER_INPUT:
-        image, value = lowering.passed_image_and_tile(layout, fake.dtype)
-        inputs.append(image.id)
-        return value
-    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "constant"}
-    value = lowering.new_input(layout, fake.dtype, kinds.get(spec.kind, "value"))
-    if spec.kind == InputKind.PARAMETER:
-        parameters[spec.target] = value.id
-    elif spec.kind == InputKind.BUFFER:
-        buffers[spec.target] = value.id
-    else:
-        raise ConfigError(f"the module has an input of kind {spec.kind}; pass only tensors to it")
-    return value
+        fake = node.meta["val"]
+        added = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
+        self.parameters[name], self._unregistered_tensors[name] = added.id, parameter
+        return added
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ir.functionalize import storage_id
 from .consistency import as_bytes_tensor
 from .constants import depends_on_shape_only, track_known_values
 
@@ -39,7 +40,7 @@ class ValueNumberingMode(TorchDispatchMode):
                 if number in self._input_dependent_numbers:
                     numbering[key] = self._value_number(("before", number))
         for index, tensor in enumerate(tensors):
-            self._written_numbers.pop(_storage_key(tensor), None)
+            self._written_numbers.pop(storage_id(tensor), None)
             self._expression_numbers[id(tensor)] = self._value_number(("given", index), is_dependent=True)
         self._keep_alive += tensors
 
@@ -55,7 +56,7 @@ class ValueNumberingMode(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors_in(value):
-                    self._written_numbers[_storage_key(tensor)] = number
+                    self._written_numbers[storage_id(tensor)] = number
         for index, tensor in enumerate(_tensors_in(result)):
             self._expression_numbers[id(tensor)] = self._value_number(("output", index, number), is_dependent)
             self._keep_alive.append(tensor)
@@ -63,7 +64,7 @@ class ValueNumberingMode(TorchDispatchMode):
 
     def expression_number(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression that yields a tensor's current values."""
-        own, write = self._expression_numbers.get(id(tensor)), self._written_numbers.get(_storage_key(tensor))
+        own, write = self._expression_numbers.get(id(tensor)), self._written_numbers.get(storage_id(tensor))
         if own is None:
             self._keep_alive.append(tensor)
             own = self._expression_numbers[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
@@ -93,14 +94,6 @@ class ValueNumberingMode(TorchDispatchMode):
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    """Return a key shared by a tensor and its views."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
-        return id(tensor)
 
 
 def _constant_key(tensor: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -49,9 +50,7 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         suspend_hooks_and_modes(),
-        _disable_autocast_cache(),
-        _disable_argument_validation(),
-        _disable_parametrization_cache(),
+        _disable_caches_and_validation(),
     ):
         try:
             yield
@@ -129,38 +128,21 @@ def allow_self_assignment() -> Iterator[None]:
 
 
 @contextmanager
-def _disable_autocast_cache() -> Iterator[None]:
-    """Do not let autocast cache casts of fake weights."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def _disable_argument_validation() -> Iterator[None]:
-    """Disable validation in torch.distributions, since traced arguments have no values."""
-    checks: Any = Distribution.set_default_validate_args
-    before = Distribution._validate_args
-    checks(False)
-    try:
-        yield
-    finally:
-        checks(before)
-
-
-@contextmanager
-def _disable_parametrization_cache() -> Iterator[None]:
-    """Keep traced tensors out of the cache of `torch.nn.utils.parametrize.cached`, and its tensors out of the trace."""
+def _disable_caches_and_validation() -> Iterator[None]:
+    """Keep traced tensors, which have no values, out of PyTorch's caches and of the validation of distributions."""
+    set_validation: Any = Distribution.set_default_validate_args
     cache: Any = parametrize
-    before = cache._cache_enabled, cache._cache
+    caches_casts, validates = torch.is_autocast_cache_enabled(), Distribution._validate_args
+    parametrized = cache._cache_enabled, cache._cache
+    torch.set_autocast_cache_enabled(False)
+    set_validation(False)
     cache._cache_enabled, cache._cache = 0, {}
     try:
         yield
     finally:
-        cache._cache_enabled, cache._cache = before
+        torch.set_autocast_cache_enabled(caches_casts)
+        set_validation(validates)
+        cache._cache_enabled, cache._cache = parametrized
 
 
 @contextmanager
@@ -179,7 +161,7 @@ def register_dataclasses_of_outputs(module: nn.Module) -> Iterator[None]:
 
 def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     input_shapes = ", ".join(str(tuple(shape)) for shape, _ in shapes)
-    frames = user_frames("".join(_traceback_lines(error)))
+    frames = user_frames("".join(traceback.format_exception(error)))
     place = (isinstance(error, CaptureError) and error.source) or next(iter(frames[::-1]), "")
     source = f"{place}: " if place else ""
     name = type(error).__name__
@@ -200,12 +182,6 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     if any(text in first for text in _TEXTS_OF_TRANSFORMS):
         why = "transforms of torch.func and memory addresses are not recorded; compute with ordinary operators instead"
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
-
-
-def _traceback_lines(error: BaseException) -> list[str]:
-    import traceback
-
-    return traceback.format_exception(error)
 
 
 def user_frames(text: str) -> list[str]:

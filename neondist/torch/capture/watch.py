@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from types import MappingProxyType
@@ -11,21 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from .consistency import as_bytes_tensor
 from .constants import ValueReads
 from .module_state import ReachableState, content_key, plain_key
 from .value_container import MISSING
 
 
+@dataclass(frozen=True)
 class StateKey:
     """Snapshot of watched values, usable as a key; `numbers`: contents of the tensors from which numbers were read."""
 
-    def __init__(self, key_by_path: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
-        self.key_by_path, self.numbers = key_by_path, numbers
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, StateKey) and self.key_by_path == other.key_by_path and self.numbers == other.numbers
+    key_by_path: dict[str, Any]
+    numbers: tuple[bytes, ...] = ()
 
     def __hash__(self) -> int:
         return hash(tuple(self.key_by_path))
@@ -65,7 +63,8 @@ class StateWatch:
             return state
         buffers = self.named_parameters_and_buffers()[1]
         read = (*(buffers.get(name) for name in sorted(reads.buffer_names)), *reads.tensors)
-        return StateKey(state.key_by_path, tuple(map(_tensor_bytes, read)))
+        contents = (b"" if tensor is None else as_bytes_tensor(tensor).cpu().numpy().tobytes() for tensor in read)
+        return StateKey(state.key_by_path, tuple(contents))
 
     def _current_state_key(self) -> StateKey:
         try:
@@ -162,9 +161,3 @@ class StateWatch:
                     entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
         self._registered_tensors = [*self._parameters, *self._buffers]
         self._known_sizes_and_properties = list(map(len, self._size_watched_containers)), self._dtypes_and_devices()
-
-
-def _tensor_bytes(tensor: torch.Tensor | None) -> bytes:
-    if tensor is None:
-        return b""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -21,7 +21,6 @@ from ..capture.capture import capture_module, decompose, node_location
 from ..capture.persistent_state import RestorableState
 from ..ir.errors import UnsupportedOperator
 from ..ir.functionalize import store_result, written_values
-from ..lowering.steps import OperatorPosition
 from .network import ModuleTensor, NetworkBuilder, TracedValue
 from .operators import CONVERTERS
 
@@ -192,8 +191,7 @@ def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, Tr
 
 def _convert_node(net: NetworkBuilder, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = node.meta.get("out_of_place", node.target)
-    place = node_location(node)
-    net.where = OperatorPosition(str(target), place.module, place.source)
+    net.where = node_location(node)._replace(operator=str(target))
     conversion = CONVERTERS.get(str(target))
     if conversion is None:
         return net.refuse()

@@ -198,7 +198,7 @@ class FusedLowering(ProgramLowering):
         blocks = RecomputedBlocks(segment.traced, self.own_ranges_of(segment.traced), [1] * len(self.mesh.parts), first)
         extents = blocks.max_own_extents()
         blocks.block_counts = tuple(-(-n // segment.rows) if axis == 1 else 1 for axis, n in enumerate(extents))
-        self.where = OperatorPosition("strips", self.where.module, self.where.source)
+        self.where = self.where._replace(operator="strips", own_autocast=())
         self.program_values.update(zip(segment.outputs, self.add_block_step(blocks, views), strict=True))
 
     def add_block_step(

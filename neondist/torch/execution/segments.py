@@ -280,7 +280,7 @@ class SegmentSearch:
                 where = record.where
                 norms = ", or use 'overlap_tile(statistics=global)', which sums the statistics of norms over tiles"
                 raise ConfigError(
-                    f"{where.message_prefix}scheme: '{scheme_text(policy)}' exchanges nothing, but"
+                    f"{where.source and where.source + ': '}scheme: '{scheme_text(policy)}' exchanges nothing, but"
                     f" {where.operator} in module '{where.module}' depends on cells of other tiles that cannot be"
                     " computed from the image around a tile; give other modules another scheme, as in"
                     " {'': 'halo', 'encoder': 'overlap_tile'}" + norms * (policy.statistics is None)

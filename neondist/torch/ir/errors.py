@@ -29,10 +29,7 @@ class UnsupportedOperator(UserError):
             " every rank; or define a rule with neondist.torch.rule"
         )
         super().__init__(
-            (f"{self.source}: " if self.source else "")
-            + self.operator
-            + (f" in module '{self.module}'" if self.module else "")
-            + f" cannot {action}{': ' + why if why else ' because it has no rule'}; {remedy}"
+            f"{position_text(where)} cannot {action}{': ' + why if why else ' because it has no rule'}; {remedy}"
         )
 
 
@@ -48,6 +45,12 @@ class CaptureError(Exception):
     def __init__(self, why: str, source: str = "") -> None:
         super().__init__(why)
         self.source = source
+
+
+def position_text(where: Any) -> str:
+    """Return a position in the user's program as text: file and line, operator, and module, as far as known."""
+    source = f"{where.source}: " if where.source else ""
+    return f"{source}{where.operator}" + (f" in module '{where.module}'" if where.module else "")
 
 
 def definition_site(function: Any) -> str:

@@ -236,5 +236,5 @@ def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that is equal for tensors sharing memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # inside torch.vmap
+    except (NotImplementedError, RuntimeError):  # inside torch.vmap; sparse tensors
         return id(tensor)

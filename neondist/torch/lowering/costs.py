@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..ir.graph import IDENTITY_KINDS, Step, Value, supports_gradients
+from ..ir.graph import IDENTITY_KINDS, Step, Value
 from ..ir.layout import Shape
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset, traffic_of
+from .training_memory import meta_tensor
 
 MAX_BLOCKS_TO_RUN = 64
 """Maximum number of blocks of a step that are run to count its FLOPs."""
@@ -158,19 +159,13 @@ class PlanCosts:
         if step.blocks is not None and prod(step.blocks.block_counts) > MAX_BLOCKS_TO_RUN:
             raise ValueError("too many blocks to run them all")
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            outputs = step.run(*(self._local_meta_tensor(value) for value in step.inputs))
+            requiring_grad = self.back.values_requiring_grad
+            outputs = step.run(*(meta_tensor(self.plan.values[v], v in requiring_grad) for v in step.inputs))
             forward = counter.get_total_flops()
             outputs = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
             if outputs and id(step) in self.back.backward_step_ids:
                 torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
             return forward, counter.get_total_flops() - forward
-
-    def _local_meta_tensor(self, number: int) -> torch.Tensor:
-        """Return a meta tensor of a value's local shape, which requires a gradient if the value does."""
-        value = self.plan.values[number]
-        tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-        trains = number in self.back.values_requiring_grad and supports_gradients(value.dtype)
-        return tensor.requires_grad_().clone() if trains else tensor  # a leaf must not be modified in place
 
     def _ring_flops(self, step: Step) -> tuple[int, int]:
         """Return the FLOPs of ring attention, which recomputes the scores in the backward pass."""

@@ -19,7 +19,6 @@ from ..ir.graph import Value, axes_of_values
 from ..ir.layout import Mesh, NeededRanges, axes_of, replicated
 from ..ir.registry import POINTWISE_OPS, RULES, TRACING
 from .builder import PlanBuilder
-from .steps import OperatorPosition
 
 _REMEDY_FOR_RANDOM_NUMBERS = "use torch.rand, randn, randint, bernoulli, multinomial or randperm instead"
 _REMEDY_FOR_VALUES = (
@@ -180,7 +179,7 @@ class Lowering(PlanBuilder):
         one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
         if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
             producer: Any = arg.args[0]
-            self.where = OperatorPosition(str(producer.target), self.where.module, self.where.source)
+            self.where = self.where._replace(operator=str(producer.target))
             self.refuse(f"its result {arg.args[1]} is used, but its rule does not compute that result")
         return env[arg]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ class StepListBuilder:
         self.mesh, self._rank, self._place = mesh, rank, mesh.place(rank)
         self.steps: list[Step] = []
         self.values: list[Value] = []
-        self.where = OperatorPosition("", "", "")
+        self.where = OperatorPosition("")
         self._values_with_summed_gradient: dict[tuple[int, frozenset[int]], Value] = {}
 
     def local(
@@ -281,7 +281,7 @@ def _accepting_missing(run: Callable[..., Any], present: Sequence[bool]) -> Call
     return run if all(present) else filled
 
 
-class OperatorPosition:
+class OperatorPosition(NamedTuple):
     """Source position of an operator in the user's program.
 
     Attributes
@@ -295,15 +295,12 @@ class OperatorPosition:
         Kinds of devices for which autocast around a pass does not apply, because the module sets it itself.
     """
 
-    def __init__(self, operator: str, module: str, source: str, own_autocast: tuple[str, ...] = ()) -> None:
-        self.operator, self.module, self.source, self.own_autocast = operator, module, source, own_autocast
+    operator: str
+    module: str = ""
+    source: str = ""
+    own_autocast: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The module's path and the operator."""
         return f"{self.module}:{self.operator}" if self.module else self.operator
-
-    @property
-    def message_prefix(self) -> str:
-        """Message prefix: file and line, if known."""
-        return f"{self.source}: " if self.source else ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
-from ..ir.graph import IDENTITY_KINDS, IN_PLACE_VARIANTS, Step, supports_gradients
+from ..ir.functionalize import storage_id
+from ..ir.graph import IDENTITY_KINDS, IN_PLACE_VARIANTS, Step, Value, supports_gradients
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset
 
@@ -236,23 +236,23 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
         return tensor
 
     with torch.enable_grad():
-        inputs = [_empty_tensor(plan, value, back) for value in step.inputs]
+        inputs = [meta_tensor(plan.values[v], v in back.values_requiring_grad) for v in step.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = step.run(*inputs)
-        value_of, kept = dict(zip(map(_storage_of, inputs), step.inputs, strict=True)), _SavedValues()
+        value_of, kept = dict(zip(map(storage_id, inputs), step.inputs, strict=True)), _SavedValues()
         for out, tensor in zip(step.outputs, outputs, strict=True):
-            if isinstance(tensor, torch.Tensor) and value_of.setdefault(_storage_of(tensor), out) != out:
-                kept.aliases[out] = value_of[_storage_of(tensor)]
-        extra = {_storage_of(t): t.untyped_storage().nbytes() for t in saved if _storage_of(t) not in value_of}
-        kept.values = {value_of[_storage_of(tensor)] for tensor in saved if _storage_of(tensor) in value_of}
+            if isinstance(tensor, torch.Tensor) and value_of.setdefault(storage_id(tensor), out) != out:
+                kept.aliases[out] = value_of[storage_id(tensor)]
+        extra = {storage_id(t): t.untyped_storage().nbytes() for t in saved if storage_id(t) not in value_of}
+        kept.values = {value_of[storage_id(tensor)] for tensor in saved if storage_id(tensor) in value_of}
         kept.extra_bytes_per_byte = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
         ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
         leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
         if ends and leaves and id(step) in back.backward_step_ids and not kept.aliases:
             dys = [torch.empty_like(out) for out in ends]
             dxs = zip(leaves, torch.autograd.grad(ends, [*leaves.values()], dys, allow_unused=True), strict=True)
-            memory = {*map(_storage_of, dys)}
-            kept.aliased_grads = {v for v, dx in dxs if dx is None or _storage_of(dx) in memory}
+            memory = {*map(storage_id, dys)}
+            kept.aliased_grads = {v for v, dx in dxs if dx is None or storage_id(dx) in memory}
         elif step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have gradients in new memory
             kept.aliased_grads = {*kept.aliases.values()}
         if plan.runs_original_module:  # the module's operators divide the expanded gradient of a mean
@@ -261,12 +261,8 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
         return kept
 
 
-def _empty_tensor(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
-    value = plan.values[number]
+def meta_tensor(value: Value, requires_grad: bool) -> torch.Tensor:
+    """Return a meta tensor of a value's local shape."""
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-    trains = number in back.values_requiring_grad and supports_gradients(value.dtype)
+    trains = requires_grad and supports_gradients(value.dtype)
     return tensor.requires_grad_().clone() if trains else tensor  # a leaf must not be modified in place
-
-
-def _storage_of(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata

@@ -9,14 +9,13 @@ from ..ir.graph import Value, axes_of_values
 from ..ir.layout import axes_of
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
-from ..lowering.steps import OperatorPosition
 
 
 @rule(FUNCTION_OPERATOR, applies_if_replicated=True)
 def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> Sequence[Value]:
     """Run an autograd.Function locally; reject it unless its forward and backward are pointwise."""
-    function, here, outs = lowering.autograd_functions[number], lowering.where, lowering.fake_out
-    lowering.where = OperatorPosition(function.name, here.module, here.source, here.own_autocast)
+    function, outs = lowering.autograd_functions[number], lowering.fake_out
+    lowering.where = lowering.where._replace(operator=function.name)
     if lowering.has_partial_gradients:
         lowering.refuse("its backward may not be linear, and would receive parts of a gradient instead of their sum")
     if not axes_of_values(tensors):
