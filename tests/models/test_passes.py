@@ -189,7 +189,7 @@ def test_bprop_of_another_pass_is_rejected(run_between):
     error, message = INTERVENING_CALLS[run_between]
     with pytest.raises(error, match=message):
         model.bprop(dy)
-    with pytest.raises((PassOrderError, ShapeError), match="(run fprop|repeat the forward pass) of the batch"):
+    with pytest.raises((PassOrderError, ShapeError), match=r"(run fprop|repeat the forward pass) of the batch"):
         model.bprop(dy)  # the second call does not use the other pass either
     model.fprop(x)
     model.bprop(dy)

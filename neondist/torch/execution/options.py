@@ -74,7 +74,7 @@ class ExecutionOptions:
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
     ) -> tuple[TorchPlan, Any, Lowering | None]:
-        """Return a rank's plan of a program, the tree of its outputs, and the lowering in blocks or segments, if any."""
+        """Return a rank's plan of a program, the tree of its outputs, and the lowering in blocks or segments."""
         args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None = None
         is_exact = all(policy_of_module(path, self.schemes) is None for path in self.schemes)

@@ -55,9 +55,9 @@ class ModelDefinition:
                     f"{path}: has no {actual}, given as {name}; the file defines"
                     f" {', '.join(self._public_names()) or 'nothing'}"
                 )
-        found = {name: self._optional(name) for name in ("loss", "optimizer", "feed")} | {"model": self._find_model()}
-        found["feed"] = found["feed"] or self._optional("dataset_fn")
-        functions = {name: function for name, function in found.items() if function is not None}
+        objects = {name: self._optional(name) for name in ("loss", "optimizer", "feed")} | {"model": self._find_model()}
+        objects["feed"] = objects["feed"] or self._optional("dataset_fn")
+        functions = {name: function for name, function in objects.items() if function is not None}
         missing = [name for name in REQUIRED_FUNCTIONS if name not in functions]
         if missing:
             required = [REQUIRED_FUNCTIONS[name] for name in missing]
