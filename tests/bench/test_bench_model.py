@@ -319,8 +319,8 @@ def test_calibrate(monkeypatch):
     lines = output.getvalue().splitlines()
     first, second, *_ = (line for line in lines if not line.startswith("preparing"))  # after 1 s on a busy machine
     # six predicted steps, 0.5 s and 0.3 s at least
-    assert re.match(r"measurement 0 of 7, now preparing messages and kernels, 0 s so far, at least [5-9] s left", first)
-    assert re.match(r"measurement 0 of 7, now messages and kernels, 0 s so far, at least [5-9] s left", second)
+    assert re.match(r"measurement 0 of 7, now preparing messages and kernels, 0 s so far, at least \d+ s left", first)
+    assert re.match(r"measurement 0 of 7, now messages and kernels, 0 s so far, at least \d+ s left", second)
     assert noise == 0  # a single round
     assert (estimate.cores_per_node, estimate.nodes) == (2, 1)
     assert min(estimate.slowdown, estimate.memory_slowdown, estimate.shared_slowdown) >= 1
