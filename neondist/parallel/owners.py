@@ -60,7 +60,7 @@ class OwnedParts:
             for rank in range(reductions.grid.size)
         ]
         own = list(accumulate((part.part_size for part in self._parts[self.rank]), initial=0))
-        self.own_spans, self.num_owned_elements = list(pairwise(own)), own[-1]
+        self.own_spans, self.num_own_elements = list(pairwise(own)), own[-1]
         ranks = range(reductions.grid.size)
         flat_ranges_of = [[_contiguous_flat_range(share, rank) for rank in ranks] for share in shares]
         tables = dict(enumerate(zip(sparse_row_lengths, flat_ranges_of, strict=False)))

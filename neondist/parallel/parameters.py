@@ -187,7 +187,7 @@ class Parameters:
 
     def create_slots(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's arrays for the elements that this rank updates."""
-        return optimizer.create_slots(self.values[: self.owned_start + self.owners.num_owned_elements])
+        return optimizer.create_slots(self.values[: self.owned_start + self.owners.num_own_elements])
 
     def flat_layout(self, update_mask: Sequence[bool] | None = None) -> FlatLayout:
         """Return the layout, in flat arrays, of the parameters that this rank updates, or of those in `update_mask`."""

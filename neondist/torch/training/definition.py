@@ -55,9 +55,10 @@ class ModelDefinition:
                     f"{path}: has no {actual}, given as {name}; the file defines"
                     f" {', '.join(self._public_names()) or 'nothing'}"
                 )
-        objects = {name: self._optional(name) for name in ("loss", "optimizer", "feed")} | {"model": self._find_model()}
-        objects["feed"] = objects["feed"] or self._optional("dataset_fn")
-        functions = {name: function for name, function in objects.items() if function is not None}
+        candidates = {name: self._optional(name) for name in ("loss", "optimizer", "feed")}
+        candidates["feed"] = candidates["feed"] or self._optional("dataset_fn")
+        candidates["model"] = self._find_model()
+        functions = {name: function for name, function in candidates.items() if function is not None}
         missing = [name for name in REQUIRED_FUNCTIONS if name not in functions]
         if missing:
             required = [REQUIRED_FUNCTIONS[name] for name in missing]

@@ -166,13 +166,13 @@ class ModulePlan:
 
         The reduction of the loss is not included.
         """
-        return self._traffic_of_kind(rank, "sum", self.parameters.reduction_bytes(rank))
+        return self._bytes_of_kind(rank, "sum", self.parameters.reduction_bytes(rank))
 
     def redistribution_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in redistributions of a training step, by step, and for 'gradients'."""
-        return self._traffic_of_kind(rank, "redistribution", self.parameters.redistribution_bytes(rank))
+        return self._bytes_of_kind(rank, "redistribution", self.parameters.redistribution_bytes(rank))
 
-    def _traffic_of_kind(self, rank: int, kind: str, gradient_bytes: int) -> dict[str, int]:
+    def _bytes_of_kind(self, rank: int, kind: str, gradient_bytes: int) -> dict[str, int]:
         counts = Counter({GRADIENTS: gradient_bytes})
         for (step_kind, name, _), count in self._traffic_without_gradients(rank).items():
             counts[name] += count * (step_kind == kind)
