@@ -151,16 +151,14 @@ class Autoencoder:
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
-        return {"model": self.whole_model.checkpoint_arrays()["model"], "optimizer": self._optimizer_slots()}
+        self.begin_epoch(0)
+        shape = self._weights.shape
+        arrays = [(self.weights_shard.slot_shard(name), slot.reshape(shape)) for name, slot in self.slots.items()]
+        return {"model": self.whole_model.checkpoint_arrays()["model"], "optimizer": arrays}
 
     @property
     def _weights(self) -> Any:
         return self.layer.params["weights"]
-
-    def _optimizer_slots(self) -> list[Any]:
-        self.begin_epoch(0)
-        shape = self._weights.shape
-        return [(self.weights_shard.slot_shard(name), slot.reshape(shape)) for name, slot in self.slots.items()]
 
 
 class PretrainingStep(LayerModelStep):
@@ -196,8 +194,6 @@ class PretrainingStep(LayerModelStep):
 
 class NoPooling:
     """Identity that replaces the pooling layer in a stage without pooling."""
-
-    arrays = ()
 
     def window_sums_of_squares_with_view(self, z: Any, phase: Phase) -> tuple[Any, Any]:
         """Return z², and z."""

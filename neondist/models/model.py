@@ -451,11 +451,6 @@ class Model(LayerModel):
         parameters = self.built_parameters
         return {"model": parameters.arrays(), "optimizer": parameters.slot_arrays(self.slots)}
 
-    @property
-    def whole_model(self) -> Model:
-        """The model itself; for a stage of pretraining, the model that the stage belongs to."""
-        return self
-
     # Private methods.
 
     def _built(self) -> Model:

@@ -80,7 +80,10 @@ class RowExchange:
         for message in self._exchange_messages(sends, gradients):
             for table, total, (ids, row_values) in zip(self.tables, totals, message, strict=True):
                 total[table.element_indices(ids, self.rank)] += row_values
-        self._copy_to_device(totals, gradients)
+        for table, total in zip(self.tables, totals, strict=True):
+            part = table.rank_view(gradients, self.rank)
+            if not isinstance(part, np.ndarray):  # on a device
+                part[...] = namespace(part).asarray(total)
 
     def copy_own_ranges(self, values: Any) -> list[np.ndarray]:
         """Return copies of this rank's ranges."""
@@ -118,13 +121,6 @@ class RowExchange:
                 received.append((message[start:middle].view(np.int64), message[middle:stop].view(dtype)))
                 start = stop
             yield received
-
-    def _copy_to_device(self, totals: Sequence[np.ndarray], flat: Any) -> None:
-        """Copy sums back to the device, if the arrays are on a device."""
-        for table, total in zip(self.tables, totals, strict=True):
-            part = table.rank_view(flat, self.rank)
-            if not isinstance(part, np.ndarray):
-                part[...] = namespace(part).asarray(total)
 
 
 def row_message_bytes(num_rows: int, row_length: int, itemsize: int) -> int:

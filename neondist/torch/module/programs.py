@@ -131,14 +131,11 @@ class ProgramCache:
                 if (self.shapes, key, state) not in self._programs:
                     program, reads = self._compile(dtypes)
                     state = self.watch.exclude_changed_values(state, reads)
-                    self._add((self.shapes, key, state), program)
+                    if len(self._programs) >= MAX_CACHED_PROGRAMS:
+                        del self._programs[next(iter(self._programs))]
+                    self._programs[self.shapes, key, state] = program
                 self._last_used[key] = state, self._programs[self.shapes, key, state]
             return self._last_used[key]
-
-    def _add(self, key: Any, program: CompiledProgram) -> None:
-        if len(self._programs) >= MAX_CACHED_PROGRAMS:
-            del self._programs[next(iter(self._programs))]
-        self._programs[key] = program
 
     def ignore_changes_by_forward(self, state: Any, program: CompiledProgram) -> None:
         """Use a program also for the state after its forward pass, and exclude values that the pass has changed."""

@@ -41,7 +41,10 @@ class TorchLoss(Registered):
         self, name: str | Callable[..., Any] = "CrossEntropyLoss", arguments: Mapping[str, Any] | None = None
     ) -> None:
         loss = _look_up(name, "torch.nn", torch.nn, [key for key in dir(torch.nn) if key.endswith("Loss")])
-        options = {key: _as_tensor(value) for key, value in (arguments or {}).items()}
+        options = {
+            key: torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value
+            for key, value in (arguments or {}).items()
+        }
         if isinstance(loss, type):
             loss, options = call_checked("arguments", loss, **options), {}
         self.criterion: Any = functools.partial(loss, **options) if options else loss
@@ -163,7 +166,3 @@ def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:
             f"name: '{name}' is not in {origin}{suggest(name, names)} (or MODULE:NAME, with --import MODULE)"
         )
     return getattr(package, name)
-
-
-def _as_tensor(value: Any) -> Any:
-    return torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,8 @@ class WindowScores(OutputBlocks):
         places = tuple((n - window) // stride + 1 for n in extent)
         super().__init__(places, tuple(map(min, zip(size, places, strict=True))))
         self.batch = max(1, MAX_CELLS_PER_BATCH // window ** len(extent))
-        scores = self._compute_scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_torch_dtype(dtype)))
+        zeros = torch.from_numpy(np.zeros((1, channels, *(window for _ in extent)), dtype))
+        scores = self._compute_scores(zeros)
         self.output_shape = *places, scores.shape[1]
 
     def input_box(self, number: int) -> Box:
@@ -76,10 +78,10 @@ class WindowScores(OutputBlocks):
         for axis in range(1, windows.dim()):
             windows = windows.unfold(axis, self.window, self.stride)
         block = self.output_box(number).shape
-        places: list[tuple[int, ...]] = list(product(*map(range, block)))
+        places: list[tuple[Any, ...]] = list(product(*map(range, block)))
         scores = []
         for first in range(0, prod(block), self.batch):
-            batch = [_window_at_position(windows, place) for place in places[first : first + self.batch]]
+            batch = [windows[(slice(None), *place)] for place in places[first : first + self.batch]]
             scores.append(self._compute_scores(torch.stack(batch)))
         return np.concatenate(scores).reshape(1, *block, -1)
 
@@ -99,14 +101,3 @@ class WindowScores(OutputBlocks):
         if scores.ndim < 2 or len(scores) != len(windows) or scores[0].size != scores.shape[-1]:
             raise ConfigError(f"{subject} returns {list(scores.shape)}, channels last; return scores (n, classes)")
         return scores.reshape(len(scores), -1)
-
-
-def _window_at_position(windows: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
-    """Return the window at a place of (C, *places, *window)."""
-    for at in place:
-        windows = windows.select(1, at)
-    return windows
-
-
-def _torch_dtype(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
