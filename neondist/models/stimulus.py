@@ -46,7 +46,7 @@ def optimal_stimulus(
     node, own = model.layers[layer], grid.tile_box(extent)
     tile = node.leaves[0].output_tile if node.leaves == [node] else own  # with other ranks' cells in a segment
     # boxes of other ranks' units are empty; a vector is whole on every rank
-    boxes = [own.intersect(_single_cell_box(unit)).relative_to(tile) for unit in units]
+    boxes = [own.intersect(Box.from_ranges([(at, at + 1) for at in unit[:-1]])).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
     index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
 
@@ -77,10 +77,6 @@ def optimal_stimulus(
         x = np.where(_broadcast_over_cells(better, x), candidates, x)
         length[~better] /= 2
     return x, evaluate_units(x)[0]
-
-
-def _single_cell_box(unit: Sequence[int]) -> Box:
-    return Box(tuple(unit[:-1]), tuple(c + 1 for c in unit[:-1]))
 
 
 def _draw_initial_stimulus(model: Model, count: int) -> Any:

@@ -181,7 +181,7 @@ class AutoDist:
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 
     def _call_with_distributed_modules(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        from ..torch.module.module_scope import gather_outputs
+        from ..torch.module.tiled_output import gather_outputs
 
         self._divide_steps_among_owners()
         self._inside_function = True

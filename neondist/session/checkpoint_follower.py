@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..io.output import CHECKPOINT, COMPLETE
 from ..terminal.console import emit, say
 from ..train import EpochRecord, FitExperiment, Hook, TrainState
 from ..train.callbacks.checkpoint import RunProgress, read_run_progress
+from ..train.callbacks.hook import call_error_hooks
 from ..train.callbacks.loggers import MetricLogger
 from ..train.callbacks.metrics_log import MetricsLog, record_json_line
 from ..train.checkpoint_evaluation import open_model_and_dataset
@@ -201,12 +201,11 @@ class EvaluationRecorder:
 
     def call_final_hooks(self, error: BaseException | None = None) -> None:
         """Call `after_run` of the hooks, or `on_error`."""
+        if error is not None:
+            call_error_hooks(self.hooks, self.run, error)
+            return
         for hook in self.hooks:
-            if error is None:
-                hook.after_run(self.run)
-            else:
-                with suppress(Exception):  # the first error is the one to read
-                    hook.on_error(self.run, error)
+            hook.after_run(self.run)
 
 
 def follow_checkpoints(

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ..terminal.console import say
 from ..train import EpochRecord, Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore_checkpoint
 from ..train.callbacks.completion_marker import CompletionMarker
-from ..train.callbacks.hook import open_hooks
+from ..train.callbacks.hook import call_error_hooks, open_hooks
 from ..train.callbacks.loggers import MetricLogger
 from ..train.loop import record_epoch_and_reset_totals
 from .data_position import DataPosition
@@ -174,7 +174,7 @@ class TrainingRole:
         """
         with self._stack:
             if error is not None:
-                self._call_error_hooks(error)
+                call_error_hooks(self.hooks, self.state, error)
                 return
             try:
                 self._wait_for_ranks_or_abort()
@@ -186,18 +186,13 @@ class TrainingRole:
                 if self.servers is not None:
                     self.servers.stop_servers()
             except BaseException as problem:
-                self._call_error_hooks(problem)
+                call_error_hooks(self.hooks, self.state, problem)
                 raise
         stop = self.state.stop
         if self.is_supervised and stop is not None and stop.exit_code == STOPPED_EXIT_CODE:
             if self.state.is_first_rank:
                 say(f"stopped at step {self.state.step}: {stop.reason}")
             raise SystemExit(STOPPED_EXIT_CODE)
-
-    def _call_error_hooks(self, error: BaseException) -> None:
-        for hook in self.hooks:
-            with suppress(Exception):  # the first error is the one to read
-                hook.on_error(self.state, error)
 
     def _wait_for_ranks_or_abort(self) -> None:
         """Wait for the other ranks to leave their loops; abort the job after the grace period."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -20,7 +20,7 @@ from ..errors import ConfigError, NonFiniteError
 from ..metrics import Metric, Misclassification, OutputLayout
 from ..models import Model, Trainable, TrainableModel
 from ..registry.arguments import type_checked
-from .callbacks.hook import Hook, open_hooks
+from .callbacks.hook import Hook, call_error_hooks, open_hooks
 from .state import EpochRecord, EpochTotals, Stop, TrainState, nonfinite_to_none
 
 _STOPPED_WHILE_WAITING = Stop("requested while waiting for a task; --resume continues from here")
@@ -94,9 +94,7 @@ def train_loop(
         model.whole_model.wait_for_messages()
         _call_hooks(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
     except BaseException as error:
-        for hook in hooks:
-            with suppress(Exception):  # the first error is the one to read
-                hook.on_error(run, error)
+        call_error_hooks(hooks, run, error)
         raise
 
 

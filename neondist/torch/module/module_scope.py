@@ -20,7 +20,7 @@ from ..ir.errors import definition_site
 from .distributing import distribute
 from .module import DistributedModule
 from .programs import MAX_CACHED_PROGRAMS
-from .tiled_output import ScatteredInput, TiledOutput
+from .tiled_output import ScatteredInput, TiledOutput, gather_outputs
 
 
 class ModuleScope:
@@ -116,8 +116,7 @@ class ModuleScope:
     def call_distributed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the outputs of a module for whole inputs; on several ranks, outputs are tiled."""
         with self._replace_calls(False):
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            leaves = [leaf.whole() if isinstance(leaf, TiledOutput) else leaf for leaf in leaves]
+            leaves, spec = pytree.tree_flatten(gather_outputs((args, kwargs)))
             positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             if not positions:
                 return module(*args, **kwargs)
@@ -144,11 +143,6 @@ class ModuleScope:
             model.set_export_context(partial(self._replace_calls, False))  # a loss may recapture a changed module
             self._distributed[key] = model
         return self._distributed[key]
-
-
-def gather_outputs(result: Any) -> Any:
-    """Return a function's result with tiled outputs gathered, the same on every rank. Collective."""
-    return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, TiledOutput) else leaf, result)
 
 
 class _DistributedCall(nn.Module):

@@ -75,17 +75,18 @@ class TiledOutput(torch.Tensor):
             kwargs["weight"] = weight
         if func in LOSSES_COMPUTED_ON_TILES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
             return loss
-        return func(*_gather_outputs_in(args), **_gather_outputs_in(kwargs))
+        return func(*gather_outputs(args), **gather_outputs(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Compute an operation that bypasses `__torch_function__` on whole tensors."""
-        return func(*_gather_outputs_in(args), **_gather_outputs_in(kwargs or {}))
+        return func(*gather_outputs(args), **gather_outputs(kwargs or {}))
 
 
-def _gather_outputs_in(values: Any) -> Any:
+def gather_outputs(values: Any) -> Any:
+    """Return a tree with tiled outputs gathered, the same on every rank. Collective."""
     return pytree.tree_map(lambda value: value.whole() if isinstance(value, TiledOutput) else value, values)
 
 

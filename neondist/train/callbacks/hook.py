@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..state import TrainState
 
@@ -54,3 +54,10 @@ def open_hooks(hooks: Sequence[Hook]) -> Iterator[None]:
             hook.open()
             stack.callback(hook.close)
         yield
+
+
+def call_error_hooks(hooks: Sequence[Hook], run: TrainState, error: BaseException) -> None:
+    """Call `on_error` of hooks; errors in them are ignored, since the first error is the one to read."""
+    for hook in hooks:
+        with suppress(Exception):
+            hook.on_error(run, error)
