@@ -9,19 +9,7 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..halo import ExchangePolicy, GlobalArray
-from ..parallel import ControlFlags, ParameterShard, SyncState
-
-
-class ControlFlagSync:
-    """The control flags of steps in which no gradients are summed."""
-
-    def __init__(self, grid: ProcessGrid) -> None:
-        self.grid, self.flags = grid, ControlFlags()
-
-    def publish_flags(self) -> None:
-        """Sum the flags of all ranks. Collective."""
-        self.flags.num_ranks_by_flag[:] = self.flags.own_flags
-        self.grid.world.allreduce(self.flags.num_ranks_by_flag)
+from ..parallel import FLAG_HEADER_LENGTH, AllReduce, GradientSync, ParameterShard, SyncState
 
 
 class TrainingScriptAdapter:
@@ -50,7 +38,7 @@ class TrainingScriptAdapter:
         self.grid = grid
         self.seed: int | None = None
         self.step = self.steps_without_optimizer = 0
-        self.sync: Any = ControlFlagSync(grid)
+        self.sync: GradientSync = AllReduce(grid, np.zeros(FLAG_HEADER_LENGTH), [], 0, 0)  # sums only flags
 
     @property
     def whole_model(self) -> TrainingScriptAdapter:
@@ -68,6 +56,7 @@ class TrainingScriptAdapter:
     def count_step_and_sum_flags(self) -> None:
         """Count a step, and sum the flags of all ranks. Collective."""
         self.sync.publish_flags()
+        self.sync.flags.num_ranks_by_flag[:] = self.sync.flag_header
         self.step += 1
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
