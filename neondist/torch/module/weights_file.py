@@ -87,9 +87,11 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     except UserError:
         raise
     except pickle.UnpicklingError as error:
+        rejected = re.search(r"GLOBAL ([\w.]+)", str(error))
+        name = f" ({rejected[1]})" if rejected else ""
         raise DataError(
-            f"{path}: contains objects other than tensors{_rejected_object(error)}, which are not loaded; write only"
-            " the weights, with torch.save(module.state_dict(), FILE)"
+            f"{path}: contains objects other than tensors{name}, which are not loaded; write only the weights, with"
+            " torch.save(module.state_dict(), FILE)"
         ) from error
     except Exception as error:  # a damaged file can cause any error in the library
         raise DataError(
@@ -105,7 +107,8 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     if states:
         problem = f"contains several state_dicts, under {' and '.join(map(repr, states))}"
     else:
-        problem = f"contains no state_dict, but {_describe(content, keys)}"
+        named = f" with the keys {', '.join(map(repr, keys[:8]))}" if keys else ""
+        problem = f"contains no state_dict, but a {type(content).__name__}{named}"
     raise DataError(f"{path}: {problem}; write a single one with torch.save(module.state_dict(), FILE)")
 
 
@@ -115,17 +118,6 @@ def _is_state_dict(value: Any) -> bool:
         and bool(value)
         and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items())
     )
-
-
-def _rejected_object(error: Exception) -> str:
-    """Return ' (NAME)' of the object rejected by PyTorch, if its message names it."""
-    match = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return f" ({match[1]})" if match else ""
-
-
-def _describe(content: Any, keys: list[Any]) -> str:
-    named = f" with the keys {', '.join(map(repr, keys[:8]))}" if keys else ""
-    return f"a {type(content).__name__}{named}"
 
 
 def _parse_metadata(texts: Mapping[str, str] | None) -> dict[str, Any]:

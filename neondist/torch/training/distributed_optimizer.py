@@ -159,9 +159,10 @@ class DistributedOptimizer(PartitionedOptimizer):
         """
         self.grid.check("DistributedOptimizer.state_dict")
         result = self._as_state_dict(self.gather_slots())
-        sync = {
-            sync_state.name: self._gather_sync(sync_state) for sync_state in self.parameters.compressed.sync_states()
-        }
+        sync = {}
+        for state in self.parameters.compressed.sync_states():  # a first axis of ranks, unless they have the same array
+            array = state.array.copy() if state.same_on_all_ranks else self.grid.world.allgather_array(state.array)
+            sync[state.name] = torch.from_numpy(array)
         return result | ({SYNCHRONISATION: sync} if sync else {})
 
     def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
@@ -229,13 +230,8 @@ class DistributedOptimizer(PartitionedOptimizer):
                 " DistributedOptimizer's step(), or train another copy of the module"
             ).mark_raised_on_all_ranks()
 
-    def _gather_sync(self, state: SyncState) -> torch.Tensor:
-        """Return a copy of a synchronisation array, with a first axis of ranks unless the array is replicated."""
-        array = state.array.copy() if state.same_on_all_ranks else self.grid.world.allgather_array(state.array)
-        return torch.from_numpy(array)
-
     def _restore_sync(self, state: SyncState, saved: torch.Tensor | None) -> None:
-        """Restore an array saved by `_gather_sync`; if the number of ranks differs, preserve the sum over ranks."""
+        """Restore an array of `state_dict`; if the number of ranks differs, preserve the sum over ranks."""
         shape = state.array.shape
         data = None if saved is None else as_array(saved)
         if data is not None and data.shape[not state.same_on_all_ranks :] != shape:

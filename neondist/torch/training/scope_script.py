@@ -18,6 +18,7 @@ from ...terminal.console import counted
 from ..module.module_scope import ModuleScope
 from ..module.parameters import MODULE_KEY, whole_arrays
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
+from .losses_and_optimizers import updates_any
 from .owner_steps import OwnerSteps
 from .script import ModuleScriptAdapter
 
@@ -51,7 +52,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
             There is not exactly one model and one optimiser.
         """
         parameters = set(map(id, scope.parameters.values()))
-        optimizers = [item for item in _live_instances(torch.optim.Optimizer) if parameters & _parameter_ids(item)]
+        optimizers = [item for item in _live_instances(torch.optim.Optimizer) if updates_any(item, parameters)]
         if len(scope.models) != 1 or len(optimizers) != 1:
             raise ConfigError(
                 f"session: the scope has {counted(len(scope.models), 'model')} and"
@@ -86,7 +87,3 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
 def _live_instances(kind: type) -> list[Any]:
     """Return all existing objects of a class, as optimisers and schedulers are not registered on creation."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
-
-
-def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
