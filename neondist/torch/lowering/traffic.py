@@ -75,68 +75,49 @@ def traffic_of(
         Whether the inputs require gradients.
     """
     trained = plan.parameters if trained is None else trained
-    return _TrafficCounter(plan, RankSubset(plan.mesh, ranks), trained, inputs).bytes_by_key()
+    counter, accounts = _TrafficCounter(plan, RankSubset(plan.mesh, ranks)), dict[TrafficKey, np.ndarray]()
+
+    def add(steps: Iterable[Step], direction: str) -> None:
+        for step in steps:
+            if (messages := counter.message_bytes(step, direction)) is not None:
+                account = messages[0], step.name, direction
+                accounts[account] = accounts.get(account, 0) + messages[1]
+
+    back = BackwardSteps(plan, trained, [v for v in plan.inputs if inputs and plan.values[v].kind == "value"])
+    add(plan.steps, "forward")
+    add((step for step in reversed(plan.steps) if id(step) in back.communicating_step_ids), "backward")
+    for segment in plan.recomputed_segments():
+        if any(id(step) in back.backward_step_ids for step in segment.steps):
+            add((step for step in segment.steps if step.scheme is None or not step.scheme.is_stateful), "forward")
+    named = (plan.parameters.get(name) for name in trained)
+    read, parts = {value for value in named if value in back.sources}, plan.partitioned_parameters()
+    owned = [plan.values[parts[value].outputs[0]] for value in read & parts.keys()]
+    accounts["sum", GRADIENTS, "backward"] = (
+        counter.allreduce_bytes(plan.mesh.axes, [plan.values[value] for value in read - parts.keys()])
+        + counter.allreduce_bytes(plan.mesh.axes & {0}, owned)
+        + counter.allreduce_bytes(plan.mesh.axes - {0}, owned)  # the sums are gathered
+    )
+    return accounts
 
 
 class _TrafficCounter:
-    def __init__(self, plan: TorchGraph, ranks: RankSubset, trained: Collection[str], inputs: bool) -> None:
-        self.plan, self.ranks, self.trained, self.inputs = plan, ranks, trained, inputs
+    def __init__(self, plan: TorchGraph, ranks: RankSubset) -> None:
+        self.plan, self.ranks = plan, ranks
 
-    def bytes_by_key(self) -> dict[TrafficKey, np.ndarray]:
-        """Return the bytes of all steps and directions."""
-        plan, accounts = self.plan, dict[TrafficKey, np.ndarray]()
-
-        def add(steps: Iterable[Step], direction: str) -> None:
-            for step in steps:
-                for kind, count in (
-                    self._forward_message_bytes if direction == "forward" else self._backward_message_bytes
-                )(step):
-                    account = kind, step.name, direction
-                    accounts[account] = accounts.get(account, 0) + count
-
-        inputs = [value for value in plan.inputs if self.inputs and plan.values[value].kind == "value"]
-        back = BackwardSteps(plan, self.trained, inputs)
-        add(plan.steps, "forward")
-        add((step for step in reversed(plan.steps) if id(step) in back.communicating_step_ids), "backward")
-        for segment in plan.recomputed_segments():
-            if any(
-                out in back.sources and out in back.values_requiring_grad
-                for step in segment.steps
-                for out in step.outputs
-            ):
-                add((step for step in segment.steps if step.scheme is None or not step.scheme.is_stateful), "forward")
-        named = (plan.parameters.get(name) for name in self.trained)
-        read, parts = {value for value in named if value in back.sources}, plan.partitioned_parameters()
-        owned = [plan.values[parts[value].outputs[0]] for value in read & parts.keys()]
-        accounts["sum", GRADIENTS, "backward"] = (
-            self._allreduce_bytes(plan.mesh.axes, [plan.values[value] for value in read - parts.keys()])
-            + self._allreduce_bytes(plan.mesh.axes & {0}, owned)
-            + self._allreduce_bytes(plan.mesh.axes - {0}, owned)  # the sums are gathered
-        )
-        return accounts
-
-    def _forward_message_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
-        values = self.plan.values
-        if step.transfer is not None:
-            yield message_kind(step), self._transfer_bytes(step, "forward")
-        elif step.kind == "norm":
-            mean = replace(values[step.outputs[1]], dtype=torch.float64)
-            yield "sum", 2 * self._allreduce_bytes(step.kind_args[0].axes, [mean])
-        elif step.kind == "ring":
-            yield "ring", self._ring_bytes(step, "forward")
-        elif step.kind in ("sum", "max"):
-            yield "sum", self._allreduce_bytes(step.axes, [values[step.inputs[0]]])
-
-    def _backward_message_bytes(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
-        values = self.plan.values
-        if step.kind == "view" and step.transfer is not None:
-            yield message_kind(step), self._transfer_bytes(step, "backward")
-        elif step.kind == "norm":
-            yield "sum", 2 * self._allreduce_bytes(step.kind_args[0].axes, [values[step.outputs[1]]])
-        elif step.kind == "ring":
-            yield "ring", self._ring_bytes(step, "backward")
-        elif step.kind == "spread":
-            yield "sum", self._allreduce_bytes(step.axes, [values[step.inputs[0]]])
+    def message_bytes(self, step: Step, direction: str) -> tuple[str, np.ndarray] | None:
+        """Return the kind and the bytes of a step's messages in a direction, or None if there are none."""
+        values, forward = self.plan.values, direction == "forward"
+        if step.transfer is not None and (forward or step.kind == "view"):
+            return message_kind(step), self._transfer_bytes(step, direction)
+        if step.kind == "norm":
+            mean = values[step.outputs[1]]
+            mean = replace(mean, dtype=torch.float64) if forward else mean
+            return "sum", 2 * self.allreduce_bytes(step.kind_args[0].axes, [mean])
+        if step.kind == "ring":
+            return "ring", self._ring_bytes(step, direction)
+        if step.kind in (("sum", "max") if forward else ("spread",)):
+            return "sum", self.allreduce_bytes(step.axes, [values[step.inputs[0]]])
+        return None
 
     def _transfer_bytes(self, step: Step, direction: str) -> np.ndarray:
         """Return the bytes that each rank sends in a step's transfer; for border schemes the mean over many steps."""
@@ -168,7 +149,7 @@ class _TrafficCounter:
         )
         return keys * sum(nbytes)
 
-    def _allreduce_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
+    def allreduce_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
         """Return the bytes that each rank contributes to sums of values over axes."""
         total = np.zeros(len(self.ranks.ranks), int)
         for value in values:
