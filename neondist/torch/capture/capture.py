@@ -263,8 +263,6 @@ def _check_static_shape(lowering: Lowering) -> None:
 
 
 class _NonTensorOutput:
-    """An output that is not a tensor."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.errors import CaptureError
-from ..ir.functionalize import GRAD_MODE_REGION, storage_id, written_arguments
+from ..ir.functionalize import GRAD_MODE_REGION, storage_id, tensors_in, written_arguments
 
 MAX_KNOWN_ELEMENTS = 2**18
 """Maximum number of elements of a tensor whose values are computed; code cannot read numbers from larger tensors."""
@@ -101,7 +101,7 @@ class KnownValueTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shape_only = depends_on_shape_only(func)
         items = [
@@ -114,19 +114,19 @@ class KnownValueTracker(TorchDispatchMode):
         if is_known and torch.Tag.data_dependent_output in func.tags:
             for tensor in tensors:
                 self.read_and_record(tensor)
-            return _compute_values(func, leaves, spec, items)
-        writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
+            return _compute_values(func, args, kwargs, items)
+        writes = tensors_in(written_arguments(func, args, kwargs))
         if any(map(self._outlives_capture, writes)):  # a captured pass would not repeat the write
             raise CaptureError(
                 "the forward pass writes to a tensor that is not a buffer of the module, or to a buffer through another"
                 " reference; register the tensor as a buffer, and write to this buffer under its registered name"
             )
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs = tensors_in(result)
         if func.is_view and any(map(self._outlives_capture, tensors)):
             self._views_outliving_capture.update(dict.fromkeys(outputs))
         is_known = is_known and all(_is_small_enough_to_track(out) for out in outputs)
-        values = _try_compute(func, leaves, spec, items) if is_known else None
+        values = _try_compute(func, args, kwargs, items) if is_known else None
         memories = [storage_id(tensor) for tensor in writes]
         touched = [tensor for tensor in list(self._known_values) if storage_id(tensor) in memories] if memories else []
         if values is None:
@@ -303,21 +303,19 @@ def _is_small_enough_to_track(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape) and tensor.numel() <= MAX_KNOWN_ELEMENTS
 
 
-def _compute_values(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> Any:
+def _compute_values(func: Any, args: Any, kwargs: Any, entries: Sequence[Any]) -> Any:
     values = iter(entries)
-    filled = [next(values).value if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(filled, spec)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(values).value, (args, kwargs))
     # torch.export would record torch.no_grad and therefore decompose the whole program
     with torch._C.DisableTorchFunction(), torch.no_grad(), no_dispatch():
         return func(*args, **kwargs)
 
 
-def _try_compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> list[torch.Tensor] | None:
+def _try_compute(func: Any, args: Any, kwargs: Any, entries: Sequence[Any]) -> list[torch.Tensor] | None:
     try:
-        result = _compute_values(func, leaves, spec, entries)
+        return tensors_in(_compute_values(func, args, kwargs, entries))
     except Exception:  # for example, an operator that accepts only fake tensors
         return None
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager

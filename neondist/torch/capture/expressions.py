@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.functionalize import storage_id
+from ..ir.functionalize import storage_id, tensors_in
 from .consistency import as_bytes_tensor
 from .constants import depends_on_shape_only, track_known_values
 
@@ -55,9 +55,9 @@ class ValueNumberingMode(TorchDispatchMode):
         number = self._value_number((str(func), *leaves), is_dependent)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors_in(value):
+                for tensor in tensors_in(value):
                     self._written_numbers[storage_id(tensor)] = number
-        for index, tensor in enumerate(_tensors_in(result)):
+        for index, tensor in enumerate(tensors_in(result)):
             self._expression_numbers[id(tensor)] = self._value_number(("output", index, number), is_dependent)
             self._keep_alive.append(tensor)
         return result
@@ -76,7 +76,7 @@ class ValueNumberingMode(TorchDispatchMode):
 
     def is_dependent(self, value: Any) -> bool:
         """Return whether a value depends on inputs, parameters or random numbers, or is not a tensor."""
-        tensors = _tensors_in(value)
+        tensors = tensors_in(value)
         return not tensors or any(self.expression_number(tensor) in self._input_dependent_numbers for tensor in tensors)
 
     def _operand_key(self, leaf: Any, by_shape: bool) -> tuple[str, Any]:
@@ -90,10 +90,6 @@ class ValueNumberingMode(TorchDispatchMode):
         if is_dependent:
             self._input_dependent_numbers.add(number)
         return number
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _constant_key(tensor: torch.Tensor) -> Any:
@@ -132,5 +128,5 @@ class RepeatedPasses:
             with self.recorder, track_known_values(self._module):
                 result = torch.func.functional_call(self._module, self._fake_tensors, tuple(inputs), tie_weights=False)
         return [
-            self.recorder.expression_number(tensor) for tensor in (*_tensors_in(result), *self._fake_tensors.values())
+            self.recorder.expression_number(tensor) for tensor in (*tensors_in(result), *self._fake_tensors.values())
         ]

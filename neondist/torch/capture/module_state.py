@@ -236,7 +236,6 @@ class ReachableState:
     def _visit_globals(
         self, items: dict[str, Any], owner: str, names: Collection[str], module: nn.Module | None
     ) -> None:
-        """Visit the global variables with these names."""
         path = f"module {owner}"
         visited = self._globals.setdefault(id(items), (items, path, {}))[2]
         for name in sorted(names):
@@ -297,7 +296,6 @@ class ReachableState:
             self._visit(vars(cls)[name], f"{path}.{name}", module)
 
     def _visit_attrs(self, attrs: dict[str, Any], path: str, module: nn.Module | None, names: Collection[str]) -> None:
-        """Visit the attributes with these names."""
         paths = {name: f"{path}.{name}".removeprefix(".") for name in names}
         paths = {name: place for name, place in paths.items() if place not in self._excluded}
         self.containers.append(ValueContainer(path, module, attrs, list(paths), attrs.get, is_restored=False))

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from ..ir.errors import CaptureError
-from ..ir.functionalize import GRAD_MODE_REGION, has_undeclared_writes, storage_id, written_values
+from ..ir.functionalize import GRAD_MODE_REGION, has_undeclared_writes, storage_id, tensors_in, written_values
 
 
 def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
@@ -58,9 +57,8 @@ def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
     first: dict[int, Any] = {}
     detached: set[int] = set()
     for node in module.graph.nodes:
-        for tensor in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(tensor, torch.Tensor):
-                first.setdefault(storage_id(tensor), node)
+        for tensor in tensors_in(node.meta.get("val")):
+            first.setdefault(storage_id(tensor), node)
         if node.target is torch.ops.aten.detach.default:
             detached.add(storage_id(node.meta["val"]))
         region = node.target is GRAD_MODE_REGION and node.args[0] is False

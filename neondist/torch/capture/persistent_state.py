@@ -285,7 +285,6 @@ def _forward_definition_site(module: nn.Module) -> str:
 
 
 def _run_or_none(run: Callable[[], Any]) -> Any:
-    """Return the result of a function, or None if it raises."""
     try:
         return run()
     except Exception:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import CaptureError, definition_site
+from .functionalize import tensors_in
 from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING
 
 FUNCTION_OPERATOR = "neondist.function.default"
@@ -30,15 +31,22 @@ _RECORDED_CALLS: ContextVar[list[AutogradFunctionCall] | None] = ContextVar("_RE
 """Calls recorded in the module that this thread is capturing."""
 
 
+class _TensorPlace:
+    def __init__(self, _: torch.Tensor) -> None: ...
+
+
+def _fill_places(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    rest = iter(tensors)
+    return pytree.tree_map_only(_TensorPlace, lambda _: next(rest), tree)
+
+
 class AutogradFunctionCall:
     """A call of an autograd.Function, as a function of the tensors among its arguments."""
 
     def __init__(self, cls: Any, args: Sequence[Any]) -> None:
         self._cls = cls
-        leaves, self._spec = pytree.tree_flatten(tuple(args))
-        self._tensor_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._other_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._output_structure: tuple[list[Any], Any] | None = None
+        self._args = pytree.tree_map_only(torch.Tensor, _TensorPlace, tuple(args))
+        self._outputs: Any = None
 
     @property
     def name(self) -> str:
@@ -48,25 +56,18 @@ class AutogradFunctionCall:
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors among the results, with the Function's own gradients."""
-        leaves = list(self._other_leaves)
-        for at, tensor in zip(self._tensor_positions, tensors, strict=True):
-            leaves[at] = tensor
-        args = pytree.tree_unflatten(leaves, self._spec)
         token = _RECORDED_CALLS.set(None)
         try:
-            results, spec = pytree.tree_flatten(_declared_method(Function, "apply", self._cls)(*args))
+            results = _declared_method(Function, "apply", self._cls)(*_fill_places(self._args, tensors))
         finally:
             _RECORDED_CALLS.reset(token)
-        if self._output_structure is None:
-            self._output_structure = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in results], spec
-        return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        if self._outputs is None:
+            self._outputs = pytree.tree_map_only(torch.Tensor, _TensorPlace, results)
+        return tensors_in(results)
 
     def unflatten_outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the results in their original structure, given their tensors."""
-        assert self._output_structure is not None
-        leaves, spec = self._output_structure
-        rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if leaf is None else leaf for leaf in leaves], spec)
+        return _fill_places(self._outputs, tensors)
 
     def gradients_if_pointwise(self, tensors: Sequence[torch.Tensor], tiled_dims: Sequence[int]) -> list[bool] | None:
         """Return which results have a gradient, if forward and backward are pointwise; else None.
@@ -122,7 +123,7 @@ def _trace_grads(
 
 def _is_pointwise_graph(graph: torch.fx.GraphModule) -> bool:
     """Return whether each computed element depends on only one index of each tensor."""
-    shapes = set()
+    shapes = set[tuple[int, ...]]()
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
@@ -133,9 +134,7 @@ def _is_pointwise_graph(graph: torch.fx.GraphModule) -> bool:
             if torch.Tag.pointwise not in tags and name not in POINTWISE_OPS | _POINTWISE_IF_SAME_SHAPE:
                 return False
         value = getattr(graph, node.target) if node.op == "get_attr" else node.meta.get("val")
-        for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() != 1:
-                shapes.add(tuple(tensor.shape))
+        shapes.update(tuple(tensor.shape) for tensor in tensors_in(value) if tensor.numel() != 1)
     return len(shapes) < 2
 
 
@@ -235,8 +234,7 @@ def _apply_as_operator(cls: Any, args: Sequence[Any]) -> Any:
     assert calls is not None
     call = AutogradFunctionCall(cls, args)
     calls.append(call)
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    return call.unflatten_outputs(torch.ops.neondist.function(tensors, len(calls) - 1))
+    return call.unflatten_outputs(torch.ops.neondist.function(tensors_in(args), len(calls) - 1))
 
 
 torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Tensor[]")

@@ -49,9 +49,8 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
     last_uses = {node: max(map(positions.__getitem__, node.users), default=-1) for node in nodes}
     nodes_by_storage: dict[int, list[Any]] = {}
     for node in nodes:
-        for tensor in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
-                nodes_by_storage.setdefault(storage_id(tensor), []).append(node)
+        for tensor in tensors_in(node.meta.get("val")) if node.users or node.op != "placeholder" else ():
+            nodes_by_storage.setdefault(storage_id(tensor), []).append(node)
     variants: dict[Any, Any] = {}
     view_chains: dict[Any, list[tuple[Any, Any]]] = {}
     for node in operators:
@@ -230,6 +229,11 @@ def _argument_types(operator: Any) -> tuple[list[str], list[str]]:
     """Return the types of an operator's arguments, and the names of all but the first."""
     arguments = operator._schema.arguments
     return [str(arg.type) for arg in arguments], [arg.name for arg in arguments[1:]]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

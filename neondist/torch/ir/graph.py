@@ -20,7 +20,6 @@ from .layout import (
     Dim,
     Layout,
     Mesh,
-    Range,
     Shape,
     axes_of,
     is_contiguous_on_every_rank,
@@ -66,13 +65,11 @@ def is_eager_cpu_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class DimPart:
+class DimPart(NamedTuple):
     """A range of one dimension of a tensor, for each rank."""
 
     dim: int
     atoms: Dim
-    _range_by_place: dict[Place, Range] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, layout: Layout) -> DimPart | None:
@@ -82,7 +79,7 @@ class DimPart:
 
     def select(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         """Return the part of the rank at a place, as a view."""
-        lo, hi = self._range_by_place.get(place) or self._range_by_place.setdefault(place, range_at(self.atoms, place))
+        lo, hi = range_at(self.atoms, place)
         return tensor.narrow(self.dim, lo, hi - lo)
 
 
@@ -409,7 +406,4 @@ def supports_gradients(dtype: torch.dtype) -> bool:
 
 def axes_of_values(values: Iterable[Value]) -> frozenset[int]:
     """Return the axes along which any of the values differs between ranks."""
-    axes: frozenset[int] = frozenset()
-    for value in values:
-        axes |= value.axes
-    return axes
+    return frozenset[int]().union(*(value.axes for value in values))

@@ -104,6 +104,11 @@ def replicated_along(layout: Layout, dims: Collection[int]) -> Layout:
     return tuple((Atom(shape_of((dim,))[0]),) if at in dims else dim for at, dim in enumerate(layout))
 
 
+def whole_if_partitioned_along(dim: Dim, axes: frozenset[int]) -> Dim:
+    """Return the dimension, whole on every rank if one of these axes partitions it."""
+    return (Atom(shape_of((dim,))[0]),) if axes_of((dim,)) & axes else dim
+
+
 def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
     """Return the axes that partition a tensor."""
     return frozenset(atom.axis for dim in layout for atom in dim if atom.axis is not None)

@@ -85,12 +85,10 @@ def dim_request_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Se
 
 
 def _fills_ranges(ranges: Sequence[Range], cells: AxisCells) -> bool:
-    """Return whether the cells fill the ranges."""
     return sum(hi - lo for lo, hi in ranges) == sum(map(len, cells))
 
 
 def _consecutive_ranges(indices: Iterable[int]) -> tuple[Range, ...]:
-    """Return the ranges of consecutive indices."""
     runs: list[Range] = []
     for i in indices:
         if runs and i == runs[-1][1]:

@@ -15,10 +15,7 @@ class Rule(NamedTuple):
     function : callable
         `function(lowering, **arguments) -> Value`; the arguments are the operator's, by their names in its schema, with
         `self` and `input` renamed to `x`.
-    applies_if_replicated : bool
-        Whether the rule also applies if all arguments are replicated on every rank.
-    whole : tuple of str
-        Names of arguments that are passed with all indices on every rank.
+    applies_if_replicated, whole : as for `rule`
     """
 
     function: Callable[..., Any]
@@ -31,6 +28,7 @@ TRACING = threading.Lock()
 """Lock held while PyTorch traces: tracing patches PyTorch's functions, so virtual ranks must take turns."""
 RULES: dict[str, Rule] = {}
 POINTWISE_OPS: set[str] = set()
+"""Operators each of whose results depends on one index of each argument."""
 CAPTURE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 """PyTorch functions that cannot be captured, or need a check, and the functions captured instead."""
 
@@ -56,11 +54,6 @@ def rule(
         return function
 
     return register
-
-
-def register_pointwise(*names: str) -> None:
-    """Register operators each of whose results depends on one index of each argument."""
-    POINTWISE_OPS.update(names)
 
 
 def rule_table() -> list[tuple[str, str, list[str]]]:

@@ -18,6 +18,7 @@ from ..ir.layout import (
     replicated_along,
     reshape_layout,
     shape_of,
+    whole_if_partitioned_along,
 )
 from ..ir.reach import Reach, dim_request_of
 from .steps import StepListBuilder
@@ -164,6 +165,11 @@ class PlanBuilder(StepListBuilder):
         seen = self.view(expanded, reaches, partition_axes)
         return self._merge_view_dims(seen, tuple(aligned_dims))
 
+    def align_pointwise(self, values: Sequence[Value]) -> tuple[list[Value], Layout]:
+        """Return values aligned for a pointwise operation, and the layout of its results."""
+        layout = self.pointwise_layout([value.layout for value in values])
+        return [self.align_for_broadcast(value, layout, axes_of(layout)) for value in values], layout
+
     def partition_as(self, value: Value, layout: Layout) -> Value:
         """Return a value of layout `layout`, whatever its atoms."""
         if value.kind in ("parameter", "constant") and not value.axes and value.shape == shape_of(layout):
@@ -237,16 +243,15 @@ class PlanBuilder(StepListBuilder):
         )
         busy = axes_of(rest)
         back = tuple(
-            rest[at] if at not in chosen else dim if not axes_of([dim]) & busy else replicated_along((dim,), (0,))[0]
-            for at, dim in enumerate(first)
+            whole_if_partitioned_along(dim, busy) if at in chosen else rest[at] for at, dim in enumerate(first)
         )
         seen = self.reshard_away_from(back, chosen)
         layouts = [tuple((Atom(n),) if at in chosen else seen[at] for at, n in enumerate(v.shape)) for v in values]
         return [self.partition_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
 
-    def gather_into_single_atom(self, value: Value, dim: int) -> Value:
-        """Return the value, gathered along a dimension if this consists of several atoms."""
-        return value if len(value.layout[dim]) == 1 else self.gather(value, [dim])
+    def gather_into_single_atoms(self, value: Value, dims: Iterable[int]) -> Value:
+        """Return the value, gathered along those of the dimensions that consist of several atoms."""
+        return self.gather(value, [dim for dim in dims if len(value.layout[dim]) > 1])
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return the layout of a pointwise result: each dimension is partitioned as in the first value that does so."""

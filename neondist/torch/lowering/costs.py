@@ -135,7 +135,6 @@ class PlanCosts:
         return total
 
     def _output_bytes(self, steps: Iterable[Step]) -> np.ndarray:
-        """Return the bytes of the outputs of steps on each rank."""
         outputs = [self.plan.values[out] for step in steps if step.kind not in IDENTITY_KINDS for out in step.outputs]
         return sum((self.ranks.nbytes(value) for value in outputs), np.zeros(self.plan.mesh.size, int))
 
@@ -150,7 +149,6 @@ class PlanCosts:
         return readers
 
     def _count_flops(self, step: Step) -> tuple[int, int]:
-        """Return the floating-point operations of a step, forward and backward."""
         if step.kind == "ring":
             return self._ring_flops(step)
         if step.kind != "local" or step.kind_args is not None:  # or this rank has an empty result

@@ -14,9 +14,9 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..ir.functionalize import store_out_of_place_variants, written_values
+from ..ir.functionalize import store_out_of_place_variants, store_result, written_values
 from ..ir.graph import Value, axes_of_values
-from ..ir.layout import Mesh, NeededRanges, axes_of, replicated
+from ..ir.layout import Layout, Mesh, NeededRanges
 from ..ir.registry import POINTWISE_OPS, RULES, TRACING
 from .builder import PlanBuilder
 
@@ -119,13 +119,17 @@ class Lowering(PlanBuilder):
     def compute_replicated(self) -> Any:
         """Return the results of the current operator, computed by every rank from all of its arguments."""
         values, run = self.values_and_function()
-        values = [self.gather(value) for value in values]
-        out = self.fake_out
-        if isinstance(out, (tuple, list)):
-            return self.local_results(run, values, out)
-        if not isinstance(out, torch.Tensor):
+        if not isinstance(self.fake_out, (tuple, list, torch.Tensor)):
             self.refuse("it depends on the values of a tensor", _REMEDY_FOR_VALUES)
-        (result,) = self._add_local(run, values, [replicated(out.shape)], [out.dtype], frozenset())
+        return self.local_call(run, [self.gather(value) for value in values])
+
+    def local_call(
+        self, run: Callable[..., Any], args: Sequence[Value], layouts: Sequence[Layout] | None = None
+    ) -> Any:
+        """Return the result of the current operator, or all of its results, computed locally by `run`."""
+        if isinstance(self.fake_out, (tuple, list)):
+            return self.local_results(run, args, self.fake_out, layouts)
+        (result,) = self.local_results(lambda *tensors: (run(*tensors),), args, [self.fake_out], layouts)
         return result
 
     def values_and_function(self, target: Any = None) -> tuple[list[Value], Callable[..., Any]]:
@@ -170,7 +174,11 @@ class Lowering(PlanBuilder):
                         graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
         except Exception:  # untraceable functions cannot be decomposed
             return None
-        return self.lower_inline(graph, values)
+        outer = self.fake_out
+        try:
+            return self._lower_inline(graph, values)
+        finally:
+            self.fake_out = outer
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return the value of an argument whose node has been lowered."""
@@ -193,39 +201,36 @@ class Lowering(PlanBuilder):
         self.draw_number += 1
         return self.seed, self.draw_number - 1
 
-    def lower_inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
+    def _lower_inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
         """Lower another graph in place of the current operator."""
         env: dict[torch.fx.Node, Any] = {}
-        waiting, outer = list(inputs)[::-1], self.fake_out
+        waiting = list(inputs)[::-1]
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 env[node] = waiting.pop()
             elif node.op == "get_attr":
                 env[node] = self.add_constant(getattr(graph, node.target))
             elif node.op == "output":
-                self.fake_out = outer
                 return pytree.tree_map(partial(self.read, env), node.args[0])
             else:
                 args, kwargs = pytree.tree_map(partial(self.read, env), (node.args, dict(node.kwargs)))
                 self.fake_out = node.meta.get("val")
-                env[node] = result = self.lower_call(node.meta.get("out_of_place", node.target), args, kwargs)
-                if "out_of_place" in node.meta:  # later reads of these nodes see the written values
-                    env.update((old, result) for old in written_values(node))
+                store_result(env, node, self.lower_call(node.meta.get("out_of_place", node.target), args, kwargs))
         return None
+
+    def first_result(self, value: Value) -> Any:
+        """Return the first result of the current operator and, if it has several, None for those not computed."""
+        outs = self.fake_out
+        return (value, *[None] * (len(outs) - 1)) if isinstance(outs, (tuple, list)) else value
 
     def lower_pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower a pointwise operation."""
         values, run = _tensor_call(target, args, kwargs)
-        layout = self.pointwise_layout([value.layout for value in values])
-        partition_axes = axes_of(layout)
-        aligned = [self.align_for_broadcast(value, layout, partition_axes) for value in values]
-        outs = self.fake_out if isinstance(self.fake_out, (tuple, list)) else [self.fake_out]
-        has_several_results = self.fake_out is outs
-        results = self.local_results(
-            run if has_several_results else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs]
-        )
-        self.mark_constants(results, self._results_have_gradients(target, run, values, [out.dtype for out in outs]))
-        return results if has_several_results else results[0]
+        aligned, layout = self.align_pointwise(values)
+        results = self.local_call(run, aligned, [layout for _ in pytree.tree_leaves(self.fake_out)])
+        every = pytree.tree_leaves(results)
+        self.mark_constants(every, self._results_have_gradients(target, run, values, [y.dtype for y in every]))
+        return results
 
     def _results_have_gradients(
         self, target: Any, run: Callable[..., Any], values: Sequence[Value], dtypes: Sequence[torch.dtype]
@@ -249,19 +254,15 @@ class Lowering(PlanBuilder):
 
 def _tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Value], Callable[..., Any]]:
     """Return the values among an operator's arguments, and the operator as a function of only their tensors."""
-    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-    value_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
+    values = [leaf for leaf in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(leaf, Value)]
     if target is torch.ops.aten.view.default:  # strides may differ from those in one process
         target = torch.ops.aten.reshape.default
 
     def run(*tensors: torch.Tensor) -> Any:
-        filled = list(leaves)
-        for i, tensor in zip(value_indices, tensors, strict=True):
-            filled[i] = tensor
-        positional, named = pytree.tree_unflatten(filled, spec)
+        rest = iter(tensors)
+        positional, named = pytree.tree_map_only(Value, lambda _: next(rest), (list(args), dict(kwargs)))
         return target(*positional, **named)
 
-    values = [leaves[i] for i in value_indices]
     if values == [arg for arg in args if isinstance(arg, Value)]:  # no value is in a list: passes rebuild no tree
         places = [i for i, arg in enumerate(args) if isinstance(arg, Value)]
 

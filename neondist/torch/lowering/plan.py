@@ -144,5 +144,4 @@ class TorchPlan(TorchGraph):
 
 
 def _run_product_in_dtype(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:
-    """Run a product with operands converted to a dtype."""
     return run(*(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors))

@@ -81,6 +81,11 @@ class StepListBuilder:
             inside |= axes_of(layout)
         return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], inside, has_several_results=True))
 
+    def without_gradient(self, value: Value) -> Value:
+        """Return a new local result, marked as constant."""
+        value.kind = "constant"
+        return value
+
     def mark_constants(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
         """Mark results without a gradient as constant, and return all results."""
         for value, has_gradient in zip(results, gradients, strict=True):

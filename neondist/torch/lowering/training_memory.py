@@ -99,14 +99,11 @@ class _Timeline:
             self.inputs_released_at[number], stop = self.end - 1, step_numbers.start
 
     def _schedule_backward(self, step_numbers: range) -> None:
-        """Add the backward passes of consecutive steps."""
         for at in reversed(step_numbers):
             self.backward_at[at], self.end = self.end, self.end + 1
 
 
 class _Lifetimes:
-    """Lifetimes of all memory on a rank."""
-
     def __init__(self, memory: TrainingMemory, ranks: RankSubset) -> None:
         self.plan, self.back, self.timeline, self.ranks = memory.plan, memory.back, memory.timeline, ranks
         self.steps = [(at, *both) for at, both in enumerate(zip(memory.plan.steps, memory.saved_values, strict=True))]
@@ -194,7 +191,6 @@ class _Lifetimes:
                     self._add_lifetime(value, own[0], until)
 
     def _add_blockwise_step_memory(self) -> None:
-        """Add the memory that block-wise steps need for a block."""
         for at, step, _ in self.steps:
             if step.blocks is not None:
                 forward_bytes = step.blocks.peak_bytes()
@@ -209,7 +205,6 @@ class _Lifetimes:
 
 
 def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
-    """Return the values that a step keeps."""
     if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.runs_original_module):
         return _SavedValues(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":

@@ -26,9 +26,8 @@ def filled_like(lowering: Lowering, x: Value, fill_value: float = 0, **_: object
     """Create a tensor that is partitioned like the given one."""
     name, dtype = str(lowering.target), lowering.fake_out.dtype
     value = 1 if "ones" in name else fill_value
-    filled = lowering.local(lambda a: torch.full_like(a, value, dtype=dtype), [x], x.layout, dtype)
-    filled.kind = "constant"
-    return filled
+    run = lambda a: torch.full_like(a, value, dtype=dtype)  # noqa: E731
+    return lowering.without_gradient(lowering.local(run, [x], x.layout, dtype))
 
 
 @rule("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", applies_if_replicated=True)

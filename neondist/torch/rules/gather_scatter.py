@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ...geometry import Atom
 from ..ir.graph import Value
-from ..ir.layout import axes_of, replace_dim, replicated, replicated_along, shape_of
+from ..ir.layout import axes_of, replace_dim, replicated, whole_if_partitioned_along
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
 from .index import position_of_indexed_dims, slice_dim
@@ -24,10 +24,7 @@ def gather(lowering: Lowering, x: Value, dim: int, index: Value, sparse_grad: bo
     dim %= len(x.shape)
     x = _crop_other_dims(lowering, x, dim, index.shape)
     rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (index, x)])
-    picks = index.layout[dim]
-    if axes_of([picks]) & axes_of(rest):
-        picks = (Atom(index.shape[dim]),)
-    layout = replace_dim(rest, dim, *picks)
+    layout = replace_dim(rest, dim, *whole_if_partitioned_along(index.layout[dim], axes_of(rest)))
     seen = lowering.gather_as(x, replace_dim(rest, dim, Atom(x.shape[dim])), axes_of(layout))
     return lowering.local(lambda a, i: a.gather(dim, i), [seen, lowering.partition_as(index, layout)], layout)
 
@@ -125,9 +122,7 @@ CAPTURE_REPLACEMENTS[torch.combinations] = traceable_combinations
 def grid_sampler(lowering: Lowering, x: Value, grid: Value, **options: object) -> Value:
     """Gather images for the sampling points of each rank."""
     n, (batch,) = len(x.shape) - 2, lowering.pointwise_layout([x.layout[:1], grid.layout[:1]])
-    cells = tuple(
-        dim if not axes_of([dim]) & axes_of([batch]) else replicated_along((dim,), (0,))[0] for dim in grid.layout[1:-1]
-    )
+    cells = tuple(whole_if_partitioned_along(dim, axes_of([batch])) for dim in grid.layout[1:-1])
     layout = (batch, *replicated(x.shape[1:2]), *cells)
     seen = lowering.gather_as(x, (batch, *replicated(x.shape[1:])), axes_of(layout))
     places = lowering.partition_as(grid, (batch, *cells, *replicated([n])))
@@ -208,8 +203,7 @@ def _put_masked(lowering: Lowering, x: Value, index_by_dim: dict[int, Value], va
         lowering.refuse("the assignment of values to cells depends on the values of a mask; use torch.where")
     mask = lowering.reshape(mask, (*[1] * dim, *mask.shape, *[1] * rest))
     values = lowering.reshape(values, (*shape[:dim], *[1] * (len(x.shape) - dim - rest), *shape[dim + 1 :]))
-    layout = lowering.pointwise_layout([value.layout for value in (x, mask, values)])
-    args = [lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in (x, mask, values)]
+    args, layout = lowering.align_pointwise([x, mask, values])
     return lowering.local(lambda a, m, v: torch.where(m, a + v if accumulate else v, a), args, layout)
 
 
@@ -234,9 +228,8 @@ def searchsorted(
 
     rows = [value for value in (sequence, sorter) if value is not None]
     if len(sequence.shape) > 1:
-        layout = (*lowering.pointwise_layout([layout[:-1], sequence.layout[:-1]]), layout[-1])
-        if axes_of(layout[:-1]) & axes_of(layout[-1:]):
-            layout = replace_dim(layout, -1 % len(layout), Atom(shape_of(layout)[-1]))
+        batch = lowering.pointwise_layout([layout[:-1], sequence.layout[:-1]])
+        layout = (*batch, whole_if_partitioned_along(layout[-1], axes_of(batch)))
     whole_rows = (*layout[: len(sequence.shape) - 1], (Atom(sequence.shape[-1]),))
     args = [
         lowering.partition_as(x, layout),

@@ -20,7 +20,7 @@ from ..lowering.lowering import Lowering
 
 def remap_dim(lowering: Lowering, x: Value, dim: int, extent: int, source_index: Callable[[int], int]) -> Value:
     """Return x with one dimension resized, so that its index i is index source_index(i) of x."""
-    x = lowering.gather_into_single_atom(x, dim)
+    x = lowering.gather_into_single_atoms(x, [dim])
     out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
     reach = Reach(out, IndexMap(lambda lo, hi: map(source_index, range(lo, hi))))
     view = lowering.view(x, {dim: reach})
@@ -45,7 +45,7 @@ def roll_dim_to_extent(lowering: Lowering, x: Value, dim: int, extent: int, shif
 
 def _shift_dim(lowering: Lowering, x: Value, dim: int, extent: int, window: Window, fill: float = 0.0) -> Value:
     """Return x with one dimension resized, so that its index i is the only index in the window at i, or `fill`."""
-    x = lowering.gather_into_single_atom(x, dim)
+    x = lowering.gather_into_single_atoms(x, [dim])
     out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
     view = lowering.view(x, {dim: Reach(out, window, with_padding=True)}, None, fill)
     return lowering.local(lambda a: a, [view], replace_dim(x.layout, dim, out))
@@ -75,7 +75,7 @@ def slice_dim(
 def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
     """Select an index; of a partitioned dimension, the rank that owns it sends it to all."""
     dim %= len(x.shape)
-    x = lowering.gather_into_single_atom(x, dim)
+    x = lowering.gather_into_single_atoms(x, [dim])
     layout = (*x.layout[:dim], *x.layout[dim + 1 :])
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a: a.select(dim, index), [x], layout)
@@ -90,12 +90,6 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
         return a.narrow(dim, *own).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a`, for autograd
 
     return lowering.allreduce_local_result(run, [x], [] if axis is None else [axis], layout, at=own_start_and_length)
-
-
-@rule("aten.narrow.default")
-def narrow(lowering: Lowering, x: Value, dim: int, start: int, length: int) -> Value:
-    """Select a slice, and redistribute it."""
-    return slice_dim(lowering, x, dim, start, start + length)
 
 
 @rule("aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.chunk.default",
@@ -306,14 +300,3 @@ def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Valu
 def position_of_indexed_dims(dims: Sequence[int]) -> int:
     """Return the position of the indexed dimensions in the result: in place if adjacent, else in front."""
     return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
-
-
-@rule("aten.fill.Tensor", "aten.fill.Scalar")
-def fill(lowering: Lowering, x: Value, value: Value | float) -> Value:
-    """Create a constant tensor locally."""
-    dtype, device, at = x.dtype, lowering.fake_out.device, partial(local_shape, x.layout)
-    if isinstance(value, Value):
-        run = lambda shape, v: v.to(dtype).expand(shape).clone()  # noqa: E731
-        return lowering.local(run, [value], x.layout, dtype, x.axes, at)
-    full = partial(torch.full, fill_value=value, dtype=dtype, device=device)
-    return lowering.local(full, [], x.layout, dtype, at=at)

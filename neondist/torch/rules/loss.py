@@ -41,19 +41,24 @@ def cross_entropy_loss(
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Value:  # fmt: skip
     """Sum losses over all cells, and divide by their number or total weight."""
+    loss = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss)
+
+
+def _class_losses(
+    lowering: Lowering, x: Value, target: Value, weight: Value | None, reduction: int, ignore_index: int,
+    loss: Callable[..., torch.Tensor],
+) -> Value:  # fmt: skip
+    """Return the reduced losses of scores of classes, dimension 1 of x (or 0 of a vector)."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gather(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
     there = lowering.align_for_broadcast(target, x.layout if probabilities else layout, x.axes)
-
-    def unreduced_losses(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-        return F.cross_entropy(a, t, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
-
-    losses = lowering.local(unreduced_losses, [x, there, weight], layout, lowering.fake_out.dtype)
-    if probabilities:
-        return _reduce_losses(lowering, losses, None, reduction)
-    return _reduce_losses(lowering, losses, _cell_weights(lowering, losses, there, weight, ignore_index), reduction)
+    run = partial(loss, reduction="none")
+    losses = lowering.local(run, [x, there, weight], layout, lowering.fake_out.dtype)
+    weights = None if probabilities else _cell_weights(lowering, losses, there, weight, ignore_index)
+    return _reduce_losses(lowering, losses, weights, reduction)
 
 
 def _cell_weights(lowering: Lowering, losses: Value, target: Value, weight: Value | None, ignore_index: int) -> Value:
@@ -90,53 +95,17 @@ def nll_loss(
     ignore_index: int = -100,
 ) -> Value:  # fmt: skip
     """Sum losses over all cells, and divide by their number or total weight."""
-    channel = 1 if len(x.shape) > 1 else 0
-    x = lowering.gather(x, [channel])
-    layout = (*x.layout[:channel], *x.layout[channel + 1 :])
-    there = lowering.align_for_broadcast(target, layout, x.axes)
-    losses = lowering.local(
-        lambda a, t, w: F.nll_loss(a, t, w, ignore_index=ignore_index, reduction="none"), [x, there, weight], layout
-    )
-    return _reduce_losses(lowering, losses, _cell_weights(lowering, losses, there, weight, ignore_index), reduction)
+    loss = partial(F.nll_loss, ignore_index=ignore_index)
+    return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss)
 
 
-def _elementwise_loss_rule(loss_function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
-    def loss_rule(
-        lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1, **more: object
-    ) -> Value:
-        """Sum losses over all cells."""
-        values = [x, target, *([] if weight is None else [weight])]
-        named = {name: value for name, value in more.items() if isinstance(value, Value)}
-        values += named.values()
-        layout = lowering.pointwise_layout([value.layout for value in values])
-        context = axes_of(layout)
-        aligned = [lowering.align_for_broadcast(value, layout, context) for value in values]
-        static = {name: value for name, value in more.items() if name not in named and value is not None}
-
-        def run(a: torch.Tensor, t: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-            given = list(rest)
-            if weight is not None:
-                static["weight"] = given.pop(0)
-            return loss_function(a, t, reduction="none", **static, **dict(zip(named, given, strict=True)))
-
-        losses = lowering.local(run, aligned, layout, lowering.fake_out.dtype)
-        return _reduce_losses(lowering, losses, None, reduction)
-
-    return loss_rule
-
-
-_ELEMENTWISE_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "aten.mse_loss.default": F.mse_loss,
-    "aten.l1_loss.default": F.l1_loss,
-    "aten.smooth_l1_loss.default": F.smooth_l1_loss,
-    "aten.huber_loss.default": F.huber_loss,
-    "aten.binary_cross_entropy.default": F.binary_cross_entropy,
-    "aten.binary_cross_entropy_with_logits.default": F.binary_cross_entropy_with_logits,
-    "aten.kl_div.default": F.kl_div,
-    "aten.soft_margin_loss.default": F.soft_margin_loss,
-}
-for _name, _function in _ELEMENTWISE_LOSSES.items():
-    rule(_name)(_elementwise_loss_rule(_function))
+@rule("aten.mse_loss.default", "aten.l1_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default",
+      "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default", "aten.kl_div.default",
+      "aten.soft_margin_loss.default")  # fmt: skip
+def elementwise_loss(lowering: Lowering, x: Value, reduction: int = 1, **more: object) -> Value:
+    """Sum losses over all cells."""
+    losses = lowering.lower_pointwise(lowering.target, [x], {**more, "reduction": 0})
+    return _reduce_losses(lowering, losses, None, reduction)
 
 
 def traceable_gaussian_nll_loss(

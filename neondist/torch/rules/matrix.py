@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from ..ir.graph import Value
-from ..ir.layout import Layout, axes_of, replicated, replicated_along, shape_of
+from ..ir.layout import Layout, axes_of, replicated, shape_of, whole_if_partitioned_along
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
 
@@ -76,10 +76,7 @@ def _matrix_ndim(name: str, value: Value, first_argument: Value) -> int:
 
 def _batch_layout_with_whole_matrices(lowering: Lowering, batch: Layout, core: Layout) -> Layout:
     """Return a layout of the batch in which each matrix is whole."""
-    full = (
-        *batch,
-        *(dim if not axes_of([dim]) & axes_of(batch) else replicated_along((dim,), (0,))[0] for dim in core),
-    )
+    full = (*batch, *(whole_if_partitioned_along(dim, axes_of(batch)) for dim in core))
     turned: Layout = lowering.reshard_away_from(full, range(len(batch), len(full)))
     return turned[: len(batch)]
 

@@ -159,49 +159,33 @@ def instance_norm(
     return y, *_update_running_statistics(lowering, running, sums, momentum, group_size, x.shape[0])
 
 
-@rule("aten.group_norm.default", whole=("weight", "bias"))
+@rule("aten.group_norm.default", "aten.native_group_norm.default", whole=("weight", "bias"))
 def group_norm(
-    lowering: Lowering, x: Value, num_groups: int, weight: MaybeValue, bias: MaybeValue, eps: float,
-    cudnn_enabled: bool,
-) -> Value:  # fmt: skip
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, eps: float, num_groups: int = 0,
+    group: int = 0, **_: object,
+) -> Value | tuple[Value, ...]:  # fmt: skip
     """Compute moments of each group of channels and sample over all tiles."""
     x = lowering.gather(x, [1])
-    return normalise_groups(lowering, x, num_groups, weight, bias, eps)[0]
+    return lowering.first_result(normalise_groups(lowering, x, num_groups or group, weight, bias, eps)[0])
 
 
-@rule("aten.native_group_norm.default", whole=("weight", "bias"))
-def native_group_norm(
-    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, N: int, C: int, HxW: int, group: int,
-    eps: float,
-) -> tuple[Value, None, None]:  # fmt: skip
-    """Compute moments of each group of channels and sample over all tiles."""
-    return group_norm(lowering, x, group, weight, bias, eps, False), None, None
-
-
-@rule("aten.layer_norm.default", whole=("weight", "bias"))
+@rule("aten.layer_norm.default", "aten.native_layer_norm.default", whole=("weight", "bias"))
 def layer_norm(
     lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, bias: MaybeValue, eps: float,
-    cudnn_enable: bool,
-) -> Value:  # fmt: skip
+    **_: object,
+) -> Value | tuple[Value, ...]:  # fmt: skip
     """Compute moments over the last dimensions, on all ranks among which these are partitioned."""
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if all(lowering.is_whole(x, dim) for dim in dims):
         shape = tuple(normalized_shape)
-        return lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
+        y = lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
+        return lowering.first_result(y)
     group_size = prod(x.shape[d] for d in dims)
-    _, squares, deviations = mean_and_deviations(lowering, x, dims)
+    squares, deviations = mean_and_deviations(lowering, x, dims)[1:]
     scale = lowering.local(lambda s: torch.rsqrt(s / group_size + eps), [squares], squares.layout)
     y = lowering.local(torch.mul, [deviations, scale], x.layout)
-    return scale_and_shift(lowering, y, weight, bias, dims)
-
-
-@rule("aten.native_layer_norm.default", whole=("weight", "bias"))
-def native_layer_norm(
-    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, bias: MaybeValue, eps: float
-) -> tuple[Value, None, None]:
-    """Compute moments over the last dimensions, on all ranks among which these are partitioned."""
-    return layer_norm(lowering, x, normalized_shape, weight, bias, eps, False), None, None
+    return lowering.first_result(scale_and_shift(lowering, y, weight, bias, dims))
 
 
 @rule("aten.rms_norm.default", whole=("weight",))

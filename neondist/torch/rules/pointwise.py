@@ -9,10 +9,10 @@ import torch
 
 from ..ir.graph import Value
 from ..ir.layout import local_shape
-from ..ir.registry import register_pointwise, rule
+from ..ir.registry import POINTWISE_OPS, rule
 from ..lowering.lowering import Lowering
 
-register_pointwise(
+POINTWISE_OPS.update((
     "aten.clone.default", "aten._to_copy.default", "aten.alias.default",
     "aten.contiguous.default",
     "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device",
@@ -21,7 +21,7 @@ register_pointwise(
     "aten.conj.default", "aten._conj.default", "aten.real.default", "aten.imag.default", "aten.complex.default",
     "aten.polar.default", "aten.resolve_conj.default", "aten.resolve_neg.default", "aten._neg_view.default",
     "aten.fake_quantize_per_tensor_affine_cachemask.default",
-)  # fmt: skip
+))  # fmt: skip
 
 
 @rule("aten.prelu.default", whole=("weight",))
@@ -45,9 +45,7 @@ def type_as(lowering: Lowering, x: Value, other: Value, **_: object) -> Value:
 @rule("aten.detach.default", applies_if_replicated=True)
 def detach(lowering: Lowering, x: Value) -> Value:
     """Detach locally, including on ranks without elements."""
-    detached = lowering.local(torch.Tensor.detach, [x], x.layout)
-    detached.kind = "constant"
-    return detached
+    return lowering.without_gradient(lowering.local(torch.Tensor.detach, [x], x.layout))
 
 
 @rule("aten.copy.default", applies_if_replicated=True)

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 from ...geometry import Place
 from ..ir.graph import Value
@@ -18,29 +19,23 @@ from .window import Size, spatial_ndim, window_of, window_view
 _MAX_POOL_BY_NDIM = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
-@rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
+@rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default",
+      "aten.max_pool1d_with_indices.default", "aten.max_pool2d_with_indices.default",
+      "aten.max_pool3d_with_indices.default")  # fmt: skip
 def max_pool(
     lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, dilation: Size, ceil_mode: bool
-) -> Value:
-    """Pool after a halo exchange, with padding -inf."""
-    values, _ = max_pool_with_indices(lowering, x, kernel_size, stride, padding, dilation, ceil_mode)
-    return values
-
-
-@rule("aten.max_pool1d_with_indices.default", "aten.max_pool2d_with_indices.default",
-      "aten.max_pool3d_with_indices.default")  # fmt: skip
-def max_pool_with_indices(
-    lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, dilation: Size, ceil_mode: bool
-) -> tuple[Value, Value]:
+) -> Value | tuple[Value, Value]:
     """Pool after a halo exchange, with padding -inf; indices refer to the global image."""
     n = spatial_ndim(lowering)
-    values = lowering.fake_out[0] if isinstance(lowering.fake_out, (tuple, list)) else lowering.fake_out
+    values, *indices = pytree.tree_leaves(lowering.fake_out)
     window = window_of(n, kernel_size, stride or kernel_size, padding, dilation)
     view, remaining_padding, atoms = window_view(lowering, x, window, values.shape[-n:], fill=-torch.inf)
     run = _MAX_POOL_BY_NDIM[n]
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
     pool_args = window.kernel, window.stride, remaining_padding, window.dilation, ceil_mode
     maxima = lowering.local(lambda a: run(a, *pool_args), [view], layout, values.dtype)
+    if not indices:
+        return maxima
     cells = x.shape[-n:]
 
     def first_cells(place: Place) -> list[int]:
@@ -64,7 +59,7 @@ def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Sequen
     """Gather values and indices; each rank scatters those of its own cells."""
     n = len(output_size)
     dims = range(len(x.shape) - n, len(x.shape))
-    axes = [lowering.axis_of(lowering.gather_into_single_atom(x, dim), dim) for dim in dims]
+    axes = [lowering.axis_of(lowering.gather_into_single_atoms(x, dims), dim) for dim in dims]
     atoms = [lowering.mesh.even_atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
     x, indices = (lowering.gather(value, dims) for value in (x, indices))
     rest = lowering.pointwise_layout([value.layout[:-n] for value in (x, indices)])

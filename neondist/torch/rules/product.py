@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...geometry import Atom
 from ..exchange.ring import RingPlan
 from ..ir.graph import Value
-from ..ir.layout import Dim, Layout, axes_of, local_indices, replace_dim, replicated
+from ..ir.layout import axes_of, local_indices, replace_dim, replicated, whole_if_partitioned_along
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
 from .channels import partition_channel_operands
@@ -85,24 +85,15 @@ def matmul(
             two = lowering.reshape(b, (*b.shape, 1))
         return lowering.reshape(matmul(lowering, one, two), lowering.fake_out.shape)
     batch = lowering.pointwise_layout([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
-    rows, columns = _rows_layout(a, batch), b.layout[-1]
-    used_axes = axes_of(batch) | axes_of([rows])
-    if axes_of([columns]) & used_axes:
-        columns = (Atom(b.shape[-1]),)
+    rows = whole_if_partitioned_along(a.layout[-2], axes_of(batch))
+    columns = whole_if_partitioned_along(b.layout[-1], axes_of((*batch, rows)))
     (inner,) = lowering.pointwise_layout([a.layout[-1:], b.layout[-2:-1]])
-    if axes_of([inner]) & (used_axes | axes_of([columns])):
-        inner = (Atom(a.shape[-1]),)
+    inner = whole_if_partitioned_along(inner, axes_of((*batch, rows, columns)))
     context = axes_of((*batch, rows, inner, columns))
     left = lowering.gather_as(a, (*batch, rows, inner), context)
     right = lowering.gather_as(b, (*batch, inner, columns), context)
     layout = (*batch, rows, columns)
     return lowering.allreduce_local_result(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
-
-
-def _rows_layout(value: Value, batch: Layout) -> Dim:
-    """Return the layout of the first factor's rows, not partitioned by mesh axes of the batch."""
-    rows = value.layout[-2]
-    return (Atom(value.shape[-2]),) if axes_of([rows]) & axes_of(batch) else rows
 
 
 MIN_RING_BYTES = 2**24
@@ -131,7 +122,7 @@ def attention(
         key, value = (_repeat_heads(lowering, t, query.shape[-3]) for t in (key, value))
     query, key, value = (lowering.gather(t, [-1]) for t in (query, key, value))
     batch = lowering.pointwise_layout([t.layout[:-2] for t in (query, key, value)])
-    queries, keys = _rows_layout(query, batch), (Atom(key.shape[-2]),)
+    queries, keys = whole_if_partitioned_along(query.layout[-2], axes_of(batch)), (Atom(key.shape[-2]),)
     is_partitioned = bool(axes_of([queries]))
     context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, keys)
     mask = None if attn_mask is None else lowering.gather_as(attn_mask, rows_and_keys, context)

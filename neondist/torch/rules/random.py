@@ -45,36 +45,26 @@ def draw_uniform(lowering: Lowering, layout: Layout) -> Value:
             index = index[..., None] * prod(atom.extent for atom in dim) + along
         return hash_to_uniform(seed + number * 1000003, index)
 
-    draws = lowering.local(run, [key], layout, torch.float64, at=lambda place: place)
-    draws.kind = "constant"
-    return draws
+    return lowering.without_gradient(lowering.local(run, [key], layout, torch.float64, at=lambda place: place))
 
 
 def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return a * (u >= p).to(a.dtype) / (1 - p) if p < 1 else a * 0
 
 
-@rule("aten.native_dropout.default", "aten.dropout.default", applies_if_replicated=True)
+@rule("aten.native_dropout.default", "aten.dropout.default", "aten.feature_dropout.default",
+      applies_if_replicated=True)  # fmt: skip
 def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value | tuple[Value, None]:
-    """Drop elements locally, by a mask keyed by the global index."""
-    returns_mask = "native" in str(lowering.target)
-    if not train or p == 0:
-        return (x, None) if returns_mask else x
-    draws = draw_uniform(lowering, x.layout)
-    y = lowering.local(partial(_apply_dropout, p), [x, draws], x.layout)
-    return (y, None) if returns_mask else y
+    """Drop elements or whole channels locally, by a mask keyed by the global index."""
+    if train and p != 0:
+        x = lowering.local(partial(_apply_dropout, p), [x, _draw_for_dropout(lowering, x)], x.layout)
+    return lowering.first_result(x)
 
 
-@rule("aten.feature_dropout.default", applies_if_replicated=True)
-def feature_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
-    """Drop whole channels locally, by a mask keyed by the global index."""
-    if not train or p == 0:
-        return x
-    return lowering.local(partial(_apply_dropout, p), [x, _draw_per_channel(lowering, x)], x.layout)
-
-
-def _draw_per_channel(lowering: Lowering, x: Value) -> Value:
-    """Return one uniform random number for each channel of each sample."""
+def _draw_for_dropout(lowering: Lowering, x: Value) -> Value:
+    """Return a uniform random number for each element or, in dropout of features, each channel of each sample."""
+    if "feature" not in str(lowering.target):
+        return draw_uniform(lowering, x.layout)
     draws = draw_uniform(lowering, (*x.layout[:2], *replicated([1] * (len(x.shape) - 2))))
     return lowering.sum_gradient(draws, x.axes)
 
@@ -84,8 +74,7 @@ def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
     """Drop cells or channels locally, preserving mean and variance (Klambauer et al. 2017)."""
     if not train or p == 0:
         return x
-    channels = "feature" in str(lowering.target)
-    draws = _draw_per_channel(lowering, x) if channels else draw_uniform(lowering, x.layout)
+    draws = _draw_for_dropout(lowering, x)
     selu_scale_alpha = 1.7580993408473766
     scale = 1 / sqrt((selu_scale_alpha**2 * p + 1) * (1 - p)) if p < 1 else 0.0
 
@@ -133,9 +122,7 @@ def multinomial(
         return drawn.clamp(max=a.shape[-1] - 1)
 
     draws = draw_uniform(lowering, layout if replacement else x.layout)
-    result = lowering.local(run, [x, draws], layout, torch.int64)
-    result.kind = "constant"
-    return result
+    return lowering.without_gradient(lowering.local(run, [x, draws], layout, torch.int64))
 
 
 @rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", applies_if_replicated=True)
@@ -205,7 +192,6 @@ def randn(
 
 
 def _layout_of_draws(lowering: Lowering, x: Value | None) -> Layout:
-    """Return the layout of random numbers: the layout of x, if given, or a replicated one."""
     return x.layout if x is not None else replicated(lowering.fake_out.shape)
 
 

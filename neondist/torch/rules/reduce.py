@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ...geometry import Atom, index_of
 from ..ir.errors import UnsupportedOperator
@@ -109,7 +110,6 @@ def mean_and_deviations(lowering: Lowering, x: Value, dims: Sequence[int]) -> tu
 
 
 def _squared_magnitude(a: torch.Tensor) -> torch.Tensor:
-    """Return the squares of absolute values."""
     return (a * a.conj()).real if a.is_complex() else a * a
 
 
@@ -123,7 +123,7 @@ def vector_norm(
     if ord < 1 and ord not in (0, -torch.inf):  # a decomposition would have a different gradient at 0
         x = lowering.gather(x, dims)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
-        return operator_along_dims(lowering, x, dim, keepdim, ord=ord, dtype=dtype)
+        return operator_along_dims(lowering, x, dim)
     summed = sum_over_dims(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim, x.dtype.to_real())
     return lowering.local(lambda s: _root_with_zero_gradient(s, ord), [summed], summed.layout, lowering.fake_out.dtype)
 
@@ -204,7 +204,7 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a: a.cumsum(dim, dtype=dtype), [x], x.layout, wanted)
     if len(x.layout[dim]) > 1:
-        return operator_along_dims(lowering, x, dim, dtype=dtype)
+        return operator_along_dims(lowering, x, dim)
     axis = lowering.axis_of(x, dim)
     assert axis is not None
     at, parts = itemgetter(axis), lowering.mesh.parts[axis]
@@ -256,9 +256,7 @@ def histogram(lowering: Lowering, x: Value, bins: int = 100, min: float = 0, max
     if min == max:
         lowering.refuse("its range would depend on the values; pass min and max")
     run = lambda a: torch.histc(a.detach(), bins, min, max)  # noqa: E731
-    counts = lowering.allreduce_local_result(run, [x], axes_of(x.layout), ((Atom(bins),),))
-    counts.kind = "constant"
-    return counts
+    return lowering.without_gradient(lowering.allreduce_local_result(run, [x], axes_of(x.layout), ((Atom(bins),),)))
 
 
 @rule("aten.median.default", "aten.nanmedian.default", "aten.nanmedian.dim", "aten.mode.default",
@@ -268,16 +266,13 @@ def order_statistic(
     lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, q: Value | float | None = None, **_: object
 ) -> Value | tuple[Value, ...]:
     """Gather the reduced dimensions."""
-    dims, outs = nonnegative_dims(x, dim), lowering.fake_out
-    returns_tuple = isinstance(outs, (tuple, list))
+    dims = nonnegative_dims(x, dim)
     values, run = lowering.values_and_function()
     args = [lowering.gather(x, dims), *(lowering.gather(value) for value in values[1:])]
     layout = layout_after_reduction(args[0], dims, keepdim)
     if isinstance(q, Value) and q.shape:
         layout = ((Atom(q.shape[0]),), *layout)
-    if returns_tuple:
-        return lowering.local_results(run, args, outs, [layout for _ in outs])
-    return lowering.local(run, args, layout)
+    return lowering.local_call(run, args, [layout for _ in pytree.tree_leaves(lowering.fake_out)])
 
 
 @rule("aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
@@ -286,40 +281,24 @@ def order_statistic(
       "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
       "aten.normalize.default")  # fmt: skip
-def operator_along_dims(
-    lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, **more: object
-) -> Value | tuple[Value, ...]:
+def operator_along_dims(lowering: Lowering, x: Value, dim: Dims = None, **_: object) -> Value | tuple[Value, ...]:
     """Compute locally along unpartitioned dimensions; otherwise decompose, or gather the dimension."""
-    target, outs, given_layout = lowering.target, lowering.fake_out, None
-    dims = nonnegative_dims(x, dim)
+    (values, run), dims, given_layout = lowering.values_and_function(), nonnegative_dims(x, dim), None
+    if len(values) > 1:
+        lowering.refuse("an argument other than the input is a tensor")
     if any(not lowering.is_whole(x, d) for d in dims):
         with contextlib.suppress(UnsupportedOperator):
             inner = lowering.decompose()
             if inner is not None:
                 return inner
         given_layout, x = x.layout, lowering.gather(x, dims)
-    returns_tuple = isinstance(outs, (tuple, list))
     layouts = []
-    for out in outs if returns_tuple else [outs]:
+    for out in pytree.tree_leaves(lowering.fake_out):
         if len(out.shape) == len(x.shape):
             layouts.append(tuple((Atom(out.shape[at]),) if at in dims else dim for at, dim in enumerate(x.layout)))
         else:
             layouts.append(layout_after_reduction(x, dims, False))
-    names = [a.name for a in target._schema.arguments]
-    given = {name: more[name] for name in names if name in more}
-    if any(isinstance(value, Value) for value in more.values()):
-        lowering.refuse("an argument other than the input is a tensor")
-    given |= {"dim": dim} if "dim" in names else {}
-    given |= {"keepdim": keepdim} if "keepdim" in names else {}
-    keyword = {a.name for a in target._schema.arguments if a.kwarg_only}
-    first = [n for n in names[1:] if n not in keyword]
-
-    def run(a: torch.Tensor) -> Any:
-        return target(a, *(given[n] for n in first), **{n: given[n] for n in keyword})
-
-    if returns_tuple:
-        return lowering.local_results(run, [x], outs, layouts)
-    result = lowering.local(run, [x], layouts[0], outs.dtype)
-    if given_layout is not None and result.shape == shape_of(given_layout):
+    result = lowering.local_call(run, [x], layouts)
+    if given_layout is not None and isinstance(result, Value) and result.shape == shape_of(given_layout):
         return lowering.partition_as(result, given_layout)
     return result

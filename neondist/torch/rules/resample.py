@@ -200,8 +200,7 @@ def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     """Sum over tiles; results are replicated, or partitioned if there are many."""
     ndim = spatial_ndim(lowering)
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
-    for dim in dims:
-        x = lowering.gather_into_single_atom(x, dim)
+    x = lowering.gather_into_single_atoms(x, dims)
     averaged = [dim for dim in dims if lowering.fake_out.shape[dim] == 1]
     if averaged:
         x = _average_dims(lowering, x, averaged)
@@ -276,8 +275,7 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     ndim = spatial_ndim(lowering)
     values, _ = lowering.fake_out
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
-    for dim in dims:
-        x = lowering.gather_into_single_atom(x, dim)
+    x = lowering.gather_into_single_atoms(x, dims)
     bins = {dim: _adaptive_bins(x.shape[dim], n_out) for dim, n_out in zip(dims, values.shape[-ndim:], strict=True)}
     reaches = {
         dim: _reach_of_bins(lowering.mesh.even_atom(len(bins[dim]), lowering.axis_of(x, dim)), bins[dim])

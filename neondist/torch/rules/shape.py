@@ -51,30 +51,10 @@ def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Value:
     return permute(lowering, x, order)
 
 
-@rule("aten.t.default", "aten.numpy_T.default", "aten.adjoint.default", "aten.mT.default")
-def transpose_last_two(lowering: Lowering, x: Value) -> Value:
-    """Swap the last two dimensions with their partitions."""
-    return transpose(lowering, x, -2, -1) if len(x.shape) > 1 else x
-
-
-@rule("aten.movedim.int", "aten.movedim.intlist")
-def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Value:
-    """Permute dimensions with their partitions."""
-    rank = len(x.shape)
-    sources, targets = (
-        [d % rank for d in ([dims] if isinstance(dims, int) else dims)] for dims in (source, destination)
-    )
-    rest = iter(d for d in range(rank) if d not in sources)
-    placed = dict(zip(targets, sources, strict=True))
-    return permute(lowering, x, [placed[d] if d in placed else next(rest) for d in range(rank)])
-
-
-@rule("aten.broadcast_tensors.default")
 def broadcast_tensors(lowering: Lowering, tensors: Sequence[Value]) -> list[Value]:
     """Expand each tensor locally."""
-    layout = lowering.pointwise_layout([x.layout for x in tensors])
+    aligned, layout = lowering.align_pointwise(tensors)
     context, at = axes_of(layout), partial(local_shape, layout)
-    aligned = [lowering.align_for_broadcast(x, layout, context) for x in tensors]
     return [lowering.local(lambda shape, a: a.expand(shape), [x], layout, x.dtype, context, at) for x in aligned]
 
 

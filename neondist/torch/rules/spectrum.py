@@ -42,7 +42,7 @@ def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normali
     """Gather one dimension at a time, while others are partitioned."""
     for d in dim:
         run = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=forward)
-        x = _transform_dim(lowering, x, d, x.shape[d], run, lowering.fake_out.dtype)
+        x = _transform_dim(lowering, x, d, x.shape[d], run, x.dtype)
     return x
 
 
@@ -64,9 +64,7 @@ def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalizat
 def complex_to_real(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, last_dim_size: int) -> Value:
     """Gather one dimension at a time, while others are partitioned."""
     *rest, last = dim
-    for d in rest:
-        inverse = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=False)
-        x = _transform_dim(lowering, x, d, x.shape[d], inverse, x.dtype)
+    x = complex_to_complex(lowering, x, rest, normalization, False)
     run = partial(torch._fft_c2r, dim=[last], normalization=normalization, last_dim_size=last_dim_size)
     return _transform_dim(lowering, x, last, last_dim_size, run, lowering.fake_out.dtype)
 

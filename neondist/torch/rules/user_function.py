@@ -20,12 +20,11 @@ def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> 
         lowering.refuse("its backward may not be linear, and would receive parts of a gradient instead of their sum")
     if not axes_of_values(tensors):
         return lowering.local_results(function, tensors, outs)
-    layout = lowering.pointwise_layout([value.layout for value in tensors])
+    aligned, layout = lowering.align_pointwise(tensors)
     partitioned_dims = [at - len(layout) for at, dim in enumerate(layout) if axes_of([dim])]
     has_gradient = function.gradients_if_pointwise([lowering.fake_tensor(value) for value in tensors], partitioned_dims)
     if has_gradient is None:
         lowering.refuse("its forward or its backward is not pointwise")
-    aligned = [lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in tensors]
     return lowering.mark_constants(
         lowering.local_results(function, aligned, outs, [layout for _ in outs]), has_gradient
     )

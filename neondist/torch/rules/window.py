@@ -57,7 +57,8 @@ def window_view(
     pad_unpartitioned_dims : bool or sequence of bool
         Whether dimensions that are not partitioned are also padded.
     """
-    dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _with_single_atoms(lowering, x, window.ndim)
+    dims = range(len(x.shape) - window.ndim, len(x.shape))
+    x = lowering.gather_into_single_atoms(x, dims)
     atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]
     pad_unpartitioned_dims = value_per_axis(pad_unpartitioned_dims, window.ndim)
     padded = [pads or atom.axis is not None for pads, atom in zip(pad_unpartitioned_dims, atoms, strict=True)]
@@ -65,13 +66,6 @@ def window_view(
     reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
     remaining_padding = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
     return lowering.view(x, reaches, None, fill, has_sliding_windows=True), remaining_padding, atoms
-
-
-def _with_single_atoms(lowering: Lowering, x: Value, ndim: int) -> Value:
-    """Return x with each of the last ndim dimensions partitioned by one mesh axis at most."""
-    for dim in range(len(x.shape) - ndim, len(x.shape)):
-        x = lowering.gather_into_single_atom(x, dim)
-    return x
 
 
 def image_layout(x: Value, channels: int, atoms: Sequence[Atom]) -> Layout:
@@ -200,8 +194,6 @@ _Crop = tuple[int, int, int, bool]
 
 
 class _LocalCrops(NamedTuple):
-    """Shape of the results at a place, and their crops."""
-
     shape: Shape
     crops: Sequence[_Crop]
 
@@ -214,8 +206,8 @@ def _transposed_window_view(
     Also return the padding to remove along whole dimensions, the results' atoms, and the crops along partitioned ones.
     """
     reaches, remaining_padding, atoms = dict[int, Reach](), [], []
-    adjoint, x = GradientWindow(window, extents), _with_single_atoms(lowering, x, window.ndim)
-    first = len(x.shape) - window.ndim
+    adjoint, first = GradientWindow(window, extents), len(x.shape) - window.ndim
+    x = lowering.gather_into_single_atoms(x, range(first, len(x.shape)))
     for axis, extent in enumerate(extents):
         source, (before, _) = lowering.single_atom(x, first + axis), window.padding[axis]
         out = lowering.mesh.even_atom(extent, source.axis)
@@ -283,7 +275,7 @@ def col2im(
 def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -> Value:
     """Unfold one dimension after a halo exchange, with the cells of windows in a new last dimension."""
     dim = dimension % len(x.shape)
-    x = lowering.gather_into_single_atom(x, dim)
+    x = lowering.gather_into_single_atoms(x, [dim])
     out = lowering.mesh.even_atom(lowering.fake_out.shape[dim], lowering.axis_of(x, dim))
     view = lowering.view(x, {dim: Reach(out, Window(size, step, 0, ndim=1))})
     layout = (*replace_dim(x.layout, dim, out), (Atom(size),))
