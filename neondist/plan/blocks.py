@@ -10,7 +10,7 @@ from math import gcd, lcm, prod
 from typing import Any
 
 from ..errors import ConfigError
-from ..geometry import Box, GridShape, OverlappingPartition
+from ..geometry import Box, GridShape, OverlappingPartition, index_of
 from ..layers import Layer, declared_with, method_class
 from ..system.memory import format_bytes
 from .graph import Graph, Step, needed_cells, trace_needed_cells
@@ -66,7 +66,7 @@ class OutputBlocks(ABC):
     def possibly_largest_blocks(self) -> list[int]:
         """Numbers of the blocks that may be the largest: along each axis, the first, the last, and one in between."""
         ends = ({0, self.largest_block_index(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
-        return [block_number(place, self.blocks.parts) for place in product(*map(sorted, ends))]
+        return [index_of(self.blocks.parts, place) for place in product(*map(sorted, ends))]
 
     def largest_block_index(self, axis: int) -> int:
         """Return the index along an axis of an inner block, which needs the most cells along that axis."""
@@ -127,11 +127,9 @@ class BlockPlan(OutputBlocks):
 
     def largest_block_index(self, axis: int) -> int:
         """Return the index along an axis of the block that needs the most cells along that axis."""
-        return max(range(self.blocks.parts[axis]), key=lambda part: self._sum_of_value_extents(axis, part))
-
-    def _sum_of_value_extents(self, axis: int, part: int) -> int:
-        ranges = (cells.range(axis, part) for cells in self.cells)
-        return sum(hi - lo for lo, hi in ranges)
+        extents = ([hi - lo for lo, hi in cells.ranges_along(axis)] for cells in self.cells)
+        totals = [sum(of_part) for of_part in zip(*extents, strict=True)]
+        return totals.index(max(totals))
 
     def layer_with_largest_arrays(self) -> str:
         """Return the name of the layer whose arrays are the largest."""
@@ -157,15 +155,11 @@ class BlockPlan(OutputBlocks):
         return self.cells[value].box(number).size * self.graph.shapes[value][-1]
 
     @cached_property
-    def _scale_factors(self) -> list[list[Ratio | None]]:
-        return scale_factors(self.graph)
-
-    @cached_property
     def _block_kinds(self) -> list[list[int]]:
         """The kind of each block along each axis."""
         kinds = []
         position_dependent = any(step.layer and _may_depend_on_position(step.layer) for step in self.graph.steps)
-        for axis, ratios in enumerate(self._scale_factors):
+        for axis, ratios in enumerate(scale_factors(self.graph)):
             number_of_key: dict[tuple[object, ...], int] = {}
             periodic = not position_dependent and None not in ratios and self.size[axis] % _common_period(ratios) == 0
             parts = range(self.cells[0].parts[axis])
@@ -227,14 +221,6 @@ def _compose_scale_factor(step: Step, shape: Extent, axis: int, ratio: Ratio | N
 
 def _common_period(ratios: Sequence[Ratio | None]) -> int:
     return lcm(*(ratio[1] for ratio in ratios if ratio is not None))
-
-
-def block_number(place: Sequence[int], parts: Sequence[int]) -> int:
-    """Return the number of the block at a position in the grid."""
-    number = 0
-    for at, count in zip(place, parts, strict=True):
-        number = number * count + at
-    return number
 
 
 def find_blockwise_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:

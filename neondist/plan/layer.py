@@ -248,28 +248,18 @@ class LayerPlan:
 
     def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
-        gathered, returned = self._tile_message_sizes_of_gather(tile), self._tile_message_sizes_of_adjoint(tile)
+        gathered, returned = self._message_sizes_of_gather(tile), self._message_sizes_of_adjoint(tile)
         return (returned, gathered) if self.adds_output_halo else (gathered, returned)
-
-    @property
-    def forward_message_sizes(self) -> list[list[int]]:
-        """Elements per sample of each message that each tile sends in an exact forward pass."""
-        return self._message_sizes_of_adjoint if self.adds_output_halo else self._message_sizes_of_gather
-
-    @property
-    def backward_message_sizes(self) -> list[list[int]]:
-        """Elements per sample of each message that each tile sends in an exact backward pass."""
-        return self._message_sizes_of_gather if self.adds_output_halo else self._message_sizes_of_adjoint
 
     @property
     def forward_elements_sent(self) -> list[int]:
         """Elements per sample that each tile sends in an exact forward pass."""
-        return [sum(sizes) for sizes in self.forward_message_sizes]
+        return self.classes.per_tile(lambda tile: sum(self.sent_message_sizes(tile)[0]))
 
     @property
     def backward_elements_sent(self) -> list[int]:
         """Elements per sample that each tile sends in an exact backward pass."""
-        return [sum(sizes) for sizes in self.backward_message_sizes]
+        return self.classes.per_tile(lambda tile: sum(self.sent_message_sizes(tile)[1]))
 
     def halo_bytes_by_tile(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
         """Return the bytes of halos that each tile sends in a training step; arguments as for `halo_bytes_of`."""
@@ -308,19 +298,11 @@ class LayerPlan:
             if sums.group and ranks[sums.group] > 1 and (sums.direction == "forward" or self.needs_input_gradient)
         )
 
-    @cached_property
-    def _message_sizes_of_gather(self) -> list[list[int]]:
-        return self.classes.per_tile(self._tile_message_sizes_of_gather)
-
-    @cached_property
-    def _message_sizes_of_adjoint(self) -> list[list[int]]:
-        return self.classes.per_tile(self._tile_message_sizes_of_adjoint)
-
-    def _tile_message_sizes_of_gather(self, tile: int) -> list[int]:
+    def _message_sizes_of_gather(self, tile: int) -> list[int]:
         """Return the sizes of the messages that send a tile's cells to the tiles that see them."""
         return _message_sizes((exchange.plan(tile).sends, exchange.channels) for exchange in self._exchanges)
 
-    def _tile_message_sizes_of_adjoint(self, tile: int) -> list[int]:
+    def _message_sizes_of_adjoint(self, tile: int) -> list[int]:
         """Return the sizes of the adjoint's messages: gradients of the cells that a tile sees, or of its outputs."""
         if self._gather is not None:
             return _message_sizes([(self._gather.plan(tile).sends, self._gather.channels)])

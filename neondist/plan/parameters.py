@@ -11,10 +11,11 @@ import numpy as np
 
 from ..geometry import GridShape
 from ..layers import Parameter
-from ..parallel import FLAG_HEADER_LENGTH, ROWS_COMPRESSOR
+from ..parallel import FLAG_HEADER_LENGTH, ROWS_COMPRESSOR, compressed_bytes_if_smaller, row_message_bytes
 from ..strategies import AllReduce, AutoStrategy, ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.shares import OwnerBoxes, compute_owner_boxes
-from .gradient_costs import compressed_reduction_bytes, gradient_encodings, max_sparse_bytes_sent
+
+SPARSE_HEADER_BYTES = 16  # bytes per rank of the header with the numbers of rows and elements that follow
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,22 @@ class ParameterPlan:
 
     @cached_property
     def compressors(self) -> dict[str, str]:
-        """Compressors of gradients by full parameter name; gradients of tiled parameters are not compressed."""
-        return gradient_encodings(self.strategy, self.untiled, self.dtype.itemsize)
+        """Compressors of gradients, by full name; parameters that are tiled or have owners are omitted."""
+        compressors, itemsize = dict[str, str](), self.dtype.itemsize
+        for name, parameter in self.untiled.items():
+            rule, shape = self.strategy.parameters[name], parameter.shape
+            if rule.owners:
+                continue
+            if parameter.max_rows_per_sample:
+                compressors[name] = ROWS_COMPRESSOR
+            elif rule.compressor and compressed_bytes_if_smaller(rule.compressor, shape, itemsize) is not None:
+                compressors[name] = rule.compressor
+        return compressors
+
+    @property
+    def _compressors_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        kinds = self.compressors.items()
+        return [(kind, self.untiled[name].shape) for name, kind in kinds if kind != ROWS_COMPRESSOR]
 
     @cached_property
     def untiled(self) -> dict[str, Parameter]:
@@ -120,12 +135,13 @@ class ParameterPlan:
             for tiled in (False, True)
         )
         shared -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
-        packed = compressed_reduction_bytes(self.compressors, self.untiled, self.dtype.itemsize) * (self.grid.size > 1)
+        itemsize = self.dtype.itemsize
+        packed = sum(compressed_bytes_if_smaller(*each, itemsize) or 0 for each in self._compressors_and_shapes)
         summed = (FLAG_HEADER_LENGTH + shared - self.num_elements_with_owners) * (self.grid.size > 1) + own * (
             self.grid.replicas > 1
         )
         several = (self.grid.size if self.shares else self.grid.tiles) > 1
-        return self.dtype.itemsize * summed + packed + 8 * norms * several
+        return itemsize * summed + packed * (self.grid.size > 1) + 8 * norms * several
 
     def redistribution_bytes(self, rank: int, samples: int = 0) -> int:
         """Return the bytes that a rank sends in a training step: gradients to their owners, and owned values.
@@ -136,15 +152,13 @@ class ParameterPlan:
         owned, whole = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
         args = self.grid, samples, self.dtype.itemsize
         sparse = [(item, self.shares.get(name)) for name, item in self.untiled.items() if item.max_rows_per_sample]
-        rows = sum(max_sparse_bytes_sent(item, share, rank, *args) for item, share in sparse)
+        rows = sum(_max_sparse_bytes_sent(item, share, rank, *args) for item, share in sparse)
         return self.dtype.itemsize * (whole - owned + owned * (self.grid.size - 1)) + rows
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimiser state on a rank."""
         remote = self.num_elements_with_owners - self.elements_owned_by(rank)
-        feedback = sum(
-            prod(self.untiled[name].shape) for name, kind in self.compressors.items() if kind != ROWS_COMPRESSOR
-        )
+        feedback = sum(prod(shape) for _, shape in self._compressors_and_shapes)
         return self.dtype.itemsize * (
             self.num_parameters_on(rank) * (2 + self.slots_per_parameter) - remote * self.slots_per_parameter + feedback
         )
@@ -157,3 +171,29 @@ class ParameterPlan:
     def memory_traffic(self, rank: int) -> int:
         """Return a lower bound on the bytes that an update reads and writes on a rank."""
         return self.dtype.itemsize * (3 + 2 * self.slots_per_parameter) * self.num_parameters_on(rank)
+
+
+def _max_sparse_bytes_sent(
+    parameter: Parameter, share: OwnerBoxes | None, rank: int, grid: GridShape, samples: int, itemsize: int
+) -> int:
+    """Return an upper bound on the bytes that a rank sends in a step for a sparse parameter.
+
+    Parameters
+    ----------
+    share : OwnerBoxes or None
+        Parts of the owners; None: all ranks receive all rows.
+    samples : int
+        Samples of the rank's replica.
+    """
+    rows, width, others = parameter.shape[0], prod(parameter.shape[1:]), grid.size - 1
+    used = min(rows, parameter.max_rows_per_sample * samples)
+    if not others:
+        return 0
+    if share is None:
+        return others * (SPARSE_HEADER_BYTES + row_message_bytes(used, width, itemsize))
+    own = min(rows, -(-share.boxes[rank].size // width) + 1)  # + 1: a part may begin and end within rows
+    gradients, values = (
+        row_message_bytes(used + others, width, itemsize),
+        others * row_message_bytes(own, width, itemsize),
+    )
+    return 2 * others * SPARSE_HEADER_BYTES + gradients + values

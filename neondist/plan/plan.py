@@ -317,9 +317,10 @@ class Plan(Sequence[LayerPlan]):
         if tile not in self._bytes_per_sample_by_tile:
             inputs = self.sections[self.stream is None :]
             kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
-            elements = self.max_section_elements(tile) + self.max_strip_buffer_elements(tile) + kept
+            arena = max((section.memory_plan(tile).num_elements for section in self.sections), default=0)
+            strips = max((segment.max_strip_buffer_elements(tile) for segment in self.segments), default=0)
             saved = max((sum(section.saved_bytes(tile, self.itemsize)) for section in self.sections), default=0)
-            self._bytes_per_sample_by_tile[tile] = elements * self.itemsize + saved
+            self._bytes_per_sample_by_tile[tile] = (arena + strips + kept) * self.itemsize + saved
         return self._bytes_per_sample_by_tile[tile] * self.max_live_samples(replica)
 
     @property
@@ -333,14 +334,6 @@ class Plan(Sequence[LayerPlan]):
     def peak_arena_bytes(self) -> int:
         """Maximum of `arena_bytes` over the ranks."""
         return max(self.arena_bytes(0, tile) for tile in self.tile_classes_with(self.stream).representatives)
-
-    def max_section_elements(self, tile: int) -> int:
-        """Return the elements per sample of the arena, which sections use in turn."""
-        return max((section.memory_plan(tile).num_elements for section in self.sections), default=0)
-
-    def max_strip_buffer_elements(self, tile: int) -> int:
-        """Return the elements per sample that the largest segment needs in addition to the arena."""
-        return max((segment.max_strip_buffer_elements(tile) for segment in self.segments), default=0)
 
     @property
     def segments(self) -> list[Segment]:

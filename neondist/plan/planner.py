@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf, isqrt, prod
 from typing import NamedTuple
 
-from ..geometry import GridShape, HaloPlan, Partition, Window
+from ..geometry import GridShape, HaloPlan, Partition, Window, index_of
 from ..layers import Layer
 from ..system.machine import MachineProfile
 
@@ -122,7 +122,5 @@ def forward_operations_per_cell(layer: Layer, input_shape: Shape) -> float:
 
 
 def _central_tile(grid: GridShape, ndim: int) -> int:
-    tile = 0
-    for parts in grid.parts(ndim):
-        tile = tile * parts + parts // 2
-    return tile
+    parts = grid.parts(ndim)
+    return index_of(parts, [count // 2 for count in parts])

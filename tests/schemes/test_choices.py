@@ -62,14 +62,12 @@ def test_planned_costs_match_the_choices(name, profile):
     for index, plan in enumerate(model.plan(SHAPE, GRID)):
         if plan.name not in by_name:
             continue
-        backward = plan.backward_message_sizes[middle_tile] if index or plan.adds_output_halo else []
-        forward_seconds = profile.message_seconds(
-            len(plan.forward_message_sizes[middle_tile]),
-            sum(plan.backward_message_sizes[middle_tile] if not plan.adds_output_halo else []),
-        )
+        forward, adjoint = plan.sent_message_sizes(middle_tile)
+        backward = adjoint if index or plan.adds_output_halo else []
+        forward_seconds = profile.message_seconds(len(forward), sum([] if plan.adds_output_halo else adjoint))
         choice = by_name[plan.name]
         if not plan.halo_cells_by_tile[middle_tile]:
-            assert not plan.forward_message_sizes[middle_tile] + plan.backward_message_sizes[middle_tile]
+            assert not forward + adjoint
         elif choice.scheme == "halo" and not plan.adds_output_halo:
             assert choice.seconds == pytest.approx(
                 forward_seconds + profile.message_seconds(len(backward), sum(backward)), rel=1e-3
