@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil, prod
 from typing import Any
 
@@ -69,39 +70,28 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
         return set()
     read_inputs = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
     chosen: set[Node] = set()
-    region = _ChannelRegion()
+    region = dict[Node, _NodeEstimate]()
     for node in program.graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and read_inputs.isdisjoint(node.all_input_nodes)):
             continue  # an input, or computed from parameters alone
         read_inputs.add(node)
-        estimate = estimate_channel_partition(node, mesh, region.partitioned) if node.op == "call_function" else None
-        if estimate is not None and estimate.moved <= estimate.weights and (region.nodes or estimate.weights):
-            region.append(node, estimate)
-            if region.saved < 0 and not region.best:  # a region that begins later saves more
-                region = _ChannelRegion()
+        partitioned = {each for each, estimate in region.items() if estimate.is_partitioned}
+        estimate = estimate_channel_partition(node, mesh, partitioned) if node.op == "call_function" else None
+        if estimate is not None and estimate.moved <= estimate.weights and (region or estimate.weights):
+            region[node] = estimate
+            if sum(each.saved for each in region.values()) < 0 and not _best_leading_nodes(region):
+                region = {}  # a region that begins later saves more
         else:
-            chosen.update(region.nodes[: region.best_length] if region.best > BORDER_SECONDS else ())
-            region = _ChannelRegion()
+            chosen.update(_best_leading_nodes(region, BORDER_SECONDS))
+            region = {}
     return chosen
 
 
-class _ChannelRegion:
-    """Consecutive nodes to partition by channels, and the number of leading nodes that saves the most time."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self.partitioned: set[Node] = set()
-        self.saved = self.best = 0.0
-        self.best_length = 0
-
-    def append(self, node: Node, estimate: _NodeEstimate) -> None:
-        """Add the next node."""
-        self.nodes.append(node)
-        if estimate.is_partitioned:
-            self.partitioned.add(node)
-        self.saved += estimate.saved
-        if self.saved > self.best:
-            self.best, self.best_length = self.saved, len(self.nodes)
+def _best_leading_nodes(region: Mapping[Node, _NodeEstimate], min_saved: float = 0.0) -> list[Node]:
+    """Return the leading nodes that together save the most time, or none if this is at most `min_saved` seconds."""
+    totals = list(accumulate(estimate.saved for estimate in region.values()))
+    best = max(totals, default=0.0)
+    return list(region)[: totals.index(best) + 1] if best > min_saved else []
 
 
 def estimate_channel_partition(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) -> _NodeEstimate | None:

@@ -221,15 +221,9 @@ class PlanBuilder(StepListBuilder):
             value, dims = self.gather(value, dims), []
         if not dims:
             return self.align_for_broadcast(value, target, partition_axes)
-        gathered_layout = replicated_along(value.layout, dims)
-        if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(gathered_layout)):
-            value = self.reshard(
-                value,
-                tuple(
-                    dim if at in dims or value.shape[at] == 1 else target[offset + at]
-                    for at, dim in enumerate(value.layout)
-                ),
-            )
+        kept = {*dims, *(at for at, n in enumerate(value.shape) if n == 1)}
+        layout = [dim if at in kept else target[offset + at] for at, dim in enumerate(value.layout)]
+        value = self.reshard(value, tuple(layout))
         return self.view_whole_along(value, dims, partition_axes)
 
     def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:

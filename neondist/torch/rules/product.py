@@ -20,7 +20,6 @@ from .channels import partition_channel_operands
 @rule("aten.linear.default", whole=("weight", "bias"))
 def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """Multiply locally; over a partitioned dimension, sum the partial products of all ranks."""
-    weight, bias = lowering.gather(weight), None if bias is None else lowering.gather(bias)
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.fake_out.dtype
     if lowering.is_whole(x, -1):
