@@ -20,7 +20,7 @@ from .planner import (
     halo_seconds_if_gathered,
     overhead_seconds,
 )
-from .segments import Chain, is_pointwise, layers_with_regions, windowed_layer
+from .segments import Chain, is_layer, is_pointwise, layers_with_regions, windowed_layer
 
 Shape = tuple[int, ...]
 
@@ -118,7 +118,7 @@ class _SegmentSearch:
     ) -> None:
         self.links, self.halo_layers, self.grid, self.profile, self.first = links, halo_layers, grid, profile, first
         self.can_join_segment = [
-            can_compute_halo_cells(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links
+            is_layer(node) and can_compute_halo_cells(node.leaves[0], shape) for node, shape in links
         ]
         self.reads_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: halo_layers[0]])
 
@@ -169,7 +169,3 @@ class _SegmentSearch:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""
         bounds = [begin, *self.halo_layers[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]
-
-
-def _is_layer(node: Node) -> bool:
-    return len(node.leaves) == 1 and node.leaves[0] is node

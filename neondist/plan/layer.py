@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -22,29 +22,36 @@ _MAX_ARRAY_ELEMENTS = 1 << 48  # far beyond any machine; larger products could o
 
 
 @dataclass(frozen=True)
-class LayerCosts:
-    """Costs of one layer (or several) in one training step.
+class TrainingCosts:
+    """Costs of layers, or of steps of a module, in one training step; kinds, sums and flops are those of modules.
 
     Attributes
     ----------
-    max_sent_bytes, total_sent_bytes : bytes of halos, forward and backward, of the busiest rank and of all ranks
-    parameters : number of parameter elements
-    memory : maximum bytes on a rank, without scratch space of kernels
+    message_kinds : tuple of str
+        Kinds of messages: 'halo', 'redistribution', 'ring' or 'sum'.
+    max_sent_bytes, total_sent_bytes : int
+        Bytes of messages (of layers: halos), forward and backward, of the busiest rank and of all ranks.
+    max_summed_bytes : int
+        Bytes that the busiest rank contributes to reductions over ranks, excluding parameter gradients.
+    flops : int
+        Floating-point operations of products, forward and backward, on the plan's rank.
+    parameters : int
+        Parameter elements; those of a module count in the first step that reads them, if they are trained.
+    memory : int
+        Bytes of views or outputs, parameters, gradients and optimiser state on the rank with the most.
     """
 
+    message_kinds: tuple[str, ...] = ()
     max_sent_bytes: int = 0
     total_sent_bytes: int = 0
+    max_summed_bytes: int = 0
+    flops: int = 0
     parameters: int = 0
     memory: int = 0
 
-    def __add__(self, other: LayerCosts) -> LayerCosts:
+    def __add__(self, other: TrainingCosts) -> TrainingCosts:
         """Add the costs of layers; their busiest ranks may differ, so the sum is an upper bound."""
-        return LayerCosts(
-            self.max_sent_bytes + other.max_sent_bytes,
-            self.total_sent_bytes + other.total_sent_bytes,
-            self.parameters + other.parameters,
-            self.memory + other.memory,
-        )
+        return TrainingCosts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class PlannedExchange(NamedTuple):

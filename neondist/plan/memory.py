@@ -98,8 +98,9 @@ class MemoryPlan:
 
     @cached_property
     def packed(self) -> tuple[list[LiveRange], list[int], int]:
-        """Aligned ranges, their offsets, and the total elements per sample."""
-        ranges = [align_range(live) for live in self.ranges]
+        """Ranges padded to whole cache lines, their offsets, and the total elements per sample."""
+        sizes = [-(-live.elements_per_sample // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS for live in self.ranges]
+        ranges = [live._replace(elements_per_sample=n) for live, n in zip(self.ranges, sizes, strict=True)]
         return ranges, *pack_ranges(ranges)
 
     @property
@@ -111,11 +112,6 @@ class MemoryPlan:
         """Append a range, and return its index in `ranges`."""
         self.ranges.append(LiveRange(elements, first, last))
         return len(self.ranges) - 1
-
-
-def align_range(live: LiveRange) -> LiveRange:
-    """Return a range padded to whole cache lines."""
-    return live._replace(elements_per_sample=-(-live.elements_per_sample // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS)
 
 
 def plan_memory(

@@ -103,10 +103,6 @@ class ParameterPlan:
         """Number of parameters that several ranks update in parts."""
         return sum(map(self.is_tiled, self.parameters.values())) + len(self.shares)
 
-    def elements_owned_by(self, rank: int) -> int:
-        """Return the number of parameter elements that a rank owns."""
-        return sum(share.boxes[rank].size for share in self.shares.values())
-
     @cached_property
     def num_elements_with_owners(self) -> int:
         """Number of elements of all parameters with owners."""
@@ -157,7 +153,7 @@ class ParameterPlan:
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimiser state on a rank."""
-        remote = self.num_elements_with_owners - self.elements_owned_by(rank)
+        remote = self.num_elements_with_owners - sum(share.boxes[rank].size for share in self.shares.values())
         feedback = sum(prod(shape) for _, shape in self._compressors_and_shapes)
         return self.dtype.itemsize * (
             self.num_parameters_on(rank) * (2 + self.slots_per_parameter) - remote * self.slots_per_parameter + feedback

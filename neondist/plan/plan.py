@@ -23,7 +23,7 @@ from ..strategies import Strategy, StrategyBuilder
 from . import report
 from .classes import TileClasses, part_class_keys, tile_classes
 from .graph import Graph
-from .layer import LayerCosts, LayerPlan
+from .layer import LayerPlan, TrainingCosts
 from .model_plan import Workload
 from .parameters import ParameterPlan
 from .planner import recompute_cuts
@@ -375,20 +375,21 @@ class Plan(Sequence[LayerPlan]):
             )
         return sections
 
-    def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
+    def costs(self, batch_size: int | None = None) -> list[TrainingCosts]:
         """Return the costs of every layer in one training step."""
         size, costs = self.itemsize, []
+        copies = 2 + len(self.training.optimizer.all_slot_names)  # the parameter, its gradient, and optimiser state
         shares = Counter(self.samples(replica, batch_size) for replica in range(self.grid.replicas))
         for index, plan in enumerate(self):
             view = plan.max_view_cells * plan.input_shape[-1] * size
             sent = {samples: plan.halo_bytes_by_tile(samples, *self._halo_bytes_args(plan)) for samples in shares}
             costs.append(
-                LayerCosts(
+                TrainingCosts(
                     max_sent_bytes=round(max(sent[self.samples(0, batch_size)])),
                     total_sent_bytes=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
                     memory=(1 + (index > 0)) * view * self.max_live_samples(0)
-                    + max(plan.num_parameters_by_tile) * self._bytes_per_parameter,
+                    + max(plan.num_parameters_by_tile) * size * copies,
                 )
             )
         return costs
@@ -437,11 +438,6 @@ class Plan(Sequence[LayerPlan]):
         """Layers whose forward pass is run twice: all layers outside the last section."""
         steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
-
-    @property
-    def _bytes_per_parameter(self) -> int:
-        """Bytes of a parameter element, its gradient, and its optimiser state."""
-        return self.itemsize * (2 + len(self.training.optimizer.all_slot_names))
 
     def max_live_samples(self, replica: int) -> int:
         """Return the samples of a rank in memory at once: a micro-batch, unless a reduction spans the batch."""

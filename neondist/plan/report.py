@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..geometry import Box, GridShape
 from ..halo import scheme_text
 from ..terminal.console import counted
-from .layer import LayerCosts, LayerPlan
+from .layer import LayerPlan, TrainingCosts
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -68,7 +68,7 @@ class SplittableTable:
 
 def layer_table(
     plans: Sequence[LayerPlan],
-    costs: Sequence[LayerCosts],
+    costs: Sequence[TrainingCosts],
     peak: int,
     sums: Mapping[str, Mapping[str, int]],
     pretraining: Iterable[tuple[str, int, int]],
@@ -105,13 +105,15 @@ def layer_table(
     return Group(shown, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
-def module_costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequence[str], legend: str) -> Any:
+def module_costs_table(
+    rows: Sequence[tuple[str, TrainingCosts, str]], total: TrainingCosts, notes: Sequence[str], legend: str
+) -> Any:
     """Return a table of the costs of modules, notes, and a legend.
 
     Parameters
     ----------
     rows : tuples of name, costs, text
-        Costs are `neondist.torch.lowering.costs.StepCosts`; the text is the shape of the output.
+        The text is the shape of the output.
     total : costs
         Totals; each is the maximum over ranks.
     """
@@ -178,8 +180,8 @@ def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:
     ]
 
 
-def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Column]:
-    total = sum(costs, LayerCosts())
+def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[TrainingCosts]) -> list[Column]:
+    total = sum(costs, TrainingCosts())
     halo = [f"{max(p.halo_cells_by_tile):,}" if any(p.halo_cells_by_tile) else "-" for p in plans]
     kept = Column(
         PER_RANK_HEAD,

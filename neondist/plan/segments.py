@@ -113,16 +113,20 @@ def layers_with_regions(
 
 def windowed_layer(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
     """Return the node if it is a layer with a window whose output has tiles, else None."""
-    leaves = node.leaves
-    if len(leaves) != 1 or leaves[0] is not node or len(node.output_shape_for(shape)) < 2:
+    if not is_layer(node) or len(node.output_shape_for(shape)) < 2:
         return None
-    return leaves[0] if any(not w.pointwise for _, w in leaves[0].halos_for(shape, grid)) else None
+    (layer,) = node.leaves
+    return layer if any(not w.pointwise for _, w in layer.halos_for(shape, grid)) else None
 
 
 def is_pointwise(node: Node, shape: Shape, grid: GridShape) -> bool:
     """Return whether a node is a pointwise layer."""
-    alone = len(node.leaves) == 1 and node.leaves[0] is node and len(node.output_shape_for(shape)) > 1
-    return alone and windowed_layer(node, shape, grid) is None
+    return is_layer(node) and len(node.output_shape_for(shape)) > 1 and windowed_layer(node, shape, grid) is None
+
+
+def is_layer(node: Node) -> bool:
+    """Return whether a node is a layer, not a container."""
+    return len(node.leaves) == 1 and node.leaves[0] is node
 
 
 def _has_same_scheme(layer: Layer, other: Layer) -> bool:

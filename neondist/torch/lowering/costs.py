@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...plan.layer import TrainingCosts
 from ..ir.graph import IDENTITY_KINDS, Step, Value
 from ..ir.layout import Shape
 from .plan import TorchPlan
@@ -19,35 +19,6 @@ from .training_memory import meta_tensor
 
 MAX_BLOCKS_TO_RUN = 64
 """Maximum number of blocks of a step that are run to count its FLOPs."""
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """Costs of some steps in a training step.
-
-    Attributes
-    ----------
-    message_kinds : tuple of str
-        Kinds of messages: 'halo', 'redistribution', 'ring' or 'sum'.
-    max_sent_bytes, total_sent_bytes : int
-        Bytes of messages, forward and backward, of the busiest rank and of all ranks.
-    max_summed_bytes : int
-        Bytes that the busiest rank contributes to reductions over ranks, excluding parameter gradients.
-    flops : int
-        Floating-point operations of products, forward and backward, on the plan's rank.
-    parameters : int
-        Elements of the trained parameters that these steps are the first to read.
-    memory : int
-        Bytes of outputs, of these parameters, their gradients and optimiser state, on the rank with the most.
-    """
-
-    message_kinds: tuple[str, ...] = ()
-    max_sent_bytes: int = 0
-    total_sent_bytes: int = 0
-    max_summed_bytes: int = 0
-    flops: int = 0
-    parameters: int = 0
-    memory: int = 0
 
 
 class PlanCosts:
@@ -79,7 +50,7 @@ class PlanCosts:
         """Distinct names of the steps, in order."""
         return list(dict.fromkeys(step.name for step in self.plan.steps))
 
-    def of_steps(self, names: Collection[str]) -> StepCosts:
+    def of_steps(self, names: Collection[str]) -> TrainingCosts:
         """Return the total costs of the steps with these names."""
         names = set(names)
         traffic = {account: count for account, count in self.traffic.items() if account[1] in names and count.any()}
@@ -87,7 +58,7 @@ class PlanCosts:
         max_summed_bytes = sum((count for (kind, _, _), count in traffic.items() if kind == "sum"), np.zeros(1, int))
         parameters = [value for value, name in self._first_reader_by_parameter.items() if name in names]
         steps, copies = [step for step in self.plan.steps if step.name in names], 2 + self.slots_per_parameter
-        return StepCosts(
+        return TrainingCosts(
             tuple(dict.fromkeys(kind for kind, _, _ in traffic)),
             int(sent.max()),
             int(sent.sum()),
@@ -98,7 +69,7 @@ class PlanCosts:
         )
 
     @property
-    def total(self) -> StepCosts:
+    def total(self) -> TrainingCosts:
         """Total costs of all steps."""
         return self.of_steps(self.names)
 

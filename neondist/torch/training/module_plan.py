@@ -18,6 +18,7 @@ from ...geometry import GridShape, OverlappingPartition, Partition
 from ...layers import Parameter
 from ...plan import report
 from ...plan.blocks import IMAGE_COPIES
+from ...plan.layer import TrainingCosts
 from ...plan.model_plan import Workload
 from ...plan.parameters import ParameterPlan
 from ...strategies import Strategy, StrategyBuilder
@@ -25,7 +26,7 @@ from ...terminal.console import counted
 from ..execution.options import ExecutionOptions
 from ..ir.graph import GRADIENTS, Value
 from ..ir.layout import Mesh, NeededRanges, default_layout
-from ..lowering.costs import PlanCosts, StepCosts, last_output_shape, module_paths
+from ..lowering.costs import PlanCosts, last_output_shape, module_paths
 from ..lowering.plan import TorchPlan, Traffic
 from ..lowering.traffic import BackwardSteps
 from ..lowering.training_memory import TrainingMemory
@@ -187,7 +188,7 @@ class ModulePlan:
         """Rows of tables; the values, which name layer classes in other plans, are empty."""
         return dict.fromkeys(self._row_by_step.values(), "")
 
-    def costs(self) -> dict[str, StepCosts]:
+    def costs(self) -> dict[str, TrainingCosts]:
         """Return the costs of a training step, by row."""
         names: dict[str, list[str]] = {}
         for name in self.all_costs.names:
