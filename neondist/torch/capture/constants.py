@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -189,13 +190,9 @@ class _KnownValueProvider(TorchFunctionMode):
         self.batch_count: torch.Tensor | None = None
         self._batch_norm_depth = 0
 
-    def enter_batch_norm(self, *_: Any) -> None:
-        """Record that a forward of PyTorch's batch norm begins."""
-        self._batch_norm_depth += 1
-
-    def leave_batch_norm(self, *_: Any) -> None:
-        """Record that a forward of PyTorch's batch norm has ended."""
-        self._batch_norm_depth -= 1
+    def change_batch_norm_depth(self, by: int, *_: Any) -> None:
+        """Record that a forward of PyTorch's batch norm begins (1) or has ended (-1)."""
+        self._batch_norm_depth += by
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -331,8 +328,9 @@ def track_known_values(module: nn.Module) -> Iterator[KnownValueTracker]:
     with ExitStack() as hooks:
         for part in module.modules():
             if getattr(type(part).forward, "__code__", None) in _BATCH_NORM_FORWARD_CODES:
-                hooks.enter_context(part.register_forward_pre_hook(calls.enter_batch_norm))
-                hooks.enter_context(part.register_forward_hook(calls.leave_batch_norm, always_call=True))
+                hooks.enter_context(part.register_forward_pre_hook(partial(calls.change_batch_norm_depth, 1)))
+                leave = partial(calls.change_batch_norm_depth, -1)
+                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
         hooks.enter_context(module.register_forward_pre_hook(record_buffers_of))
         hooks.enter_context(calls)
         yield values

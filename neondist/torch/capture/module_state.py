@@ -29,6 +29,7 @@ NN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _VISITED_MODULE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, np.generic)
 _CONTAINER_TYPES = (list, tuple, dict, set, frozenset, deque)
+_CODE_TYPES = (FunctionType, staticmethod, classmethod, property)
 _LIBRARY_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "neondist", "builtins"}
 _DATA_HOLDING_PACKAGES = frozenset(("types", "argparse", "collections", "functools", "_thread"))
 """Standard-library modules whose objects may hold user values."""
@@ -288,7 +289,7 @@ class ReachableState:
             name
             for name, value in vars(cls).items()
             if name in self.names
-            or (name[:2] == "__" == name[-2:] and name not in _IGNORED_METHODS and _is_code(value))
+            or (name[:2] == "__" == name[-2:] and name not in _IGNORED_METHODS and isinstance(value, _CODE_TYPES))
         ]
         names = [name for name in names if f"{path}.{name}" not in self._excluded]
         self.containers.append(ValueContainer(path, module, cls, names, vars(cls).get, "."))
@@ -386,7 +387,3 @@ def _slot_attribute_names(kind: type) -> tuple[str, ...]:
         slots = vars(cls).get("__slots__", ())
         names += [slots] if isinstance(slots, str) else slots
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (FunctionType, staticmethod, classmethod, property))

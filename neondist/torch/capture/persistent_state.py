@@ -149,9 +149,9 @@ class RestorableState:
                 cache.cache_clear()
                 self._misses_by_cache[cache] = 0
 
-    def own_generator_hash(self) -> int:
-        """Return a hash of the states of the random generators that the module holds."""
-        states = []
+    def generator_hash(self) -> int:
+        """Return a hash of the states of Python's and NumPy's global random generators, and of the module's own."""
+        states: list[Any] = [random.getstate(), pickle.dumps(np.random.get_state(legacy=False))]
         for generator in self._generators.values():
             state = getattr(generator, "getstate", getattr(generator, "get_state", None))
             states.append(repr(state() if state else generator.bit_generator.state))
@@ -189,20 +189,17 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
             " captured as a constant; read this value before the forward pass",
             _forward_definition_site(module),
         )
-    random_state = _global_generator_hash(), before.own_generator_hash()
+    random_state = before.generator_hash()
     changed: list[str] = []
     hooks: list[str] = []
-    snapshots: list[dict[tuple[str, str, bool], Any]] = []
-
-    def record_state_before_forward(*_: Any) -> None:
-        snapshots.append(_nn_module_state(module))
+    snapshots: list[dict[tuple[str, str], Any]] = []
 
     def record_state_after_forward(*_: Any) -> None:
         changed.extend(before.changed_values())
         snapshots.append(_nn_module_state(module))
 
     with (
-        module.register_forward_pre_hook(record_state_before_forward),
+        module.register_forward_pre_hook(lambda *_: snapshots.append(_nn_module_state(module))),
         module.register_forward_hook(record_state_after_forward),
     ):
         try:
@@ -211,8 +208,8 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
             before.restore()
             before.clear_functools_caches()
     try:
-        for kind, name, side in {**snapshots[0], **snapshots[-1]} if snapshots else ():
-            old, new = (items.get((kind, name, side), []) for items in (snapshots[0], snapshots[-1]))
+        for kind, name in {**snapshots[0], **snapshots[-1]} if snapshots else ():
+            old, new = (items.get((kind, name), []) for items in (snapshots[0], snapshots[-1]))
             if old != new and kind == "hooks of":
                 hooks.append(f"the hooks of {name}")
             elif old != new:
@@ -222,24 +219,23 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
                 )
         if changed or hooks:
             _reject_state_kept_between_passes(module, inputs, hooks)
-        if (_global_generator_hash(), before.own_generator_hash()) != random_state:
+        if before.generator_hash() != random_state:
             _reject_non_torch_random_draws(module, inputs, before)
     finally:
         before.restore()
         before.clear_functools_caches()
 
 
-def _nn_module_state(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
+def _nn_module_state(module: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the state that nn.Module itself holds, by kind and name; a forward pass must not change it."""
-    items: dict[tuple[str, str, bool], Any] = {}
+    items: dict[tuple[str, str], Any] = {}
     for path, part in module.named_modules():
         start = f"{path}." if path else ""
         for name, tensor in part._parameters.items():
-            items["parameter", start + name, False] = id(tensor), tensor is not None and tensor.requires_grad
+            items["parameter", start + name] = id(tensor), tensor is not None and tensor.requires_grad
         for name, tensor in part._buffers.items():
-            items["buffer", start + name, False] = None if tensor is None else tensor.shape
-        for hooks in (part._forward_hooks, part._forward_pre_hooks):
-            items["hooks of", path or "the module", hooks is part._forward_hooks] = list(hooks)
+            items["buffer", start + name] = None if tensor is None else tensor.shape
+        items["hooks of", path or "the module"] = [*part._forward_hooks, *part._forward_pre_hooks]
     return items
 
 
@@ -247,11 +243,6 @@ _REMEDY_BY_KIND = {
     "parameter": "create, replace or freeze it before the forward pass",
     "buffer": "give it its final shape before distributing the module, for example by a first forward pass",
 }
-
-
-def _global_generator_hash() -> int:
-    """Return a hash of the states of Python's and NumPy's global random generators."""
-    return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
 
 
 def _reject_state_kept_between_passes(
@@ -294,9 +285,9 @@ def _run_or_none(run: Callable[[], Any]) -> Any:
 def _reject_non_torch_random_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: RestorableState) -> None:
     """Raise CaptureError if every pass draws from Python's or NumPy's random generators."""
     for _ in range(3):  # another thread may have drawn numbers
-        before = _global_generator_hash(), state.own_generator_hash()
+        before = state.generator_hash()
         _run_or_none(RepeatedPasses(module, inputs).run)
-        if (_global_generator_hash(), state.own_generator_hash()) == before:
+        if state.generator_hash() == before:
             return
     message = (
         "the forward pass draws from Python's or NumPy's random generator, whose values would be captured as"
