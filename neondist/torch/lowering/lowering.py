@@ -140,7 +140,7 @@ class Lowering(PlanBuilder):
         target : callable, optional
             Called with these arguments instead of the operator.
         """
-        return _tensor_call(target or self._current_call[0], *self._current_call[1:])
+        return tensor_call(target or self._current_call[0], *self._current_call[1:])
 
     def decompose(self, builtin_only: bool = False) -> Any:
         """Lower the current operator by its decomposition into simpler ones; return None if there is none.
@@ -159,7 +159,7 @@ class Lowering(PlanBuilder):
         entry = None if builtin_only else decomposition_table.get(target)
         runs = [entry, target.decompose if target._can_decompose() else None]
         # some entries of the table take arguments that differ from the operator's, such as a loss's reduction by name
-        results = (self.trace_and_lower(*_tensor_call(run, args, kwargs)) for run in runs if run is not None)
+        results = (self.trace_and_lower(*tensor_call(run, args, kwargs)) for run in runs if run is not None)
         return next((result for result in results if result is not None), None)
 
     def trace_and_lower(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
@@ -225,7 +225,7 @@ class Lowering(PlanBuilder):
 
     def lower_pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower a pointwise operation."""
-        values, run = _tensor_call(target, args, kwargs)
+        values, run = tensor_call(target, args, kwargs)
         aligned, layout = self.align_pointwise(values)
         results = self.local_call(run, aligned, [layout for _ in pytree.tree_leaves(self.fake_out)])
         every = pytree.tree_leaves(results)
@@ -252,7 +252,7 @@ class Lowering(PlanBuilder):
             return torch.empty(value.shape, dtype=value.dtype)
 
 
-def _tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Value], Callable[..., Any]]:
+def tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Value], Callable[..., Any]]:
     """Return the values among an operator's arguments, and the operator as a function of only their tensors."""
     values = [leaf for leaf in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(leaf, Value)]
     if target is torch.ops.aten.view.default:  # strides may differ from those in one process

@@ -15,7 +15,7 @@ from ..ir.graph import Value
 from ..ir.layout import axes_of, replace_dim, replicated, whole_if_partitioned_along
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
-from .index import position_of_indexed_dims, slice_dim
+from .index import indexed_layout, slice_dim
 
 
 @rule("aten.gather.default")
@@ -180,17 +180,13 @@ def index_put(
         return _put_masked(lowering, x, given, values, accumulate)
     dims = list(given)
     (there,), back = lowering.co_align([x], dims)
-    new = replicated(torch.broadcast_shapes(*(value.shape for value in given.values())))
-    first = position_of_indexed_dims(dims)
-    rest = [dim for at, dim in enumerate(there.layout) if at not in given]
-    target = (*rest[:first], *new, *rest[first:])
     at, put = [lowering.gather(value) for value in given.values()], lowering.target
 
     def run(a: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         index_by_dim = dict(zip(dims, tensors, strict=True))
         return put(a, [index_by_dim.get(dim) for dim in range(a.dim())], v, accumulate)
 
-    args = [there, lowering.gather_as(values, target, there.axes), *at]
+    args = [there, lowering.gather_as(values, indexed_layout(there.layout, given), there.axes), *at]
     return lowering.partition_as(lowering.local(run, args, there.layout), back)
 
 

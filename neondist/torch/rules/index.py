@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -280,23 +280,22 @@ def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Value:
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Value:
     """Gather the indexed dimensions, and replicate the index tensors."""
-    given = [(dim, lowering.gather(value)) for dim, value in enumerate(indices) if value is not None]
-    if any(value.dtype == torch.bool for _, value in given):
+    given = {dim: lowering.gather(value) for dim, value in enumerate(indices) if value is not None}
+    if any(value.dtype == torch.bool for value in given.values()):
         lowering.refuse("the shape of a selection by a mask depends on the mask's values")
-    dims = [dim for dim, _ in given]
-    x = lowering.gather(x, dims)
-    new = replicated(torch.broadcast_shapes(*(value.shape for _, value in given)))
-    rest = [atoms for dim, atoms in enumerate(x.layout) if dim not in dims]
-    first = position_of_indexed_dims(dims)
-    layout = (*rest[:first], *new, *rest[first:])
+    x = lowering.gather(x, given)
 
     def run(a: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        index_by_dim = dict(zip(dims, at, strict=True))
+        index_by_dim = dict(zip(given, at, strict=True))
         return a[tuple(index_by_dim.get(dim, slice(None)) for dim in range(a.dim()))]
 
-    return lowering.local(run, [x, *(value for _, value in given)], layout)
+    return lowering.local(run, [x, *given.values()], indexed_layout(x.layout, given))
 
 
-def position_of_indexed_dims(dims: Sequence[int]) -> int:
-    """Return the position of the indexed dimensions in the result: in place if adjacent, else in front."""
-    return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
+def indexed_layout(layout: Layout, index_by_dim: Mapping[int, Value]) -> Layout:
+    """Return the layout of a selection by index tensors, whose dimensions are in place if adjacent, else in front."""
+    dims = list(index_by_dim)
+    new = replicated(torch.broadcast_shapes(*(value.shape for value in index_by_dim.values())))
+    rest = [atoms for dim, atoms in enumerate(layout) if dim not in dims]
+    first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    return (*rest[:first], *new, *rest[first:])

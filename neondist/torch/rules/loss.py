@@ -16,7 +16,7 @@ from ..ir.errors import CaptureError
 from ..ir.graph import Value
 from ..ir.layout import axes_of, replicated
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
-from ..lowering.lowering import Lowering
+from ..lowering.lowering import Lowering, tensor_call
 
 
 def _reduce_losses(lowering: Lowering, losses: Value, weights: Value | None, reduction: int) -> Value:
@@ -104,7 +104,9 @@ def nll_loss(
       "aten.soft_margin_loss.default")  # fmt: skip
 def elementwise_loss(lowering: Lowering, x: Value, reduction: int = 1, **more: object) -> Value:
     """Sum losses over all cells."""
-    losses = lowering.lower_pointwise(lowering.target, [x], {**more, "reduction": 0})
+    values, run = tensor_call(lowering.target, [x], {**more, "reduction": 0})
+    aligned, layout = lowering.align_pointwise(values)
+    losses = lowering.local(run, aligned, layout, lowering.fake_out.dtype)
     return _reduce_losses(lowering, losses, None, reduction)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import prod, sqrt
 from typing import Any
@@ -102,8 +103,7 @@ def rrelu(
 @rule("aten.bernoulli.p", "aten.bernoulli_.float", applies_if_replicated=True)
 def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: object = None) -> Value:
     """Draw ones with probability p, and zeros otherwise, locally, keyed by the global index."""
-    dtype, draws = x.dtype, draw_uniform(lowering, x.layout)
-    return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
+    return _draw_like(lowering, x, lambda u: u < p)
 
 
 @rule("aten.multinomial.default", applies_if_replicated=True)
@@ -128,21 +128,21 @@ def multinomial(
 @rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", applies_if_replicated=True)
 def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **options: Any) -> Value:
     """Draw uniform numbers locally, keyed by the global index."""
-    out, low = lowering.fake_out, options.get("from", 0.0)
-    layout = _layout_of_draws(lowering, x)
-    return lowering.local(
-        lambda u: (low + (to - low) * u).to(out.dtype), [draw_uniform(lowering, layout)], layout, out.dtype
-    )
+    low = options.get("from", 0.0)
+    return _draw_like(lowering, x, lambda u: low + (to - low) * u)
 
 
 @rule("aten.randint.default", "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype",
       applies_if_replicated=True)  # fmt: skip
 def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int = 1, **_: object) -> Value:
     """Draw integers locally, keyed by the global index."""
-    dtype, layout = lowering.fake_out.dtype, _layout_of_draws(lowering, x)
-    return lowering.local(
-        lambda u: (low + (u * (high - low)).floor()).to(dtype), [draw_uniform(lowering, layout)], layout, dtype
-    )
+    return _draw_like(lowering, x, lambda u: low + (u * (high - low)).floor())
+
+
+def _draw_like(lowering: Lowering, x: Value | None, run: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+    """Return the results of the current operator, run(u) of uniform numbers u, partitioned like x if it is given."""
+    layout, dtype = _layout_of_draws(lowering, x), lowering.fake_out.dtype
+    return lowering.local(lambda u: run(u).to(dtype), [draw_uniform(lowering, layout)], layout, dtype)
 
 
 def traceable_random(x: torch.Tensor, *bounds: int | None, generator: Any = None, **named: int | None) -> torch.Tensor:
@@ -162,8 +162,7 @@ CAPTURE_REPLACEMENTS[torch.Tensor.random_] = traceable_random
 @rule("aten.randperm.default", applies_if_replicated=True)
 def randperm(lowering: Lowering, **_: object) -> Value:
     """Sort uniform numbers, the same on every rank."""
-    dtype, draws = lowering.fake_out.dtype, draw_uniform(lowering, replicated(lowering.fake_out.shape))
-    return lowering.local(lambda u: u.argsort().to(dtype), [draws], draws.layout, dtype)
+    return _draw_like(lowering, None, torch.argsort)
 
 
 @rule("aten.randn_like.default", "aten.randn.default", "aten.normal_functional.default", "aten.normal.float_float",
