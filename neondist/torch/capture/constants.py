@@ -78,9 +78,9 @@ class KnownValueTracker(TorchDispatchMode):
         self._known_values: Any = WeakIdKeyDictionary()
         self._views_outliving_capture: Any = WeakIdKeyDictionary()
 
-    def record_buffers(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-        """Record the values of the buffers, given as fake tensors."""
-        for name, fake in fakes.items():
+    def record_buffers(self, values: Mapping[str, torch.Tensor], module: nn.Module, _: Any) -> None:
+        """Record the values of a module's buffers, which are fake tensors while it is traced."""
+        for name, fake in module.named_buffers(remove_duplicate=False):
             value = values.get(name)
             if value is not None and value.numel() <= MAX_KNOWN_ELEMENTS and not value.is_meta:
                 with no_dispatch():
@@ -321,9 +321,6 @@ def track_known_values(module: nn.Module) -> Iterator[KnownValueTracker]:
     values = KnownValueTracker()
     real = dict(module.named_buffers(remove_duplicate=False))
 
-    def record_buffers_of(module: nn.Module, _: Any) -> None:
-        values.record_buffers(dict(module.named_buffers(remove_duplicate=False)), real)
-
     calls = _KnownValueProvider(values)
     with ExitStack() as hooks:
         for part in module.modules():
@@ -331,7 +328,7 @@ def track_known_values(module: nn.Module) -> Iterator[KnownValueTracker]:
                 hooks.enter_context(part.register_forward_pre_hook(partial(calls.change_batch_norm_depth, 1)))
                 leave = partial(calls.change_batch_norm_depth, -1)
                 hooks.enter_context(part.register_forward_hook(leave, always_call=True))
-        hooks.enter_context(module.register_forward_pre_hook(record_buffers_of))
+        hooks.enter_context(module.register_forward_pre_hook(partial(values.record_buffers, real)))
         hooks.enter_context(calls)
         yield values
         values.read_and_record(calls.batch_count)

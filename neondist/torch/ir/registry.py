@@ -20,7 +20,6 @@ class Rule(NamedTuple):
 
     function: Callable[..., Any]
     applies_if_replicated: bool
-    description: str
     whole: tuple[str, ...] = ()
 
 
@@ -49,8 +48,7 @@ def rule(
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        description = (function.__doc__ or "").strip().split("\n")[0]
-        RULES.update({name: Rule(function, applies_if_replicated, description, tuple(whole)) for name in names})
+        RULES.update(dict.fromkeys(names, Rule(function, applies_if_replicated, tuple(whole))))
         return function
 
     return register
@@ -59,8 +57,9 @@ def rule(
 def rule_table() -> list[tuple[str, str, list[str]]]:
     """Return (kind, description, operators) for all operators that have a rule; kinds are modules of `rules`."""
     names_by_note: dict[tuple[str, str], list[str]] = {}
-    for name, entry in RULES.items():
-        names_by_note.setdefault((entry.function.__module__.rpartition(".")[2], entry.description), []).append(name)
+    for name, (function, *_) in RULES.items():
+        note = function.__module__.rpartition(".")[2], (function.__doc__ or "").strip().split("\n")[0]
+        names_by_note.setdefault(note, []).append(name)
     note = "pointwise", "Compute each result locally from one index of each argument."
     names_by_note[note] = sorted(POINTWISE_OPS - RULES.keys())
     return sorted((*note, names) for note, names in names_by_note.items())
