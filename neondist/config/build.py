@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -40,6 +41,10 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
                 node, path, f"!{name} is a class of both neondist and {user_modules[0]}; rename your class"
             )
         return classes[name]
+    for cls in subclasses(Registered):
+        if cls.__name__ == name and inspect.isabstract(cls):
+            missing = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
+            raise node_error(node, path, f"!{name} cannot be created: class {name} must define {missing}")
     allowed = tuple(registered_classes_in_hint(hint)) or object
     names = [other for other, cls in classes.items() if issubclass(cls, allowed)]
     near = suggest(name, [*names, *TORCH_TAGS])

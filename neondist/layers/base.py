@@ -10,6 +10,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from numbers import Integral
 from typing import Any
 
@@ -19,9 +20,11 @@ from ..errors import ConfigError, set_error_subject
 from ..geometry import Box, GridShape, Partition, Window
 from ..halo import ExchangePolicy, GlobalArray, SerialArray, as_scheme
 from ..registry import DistributedMixin, Registered, dist_class, serial_class
+from ..registry.arguments import check_value
+from ..registry.fields import resolve_type_hints
 from .context import ModelContext, StepContext
 from .functions import Activation
-from .layout import Parameter, Replicate, Shape, Shard, declared_with
+from .layout import Parameter, Replicate, Shape, Shard, Tiled, declared_with
 from .reduction import Reduction
 
 
@@ -68,6 +71,8 @@ class Node(Registered, ABC):
         """All layers in this node, in order."""
 
     def _set_default_name(self, prefix: str, counts: dict[str, int]) -> None:
+        if not hasattr(self, "name"):
+            raise ConfigError(f"{type(self).__name__}: the constructor must call super().__init__(name=name)")
         if self.name is None:
             word = self._class_name_in_snake_case()
             counts[word] = counts.get(word, 0) + 1
@@ -216,6 +221,8 @@ class Layer(LayerDescription):
         the class that defines `forward`.
     reduce_needed_in_recomputation : bool
         Whether a recomputed pass must call `reduce` and `reduce_backward`. Set in the class that defines them.
+    has_input_gradient : bool
+        Whether outputs depend differentiably on the input; False for integer inputs.
     forward_reads_only_reduced : bool
         Whether `forward` reads only `ctx.reduced`. Set in the class that defines `forward`.
     fusible_activation_kind : str
@@ -248,6 +255,7 @@ class Layer(LayerDescription):
     saves_activated = True
     saved_bytes_and_elements: tuple[int, int] | None = None
     reduce_needed_in_recomputation = True
+    has_input_gradient = True
     forward_reads_only_reduced = False
     fusible_activation_kind = ""
     can_apply_input_relu_gradient = False
@@ -300,19 +308,76 @@ class Layer(LayerDescription):
                 " output_channels_for"
             )
         for declared, name in zip(arrays, ("parameters_for", "state_for"), strict=True):
-            if not (isinstance(declared, Mapping) and all(isinstance(p, Parameter) for p in declared.values())):
+            if not (
+                isinstance(declared, Mapping)
+                and all(isinstance(key, str) and isinstance(p, Parameter) for key, p in declared.items())
+            ):
                 raise ConfigError(f"{name} returns {declared!r}; expected a dict of name to nd.Parameter")
+            for key, parameter in declared.items():
+                self._check_parameter(f"{name}: '{key}'", parameter, input_shape, output)
         if both := sorted(arrays[0].keys() & arrays[1].keys()):
             raise ConfigError(f"parameters_for and state_for both declare '{both[0]}'; rename one of them")
-        if not all(isinstance(reduction, Reduction) for reduction in reductions):
+        if not (isinstance(reductions, Sequence) and all(isinstance(entry, Reduction) for entry in reductions)):
             raise ConfigError(f"reductions_for returns {reductions!r}; expected a list of nd.Reduction")
-        for direction, group, *_ in reductions:
+        for reduction in reductions:
+            direction, group, *_ = reduction
             if direction not in ("forward", "backward") or group not in (None, *GROUP_NAMES):
                 raise ConfigError(
                     f"reductions_for returns a reduction in direction {direction!r} over {group!r}; expected 'forward'"
                     f" or 'backward', and one of {', '.join(GROUP_NAMES)}"
                 )
+            for field, hint in resolve_type_hints(Reduction).items():
+                check_value(f"reductions_for: {field}", getattr(reduction, field), hint)
         self._check_reduction_methods([reduction.direction for reduction in reductions])
+        check_value("activation", self.activation, Activation | None)
+        if self.distributed:
+            self._check_independence_of_tiles(input_shape, output, reductions)
+
+    def _check_parameter(self, name: str, parameter: Parameter, input_shape: Shape, output: Shape) -> None:
+        """Raise ConfigError unless the parameter can be divided as its layout says."""
+        layout, shape = parameter.layout, parameter.shape
+        if isinstance(layout, Tiled) and (layout.ndim, shape[: layout.ndim]) != (len(output) - 1, output[:-1]):
+            raise ConfigError(
+                f"{name}: shape {shape} with the layout {layout}; its first axes must be the output's spatial axes,"
+                f" {output[:-1]}"
+            )
+        if isinstance(layout, Shard) and (layout.input_shape, shape[:1]) != (input_shape, (prod(input_shape),)):
+            raise ConfigError(
+                f"{name}: shape {shape} with the layout {layout}; the layout must have the input shape {input_shape},"
+                f" and the first axis its {prod(input_shape)} elements"
+            )
+        if (
+            isinstance(layout, Shard)
+            and len(input_shape) == 1
+            and declared_with(self, "layout", "forward") is not Shard
+        ):
+            raise ConfigError(
+                f"{name}: each rank stores the rows of its range of the vector, but receives the whole vector; set"
+                " layout = nd.Shard in the class that defines forward"
+            )
+
+    def _check_independence_of_tiles(self, input_shape: Shape, output: Shape, reductions: Sequence[Reduction]) -> None:
+        """Raise ConfigError if outputs or gradients depend on the tiles."""
+        window, reduced = self.window_for(input_shape), {entry.direction for entry in reductions if entry.group}
+        extent, is_image = input_shape[:-1], len(output) > 1
+        if extent and is_image and not self.adds_output_halo:
+            expected = extent if window is None else window.output_extent(extent)
+            if output[:-1] != tuple(expected):
+                raise ConfigError(
+                    f"output_shape_for returns the extent {output[:-1]}, but the window gives {tuple(expected)};"
+                    " declare the window that the layer reads (for upsampling, derive it from nd.UpsampleLayer)"
+                )
+        if extent and not is_image and "forward" not in reduced:
+            raise ConfigError(
+                f"the output {output} has no spatial axes, so that it must be the same on all tiles of an image;"
+                " compute it in reduce, declare the reduction in reductions_for, and return ctx.reduced"
+            )
+        if not extent and is_image and self.has_input_gradient and "backward" not in reduced:
+            raise ConfigError(
+                f"the input {input_shape} has no spatial axes, so that its gradient is a sum over the tiles of the"
+                " output; compute it in reduce_backward, declare the reduction in reductions_for, and return"
+                " ctx.reduced"
+            )
 
     def _check_reduction_methods(self, directions: Sequence[str]) -> None:
         """Raise ConfigError unless each method of a reduction is declared and each declared reduction has a method."""

@@ -30,7 +30,7 @@ class EmbeddingLayer(Layer):
         Default Gaussian(1).
     """
 
-    saves_output = False
+    saves_output = has_input_gradient = False
 
     def __init__(
         self, num_embeddings: Count, dim: Count, *, weights_init: Initializer | None = None, name: str | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ..geometry import Box, GridShape
 from ..initializers import Constant, Initializer
+from ..registry.arguments import check_fields
 
 Shape = tuple[int, ...]
 
@@ -126,6 +128,11 @@ class Parameter:
     layout: Replicate = field(default_factory=Replicate)
     decays: bool | None = None
     max_rows_per_sample: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shape, Sequence):
+            object.__setattr__(self, "shape", tuple(self.shape))
+        check_fields(self)
 
     def elements_on(self, grid: GridShape, tile: int) -> int:
         """Return the number of elements of the array that the rank of a tile stores."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from ..registry.ranges import Index
 
 
 class Reduction(NamedTuple):
@@ -24,9 +26,9 @@ class Reduction(NamedTuple):
 
     direction: str
     group: str | None
-    result_elements_per_sample: int = 0
-    fixed_elements: int = 0
-    combine: str = "sum"
+    result_elements_per_sample: Index = 0
+    fixed_elements: Index = 0
+    combine: Literal["sum", "moments"] = "sum"
 
     def result_elements(self, samples: int, calls: int = 1) -> int:
         """Return the number of elements of the partial results of all calls, which have `samples` samples in total."""

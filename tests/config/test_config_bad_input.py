@@ -36,6 +36,10 @@ CASES = {
         "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !ToyConvs {}",
         "exp.yaml:4: model.optimizer: unknown tag !ToyConvs; did you mean 'ToySGD'?",
     ),
+    "class without a required method": (
+        "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !Optimizer {learning_rate: 1}",
+        "exp.yaml:4: model.optimizer: !Optimizer cannot be created: class Optimizer must define apply",
+    ),
     "unknown field": (
         layer("!ToyConv\n      out_channels: 1\n      kernel_sise: 3"),
         "exp.yaml:6: model.layers.0.kernel_sise: ToyConvDist has no field 'kernel_sise'; did you mean 'kernel_size'?",

@@ -1,5 +1,7 @@
 """Custom layers whose declarations are invalid, or disagree with their `forward` and `backward`."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,17 @@ SUMS = {
     "reductions_for": lambda layer, shape: [nd.Reduction("forward", "tiles", shape[-1])],
     "reduce": lambda layer, ctx, view: ctx.kernels.sample_sum(ctx.owned(view)),
 }
+SAME_SHAPE = {"output_shape_for": lambda layer, shape: shape}
 TWO = {"parameters_for": lambda layer, shape: {"a": ONE, "b": ONE}, "state_for": lambda layer, shape: {"s": ONE}}
+
+
+def declare_reduction(**fields):
+    reduction = nd.Reduction("forward", "tiles", 2)._replace(**fields)
+    return SUMS | {"reductions_for": lambda layer, shape: [reduction]}
+
+
+def declare_parameter(*arguments, **options):
+    return {"parameters_for": lambda layer, shape: {"a": nd.Parameter(*arguments, **options)}}
 
 
 def assign(name, make):
@@ -67,11 +79,90 @@ def train(comm, **members):
         ({"reduce": lambda layer, ctx, view: view}, "reduce is never called, because OwnLayerDist has no"),
         ({"reduce_backward": lambda layer, ctx, dy: dy}, "reduce_backward is never called"),
         (SUMS | {"reductions_for": lambda layer, shape: [nd.Reduction("forward", "tiles", 2)] * 2}, "declares several"),
+        (SUMS | {"reductions_for": lambda layer, shape: None}, "reductions_for returns None; expected a list"),
+        (declare_reduction(combine="max"), "combine: expected 'sum' or 'moments', got the text 'max'"),
+        (declare_reduction(fixed_elements=-1), "fixed_elements: expected an integer of at least 0, got -1"),
+        (declare_reduction(result_elements_per_sample="2"), "result_elements_per_sample: .*got the text '2'"),
+        ({"activation": "relu"}, "activation: expected an object .*write ReLU"),
+        ({"parameters_for": lambda layer, shape: {1: ONE}}, "parameters_for returns .*; expected a dict of name"),
+        (declare_parameter(3), "Parameter: shape: expected a list .*got 3"),
+        (declare_parameter((1,), 1.0), "Parameter: initializer: expected an object .*got 1.0"),
+        (declare_parameter((1,), nd.Constant), r"initializer: .*got the class Constant; write Constant\(\)"),
+        (declare_parameter((1,), layout=nd.Tiled), "Parameter: layout: expected Replicate, got the class Tiled"),
+        (declare_parameter((8, 5, 2), layout=nd.Tiled(2)), r"'a': shape \(8, 5, 2\) .*spatial axes, \(8, 6\)"),
+        (declare_parameter((8, 6), layout=nd.Tiled(1)), r"'a': shape \(8, 6\) .*spatial axes, \(8, 6\)"),
+        (declare_parameter((8, 3), layout=nd.Shard((8, 6, 2))), "the first axis its 96 elements"),
+        (declare_parameter((48, 3), layout=nd.Shard((8, 6, 1))), r"must have the input shape \(8, 6, 2\)"),
+        ({"output_shape_for": lambda layer, shape: (16, 12, 2)}, r"extent \(16, 12\), .* gives \(8, 6\)"),
+        ({"window": nd.Window(3, padding=0)} | SAME_SHAPE, r"extent \(8, 6\), .* gives \(6, 4\)"),
+        ({"output_shape_for": lambda layer, shape: (2,)}, r"the output \(2,\) has no spatial .*return ctx.reduced"),
     ],
 )
 def test_invalid_declarations(members, message):
     with pytest.raises(nd.ConfigError, match=f"^layer 1 'own1' .*{message}"):
         train(None, **members)
+
+
+class UnflattenLayer(nd.Layer):
+    """Each rank takes its tile of an image from the whole vector (n, 42)."""
+
+    def output_shape_for(self, input_shape):
+        return 7, 3, 2
+
+    def forward(self, ctx, view):
+        return view.reshape(-1, 7, 3, 2)[(slice(None), *ctx.output_box.slices)]
+
+    def flatten(self, ctx, dy):
+        gradient = ctx.xp.zeros((len(dy), 7, 3, 2), dy.dtype)
+        gradient[(slice(None), *ctx.output_box.slices)] = dy
+        return gradient.reshape(-1, 42)
+
+    def backward(self, ctx, dy):
+        return self.flatten(ctx, dy)
+
+
+class UnflattenLayerDist(nd.Dist, UnflattenLayer): ...
+
+
+class ReducedUnflattenLayer(UnflattenLayer):
+    def reductions_for(self, input_shape):
+        return [nd.Reduction("backward", "tiles", result_elements_per_sample=42)]
+
+    def reduce_backward(self, ctx, dy):
+        return self.flatten(ctx, dy)
+
+    def backward(self, ctx, dy):
+        return ctx.reduced
+
+
+class ReducedUnflattenLayerDist(nd.Dist, ReducedUnflattenLayer): ...
+
+
+def differentiate_decoder(layer, comm=None, **options):
+    layers = [nd.ConvLayer(2, 3, padding=1), nd.FCLayer(42), layer, nd.ConvLayer(1, 3, padding=1)]
+    model = nd.Convnet(layers, dtype="float64", seed=1, **options)
+    model = model if comm is None else nd.distribute(model)
+    model.build((7, 5, 1), 2, None if comm is None else nd.ProcessGrid(comm))
+    x, dy = np.random.default_rng(0).normal(size=(2, 2, 7, 3, 5))[..., None]
+    model.fprop(model.scatter(x.reshape(2, 7, -1, 1)[:, :, :5]))
+    return model.gather_input(model.bprop(model.scatter_output(dy.reshape(2, 7, 15, 1)[:, :, :3])))
+
+
+def test_gradients_of_vectors_are_sums_over_the_tiles_of_an_image():
+    expected = differentiate_decoder(UnflattenLayer())
+    for ranks in (1, 2, 4):
+        with pytest.raises(nd.ConfigError, match=r"the input \(42,\) has no spatial axes, .*declare the reduction"):
+            loopback.run(ranks, lambda comm: differentiate_decoder(UnflattenLayer(), comm))
+        for options in ({}, {"strips": 2}, {"recompute": True}):
+            differentiate = partial(differentiate_decoder, ReducedUnflattenLayer(), **options)
+            for dx in loopback.run(ranks, differentiate):
+                np.testing.assert_allclose(dx, expected, rtol=1e-12)
+
+
+def test_vectors_with_parameters_of_a_range_of_features_declare_their_layout():
+    layer = type("RowsLayerDist", (PlainLayerDist,), declare_parameter((4, 3), layout=nd.Shard((4,))))()
+    with pytest.raises(nd.ConfigError, match=r"'a': each rank stores .*set layout = nd.Shard in the class"):
+        nd.ConvnetDist([nd.FCLayerDist(4), layer]).build((8, 6, 1), 2)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +224,12 @@ def test_mistakes_with_arrays_name_the_layer(members, error, message, ranks):
         assert caught.value.subject.name == "own1"  # the command line adds its file and line
 
     loopback.run(ranks, job)
+
+
+def test_constructors_call_that_of_the_base_class():
+    layer = type("SilentLayerDist", (PlainLayerDist,), {"__init__": lambda layer: None})()
+    with pytest.raises(nd.ConfigError, match=r"^SilentLayerDist: the constructor must call super\(\).__init__"):
+        nd.ConvnetDist([layer]).build((8, 6, 1), 2)
 
 
 def test_gradients_may_be_read_instead_of_assigned():
