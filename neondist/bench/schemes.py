@@ -67,6 +67,7 @@ def bench_schemes(
         Number of cores that the ranks share, for the estimate before the first step ends; default: one per rank.
     """
     rows: list[EpochRecord] = []
+    is_warm = False
     with first_rank_progress(world.rank, sys.stderr, len(runs), "run", delay=0) as progress:
         speed = CoreSpeed.measure() if world.rank == 0 else None
         for description, load in runs:
@@ -77,6 +78,9 @@ def bench_schemes(
             if row is None:
                 progress.begin_part(f"{description.scheme}, seed {description.seed}")
                 step = 0.0 if speed is None else speed.step_seconds_lower_bound(experiment, world.size, cores)
+                if not is_warm:
+                    _warm_up(load(), world)
+                    is_warm = True
                 summary = _train_and_summarise(experiment, world, RunProgressReporter(progress, len(runs), step))
                 row = EpochRecord(key=key, scheme=description.scheme, seed=description.seed, **summary)
                 if world.rank == 0:
@@ -101,6 +105,13 @@ def write_report(rows: Sequence[EpochRecord], folder: Path) -> str:
         plots["tiles.png"] = partial(plot_error_over_tiles, summary)
     tables.write_report(folder, {"schemes.md": table + "\n"}, plots)
     return table
+
+
+def _warm_up(experiment: Any, world: Transport) -> None:
+    """Train on one batch, so that the time of the first run does not include imports and the choice of kernels."""
+    experiment.dataset.limit_batches(experiment.batch_size, 1)
+    experiment.epochs, experiment.loggers = 1, []
+    experiment.run(experiment.open_grid(world), hooks=[])
 
 
 def _train_and_summarise(experiment: Any, world: Transport, progress: RunProgressReporter) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Commands `bench schemes`, `bench seams` and `run --virtual`, in this process."""
 
 import json
+import time
 
 import pytest
 
+import neondist as nd
 from neondist.bench.schemes import summarise_by_scheme
 from neondist.cli import main
 from neondist.train import EpochRecord
@@ -67,6 +69,24 @@ def test_several_numbers_of_tiles_share_a_table(folder):
         ["| 1", "`halo`"], ["| 1", "`tower`"], ["| 4", "`halo`"], ["| 4", "`tower`"]
     ]  # fmt: skip
     assert (folder / "runs/small-schemes/tiles.png").stat().st_size > 1000
+
+
+def test_times_do_not_include_the_start_of_the_first_run(folder, monkeypatch):
+    forward, steps = nd.ConvLayer.forward, []
+
+    def slow_first_forward(layer, ctx, view):
+        if not steps:
+            time.sleep(2)
+        steps.append(ctx.step)
+        return forward(layer, ctx, view)
+
+    monkeypatch.setattr(nd.ConvLayer, "forward", slow_first_forward)
+    assert bench("--schemes", "halo", "--virtual", "1") == 0
+    (row,) = results(folder)
+    assert row["seconds_per_epoch"] < 2
+    count = len(steps)
+    assert bench("--schemes", "halo", "--virtual", "1") == 0
+    assert len(steps) == count  # all results exist
 
 
 @pytest.mark.long
