@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..arrays.rng import shuffled_indices
-from ..errors import ShapeError
+from ..errors import DataError, ShapeError
 from ..formats.fields import FieldMetadata
 from ..geometry import Box
 from ..io.hdf5 import checksum
 from ..system.lazy import LazyTile
 from ..terminal.console import counted
 from .augment import AugmentedTile
-from .raw_values import normalise
+from .raw_values import normalise, white_value
 
 
 class TileArray(Protocol):
@@ -42,14 +42,15 @@ class Split:
     Parameters
     ----------
     tiles : array or TileArray
-        This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
+        This rank's tile of every sample, local shape (N, *tile, C), of integers or floating-point numbers. An object
+        that computes the tiles is indexed by an array of sample numbers, which may be empty.
     labels : array or TileArray
         Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
         Classes are stored as int64.
     mean, std : float or one per channel
         `images` returns (x / scale - mean) / std.
-    scale : float
-        Raw value that maps to 1, such as 255 for bytes.
+    scale : float, optional
+        Raw value that maps to 1. Default: 255 for uint8, 65535 for uint16, and 1 for all other tiles.
 
     Attributes
     ----------
@@ -71,7 +72,12 @@ class Split:
     _augmented: AugmentedTile | None = None
 
     def __init__(
-        self, tiles: TileArray, labels: TileArray, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
+        self,
+        tiles: TileArray,
+        labels: TileArray,
+        mean: ArrayLike = 0.0,
+        std: ArrayLike = 1.0,
+        scale: float | None = None,
     ) -> None:
         if len(tiles) != len(labels):
             raise ShapeError(
@@ -82,6 +88,8 @@ class Split:
             labels = np.asarray(labels)
             labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
         self.labels: TileArray = labels
+        if scale is None:
+            scale = white_value(tiles.dtype if hasattr(tiles, "dtype") else self._read_tiles(np.arange(1)).dtype)
         self.normalise(mean, std, scale)
 
     def __len__(self) -> int:
@@ -92,7 +100,16 @@ class Split:
         sample_numbers = _as_index_array(indices)
         if self._augmented is not None:
             return self._augmented.images(partial(self._read_cells, dtype), sample_numbers, self.epoch)
-        return normalise(self.tiles[sample_numbers], *self.factor_and_subtrahend, dtype)
+        return normalise(self._read_tiles(sample_numbers), *self.factor_and_subtrahend, dtype)
+
+    def _read_tiles(self, sample_numbers: np.ndarray) -> np.ndarray:
+        tiles = np.asarray(self.tiles[sample_numbers])
+        if tiles.ndim < 2 or len(tiles) != len(sample_numbers):
+            raise DataError(
+                f"split: tiles[{sample_numbers}] has shape {tiles.shape}; index tiles by an array of"
+                f" {counted(len(sample_numbers), 'sample number')}, and return this rank's tile of each, (n, *tile, C)"
+            )
+        return tiles
 
     def lazy_images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
         """Return the tiles that `images` returns, but read and normalised on demand, strip by strip."""

@@ -99,3 +99,32 @@ def test_limited_number_of_batches(train, kept):
     assert [len(split) for split in data.splits.values()] == [len(kept), 12]
     np.testing.assert_array_equal(data.train.images(np.arange(len(kept))), whole.train.images(list(kept)))
     np.testing.assert_array_equal(data.train.targets(np.arange(len(kept))), whole.train.targets(list(kept)))
+
+
+@pytest.mark.parametrize(("dtype", "white"), [("u1", 255), ("u2", 65535), ("i4", 1), ("f4", 1), ("f8", 1), ("f2", 1)])
+def test_default_scale_depends_on_the_dtype(dtype, white):
+    tiles = np.full((2, 3, 3, 1), 3, dtype)
+    for source in (tiles, ComputedTiles(tiles)):
+        np.testing.assert_array_equal(Split(source, [0, 1]).images([1], "f8"), np.full((1, 3, 3, 1), 3 / white))
+        np.testing.assert_array_equal(Split(source, [0, 1], scale=2).images([1], "f8"), np.full((1, 3, 3, 1), 1.5))
+
+
+class ComputedTiles:
+    def __init__(self, tiles):
+        self.tiles = tiles
+
+    def __len__(self):
+        return len(self.tiles)
+
+    def __getitem__(self, numbers):
+        return self.tiles[numbers]
+
+
+class SingleTiles(ComputedTiles):
+    def __getitem__(self, numbers):
+        return self.tiles[int(numbers[0])]
+
+
+def test_tiles_computed_one_by_one_are_rejected():
+    with pytest.raises(DataError, match=r"tiles\[\[0\]\] has shape \(3, 4, 1\); index tiles by an array of 1 sample"):
+        Split(SingleTiles(np.ones((2, 3, 4, 1))), [0, 1])
