@@ -157,7 +157,14 @@ class Dataset(Registered, ABC):
                 transform.check_shape(self.sample_shape)
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
             reading = OverlappingPartition.of_box(self.sample_shape[:-1], tile.input_box) if augment else None
-            self.train, *validation, self.test = self.open_splits(grid.with_tiles(reading))
+            splits = self.open_splits(grid.with_tiles(reading))
+            if not _are_splits(splits):
+                raise ConfigError(
+                    f"dataset: {type(self).__name__}.open_splits returns {type(splits).__name__}; expected a tuple of"
+                    " the training and test splits, or the training, validation and test splits, each an nd.Split"
+                    " (None for a missing one)"
+                )
+            self.train, *validation, self.test = splits
             self.validation = validation[0] if validation else None
             if self.validation is None and self._validation_share is not None:
                 samples = len(self.train)
@@ -313,6 +320,13 @@ def count_held_out(field: str, share: float | int, samples: int) -> int:
             " training; hold out fewer"
         )
     return int(count)
+
+
+def _are_splits(splits: object) -> bool:
+    """Return whether these are two or three splits, of which only the first is required."""
+    if not isinstance(splits, Sequence) or len(splits) not in (2, 3):
+        return False
+    return isinstance(splits[0], Split) and all(isinstance(split, Split | None) for split in splits)
 
 
 def _is_fraction(value: object) -> bool:

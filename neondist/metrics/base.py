@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..errors import ShapeError
+from ..errors import PlanMismatchError, ShapeError, set_error_subject
 from ..formats.fields import FieldMetadata
 from ..registry import Registered
 from .output_layout import OutputLayout
@@ -65,6 +65,13 @@ class Meter:
     def add(self, y: Any, targets: Any) -> None:
         """Add a batch; called on all ranks."""
         sums = np.asarray(self.metric.local_sums(y, targets), "f8")
+        least = 2 if type(self.metric).result is Metric.result else 1
+        if sums.ndim != 1 or len(sums) < least or (self.sums is not None and self.sums.shape != sums.shape):
+            with set_error_subject(self.metric):
+                raise PlanMismatchError(
+                    f"metrics: {type(self.metric).__name__}.local_sums returns {sums.tolist()}; expected a sum and a"
+                    " count, or for a metric with its own `result` always the same number of sums"
+                )
         self.sums = sums if self.sums is None else self.sums + sums
 
     def result(self) -> dict[str, MetricValue]:

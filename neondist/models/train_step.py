@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..costs import Cost
 from ..costs.mean import local_weighted_denominators, part_factors_and_denominators, parts_of
+from ..errors import PlanMismatchError, set_error_subject
 from ..halo import Phase
 from ..parallel import are_all_finite
 from ..plan import micro_batch_ranges
@@ -201,9 +203,28 @@ class ModelStep(LayerModelStep):
         value, slopes = 0.0, []
         for (_, part), scale in zip(parts_of(self.model.cost), scales, strict=True):
             part_value = part.local_sum(y, targets, total)
+            _check_cost_result(part, "local_sum", part_value, y, ())
             observers.on_value(None, "cost", self.model.context.backend.xp.asarray(part_value).reshape(1))
             slope = part.local_sum_gradient(y, targets, total)
+            _check_cost_result(part, "local_sum_gradient", slope, y, y.shape)
             observers.on_value(None, "gradient of the cost", slope)
             value = value + scale * part_value
             slopes.append(slope * self.model.dtype.type(scale * self.loss_scale))
         return value, sum(slopes[1:], slopes[0])
+
+
+def _check_cost_result(cost: Cost, method: str, result: Any, y: Any, shape: tuple[int, ...]) -> None:
+    """Raise PlanMismatchError, naming the cost, if a result has another shape, or a gradient a narrower dtype."""
+    result_shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", y.dtype)
+    if shape and result_shape == shape and dtype.kind == "f" and dtype.itemsize >= y.dtype.itemsize:
+        return
+    if not shape and (isinstance(result, int | float) or (result_shape in ((), (1,)) and dtype.kind in "iuf")):
+        return
+    kind = (
+        f"an object of type {type(result).__name__}"
+        if result_shape is None
+        else f"shape {result_shape} and dtype {dtype}"
+    )
+    expected = f"an array of shape {shape} and dtype {y.dtype}" if shape else "a number, or an array of shape ()"
+    with set_error_subject(cost):
+        raise PlanMismatchError(f"cost: {type(cost).__name__}.{method} returns {kind}; expected {expected}")

@@ -144,7 +144,11 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
             if decays and self.decay_target == "weights":
                 p *= 1 - rate * self.weight_decay
             own_slots = {name: slots[name][block] for name in self.slot_names}
-            self.apply(p, g, own_slots, buffer, rate, step)
+            if self.apply(p, g, own_slots, buffer, rate, step) is not None:
+                with set_error_subject(self):
+                    raise ConfigError(
+                        f"optimizer: {type(self).__name__}.apply returns a value; update params and slots in place"
+                    )
             if decays and self.decay_target == "direction":
                 xp.multiply(p, self.weight_decay, out=buffer)
                 g += buffer

@@ -187,4 +187,12 @@ class LayerParameters(Parameters):
         parameter = shard.parameter
         index = rng.row_major_indices(shard.unflattened_shape, shard.box.slices).reshape(array.shape)
         values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+        value_shape = getattr(values, "shape", None)
+        if not isinstance(values, float) and (value_shape != index.shape or values.dtype.kind not in "iuf"):
+            kind = type(values).__name__ if value_shape is None else f"shape {value_shape} and dtype {values.dtype}"
+            with set_error_subject(parameter.initializer):
+                raise ConfigError(
+                    f"{type(parameter.initializer).__name__}.values returns {kind}; expected float64 values of the"
+                    f" shape {index.shape} of the indices"
+                )
         array[...] = self.context.backend.from_host(values, array.dtype)

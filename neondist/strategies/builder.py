@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from ..errors import ConfigError
 from ..registry import Registered, registered_classes, suggest
 from ..registry.arguments import check_value
+from ..registry.fields import constructor_fields
 from ..registry.names import classes_by_short_name
 from ..registry.ranges import Count
 from .parameter_spec import ParameterSpec
@@ -89,7 +90,7 @@ class StrategyBuilder(Registered, ABC):
 
 def format_builder(builder: StrategyBuilder) -> str:
     """Return a builder as text that `as_builder` reads; arguments at their defaults are left out."""
-    defaults = type(builder)().arguments()
+    defaults = {name: field.default for name, field in constructor_fields(type(builder)).items()}
     changed = {name: value for name, value in builder.arguments().items() if value != defaults[name]}
     arguments = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     return type(builder).__name__ + (f"({arguments})" if changed else "")
@@ -119,10 +120,14 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
         raise ConfigError(
             f"strategy: '{builder}': invalid arguments; expected names and values, such as PS(staleness=2)"
         ) from None
-    defaults = choices[name]().arguments()
+    arguments_by_name = constructor_fields(choices[name])
     for key in fields:
-        if key not in defaults:
-            raise ConfigError(f"strategy: '{builder}': {name} has no argument '{key}'{suggest(key, defaults) or ''}")
+        if key not in arguments_by_name:
+            near = suggest(key, arguments_by_name) or ""
+            raise ConfigError(f"strategy: '{builder}': {name} has no argument '{key}'{near}")
+    for key, argument in arguments_by_name.items():
+        if argument.required and key not in fields:
+            raise ConfigError(f"strategy: '{builder}': {name} requires '{key}'; write {name}({key}=...)")
     try:
         return cast(StrategyBuilder, choices[name](**fields))
     except ConfigError as error:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...arrays import rng
+from ...errors import ConfigError, set_error_subject
 from ...geometry import Box
 from .base import RANDOM_NUMBERS_PER_SAMPLE, RandomDraw, Transform
 
@@ -87,15 +88,35 @@ class AugmentedTile:
                     target, source = source, transform.source_box(source, draw)
                     step = transform.transform_labels if labels else transform.transform_image
                     steps.append((step, source, target, draw))
+            if not source.empty and source.intersect(self.input_box) != source:
+                raise ConfigError(
+                    f"augment: {', '.join(type(t).__name__ for t, *_ in draws)}: source_box {source} is not inside"
+                    f" {self.input_box}; return a box of the image that max_source_box contains"
+                )
             by_source[source].append((position, steps))
         out: np.ndarray | None = None
         for source, samples in by_source.items():
             cells = read(indices[[position for position, _ in samples]], source.relative_to(self.input_box).slices)
             for sample, (position, steps) in zip(cells, samples, strict=True):
                 for step, *arguments in reversed(steps):
-                    sample = step(sample, *arguments)
+                    sample = _transform(step, sample, *arguments)
                 if out is None:
                     out = np.empty((len(indices), *sample.shape), sample.dtype)
                 out[position] = sample
         assert out is not None
         return out
+
+
+def _transform(step: Callable[..., Any], cells: np.ndarray, source: Box, target: Box, draw: RandomDraw) -> np.ndarray:
+    """Return the transformed cells; raise ConfigError if their shape is not that of the target."""
+    expected = (*target.shape, *cells.shape[target.ndim :])
+    result: np.ndarray = step(cells, source, target, draw)
+    if getattr(result, "shape", None) != expected:
+        transform = step.__self__  # type: ignore[attr-defined]
+        with set_error_subject(transform):
+            result_shape = getattr(result, "shape", type(result).__name__)
+            raise ConfigError(
+                f"augment: {type(transform).__name__} returns {result_shape} for {target}; expected an array"
+                f" of shape {expected}"
+            )
+    return result
