@@ -180,7 +180,7 @@ class PlanRunner:
         if sent != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_dtypes())):  # changes dtypes
             raise RuntimeError(
                 f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_sent_bytes} were planned;"
-                " this is a bug in neondist"
+                " this is a bug in neondist, or in a custom rule: model.guard() names the step"
             )
 
     def _run_observed(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ...errors import ConfigError
+
 
 class Rule(NamedTuple):
     """Rule for distributing an operator.
@@ -46,6 +48,12 @@ def rule(
     whole : sequence of str
         Names of arguments that every rank needs whole, such as weights that a module computes from cells.
     """
+
+    for name in names:
+        if not isinstance(name, str) or len(list(filter(None, name.split(".")))) < 3:
+            raise ConfigError(
+                f"rule: {name!r} is no operator name; expected NAMESPACE.NAME.OVERLOAD, such as 'mine.energy.default'"
+            )
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         RULES.update(dict.fromkeys(names, Rule(function, applies_if_replicated, tuple(whole))))

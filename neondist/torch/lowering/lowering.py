@@ -99,7 +99,11 @@ class Lowering(PlanBuilder):
             return self.compute_replicated()
         if rule is not None:
             values_by_name = {name: bound[name] for name in rule.whole if isinstance(bound.get(name), Value)}
-            return rule.function(self, **bound | {name: self.gather(value) for name, value in values_by_name.items()})
+            result = rule.function(self, **bound | {name: self.gather(value) for name, value in values_by_name.items()})
+            returns_tensor = [str(returned.type) for returned in target._schema.returns] == ["Tensor"]
+            if returns_tensor and not isinstance(result, Value | tuple):  # a tuple: with new values of written buffers
+                self.refuse(f"its rule {rule.function.__name__} returns {type(result).__name__} instead of a value")
+            return result
         if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE_OPS):
             return self.lower_pointwise(target, args, kwargs)
         inner = self.decompose()

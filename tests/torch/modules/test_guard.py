@@ -69,6 +69,22 @@ def test_guard_preserves_results(options):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("result", [None, torch.zeros(3)])
+def test_rules_that_return_no_value_are_named(register_softplus, result):
+    @register_softplus
+    def softplus_rule(lowering, x, beta, threshold):
+        return result
+
+    with pytest.raises(ndt.UnsupportedOperator, match=r"its rule softplus_rule returns .* instead of a value"):
+        run_pass(False)
+
+
+@pytest.mark.parametrize("name", ["mine.energy", "energy", "", "mine..default", 3, torch.ops.aten.softplus.default])
+def test_rules_of_invalid_names_are_rejected(name):
+    with pytest.raises(nd.ConfigError, match=r"is no operator name; expected NAMESPACE.NAME.OVERLOAD"):
+        ndt.rule(name)
+
+
 def test_rule_that_modifies_its_argument(register_softplus):
     @register_softplus
     def rule(lowering, x, beta, threshold):
