@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -194,7 +195,11 @@ class MPITransport(Transport):
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Replace a contiguous array by its sum, or maximum, over all ranks."""
         for part in self._contiguous_chunks(array):
-            self.comm.Allreduce(self.mpi.IN_PLACE, part, op={"sum": self.mpi.SUM, "max": self.mpi.MAX}[op])
+            if op == "sum":
+                self.comm.Allreduce(self.mpi.IN_PLACE, part, op=self.mpi.SUM)
+            else:
+                with _as_ordered_integers(part) as numbers:
+                    self.comm.Allreduce(self.mpi.IN_PLACE, numbers, op=self.mpi.MAX)
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace a contiguous array by its sum over all ranks."""
@@ -301,6 +306,27 @@ def _create_sub_comms_keyval() -> int:
 
     key: int = MPI.Comm.Create_keyval(delete_fn=free)
     return key
+
+
+@contextmanager
+def _as_ordered_integers(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Context in which the memory of floats contains integers in the same order, with NaN largest.
+
+    MPI leaves the maximum of NaN undefined; Open MPI ignores it on some ranks.
+    """
+    if array.dtype.kind != "f":
+        yield array
+        return
+    array[np.isnan(array)] = np.nan  # without a sign
+    integers = array.view(f"i{array.itemsize}")
+    _flip_order_of_negative(integers)
+    yield integers
+    _flip_order_of_negative(integers)
+
+
+def _flip_order_of_negative(integers: np.ndarray) -> None:
+    """Flip all bits of negative integers but the sign, in place."""
+    integers ^= (integers >> (8 * integers.itemsize - 1)) & np.iinfo(integers.dtype).max
 
 
 class _MPIRequest(Request):

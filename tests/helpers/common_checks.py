@@ -117,6 +117,12 @@ def check_collectives(comm):
         array = local.copy()
         comm.allreduce(array, op=op)
         np.testing.assert_array_equal(array, getattr(stacked, op)(axis=0))
+    specials = [np.nan, np.inf, -np.inf, -1.5, -0.5, 0.0, -np.nan]
+    for dtype in ("float64", "float32"):  # each value on each rank
+        rolled = np.array([np.roll(specials, r) for r in range(size)], dtype)
+        array = rolled[rank].copy()
+        comm.allreduce(array, op="max")
+        np.testing.assert_array_equal(array, rolled.max(axis=0))
     arrays = [local.copy(), 2 * local]
     for array, request in [(array, comm.iallreduce(array)) for array in arrays]:  # both are pending
         request.wait()
