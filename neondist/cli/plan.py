@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import add_location
 from ..errors import ConfigError, UserError
@@ -14,6 +14,10 @@ from ..terminal.console import emit
 from ..terminal.progress_line import preparation_progress
 from . import options
 from .experiment import load_from_arguments
+
+if TYPE_CHECKING:
+    from ..cluster import ResourceSpec
+    from ..system.machine import Machine
 
 UNKNOWN_PREDICTION_ERROR_TEXT = (
     "predicted, not measured: `neondist bench model calibrate` measures the machine and the error of predictions"
@@ -61,13 +65,14 @@ def plan(arguments: argparse.Namespace) -> int:
     try:
         if not experiment.dist_flag:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
-        limit, within = _memory_limit_and_planner(experiment, ranks, machine)
+        local_ranks = _max_ranks_of_node(ranks, machine, resources)
+        limit, within = _memory_limit_and_planner(experiment, local_ranks)
         builders = _candidate_builders(experiment.model)
         candidates = search.sort_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
         if auto is not None:
             candidates = auto.select_fitting(candidates, list(map(search.held_parameter_bytes, candidates)))
         choice, runner_up, rejected = search.choose_fastest_grid(
-            candidates, limit, within, experiment.model.layer_backend_name
+            candidates, limit, within, experiment.model.layer_backend_name, local_ranks
         )
     except UserError as error:
         raise add_location(error) from None
@@ -93,7 +98,14 @@ def _candidate_builders(model: Any) -> Sequence[Any]:
     return create_candidate_builders() if strategy is None or isinstance(strategy, AutoStrategy) else [strategy]
 
 
-def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:
+def _max_ranks_of_node(ranks: int, machine: Machine, resources: ResourceSpec | None) -> int:
+    """Return the largest number of ranks on a node."""
+    if resources is None:
+        return min(ranks, max(machine.cores_per_node, -(-ranks // machine.count_nodes(ranks))))
+    return min(ranks, max(len(node.gpus or node.cpus) for node in resources.nodes))
+
+
+def _memory_limit_and_planner(experiment: Any, local_ranks: int) -> tuple[int | None, Any]:
     """Return the memory limit per rank in bytes, if any, and a function that plans strips within a limit."""
     from ..system.memory import model_bytes_per_rank
 
@@ -101,7 +113,7 @@ def _memory_limit_and_planner(experiment: Any, ranks: int, machine: Any) -> tupl
     model.memory = model.available_bytes_per_rank = None
     if memory is None:
         return None, None
-    limit = model_bytes_per_rank(memory, min(ranks, machine.cores_per_node), model.layer_backend_name)
+    limit = model_bytes_per_rank(memory, local_ranks, model.layer_backend_name)
     return limit, partial(_plan_in_strips, experiment)
 
 

@@ -128,6 +128,7 @@ def choose_fastest_grid(
     limit: int | None,
     fit_plan: Callable[[ModelPlan, int], ModelPlan] | None = None,
     backend: str | None = None,
+    local_ranks: int | None = None,
 ) -> tuple[GridChoice, GridChoice | None, list[str]]:
     """Return the fastest choice within the memory limit, the runner-up, and the reasons for excluding faster choices.
 
@@ -139,6 +140,8 @@ def choose_fastest_grid(
         Returns a plan in strips that fits in memory; called if no choice fits.
     backend : str, optional
         Name of the backend of the layers; None: PyTorch module.
+    local_ranks : int, optional
+        Number of ranks on a machine; default: all.
 
     Raises
     ------
@@ -167,10 +170,10 @@ def choose_fastest_grid(
             except UserError:
                 continue
     if not fitting:
+        enough = format_limit_for(least, local_ranks or candidates[0].plan.grid.size, backend)
         raise ConfigError(
             f"memory: a rank may use {format_bytes(limit or 0)}, but needs {format_bytes(least)} or more with any grid"
-            f" and strategy; give memory: {format_limit_for(least, candidates[0].plan.grid.size, backend)} or more, or"
-            " use more ranks or smaller batches"
+            f" and strategy; give memory: {enough} or more, or use more ranks or smaller batches"
         )
     return fitting[0], fitting[1] if len(fitting) > 1 else None, excluded
 

@@ -179,6 +179,25 @@ def test_plan_honours_ranks_and_limits(tmp_path, capsys, monkeypatch, arguments,
     assert message or "choice" in printed.out
 
 
+@pytest.mark.parametrize("options", [["--machine", "pairs.yaml"], ["--resources", "pairs.yaml"]])
+def test_plan_over_nodes_names_the_memory_of_a_node(tmp_path, capsys, monkeypatch, options):
+    """Name the smallest sufficient limit for the two ranks of each of three nodes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(FILE)
+    if "--machine" in options:
+        write_machine(tmp_path / "pairs.yaml", replace(Machine.default(), cores_per_node=2), "for two ranks")
+    else:
+        nodes = [f"{{address: h{i}, cpus: [0, 1], chief: {i == 0}, ssh_config: s}}" for i in range(3)]
+        ssh = "{s: {username: u, key_file: k}}"
+        (tmp_path / "pairs.yaml").write_text(f"nodes: [{', '.join(nodes)}]\nssh: {ssh}\n")
+    arguments = ["plan", "one.yaml", "-n", "6", *options, "--set", "backend=numpy", "--memory"]
+    reserved = process_overhead_bytes("numpy")
+    assert main([*arguments, str(2 * reserved + 2000)]) == 2
+    memory = parse_bytes("memory", re.findall(r"give memory: (\d+MiB)", capsys.readouterr().err)[0])
+    assert main([*arguments, str(memory)]) == 0
+    assert main([*arguments, str(memory - (2 << 20))]) == 2
+
+
 def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.yaml").write_text(FILE)
