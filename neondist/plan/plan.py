@@ -301,6 +301,8 @@ class Plan(Sequence[LayerPlan]):
 
     def tile_classes_with(self, stream: StripwisePlan | None) -> TileClasses:
         """Return the classes of tiles, given a stream; tiles of one class differ only in position."""
+        if self.grid.tiles == 1:
+            return tile_classes(1, [])
         values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
         values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
         values |= {cells for section in self.sections for cells in section.regions.values()}

@@ -9,6 +9,8 @@ from itertools import pairwise
 from math import prod
 from operator import ge, lt
 
+import numpy as np
+
 from ..geometry import Box, GridShape, OverlappingPartition, PartClassKeys, Partition, TileStripGrid, hull_partition
 from ..layers import Layer, declared_with
 from ..terminal.console import counted
@@ -259,18 +261,18 @@ class StripwisePlan:
 
     def saved_bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample kept by the checkpoints of a tile's strips."""
+        if not self.checkpointed_strips:
+            return 0
         extras = [
             (self.strip_cells[value], self.graph.shapes[value][-1], layer.saved_bytes_and_elements)
             for at, (layer, _, _, value) in enumerate(self.graph.steps)
             if layer is not None and layer.saved_bytes_and_elements is not None and at not in self.recomputed_steps
         ]
-        kept = [
-            sum(
-                cells.box(at).size * channels * (fixed + count * itemsize) for cells, channels, (fixed, count) in extras
-            )
+        return sum(
+            cells.box(at).size * channels * (fixed + count * itemsize)
             for at in self.strips(tile)[-self.checkpointed_strips :]
-        ]
-        return sum(kept) if self.checkpointed_strips else 0
+            for cells, channels, (fixed, count) in extras
+        )
 
     @cached_property
     def strip_cells(self) -> list[Partition]:
@@ -352,17 +354,23 @@ class StripwisePlan:
 
     def _distinct_strips(self, tile: int, only_largest: bool = False) -> list[int]:
         """Return one strip per geometry; `only_largest`: only those that no other strip contains."""
-        maps = {value: (cells, cells.extent[0]) for value, cells in enumerate(self.strip_cells) if cells.extent}
-        edges = [(value, step.output_value) for step in self.graph.steps for value in step.inputs]
-        edges = [(value, output) for value, output in edges if value in maps and output in maps]
-        parts, first_of = self._first_axis_parts(tile), dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
-        for at in self.strips(tile):
-            ranges = {value: (*cells.range(0, parts[at]), n) for value, (cells, n) in maps.items()}
-            node_ends = [int(end) for lo, hi, n in ranges.values() for end in (lo == 0, hi == n)]
-            for value, output in edges:  # extent of the padding
-                (lo, hi, n), (first, stop, outputs) = ranges[value], ranges[output]
-                node_ends += [first if lo == 0 else -1, outputs - stop if hi == n else -1]
-            first_of.setdefault((tuple(node_ends), tuple(hi - lo for lo, hi, _ in ranges.values())), at)
+        parts, strips = self._first_axis_parts(tile), self.strips(tile)
+        own = [parts[at] for at in strips]
+        cells_of = {value: cells for value, cells in enumerate(self.strip_cells) if cells.extent}
+        ranges = {value: np.array([cells.range(0, part) for part in own]).T for value, cells in cells_of.items()}
+        at_ends = {value: (lo == 0, hi == cells_of[value].extent[0]) for value, (lo, hi) in ranges.items()}
+        keys = [end for ends in at_ends.values() for end in ends]
+        for step in self.graph.steps:
+            output = step.output_value
+            for value in {*step.inputs} & {*ranges} if output in ranges else ():  # extent of the padding
+                (first, stop), outputs = ranges[output], cells_of[output].extent[0]
+                keys += [np.where(end, n, -1) for end, n in zip(at_ends[value], (first, outputs - stop), strict=True)]
+        sizes = [hi - lo for lo, hi in ranges.values()]
+        _, firsts = np.unique(np.stack([*keys, *sizes], 1), axis=0, return_index=True)
+        first_of = {
+            (tuple(int(key[i]) for key in keys), tuple(int(size[i]) for size in sizes)): strips[i]
+            for i in sorted(firsts.tolist())
+        }
         if not only_largest:
             return list(first_of.values())
         maximal: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
