@@ -269,7 +269,8 @@ def find_difference(actual, expected):
                 a, b = (torch.zeros_like(x if x is not None else y) if x is None else x for x, y in ((a, b), (b, a)))
             assert a.shape == b.shape, (kind, key, a.shape, b.shape)
             a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.double() for t in (a, b))
-            mismatch = torch.where(torch.isfinite(b), torch.zeros_like(b), (a != b).double() * 1e9)
+            differs = (a != b) & ~(a.isnan() & b.isnan())
+            mismatch = torch.where(torch.isfinite(b), torch.zeros_like(b), differs.double() * 1e9)
             deviation = torch.where(torch.isfinite(b), (a - b).abs(), mismatch).max().item() if b.numel() else 0.0
             finite = b[torch.isfinite(b)]
             deviation /= max(1e-5, floor, finite.abs().max().item() if finite.numel() else 1.0)

@@ -15,6 +15,7 @@ from ...geometry import Atom, index_of
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import Layout, axes_of, shape_of
+from ..ir.once_differentiable import once_differentiable
 from ..ir.registry import rule
 from ..lowering.lowering import Lowering
 
@@ -83,7 +84,7 @@ def variance(
     name = str(lowering.target)
     dims = nonnegative_dims(x, dim)
     degrees_of_freedom = prod(x.shape[d] for d in dims) - float(unbiased if correction is None else correction)
-    mean, squares, _ = mean_and_deviations(lowering, x, dims)
+    mean, squares, _ = mean_and_deviations(lowering, x, dims, has_gradient_of_mean=False)
     divisor = degrees_of_freedom if degrees_of_freedom > 0 else torch.nan
     result = lowering.local(lambda s: s / divisor, [squares], squares.layout)
     if "std" in name:
@@ -98,12 +99,21 @@ def _root_with_zero_gradient(v: torch.Tensor, order: float = 2) -> torch.Tensor:
     return v.where(v != 0, 1).pow(1 / order).where(v != 0, 0)
 
 
-def mean_and_deviations(lowering: Lowering, x: Value, dims: Sequence[int]) -> tuple[Value, Value, Value]:
-    """Return the mean over dimensions, the sum of squared differences from it, and the differences."""
+def mean_and_deviations(
+    lowering: Lowering, x: Value, dims: Sequence[int], has_gradient_of_mean: bool = True
+) -> tuple[Value, Value, Value]:
+    """Return the mean over dimensions, the sum of squared differences from it, and the differences.
+
+    The squares need no gradient of the mean, since the differences add up to zero, unless some are not finite.
+    """
     number = prod(x.shape[d] for d in dims)
     summed = sum_over_dims(lowering, _sum_dims, [x], dims)
     mean = lowering.local(lambda s: s / number, [summed], summed.layout)
-    deviations = lowering.local(torch.sub, [x, lowering.sum_gradient(mean, x.axes)], x.layout)
+    centre = mean
+    if not has_gradient_of_mean:
+        centre = lowering.local(torch.Tensor.detach, [mean], mean.layout)
+        centre.kind = "constant"
+    deviations = lowering.local(torch.sub, [x, lowering.sum_gradient(centre, x.axes)], x.layout)
     run = lambda a, d, k: _squared_magnitude(a).sum(d, k)  # noqa: E731
     squares = sum_over_dims(lowering, run, [deviations], dims, dtype=x.dtype.to_real())
     return mean, squares, deviations
@@ -122,6 +132,9 @@ def vector_norm(
     dims = nonnegative_dims(x, dim)
     if ord < 1 and ord not in (0, -torch.inf):  # a decomposition would have a different gradient at 0
         x = lowering.gather(x, dims)
+    if abs(ord) == torch.inf and dtype is None and x.dtype.is_floating_point:
+        magnitude = lowering.local(torch.abs, [x], x.layout)
+        return _extremum(lowering, magnitude, dims, keepdim, ord < 0, nan_shares_gradient=True)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
         return operator_along_dims(lowering, x, dim)
     summed = sum_over_dims(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim, x.dtype.to_real())
@@ -131,23 +144,54 @@ def vector_norm(
 @rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
 def amax_or_amin(lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False) -> Value:
     """Reduce extrema over ranks; equal elements share the gradient."""
-    dims = nonnegative_dims(x, dim)
-    is_minimum = "min" in str(lowering.target)
+    dims, name = nonnegative_dims(x, dim), str(lowering.target)
+    is_minimum = "min" in name
     if not x.dtype.is_floating_point:
         return _integer_extremum(lowering, x, dims, keepdim, is_minimum)
+    return _extremum(
+        lowering, x, dims, keepdim, is_minimum, nan_shares_gradient=name in ("aten.max.default", "aten.min.default")
+    )
+
+
+def _extremum(
+    lowering: Lowering, x: Value, dims: list[int], keepdim: bool, is_minimum: bool, nan_shares_gradient: bool
+) -> Value:
+    """Return the minimum or maximum; equal elements share the gradient, NaN only if `nan_shares_gradient`."""
     greatest = _global_maximum(lowering, lambda a: -a if is_minimum else a, x, dims)
     here = lowering.sum_gradient(greatest, x.axes)
-    mask = lowering.local(lambda a, m: ((-a if is_minimum else a) == m).to(a.dtype), [x, here], x.layout)
+
+    def attains(a: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        found = (-a if is_minimum else a) == m
+        return (found | (a.isnan() & m.isnan()) if nan_shares_gradient else found).to(a.dtype)
+
+    mask = lowering.local(attains, [x, here], x.layout)
     mask.kind = "constant"
     count = sum_over_dims(lowering, _sum_dims, [mask], dims)
-    picked = sum_over_dims(lowering, lambda a, m, d, k: torch.where(m > 0, a, 0).sum(d, k), [x, mask], dims)
-
-    def extremum_with_shared_gradient(p: torch.Tensor, c: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-        p = p / c
-        return (-m if is_minimum else m) + (p - p.detach()).nan_to_num()
-
-    extremum = lowering.local(extremum_with_shared_gradient, [picked, count, greatest], picked.layout)
+    share = lowering.local(torch.div, [mask, lowering.sum_gradient(count, x.axes)], x.layout)
+    extremum = _sum_with_derivative(lowering, greatest, x, share, dims, lambda m: -m if is_minimum else m)
     return lowering.reshape_local(extremum, layout_after_reduction(x, dims, keepdim))
+
+
+class _ZerosWithDerivative(torch.autograd.Function):
+    """Zeros of the shape of x.sum(dims, True), with a given derivative with respect to x, finite or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, derivative: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(derivative)
+        return x.new_zeros([1 if at in dims else n for at, n in enumerate(x.shape)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.saved_tensors[0].conj(), None, None
+
+
+def _sum_with_derivative(
+    lowering: Lowering, value: Value, x: Value, derivative: Value, dims: list[int], run: Callable[..., torch.Tensor]
+) -> Value:
+    """Return run(value), with a given derivative with respect to the elements of x that each result depends on."""
+    zeros = sum_over_dims(lowering, lambda a, d, dims, _: _ZerosWithDerivative.apply(a, d, dims), [x, derivative], dims)
+    return lowering.local(lambda v, z: run(v) + z, [value, zeros], zeros.layout)
 
 
 def _global_maximum(
@@ -212,7 +256,7 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
     def sums_for_later_parts(part: int, a: torch.Tensor) -> torch.Tensor:
         """Return this part's sum for each later part."""
         there = torch.arange(parts, device=a.device) > part
-        return a.sum(dim, dtype=dtype).unsqueeze(-1) * there
+        return a.sum(dim, dtype=dtype).unsqueeze(-1).where(there, 0)
 
     layout = (*x.layout[:dim], *x.layout[dim + 1 :], (Atom(parts),))
     before = lowering.allreduce_local_result(sums_for_later_parts, [x], [axis], layout, wanted, at=at)
@@ -227,8 +271,10 @@ def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = N
 def product(
     lowering: Lowering, x: Value, dim: int | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Value:
-    """Multiply locally, and multiply the products of all tiles."""
+    """Multiply locally, and multiply the products of all tiles; derivatives are computed as in PyTorch."""
     dims, wanted = nonnegative_dims(x, dim), lowering.fake_out.dtype
+    if x.dtype != wanted:
+        x = lowering.local(lambda a: a.to(wanted), [x], x.layout, wanted)
     axes = sorted(axes_of_dims(x, dims))
     parts = [lowering.mesh.parts[axis] for axis in axes]
 
@@ -237,17 +283,40 @@ def product(
 
     def products_by_part(part: int, a: torch.Tensor) -> torch.Tensor:
         """Return this part's product in its element of a new last dimension."""
-        a = a.to(wanted)
+        a = a.detach()
         for d in dims:
             a = a.prod(d, keepdim=True)
         return a.unsqueeze(-1).where(torch.arange(prod(parts), device=a.device) == part, 0)
+
+    def derivative(part: int, a: torch.Tensor, products: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        """Return the product divided by each element, or, if there are zeros, the product of the other elements."""
+        others = _products_of_others(a, dims) * _products_of_others(products, [-1])[..., part]
+        if dim is None:
+            others = others.where(zeros < 2, 0)
+        return others.where(zeros > 0, products.prod(-1) / a)
 
     layout = layout_after_reduction(x, dims, True)
     products = lowering.allreduce_local_result(
         products_by_part, [x], axes, (*layout, (Atom(prod(parts)),)), wanted, at=part_number
     )
-    result = lowering.local(lambda a: a.prod(-1), [products], layout, wanted)
+    zeros = lowering.allreduce_local_result(lambda a: (a == 0).sum(), [x], x.axes, (), torch.int64)
+    lowering.mark_constants([products, zeros], [False, False])
+    here = [lowering.sum_gradient(value, x.axes) for value in (products, zeros)]
+    factor = lowering.local(derivative, [x, *here], x.layout, at=part_number)
+    factor.kind = "constant"
+    result = _sum_with_derivative(lowering, products, x, factor, dims, lambda p: p.prod(-1))
     return lowering.reshape_local(result, layout_after_reduction(x, dims, keepdim))
+
+
+def _products_of_others(a: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Return for each element the product of all others along dimensions."""
+    a = a.detach()
+    flat = a.movedim(list(dims), list(range(-len(dims), 0)))
+    line = flat.flatten(-len(dims))
+    ones = torch.ones_like(line[..., :1])
+    before = torch.cat([ones, line[..., :-1]], -1).cumprod(-1)
+    after = torch.cat([ones, line.flip(-1)[..., :-1]], -1).cumprod(-1).flip(-1)
+    return (before * after).reshape(flat.shape).movedim(list(range(-len(dims), 0)), list(dims))
 
 
 @rule("aten.histc.default")

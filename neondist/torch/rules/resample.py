@@ -240,33 +240,35 @@ def _average_pool_dim(lowering: Lowering, x: Value, dim: int, n_out: int) -> Val
         reach = _reach_of_bins(out, bins)
         view = lowering.view(x, {dim: reach})
 
-        def pooling_weights_at(place: Place) -> torch.Tensor:
+        def cells_at(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
             lo, hi = out.range(place)
-            return _averaging_weights(bins[lo:hi], *reach.view(lo, hi, n_in).ranges[0])
+            return _local_cells_of_bins(bins[lo:hi], *reach.view(lo, hi, n_in).ranges[0])
 
-        return lowering.local(
-            partial(_apply_weights, dim), [view], replace_dim(x.layout, dim, out), at=pooling_weights_at
-        )
+        return lowering.local(partial(_average_bins, dim), [view], replace_dim(x.layout, dim, out), at=cells_at)
     axes, layout = [] if axis is None else [axis], replace_dim(x.layout, dim, Atom(n_out))
-    run = partial(_apply_weights, dim)
+    run = partial(_average_bins, dim)
     return lowering.allreduce_local_result(
-        run, [x], axes, layout, at=lambda place: _averaging_weights(bins, *atom.range(place))
+        run, [x], axes, layout, at=lambda place: _local_cells_of_bins(bins, *atom.range(place))
     )
 
 
-def _averaging_weights(bins: Sequence[range], first_cell: int, end_cell: int) -> torch.Tensor:
-    """Return the weights (results, cells) of the cells [first_cell, end_cell)."""
-    weights = torch.zeros(len(bins), max(0, end_cell - first_cell), dtype=torch.float64)
-    for i, cells in enumerate(bins):
-        a, b = max(cells.start, first_cell), min(cells.stop, end_cell)
-        if a < b:
-            weights[i, a - first_cell : b - first_cell] = 1.0 / len(cells)
-    return weights
+def _local_cells_of_bins(bins: Sequence[range], first_cell: int, end_cell: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which of the cells [first_cell, end_cell) are in each bin, padded with the next index, and bin sizes."""
+    count, width = max(0, end_cell - first_cell), max(map(len, bins), default=0)
+    index = torch.full((len(bins), width), count)
+    for cells, own in zip(bins, index, strict=True):
+        local = torch.tensor([at - first_cell for at in cells if first_cell <= at < end_cell], dtype=torch.int64)
+        own[: len(local)] = local
+    return index, torch.tensor([len(cells) for cells in bins], dtype=torch.float64)
 
 
-def _apply_weights(dim: int, weights: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    weights = weights.to(a.device, a.dtype)
-    return torch.tensordot(a, weights, ([dim], [1])).movedim(-1, dim)
+def _average_bins(dim: int, index_and_sizes: tuple[torch.Tensor, torch.Tensor], a: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each bin's local cells, divided by its size; other cells do not contribute, even NaN."""
+    index, sizes = (tensor.to(a.device) for tensor in index_and_sizes)
+    shape = [1 if at == dim else n for at, n in enumerate(a.shape)]
+    cells = torch.cat([a, a.new_zeros(shape)], dim).index_select(dim, index.flatten())
+    total = cells.unflatten(dim, index.shape).sum(dim + 1, dtype=ACCUMULATION_DTYPES.get(a.dtype))
+    return (total / sizes.to(total.dtype).view([-1 if at == dim else 1 for at in range(a.dim())])).to(a.dtype)
 
 
 @rule("aten.adaptive_max_pool1d.default", "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")
