@@ -161,8 +161,8 @@ def _extremum(
     here = lowering.sum_gradient(greatest, x.axes)
 
     def attains(a: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-        found = (-a if is_minimum else a) == m
-        return (found | (a.isnan() & m.isnan()) if nan_shares_gradient else found).to(a.dtype)
+        equal = (-a if is_minimum else a) == m
+        return (equal | (a.isnan() & m.isnan()) if nan_shares_gradient else equal).to(a.dtype)
 
     mask = lowering.local(attains, [x, here], x.layout)
     mask.kind = "constant"
