@@ -14,7 +14,7 @@ from ...comm import ProcessGrid
 from ...geometry import Range, part_range
 from ..exchange.mesh_comm import MeshComm
 from ..exchange.normalisation import MomentsSpec
-from ..ir.graph import supports_gradients
+from ..ir.graph import ACCUMULATION_DTYPES, supports_gradients
 from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
@@ -199,7 +199,12 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Any) -> Any:
         blocks, needed, tensors = ctx.blocks, ctx.needs_input_grad[1:], ctx.saved_tensors
-        sums = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needed, strict=True)]
+        sums = [
+            torch.zeros_like(t, dtype=t.dtype if value.axes - {0} else ACCUMULATION_DTYPES.get(t.dtype))
+            if need
+            else None
+            for t, value, need in zip(tensors, blocks.traced.inputs, needed, strict=True)
+        ]  # in float32 where each of many blocks contributes to all elements
         for block in blocks.nonempty_blocks:
             views = blocks.narrow_inputs(block, tensors)
             leaves = [t.detach().requires_grad_(need) for t, need in zip(views, needed, strict=True)]
@@ -214,7 +219,7 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
             for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
                 if grad is not None:
                     total.add_(grad)
-        return None, *sums
+        return None, *(total if total is None else total.to(t) for total, t in zip(sums, tensors, strict=True))
 
 
 def extend_empty_ranges(own: AxisRanges, whole: AxisRanges) -> AxisRanges:

@@ -5,6 +5,7 @@ import os
 import random
 from collections import OrderedDict
 from itertools import combinations
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from test_blocks_of_modules import Globe, make_experiment  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import check_module, share_captures  # noqa: E402
+from torch_runs import check_module, find_least_memory, share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -230,3 +231,28 @@ def test_schemes_without_blocks(scheme, message, monkeypatch):
 def test_planned_traffic_of_sweeps():
     """Statistics have gradients, the running statistics that are computed from them have none."""
     check_module(nn.Sequential(nn.BatchNorm2d(3), nn.ZeroPad2d(1)), (2, 3, 8, 8), grids=[(1, 2, 1)], memory="least")
+
+
+@pytest.mark.long
+def test_many_blocks_of_a_module_in_16_bits():
+    """Add the gradients of blocks in float32: the sum of 1,000 blocks in bfloat16 would be half of the gradient."""
+    module, shape = (
+        nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 1, 3, padding=1)),
+        (1, 1, 512, 8),
+    )
+    exact = copy.deepcopy(module).double()
+    exact(torch.ones(shape).double()).sum().backward()
+
+    def body(world):
+        with ProcessGrid(world) as ranks:
+            own = copy.deepcopy(module).bfloat16()
+            args = own, shape, ranks
+            memory = find_least_memory(*args, dtype=torch.bfloat16)
+            model = ndt.distribute(*args, dtype=torch.bfloat16, memory=memory)
+            model(model.scatter(torch.ones(shape).bfloat16())).sum().backward()
+            return [parameter.grad for parameter in own.parameters()]
+
+    with mock.patch("neondist.system.memory.process_overhead_bytes", return_value=0):
+        for gradients in loopback.run(2, body):
+            for actual, parameter in zip(gradients, exact.parameters(), strict=True):
+                assert (actual - parameter.grad).norm() < 0.02 * parameter.grad.norm()
