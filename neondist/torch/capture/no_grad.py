@@ -32,11 +32,16 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
                 f"{node.target} modifies running statistics, undeclared in its schema; use batch_norm instead",
                 place(node),
             )
+    inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node, old, hidden in _in_place_writes(program):
-        if hidden and not _is_buffer(program, old):
+        source = inputs.get(old.name)
+        if hidden and (source is None or source.kind not in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)):
+            what, remedy = "a tensor", "create a new tensor instead"
+            if source is not None and source.kind == InputKind.PARAMETER:
+                what, remedy = f"the parameter {source.target!r}", "change it in the training loop, or use a buffer"
             raise CaptureError(
-                f"{node.target} modifies a tensor in place under torch.no_grad() or through .detach(), so that"
-                " gradients ignore the change; create a new tensor instead", place(node),
+                f"{node.target} modifies {what} in place under torch.no_grad() or through .detach(), so that"
+                f" gradients ignore the change; {remedy}", place(node),
             )  # fmt: skip
     for node in list(graph.nodes):
         results = list(node.users) if node.target is GRAD_MODE_REGION and node.args[0] is False else []
@@ -67,8 +72,3 @@ def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
                 memory = storage_id(old.meta["val"]) if isinstance(old, torch.fx.Node) else None
                 if memory in first:
                     yield inner, first[memory], region or memory in detached
-
-
-def _is_buffer(program: Any, node: Any) -> bool:
-    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    return kinds.get(node.name) in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

@@ -149,7 +149,9 @@ class _UnrecordedFunctionGuard(TorchFunctionMode):
     """Reject operations of a forward pass that torch.export does not record."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        applies = func not in _DATA_ACCESSORS or isinstance(args[0], FakeTensor)  # PyTorch itself reads real ones
+        if func is _TENSOR_DATA.__get__ and isinstance(args[0], FakeTensor):  # PyTorch itself reads real ones
+            return args[0].detach()
+        applies = func is not _TENSOR_DATA.__set__ or isinstance(args[0], FakeTensor)
         if func in _UNRECORDED_NAMES and applies:
             raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward pass is not recorded{_REMEDIES.get(func, '')}")
         return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
@@ -157,16 +159,14 @@ class _UnrecordedFunctionGuard(TorchFunctionMode):
 
 _TENSOR_DATA: Any = torch.Tensor.data
 _UNRECORDED_NAMES: dict[Any, str] = {
-    _TENSOR_DATA.__get__: "Tensor.data",
-    _TENSOR_DATA.__set__: "Tensor.data",
+    _TENSOR_DATA.__set__: "assigning Tensor.data",
     torch.Tensor.register_hook: "Tensor.register_hook",
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
 }
-_DATA_ACCESSORS = (_TENSOR_DATA.__get__, _TENSOR_DATA.__set__)
 _REMEDIES = {
-    _TENSOR_DATA.__get__: "; use .detach() instead",
+    _TENSOR_DATA.__set__: "; change parameters in the training loop, and buffers with copy_()",
     torch.Tensor.register_hook: "; use a torch.autograd.Function instead",
     torch.autograd.grad: "; compute the derivative with ordinary operators instead",
 }
