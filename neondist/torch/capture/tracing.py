@@ -38,6 +38,7 @@ SHAPE_REMEDY = (
 )
 _TEXTS_OF_VALUE_READS = "FakeTensor.__format__", ".numpy() is not supported"
 _TEXTS_OF_TRANSFORMS = "Cannot access data pointer", "Cannot access storage"
+_DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
@@ -169,6 +170,9 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     why = first if isinstance(error, CaptureError) else f"{name}: {first}"
     if isinstance(error, TypeError) and "missing a required argument" in first:
         why = f"{why}; give one input per required argument of forward, or wrap the module"
+    if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first):
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in shapes)
+        why = f"{why}; inputs have dtype {dtypes}: if others are needed, pass dtype=, for several inputs a list"
     if "DataDependent" in name or any(text in first for text in _TEXTS_OF_VALUE_READS):
         why = (
             "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"

@@ -94,6 +94,18 @@ def test_missing_inputs():
     check_rejected(body, "'mask'; give one input per required argument of forward, or wrap the module")
 
 
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(5, 4), nn.CrossEntropyLoss(), nn.Conv2d(3, 3, 3).double()], ids=lambda m: type(m).__name__
+)
+def test_wrong_default_dtype(module):
+    shapes = [IMAGES, (IMAGES[0], *IMAGES[2:])] if isinstance(module, nn.CrossEntropyLoss) else IMAGES
+    named = ", ".join(["float32"] * (2 if shapes is not IMAGES else 1))
+    check_rejected(
+        lambda grid: ndt.distribute(module, shapes, grid, dtype=torch.float32),
+        f"; inputs have dtype {named}: if others are needed, pass dtype=, for several inputs a list",
+    )
+
+
 def test_error_on_one_rank_is_raised_on_all():
     def body(grid):
         ndt.distribute(nn.Conv2d(3 + grid.rank, 3, 1), IMAGES, grid)
