@@ -11,7 +11,7 @@ import torch
 
 from ...geometry import Atom, MeshTransfer
 from ..exchange.ring import RingPlan
-from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS, Step, TorchGraph, Value
+from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS, Step, TorchGraph, Value, supports_gradients
 from ..ir.layout import Mesh, axes_of
 
 TrafficKey = tuple[str, str, str]
@@ -83,7 +83,8 @@ def traffic_of(
                 account = messages[0], step.name, direction
                 accounts[account] = accounts.get(account, 0) + messages[1]
 
-    back = BackwardSteps(plan, trained, [v for v in plan.inputs if inputs and plan.values[v].kind == "value"])
+    given = [value for value in plan.inputs if inputs and plan.values[value].kind == "value"]
+    back = BackwardSteps(plan, trained, [value for value in given if supports_gradients(plan.values[value].dtype)])
     add(plan.steps, "forward")
     add((step for step in reversed(plan.steps) if id(step) in back.communicating_step_ids), "backward")
     for segment in plan.recomputed_segments():

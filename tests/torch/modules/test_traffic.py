@@ -256,3 +256,17 @@ def test_large_gradients_of_weights_are_summed_in_place():
             return {name for name, value in plan.parameters.items() if value in plan.unaliased_gradients}
 
     assert loopback.run(2, body)[0] == {"conv.weight", "body.0.weight", "body.3.weight"}
+
+
+def test_integer_inputs_have_no_gradient():
+    class Embedded(nn.Conv2d):
+        def forward(self, x, times):
+            return super().forward(x) * times.double().sin()[:, None, None, None]
+
+    def body(world):
+        with ProcessGrid(world, rows=2) as grid:
+            module = Embedded(2, 2, 3).requires_grad_(False).double()
+            model = ndt.distribute(module, [SHAPE, SHAPE[:1]], grid, dtype=[torch.float64, torch.int64])
+            return {direction for kind, _, direction in model.plan.traffic(grid.rank, (), inputs=True) if kind == "sum"}
+
+    assert loopback.run(2, body) == [set(), set()]
