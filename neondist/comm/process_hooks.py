@@ -9,11 +9,12 @@ import traceback
 from types import TracebackType
 
 from ..errors import UserError
+from ..terminal.script_errors import ChainedHook, ScriptErrorHook
 from .agreement import CALL_KEY, check_equal_on_ranks
 from .transport import Transport
 
 
-class ExceptionAndExitHooks:
+class ExceptionAndExitHooks(ChainedHook):
     """Python's excepthook, and the number of threads, while grids of several ranks are open.
 
     An uncaught exception prints its traceback and ends the job on all ranks, so that no rank waits forever; the same
@@ -51,10 +52,13 @@ class ExceptionAndExitHooks:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End the job; called by Python as the excepthook."""
-        if self.open_worlds:
-            abort_with_error(self.open_worlds[-1], error)
-        else:  # a hook installed later delegates to this one
+        if not self.open_worlds:  # a hook installed later delegates to this one
             self.previous_hook(kind, error, trace)
+        elif isinstance(error, UserError) and isinstance(self.previous_hook, ScriptErrorHook):
+            self.previous_hook.report(error)
+            self.open_worlds[-1].abort(2)
+        else:
+            abort_with_error(self.open_worlds[-1], error)
 
     def check_exit(self) -> None:
         """Check at interpreter exit that all ranks exit; otherwise end the job."""

@@ -38,8 +38,8 @@ class AutoDist:
 
     AutoDist joins an existing MPI job; otherwise `python script.py` reruns the script on all devices of the resource
     spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec a single process is used.
-    Ranks start with rank 0's random states of Python, NumPy and PyTorch, and only rank 0 prints. A mistake found before
-    the ranks are started, if not caught, ends the script with one message and exit code 2.
+    Ranks start with rank 0's random states of Python, NumPy and PyTorch, and only rank 0 prints. Invalid input, if the
+    error is not caught, ends the script on all ranks with one message and exit code 2.
 
     Parameters
     ----------
@@ -78,9 +78,8 @@ class AutoDist:
         strategy: StrategyBuilder | Strategy | str = "AllReduce",
         grid: ProcessGrid | Mapping[str, int] | None = None,
     ) -> None:
+        install_script_error_hook()
         job = detect_job(os.environ)
-        if job is None:
-            install_script_error_hook()
         if not (resource_spec is None or isinstance(resource_spec, ResourceSpec)):
             resource_spec = ResourceSpec(resource_spec)
         self.resources = resource_spec

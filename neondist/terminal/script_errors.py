@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Callable
 from traceback import walk_tb
 from types import TracebackType
 
 from ..errors import UserError
+from ..system.job import detect_job
 from .console import say
 
 
+class ChainedHook:
+    """Base class of excepthooks that keep the previous one, as `previous_hook`."""
+
+    previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class ScriptErrorHook:
+    """Python's excepthook of a script: an uncaught UserError prints one message and exits with code 2.
+
+    Parameters
+    ----------
+    script : str
+        Path of the script, whose line the message names.
+    """
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Report a UserError and exit; print the traceback of any other error."""
+        if not isinstance(error, UserError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        self.report(error)
+        raise SystemExit(2)
+
+    def report(self, error: UserError) -> None:
+        """Print the message of an error with the script's line; ranks after the first leave this to rank 0."""
+        job = detect_job(os.environ)
+        if job is not None and job.rank:
+            time.sleep(1)  # rank 0 prints the same error and ends this rank, unless only this rank failed
+        trace = walk_tb(error.__traceback__)
+        lines = [f"{self.script}:{line}: " for frame, line in trace if frame.f_code.co_filename == self.script]
+        say(f"error: {lines[-1] if lines else ''}{error}", sys.stderr)
+
+
 def install_script_error_hook() -> None:
-    """Let an uncaught UserError of a script print one message with the script's line, and exit with code 2.
+    """Install a ScriptErrorHook for the running script.
 
     Python's excepthook is left unchanged if it has been replaced already, and at the interpreter's prompt.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, UserError):
-            sys.__excepthook__(kind, error, trace)
-            return
-        lines = [f"{script}:{line}: " for frame, line in walk_tb(trace) if frame.f_code.co_filename == script]
-        say(f"error: {lines[-1] if lines else ''}{error}", sys.stderr)
-        raise SystemExit(2)
-
-    if script is not None and sys.excepthook is sys.__excepthook__:
-        sys.excepthook = report
+    hook = sys.excepthook
+    if script is None:
+        return
+    if hook is sys.__excepthook__:
+        sys.excepthook = ScriptErrorHook(script)
+    elif isinstance(hook, ChainedHook) and hook.previous_hook is sys.__excepthook__:
+        hook.previous_hook = ScriptErrorHook(script)

@@ -7,6 +7,7 @@ import pytest
 from neondist.comm.process_hooks import ExceptionAndExitHooks
 from neondist.comm.transport import Transport
 from neondist.errors import DataError
+from neondist.terminal.script_errors import install_script_error_hook
 
 
 class FakeRanks(Transport):
@@ -49,6 +50,28 @@ def test_last_grid_reverts_the_effects(previous_hook, capsys):
     assert sys.excepthook is hook
     assert first.events == ["shared", "reverted"]
     assert not calls
+
+
+@pytest.mark.parametrize("script_first", [True, False])
+def test_script_error_is_one_message_on_several_ranks(script_first, monkeypatch, capsys):
+    """Report invalid input without a traceback, whether the hook of scripts or the first grid comes first."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+    if script_first:
+        install_script_error_hook()
+    effects = ExceptionAndExitHooks.add_grid(ranks := FakeRanks())
+    install_script_error_hook()
+    try:
+        raise DataError("no such file")
+    except DataError as error:
+        sys.excepthook(DataError, error, error.__traceback__)
+        line = error.__traceback__.tb_lineno
+    assert ranks.events == ["shared", 2]
+    assert capsys.readouterr().err == f"error: {__file__}:{line}: no such file\n"
+    sys.excepthook(KeyError, KeyError("x"), None)
+    assert ranks.events == ["shared", 2, 1]
+    assert "failed and ends the job:\nKeyError: 'x'" in capsys.readouterr().err
+    effects.remove_grid(ranks)
 
 
 def test_later_hooks_are_kept(previous_hook):
