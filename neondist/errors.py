@@ -12,6 +12,8 @@ from typing import TypeVar
 
 MAX_MESSAGE_LENGTH = 4000
 """maximum number of characters of a message"""
+REPORT_DELAY_SECONDS = 3.0
+"""delay before a rank after the first reports an error, since rank 0 usually reports the same one and ends the job"""
 _UserErrorType = TypeVar("_UserErrorType", bound="UserError")
 
 

@@ -8,7 +8,7 @@ import time
 import traceback
 from types import TracebackType
 
-from ..errors import UserError
+from ..errors import REPORT_DELAY_SECONDS, UserError
 from ..terminal.script_errors import ChainedHook, ScriptErrorHook
 from .agreement import CALL_KEY, check_equal_on_ranks
 from .transport import Transport
@@ -73,7 +73,7 @@ class ExceptionAndExitHooks(ChainedHook):
 def abort_with_error(transport: Transport, error: BaseException) -> None:
     """Print the error of this rank and end the job on all ranks."""
     if transport.rank and isinstance(error, UserError) and error.raised_on_all_ranks:
-        time.sleep(1)  # rank 0 prints the same error and ends this rank, unless it catches the error
+        time.sleep(REPORT_DELAY_SECONDS)  # unless rank 0 catches the error, it ends this rank
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")
     sys.stderr.flush()

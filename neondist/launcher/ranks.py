@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 from ..comm import Transport
-from ..errors import LaunchError, RemoteError, UserError
+from ..errors import REPORT_DELAY_SECONDS, LaunchError, RemoteError, UserError
 from ..system import threads
 from ..system.collector import exempt_new_objects_from_gc
 from ..system.heartbeat import supervisor_descriptor
@@ -141,7 +141,7 @@ def _run_and_report_errors(
                 print_error(error)
             return 2
         if world.rank:
-            time.sleep(1)  # let rank 0 report if it has the error too
+            time.sleep(REPORT_DELAY_SECONDS)
         print_error(error)
         if world.size > 1:
             world.abort(2)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from traceback import walk_tb
 from types import TracebackType
 
-from ..errors import UserError
+from ..errors import REPORT_DELAY_SECONDS, UserError
 from ..system.job import detect_job
 from .console import say
 
@@ -44,7 +44,7 @@ class ScriptErrorHook:
         """Print the message of an error with the script's line; ranks after the first leave this to rank 0."""
         job = detect_job(os.environ)
         if job is not None and job.rank:
-            time.sleep(1)  # rank 0 prints the same error and ends this rank, unless only this rank failed
+            time.sleep(REPORT_DELAY_SECONDS)
         trace = walk_tb(error.__traceback__)
         lines = [f"{self.script}:{line}: " for frame, line in trace if frame.f_code.co_filename == self.script]
         say(f"error: {lines[-1] if lines else ''}{error}", sys.stderr)
