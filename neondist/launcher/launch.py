@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,8 @@ def report_failure(ending: JobEnding, arguments: argparse.Namespace) -> int:
             else "start the command again"
         )
         say(f"error: {ending.failure_message}; {remedy}", sys.stderr)
+    elif arguments.stops and ending.stop_requested and ending.exit_code == 128 + signal.SIGTERM:
+        say("error: SIGTERM ended the ranks before they had written a checkpoint; continue with --resume", sys.stderr)
     return ending.exit_code
 
 

@@ -341,13 +341,16 @@ def wait_for_members(
         members = roster.choose_members()
         if members is not None:
             reasons = roster.find_unusable_hosts(members)
-            problems = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
+            problems = {host: f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT}
             if is_first and problems:
-                raise LaunchError(f"--hosts-from: {'; '.join(problems)}, or remove the host from the list")
+                raise LaunchError(f"--hosts-from: {'; '.join(problems.values())}, or remove the host from the list")
             excluded = roster.exclude_hosts(reasons)
             if not excluded:
                 return members
-            report("; ".join(f"{host} {reasons[host]}" for host in excluded))
+            test = [
+                f"correct the list, or the error shown by `ssh {host}`" for host in excluded if host not in problems
+            ]
+            report("; ".join([f"{host} {reasons[host]}" for host in excluded] + test[:1]))
             continue
         waited = time.monotonic() - start
         if is_stopped() or waited >= limit or roster.host_pool is None:

@@ -57,6 +57,18 @@ def test_hosts_that_join_without_neondist(folder, capsys, monkeypatch):
     assert "with neondist; install it there at the same path; the host is left out\n" in out
 
 
+def test_unreachable_hosts_at_the_start(folder, capsys, monkeypatch):
+    """Say how to test the connection, and wait for other hosts."""
+    hide_neondist(folder, monkeypatch, "b")
+    (folder / "agent").write_text((folder / "agent").read_text().replace("113", "255"))
+    script = GenerationScript(folder, JobEnding(0))
+    script.write_hosts("b:2")
+    assert script.run("--elastic", "2:2", sleep=lambda seconds: script.write_hosts("b:2 c:2")) == 0
+    assert script.started == [{"c": 2}]
+    out = capsys.readouterr().out
+    assert "b cannot be reached; correct the list, or the error shown by `ssh b`\n" in out
+
+
 def test_hosts_without_neondist_at_the_start(folder, monkeypatch):
     hide_neondist(folder, monkeypatch, "b")
     script = GenerationScript(folder)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 from processes import communicate, is_alive, kill
@@ -11,6 +12,7 @@ from waiting import wait_until
 
 from neondist import safe_path
 from neondist.launcher import supervision
+from neondist.launcher.launch import report_failure
 from neondist.launcher.monitor import Monitor
 
 SUPERVISOR_SCRIPT = """\
@@ -184,3 +186,19 @@ def test_launcher_that_exits_before_its_ranks():
         ending = supervision.supervise_command(["true"], os.environ, monitor=monitor)
     assert ending.exit_code == 137
     assert ending.failure_message.startswith("rank 0 of 2 exited without reporting an error")
+
+
+@pytest.mark.parametrize(
+    ("stops", "ending"),
+    [
+        (True, supervision.JobEnding(143, stop_requested=True)),
+        (False, supervision.JobEnding(143, stop_requested=True)),
+        (True, supervision.JobEnding(130)),
+        (True, supervision.JobEnding(75, stop_requested=True)),
+    ],
+)
+def test_stop_without_checkpoint_is_reported(stops, ending, capsys):
+    """Report that SIGTERM, as sent to every process of a job, ended the ranks before their checkpoint."""
+    assert report_failure(ending, Namespace(stops=stops)) == ending.exit_code
+    expected = "error: SIGTERM ended the ranks before they had written a checkpoint; continue with --resume\n"
+    assert capsys.readouterr().err == (expected if stops and ending.exit_code == 143 else "")
