@@ -374,9 +374,9 @@ class StripwisePlan:
         if not only_largest:
             return list(first_of.values())
         maximal: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        for edge, sizes in sorted(first_of, key=lambda pair: -sum(pair[1])):
-            if not any(e == edge and all(map(ge, larger, sizes)) for e, larger in maximal):
-                maximal.append((edge, sizes))
+        for edge, extents in sorted(first_of, key=lambda pair: -sum(pair[1])):
+            if not any(e == edge and all(map(ge, larger, extents)) for e, larger in maximal):
+                maximal.append((edge, extents))
         return [first_of[pair] for pair in maximal]
 
     def strip_bytes(self, tile: int, itemsize: int) -> int:
