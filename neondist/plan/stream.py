@@ -365,10 +365,10 @@ class StripwisePlan:
             for value in {*step.inputs} & {*ranges} if output in ranges else ():  # extent of the padding
                 (first, stop), outputs = ranges[output], cells_of[output].extent[0]
                 keys += [np.where(end, n, -1) for end, n in zip(at_ends[value], (first, outputs - stop), strict=True)]
-        sizes = [hi - lo for lo, hi in ranges.values()]
-        _, firsts = np.unique(np.stack([*keys, *sizes], 1), axis=0, return_index=True)
+        lengths = [hi - lo for lo, hi in ranges.values()]
+        _, firsts = np.unique(np.stack([*keys, *lengths], 1), axis=0, return_index=True)
         first_of = {
-            (tuple(int(key[i]) for key in keys), tuple(int(size[i]) for size in sizes)): strips[i]
+            (tuple(int(key[i]) for key in keys), tuple(int(length[i]) for length in lengths)): strips[i]
             for i in sorted(firsts.tolist())
         }
         if not only_largest:

@@ -32,7 +32,7 @@ def prelu(lowering: Lowering, x: Value, weight: Value) -> Value:
         shape[1] = prod(weight.shape)
     slope = lowering.reshape(weight, shape)
     args = [x, lowering.align_for_broadcast(slope, x.layout, x.axes)]
-    return lowering.local(lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), args, x.layout)
+    return lowering.local(lambda a, w: torch.where(a > 0, a, w * torch.where(a > 0, 0, a)), args, x.layout)
 
 
 @rule("aten.type_as.default", "aten.to.other", applies_if_replicated=True)

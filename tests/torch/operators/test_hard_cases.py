@@ -410,13 +410,14 @@ SPECIAL_VALUES = {
     "inf and zero": [torch.inf, 0.0],
     "infinities": [torch.inf, -torch.inf],
 }
-REDUCTIONS = {
+OPERATIONS = {
     **{name: lambda x, name=name: getattr(x, name)() for name in ("prod", "max", "min", "amax", "amin", "var", "std")},
     **{
         f"{name} of rows": lambda x, name=name: getattr(x, name)(2)
         for name in ("prod", "amax", "amin", "var", "cumsum", "cumprod")
     },
     "prod of columns": lambda x: x.prod(3, keepdim=True),
+    "slopes of channels": lambda x: F.prelu(x, torch.tensor([0.2, -0.3, 0.4]).to(x)),
     "means of bins": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
     "means of small bins": lambda x: F.interpolate(x, size=(5, 4), mode="area"),
     "maximum norm": lambda x: torch.linalg.vector_norm(x, torch.inf, 2),
@@ -425,9 +426,9 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", SPECIAL_VALUES)
-def test_reductions_of_special_values(name):
+def test_operations_on_special_values(name):
     """Give PyTorch's results and gradients, finite or not, in all tiles."""
     x = torch.linspace(-1.1, 1.7, 2 * 3 * 8 * 6, dtype=torch.float64).reshape(2, 3, 8, 6)
     for at, value in enumerate(SPECIAL_VALUES[name]):
         x[0, 1, 3 + at, 2] = value
-    check_modules({key: FunctionModule(run) for key, run in REDUCTIONS.items()}, x, grids=GRIDS[:2])
+    check_modules({key: FunctionModule(run) for key, run in OPERATIONS.items()}, x, grids=GRIDS[:2])
