@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from ..launcher.report import is_reporting_rank
 from ..registry.names import suggest_nearest
 from ..terminal.console import say
+from ..version import __version__
 from . import (
     bench,
     data,
@@ -94,6 +95,7 @@ def create_parser() -> argparse.ArgumentParser:
         prog="neondist",
         description="Train convolutional networks on images that are partitioned into tiles, one per MPI rank.",
     )
+    root.add_argument("--version", action="version", version=f"neondist {__version__}")
     # stops: SIGTERM and SIGUSR1 request a stop instead of killing the command, which writes to `folder`; watched:
     # monitored for hangs by `watchdog`; restarts, elastic, lease: as in `run`; begun: start time of the job's first
     # generation

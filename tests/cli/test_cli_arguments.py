@@ -7,6 +7,7 @@ import time
 import pytest
 from cli_runs import EXPERIMENT, build_command, run_command
 
+import neondist as nd
 from neondist.cli import main, options
 from neondist.cli.arguments import create_parser
 from neondist.launcher.launch import rank_args
@@ -25,6 +26,13 @@ def test_settings_precede_or_follow_the_file():
     ):
         arguments = parse(*argv)
         assert (arguments.file, arguments.settings) == ("e.yaml", ["a=1", "b.c=-2"])
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--version")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"neondist {nd.__version__}\n"
 
 
 def test_file_name_with_an_equals_sign():
