@@ -91,7 +91,7 @@ def measure_traffic(megabytes, servers, rounds):
     addresses = [process.stdout.readline().split()[-1] for process in processes]
     layouts = place_parameters(PSLoadBalancing().build(specs, servers), servers)
     with ParameterClient(addresses, layouts, token, "0") as client:
-        client.initialize(values, nd.SGD(0.0), SyncPolicy(sync=False))
+        client.push_initial_values(values, nd.SGD(0.0), SyncPolicy(sync=False))
         client.pull(values)
 
         def exchange():

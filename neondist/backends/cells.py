@@ -119,7 +119,7 @@ class CellKernels:
         if norm.fused_relu:
             self.relu(y, y)
 
-    def normalise_gradient_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
+    def normalise_backward_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group, (groups, C).
 
         dz is the gradient before clipping.
@@ -249,7 +249,7 @@ class CompiledCells(CellKernels):
         if not self._try_compiled_kernel("normalise", x, y, group_values=norm[:3], minimum=_output_lower_bound(norm)):
             super().normalise(x, norm, y)
 
-    def normalise_gradient_sums(
+    def normalise_backward_sums(
         self, x: np.ndarray, dy: np.ndarray, norm: Normalisation
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of dz and of dz * (x - mean)."""
@@ -257,7 +257,7 @@ class CompiledCells(CellKernels):
         if not self._try_compiled_kernel(
             "normalise_sums", x, dy, group_values=norm[:3], sums=sums, minimum=_output_lower_bound(norm)
         ):
-            return super().normalise_gradient_sums(x, dy, norm)
+            return super().normalise_backward_sums(x, dy, norm)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
     def normalise_backward(

@@ -198,10 +198,10 @@ class CupyKernels(Kernels):
         mean, squares = self._reduce_sums(MOMENTS_KIND, x, by_sample=by_sample)
         return mean, squares
 
-    def normalise_gradient_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
+    def normalise_backward_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group."""
         if not self._has_cell_kernel(x, dy):
-            return super().normalise_gradient_sums(x, dy, norm)
+            return super().normalise_backward_sums(x, dy, norm)
         by_channel = self._contiguous_by_channel(norm[:3], x)
         first, second = self._reduce_sums(GRADIENTS_KIND, x, by_channel, dy, len(norm.mean) != 1, clip=norm.fused_relu)
         return first, second

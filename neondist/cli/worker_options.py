@@ -27,7 +27,7 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
     if strategy == "ParameterServerStrategy":
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
-        arguments.sync_policy = _create_sync_policy(arguments)
+        arguments.sync_policy = _create_server_sync_policy(arguments)
     else:
         given = vars(arguments) | {"grads_to_wait": (arguments.grads_to_wait or 1) > 1}
         for name in ("num_ps", "use_async", "grads_to_wait", "sync_version_tolerance", "lr_staleness_modulation"):
@@ -73,7 +73,7 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
         )
 
 
-def _create_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | None:
+def _create_server_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | None:
     """Return the synchronisation policy of the servers; None if the workers own the parameters instead."""
     workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
     elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation

@@ -185,11 +185,11 @@ class ResourceSpec:
             if repeated := [index for index in indices if indices.count(index) > 1]:
                 raise field_error(node, path, kind, f"device {repeated[0]} is listed twice; list each once")
         fields["chief"] = fields.get("chief", False) or is_only_node
-        fields["ssh_config"] = self._choose_ssh_config(node, fields, path)
+        fields["ssh_config"] = self._ssh_config_name(node, fields, path)
         fields["cpus"] = fields.get("cpus") or (0,)
         return Node(**fields | {"address": str(fields["address"])})
 
-    def _choose_ssh_config(self, node: yaml_nodes.Node, fields: Mapping[str, Any], path: str) -> str | None:
+    def _ssh_config_name(self, node: yaml_nodes.Node, fields: Mapping[str, Any], path: str) -> str | None:
         default = SSH_CONFIG_OF_ALL_NODES if SSH_CONFIG_OF_ALL_NODES in self.ssh and len(self.ssh) == 1 else None
         name: str | None = fields.get("ssh_config", default)
         if name is not None and name not in self.ssh:

@@ -116,7 +116,7 @@ def list_metadata_names(variables: Sequence[AuxiliaryVariable], unreadable: Sequ
     return [*(one.name for one in variables if one.values is not None), *own, *unreadable]
 
 
-def collect_referenced_variables(
+def load_auxiliary_variables(
     own_attributes: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
 ) -> list[AuxiliaryVariable]:
     """Return an entry named '' with a variable's attributes, its dimensions, and the variables to which they refer.

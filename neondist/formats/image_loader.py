@@ -252,7 +252,7 @@ def _require_memory(path: Path, size: tuple[int, ...], channels: int, pages: int
 
 
 @contextmanager
-def _open_pillow_image(path: Path, decoded_size: tuple[int, int] | None) -> Iterator[Any]:
+def _open_pillow_image(path: Path, target_size: tuple[int, int] | None) -> Iterator[Any]:
     """Open an image of one frame or of several pages that fits in memory; convert errors into DataError."""
     try:
         from PIL import Image
@@ -271,7 +271,7 @@ def _open_pillow_image(path: Path, decoded_size: tuple[int, int] | None) -> Iter
         warnings.simplefilter("error" if file.read(2) in (b"II", b"MM") else "ignore", UserWarning)
         file.seek(0)
         with Image.open(file) as image:
-            for extents in (image.size, decoded_size or ()):
+            for extents in (image.size, target_size or ()):
                 if extents:
                     _require_memory(path, extents, 1 if image.mode in ("1", "L") else 4)
             frames = 1 if image.format in ("TIFF", "MPO") else getattr(image, "n_frames", 1)

@@ -191,7 +191,7 @@ class NetCDFSource(HDF5Source):
             own = _storable_attributes(array, "", [])
             unreadable += [name for name in conventions.POSITION_ATTRIBUTES if name in array.attrs and name not in own]
             axes = [self._load_variable(name, one, unreadable) for name, one in self._dimensions(array) if name]
-            variables += conventions.collect_referenced_variables(
+            variables += conventions.load_auxiliary_variables(
                 own, axes, lambda name: self._load_variable(name, self._find_in_scope(name), unreadable)
             )
         return variables, list(dict.fromkeys(unreadable))

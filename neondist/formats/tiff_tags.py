@@ -66,7 +66,7 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
         metadata |= {"scale": dict.fromkeys("XY", float(match[1])), "units": dict.fromkeys("XY", "micrometer")}
     if "scale" in metadata:
         metadata["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in metadata["scale"].items()}
-    elif not place and (sizes := sizes_from_resolution(metadata.get("resolution"))):
+    elif not place and (sizes := pixel_sizes_from_resolution(metadata.get("resolution"))):
         metadata |= {"scale": sizes, "units": dict.fromkeys(sizes, "micrometer")}
     if {"X", "Y"} <= metadata.get("scale", {}).keys() and _is_resolution_redundant(metadata, file.is_imagej):
         del metadata["resolution"]  # sinks that write the scale lose nothing
@@ -78,11 +78,11 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
     return metadata
 
 
-def sizes_from_resolution(resolution: tuple[Any, Any, int | None] | None) -> dict[str, float]:
+def pixel_sizes_from_resolution(resolution_tags: tuple[Any, Any, int | None] | None) -> dict[str, float]:
     """Return the pixel sizes in micrometres for a resolution per centimetre (slide scanners); {} for one per inch."""
-    if resolution is None or resolution[2] != CENTIMETER_UNIT_CODE:
+    if resolution_tags is None or resolution_tags[2] != CENTIMETER_UNIT_CODE:
         return {}
-    counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution[:2]]
+    counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution_tags[:2]]
     return {axis: 1e4 / count for axis, count in zip("XY", counts, strict=True)} if all(counts) else {}
 
 
@@ -104,7 +104,7 @@ def _is_resolution_redundant(metadata: Mapping[str, Any], is_imagej: bool) -> bo
         return False
     if is_imagej:  # ImageJ's scale is taken from the tags, in its own unit
         return True
-    tags, sizes = sizes_from_resolution(resolution), resolution_from_sizes(metadata)
+    tags, sizes = pixel_sizes_from_resolution(resolution), resolution_from_sizes(metadata)
     return (
         bool(tags)
         and sizes is not None

@@ -15,7 +15,7 @@ from .conventions import (
     MAX_COORDINATE_BYTES,
     AuxiliaryVariable,
     VariableMetadata,
-    collect_referenced_variables,
+    load_auxiliary_variables,
     referenced_variables,
 )
 
@@ -89,7 +89,7 @@ def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVar
         attributes = _encoded_attributes(other, f"{name}:", unreadable)
         return AuxiliaryVariable(name, names, np.asarray(other[...]), attributes)
 
-    return collect_referenced_variables(
+    return load_auxiliary_variables(
         _encoded_attributes(array, "", unreadable), [load(name) for name in dimension_names(array) if name], load
     ), unreadable
 

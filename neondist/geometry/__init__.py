@@ -24,7 +24,7 @@ from .plan import (
     total_halo_volume,
 )
 from .regions import OverlappingPartition, hull_of_ranges, hull_partition, needed_image_cells, view_cells
-from .transfer import DimRequest, MeshTransfer, Piece
+from .transfer import DimRequest, Piece, ViewTransfer
 from .upsampling import Upsampling
 from .window import Window, same_padding
 
@@ -39,7 +39,6 @@ __all__ = [
     "IndexMap",
     "KeyDetail",
     "Lattice",
-    "MeshTransfer",
     "OverlappingPartition",
     "PartClassKeys",
     "Partition",
@@ -50,6 +49,7 @@ __all__ = [
     "TileStripGrid",
     "TransferPlan",
     "Upsampling",
+    "ViewTransfer",
     "Window",
     "clip_ranges",
     "coords_of",

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from .box import Box
 from .lattice import AxisCells, Lattice, Range, group_into_ranges, hull_of, shift_range
 from .partition import Partition
-from .transfer import AxisOverlap, DimRequest, MeshTransfer, Piece
+from .transfer import AxisOverlap, DimRequest, Piece, ViewTransfer
 from .window import Window
 
 KeyDetail: TypeAlias = Literal["messages", "extents", "all"]
@@ -125,7 +125,7 @@ class HaloPlan(TransferPlan):
         def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
             if partition.may_overlap or not axes:  # overlapping tiles have all cells that they need; so do vectors
                 return [], [], []
-            transfer = MeshTransfer(partition.parts, tuple(axis.request for axis in axes))
+            transfer = ViewTransfer(partition.parts, tuple(axis.request for axis in axes))
             needed = transfer.receives(tile)
             local = [piece for piece in needed if piece.peer == tile]
             return [piece for piece in needed if piece.peer != tile], transfer.sends(tile), local

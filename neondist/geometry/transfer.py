@@ -157,7 +157,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class MeshTransfer:
+class ViewTransfer:
     """Views of a tensor that all ranks of a mesh need; among ranks with the same data, the nearest one sends.
 
     Attributes

@@ -107,7 +107,7 @@ class HaloBuffer:
         for index, part in self._border(out):
             part[...] = self.cells[index]
 
-    def rebuild_view(self, slot: Allocator, saved: Any, write: Callable[[Any], None]) -> Any:
+    def recompute_view(self, slot: Allocator, saved: Any, write: Callable[[Any], None]) -> Any:
         """Rebuild the view in other memory from the border in `saved`; `write` writes the tile into its argument."""
         cells = self._new_cells(slot)
         self._restore_border(saved, cells)

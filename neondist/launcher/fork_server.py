@@ -147,7 +147,7 @@ class ForkServer:
             os.close(reading)
         return None
 
-    def reap_late_process(self) -> None:
+    def kill_abandoned_process(self) -> None:
         """Reap a process that was forked too late; call once the fork server has exited."""
         if self._abandoned_channel is None:
             return
@@ -210,7 +210,7 @@ def open_fork_server(
         except subprocess.TimeoutExpired:  # the fork server is stopped
             process.kill()
             process.wait()
-        server.reap_late_process()
+        server.kill_abandoned_process()
 
 
 def _import_and_check_forking(import_modules: Callable[[], object]) -> bool:

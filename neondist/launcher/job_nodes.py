@@ -22,7 +22,7 @@ from .fork_server import ForkServer, Process
 from .launch import require_mpirun
 from .monitor import LOOPBACK_ADDRESS
 from .parent_watch import end_process
-from .placement import NodePlacement, list_own_addresses, open_job_placement
+from .placement import JobPlacement, list_own_addresses, open_job_placement
 from .remote import REMOTE_MODULE, RemoteProcess, remote_side_command
 from .scaling import LOCAL_HOST, read_slots
 
@@ -260,14 +260,14 @@ def checked_job_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles
         return
     arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}
     with open_job_placement(arguments, require_mpirun(os.environ), len(hosts) * tiles) as placement:
-        assert isinstance(placement, NodePlacement)
+        assert isinstance(placement, JobPlacement)
         has_remote_nodes = any(one.node.ssh_config for one in placement.reports)
         own = _own_address(placement.supervisor_addresses()) if has_remote_nodes else LOOPBACK_ADDRESS
         nodes = [_create_resource_node(placement, report, own) for report in placement.reports]
         yield JobNodes(nodes, hosts, arguments.fork_server)
 
 
-def _create_resource_node(placement: NodePlacement, report: NodeReport, local_address: str) -> JobNode:
+def _create_resource_node(placement: JobPlacement, report: NodeReport, local_address: str) -> JobNode:
     variables = placement.node_variables(report, os.environ)
     if report.node.ssh_config is None:
         return JobNode(report.node.address, local_address, variables=variables)

@@ -27,7 +27,7 @@ _SSH_ARGS_VARIABLE, _HOST_FILE_VARIABLE = "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prt
 
 
 @dataclass
-class NodePlacement:
+class JobPlacement:
     """Placement on checked nodes, in order of their ranks.
 
     Attributes
@@ -167,7 +167,7 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
 @contextmanager
 def open_job_placement(
     arguments: argparse.Namespace, mpirun: Mpirun, ranks: int
-) -> Iterator[NodePlacement | HostListPlacement | None]:
+) -> Iterator[JobPlacement | HostListPlacement | None]:
     """Yield the placement of ranks, or None if mpirun decides; nodes of a resource file are checked and printed.
 
     Raises
@@ -198,7 +198,7 @@ def open_job_placement(
         if arguments.generation in (None, 1):
             print_node_reports(reports)
         raise_on_problems(reports)
-        yield NodePlacement(resources, ssh_config, reports)
+        yield JobPlacement(resources, ssh_config, reports)
 
 
 def print_node_reports(reports: Sequence[NodeReport]) -> None:

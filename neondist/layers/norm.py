@@ -29,7 +29,7 @@ class NormLayer(Layer):
 
     def channel_gradient_sums(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the sums of dy and of dy * (view - mean), (groups, C)."""
-        return self.kernels.normalise_gradient_sums(ctx.view, dy, ctx.norm)
+        return self.kernels.normalise_backward_sums(ctx.view, dy, ctx.norm)
 
     def view_gradient(self, ctx: StepContext, dy: Any, dy_factor: Any, statistics: Sequence[Any] | None) -> Any:
         """Return the gradient of the view: dy_factor * dy, plus the gradient through the statistics.

@@ -89,13 +89,13 @@ class RowExchange:
         """Return copies of this rank's ranges."""
         return [np.array(to_host(table.rank_view(values, self.rank))) for table in self.tables]
 
-    def broadcast_rows(self, values: Any, previous_parts: Sequence[np.ndarray] | None) -> None:
-        """Receive the rows of other ranks' ranges that differ from `previous_parts`, or all rows. Collective."""
-        if previous_parts is None:
-            previous_parts = [np.full(1, np.nan)] * len(self.tables)  # nothing equals NaN
+    def broadcast_rows(self, values: Any, previous_own_ranges: Sequence[np.ndarray] | None) -> None:
+        """Receive the rows of other ranks' ranges that differ from `previous_own_ranges`, or all rows. Collective."""
+        if previous_own_ranges is None:
+            previous_own_ranges = [np.full(1, np.nan)] * len(self.tables)  # nothing equals NaN
         own_rows = [
             table.nonzero_or_changed_rows(to_host(table.rank_view(values, self.rank)), self.rank, old)
-            for table, old in zip(self.tables, previous_parts, strict=True)
+            for table, old in zip(self.tables, previous_own_ranges, strict=True)
         ]
         for rank, message in enumerate(self._exchange_messages([own_rows] * self.num_ranks, values)):
             for table, (ids, row_values) in zip(self.tables, message, strict=True):

@@ -432,11 +432,11 @@ class Plan(Sequence[LayerPlan]):
 
     def _halo_bytes_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
         """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward exchanges."""
-        repeats = id(plan.layer) in self._ids_of_layers_run_twice and not plan.scheme.is_stateful
+        repeats = id(plan.layer) in self._ids_of_recomputed_layers and not plan.scheme.is_stateful
         return self.itemsize, plan.needs_input_gradient, 1 + repeats
 
     @cached_property
-    def _ids_of_layers_run_twice(self) -> set[int]:
+    def _ids_of_recomputed_layers(self) -> set[int]:
         """Layers whose forward pass is run twice: all layers outside the last section."""
         steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}

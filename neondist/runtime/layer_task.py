@@ -172,7 +172,7 @@ class LayerTask(Task):
             producer = run.contexts[self.input_recomputation_step]
             assert producer is not None
             ctx.replace_saved_view(
-                space.rebuild_view(self.index, self.inputs[0], run.samples, producer.recompute_output)
+                space.recompute_view(self.index, self.inputs[0], run.samples, producer.recompute_output)
             )
         if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_left_to_next_layer):
             dy = ctx.activation.bprop(ctx.activation_output, dy)

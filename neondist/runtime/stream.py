@@ -58,7 +58,7 @@ class StripwisePass:
             self.last_strip_pass = None
 
 
-class _BackwardGroup(NamedTuple):
+class _BackwardStrips(NamedTuple):
     """Strips of a part of a stream that run backward together, and the output gradient of each pass."""
 
     part: StripwiseSection
@@ -151,7 +151,7 @@ class StripwiseSection:
         are kept at a cut are not run again above the cut.
         """
         with self.context.grid.observers.observe("layer", self.name, "backward"):
-            groups, before = [_BackwardGroup(self, self.strip_numbers, dys)], self.num_steps
+            groups, before = [_BackwardStrips(self, self.strip_numbers, dys)], self.num_steps
             for at in reversed(self.planned.reduction_steps("backward")):
                 parts: list[list[Any]] = [[] for _ in passes]
                 split = [g.part._run_back_to_reduction(passes, g, at, before, need_dx, parts) for g in groups]
@@ -198,12 +198,12 @@ class StripwiseSection:
     def _run_back_to_reduction(
         self,
         passes: Sequence[StripwisePass],
-        group: _BackwardGroup,
+        group: _BackwardStrips,
         at: int,
         before: int,
         need_dx: bool,
         parts: list[list[Any]],
-    ) -> list[_BackwardGroup]:
+    ) -> list[_BackwardStrips]:
         """Run strips backward to a step's `reduce_backward`, append their partial results, and return the next groups.
 
         At a cut, the strips' gradients of the cut value are summed and kept.
@@ -214,7 +214,7 @@ class StripwiseSection:
         else:
             kept = [below.zero_output_gradient(run.samples) for run in passes]
             rest = [number for number in group.strip_numbers if number not in self._strips_kept_at_cut]
-            after = [_BackwardGroup(below, below.strip_numbers, kept)]
+            after = [_BackwardStrips(below, below.strip_numbers, kept)]
         calls = self._backward_order(group.strip_numbers, passes, parts, group.dys, kept)
         for number, run, partials, dy, total in calls:
             section, inner = self._rerun_strip(number, run, before)
@@ -239,7 +239,7 @@ class StripwiseSection:
         total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
 
     def _run_back_to_image(
-        self, passes: Sequence[StripwisePass], group: _BackwardGroup, before: int, dxs: Sequence[Any]
+        self, passes: Sequence[StripwisePass], group: _BackwardStrips, before: int, dxs: Sequence[Any]
     ) -> None:
         """Run strips backward to the image, and sum the gradients of cells that several strips share."""
         for number, run, dx, dy in self._backward_order(group.strip_numbers, passes, dxs, group.dys):

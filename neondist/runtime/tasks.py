@@ -151,11 +151,11 @@ class FusedActivationTask(Task):
                 self.observers.on_value(self.layer, quantity, array)
 
 
-class _StatefulPass(Protocol):
+class _HasInitialStates(Protocol):
     initial_states: InitialStates
 
 
-def share_initial_states(passes: Sequence[_StatefulPass], tasks: Iterable[Task]) -> None:
+def share_initial_states(passes: Sequence[_HasInitialStates], tasks: Iterable[Task]) -> None:
     """Let micro-batches share the initial states of layers that update their state once for all of them."""
     for task in tasks:
         if task.spans_batch:

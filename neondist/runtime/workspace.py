@@ -52,16 +52,16 @@ class Workspace:
         return self._array(self.plan.gradient_ranges.get(step), value, samples)
 
     def save_border(self, step: int, samples: int) -> None:
-        """Save the cells around the tile that `rebuild_view` needs, if any."""
+        """Save the cells around the tile that `recompute_view` needs, if any."""
         if step in self.plan.border_ranges:
             self.view(step, samples).save_border(self._border(step, samples))
 
-    def rebuild_view(self, step: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
+    def recompute_view(self, step: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
         """Rebuild the view of a step for the backward pass; `write` fills in the tile."""
         slot = self.plan.rebuilt_view_ranges[step]
         if step in self.plan.border_ranges:
             buffer, saved = self.view(step, samples), self._border(step, samples)
-            return buffer.rebuild_view(partial(self.arena.array, slot), saved, write)
+            return buffer.recompute_view(partial(self.arena.array, slot), saved, write)
         tile = self._array(slot, value, samples)
         write(tile)
         return tile

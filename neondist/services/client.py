@@ -144,7 +144,7 @@ class ParameterClient:
         self._tables = {table.name: table for layout in layouts for table in layout.tables}
         self._call_on_all_servers(lambda index: self._clients[index].check_service_version())
 
-    def initialize(
+    def push_initial_values(
         self,
         values: Mapping[str, np.ndarray] | None,
         optimizer: Any,

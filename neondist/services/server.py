@@ -48,7 +48,7 @@ class ParameterServer(Service):
         self._last_push_numbers: dict[str, int] = {}
         self._cached_values_reply: tuple[int, list[bytes]] | None = None
         self._hold_deadline, self._admitted_minibatches, self._running_saves = 0.0, AppliedMinibatches(), 0
-        self._rejected_count, self._departed_workers = 0, set[str]()
+        self._stale_gradient_count, self._departed_workers = 0, set[str]()
 
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods that workers call."""
@@ -268,7 +268,7 @@ class ParameterServer(Service):
                 "samples": 0.0 if state is None else state.samples,
                 "bytes": 0 if state is None else state.dense_parameters.nbytes,
                 "rows": rows,
-                "rejected": self._rejected_count,
+                "rejected": self._stale_gradient_count,
                 "pending": len(self._pending_gradients),
                 "left": len(self._departed_workers),
                 "workers": dict(self._staleness_bound.steps),
@@ -307,7 +307,7 @@ class ParameterServer(Service):
         )
 
     def _reject_gradient(self, outcome: str) -> Message:
-        self._rejected_count += outcome == "stale"
+        self._stale_gradient_count += outcome == "stale"
         version = self._require_state().version + bool(outcome == "duplicate" and self._pending_gradients)
         return Message({"outcome": outcome, "version": version, "staleness": 0, "factor": 0.0})
 

@@ -160,7 +160,7 @@ class ServerUpdate(RemoteUpdate):
                 client, policy = self._client, worker.policy or _sync_policy_of_strategy(self.strategy)
 
                 def initialize_servers() -> None:
-                    client.initialize(self._values if may_initialize else None, optimizer, policy, start)
+                    client.push_initial_values(self._values if may_initialize else None, optimizer, policy, start)
 
                 initialize_servers()
                 if master_client is not None:

@@ -20,6 +20,9 @@ from .checkpoint_follower import EVALUATION_FOLDER, CheckpointFollower, Evaluati
 from .hooks import StopAtTimeHook
 from .state import SessionState
 
+POLL_INTERVAL = 1.0
+"""seconds between two looks for a new checkpoint"""
+
 
 class EvaluatorRole:
     """Role of a DistributedSession in an evaluation task.
@@ -28,17 +31,15 @@ class EvaluatorRole:
     ----------
     folder : path
         Folder of the job's checkpoints.
-    interval : float
-        Polling interval in seconds.
     """
 
-    def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook], interval: float = 1.0) -> None:
+    def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook]) -> None:
         if folder is None:
             raise ConfigError("checkpoint_dir: missing; give an evaluator the folder of the job's checkpoints")
         self.state, self.hooks = state, list(hooks)
         self.evaluation = EvaluationRecorder(state, folder / EVALUATION_FOLDER, self.hooks)
         limit = min((hook.seconds for hook in self.hooks if isinstance(hook, StopAtTimeHook)), default=None)
-        self.follower = CheckpointFollower(folder, state.grid.world, self.evaluation.last_step, interval, limit)
+        self.follower = CheckpointFollower(folder, state.grid.world, self.evaluation.last_step, POLL_INTERVAL, limit)
         #: position of the checkpoint that is loaded, but not yet evaluated
         self.loaded_position: RunProgress | None = None
         self._stack = ExitStack()

@@ -79,8 +79,8 @@ def test_kernels_match_the_reference(kernels, shape, dtype, layout):
             REFERENCE.normalise(x64, normalisation64, expected)
             check(y, expected)
             sums = zip(
-                kernels.normalise_gradient_sums(x, dy, normalisation),
-                REFERENCE.normalise_gradient_sums(x64, dy64, normalisation64),
+                kernels.normalise_backward_sums(x, dy, normalisation),
+                REFERENCE.normalise_backward_sums(x64, dy64, normalisation64),
                 strict=True,
             )
             for actual_item, desired_item in sums:

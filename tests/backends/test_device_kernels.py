@@ -120,14 +120,14 @@ def test_reductions_need_few_launches(data, clip, by_sample, dtype):
     launches_before = device.launches
     sums = [
         *kernels.moments(x, by_sample),
-        *kernels.normalise_gradient_sums(x, dy, Normalisation(*map(device.xp.array, factors), clip)),
+        *kernels.normalise_backward_sums(x, dy, Normalisation(*map(device.xp.array, factors), clip)),
     ]
     sums += [kernels.channel_sum(x), kernels.sample_sum(x)]
     assert device.launches - launches_before <= 16
     x, dy = values[view].astype("f8"), slopes[view].astype("f8")
     expected = [*REFERENCE.moments(x, by_sample)]
     if not clip:  # clipping depends on rounding
-        expected += REFERENCE.normalise_gradient_sums(x, dy, Normalisation(*factors))
+        expected += REFERENCE.normalise_backward_sums(x, dy, Normalisation(*factors))
     expected += [REFERENCE.channel_sum(x), REFERENCE.sample_sum(x)]
     sums = sums[:2] + sums[4 if clip else 2 :]
     tolerance = 1e-4 if dtype == "float32" else 1e-12
@@ -142,10 +142,10 @@ def test_clipped_cells_have_no_gradient():
     device = select_device()
     x, dy = np.array([[-1.0, 2.0], [3.0, -4.0], [5.0, 6.0]]), np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
     normalisation = Normalisation(*(np.array([values]) for values in ([1.0, 1.0], [2.0, 2.0], [0.0, 0.0])), True)
-    expected = REFERENCE.normalise_gradient_sums(x, dy, normalisation)
+    expected = REFERENCE.normalise_backward_sums(x, dy, normalisation)
     np.testing.assert_array_equal(expected[0], [[80.0, 80.0]])
     device_normalisation = Normalisation(*map(device.xp.array, normalisation[:3]), True)
-    sums = device.backend.kernels.normalise_gradient_sums(device.xp.array(x), device.xp.array(dy), device_normalisation)
+    sums = device.backend.kernels.normalise_backward_sums(device.xp.array(x), device.xp.array(dy), device_normalisation)
     for actual, reference in zip(sums, expected, strict=True):
         np.testing.assert_array_equal(to_host(actual), reference)
 

@@ -96,7 +96,7 @@ def check_hostile_requests(count, seed):
     with Servers(1) as job:
         layouts = job.layouts(tables=[table])
         client = job.client("0", layouts)
-        client.initialize(draw_arrays(0), nd.SGD(0.1), SyncPolicy(sync=False))
+        client.push_initial_values(draw_arrays(0), nd.SGD(0.1), SyncPolicy(sync=False))
         values = draw_arrays(9)
         client.pull(values)
         stranger = job.stack.enter_context(ServiceClient(job.hosts[0].address, "PServer", job.token, retry_seconds=0))

@@ -16,7 +16,7 @@ from neondist.comm import ProcessGrid
 from neondist.errors import ConfigError, DataError, OutputError
 from neondist.runtime.blocks import BlockwiseExecutor
 from neondist.train import evaluate_files, predict
-from neondist.train.inference.images import Images
+from neondist.train.inference.images import SourceSamples
 from neondist.train.inference.predict import OutputWriter
 
 
@@ -36,8 +36,8 @@ def test_chunks_shared_by_blocks_are_decoded_once(network_folder, tmp_path, monk
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
     array = np.random.default_rng(1).integers(0, 200, (480, 360, 2), "uint8")
     tifffile.imwrite(tmp_path / "x.tif", array, tile=(32, 32), compression="zlib", planarconfig="contig")
-    decoded, close = [], Images.close
-    monkeypatch.setattr(Images, "close", lambda self: (decoded.append(self.source.bytes_read), close(self)))
+    decoded, close = [], SourceSamples.close
+    monkeypatch.setattr(SourceSamples, "close", lambda self: (decoded.append(self.source.bytes_read), close(self)))
     predict_on_ranks(ranks, network_folder, tmp_path / "y.npy", tmp_path / "x.tif", block=40)
     assert len(decoded) == ranks
     assert max(decoded) <= 1.2 * array.nbytes / ranks

@@ -30,7 +30,7 @@ class Worker:
             closing(MasterClient(address, job.token, name, SingleTransport(), QUEUE_PARAMETERS))
         )
         self.client, self.values = job.client(name), values
-        self.client.initialize(values, nd.SGD(0.1), SyncPolicy(sync=False))
+        self.client.push_initial_values(values, nd.SGD(0.1), SyncPolicy(sync=False))
         self.client.pull(draw_arrays(0))
 
     def steps(self, epoch):

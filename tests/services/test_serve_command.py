@@ -37,7 +37,7 @@ def test_killed_server_resumes_from_its_checkpoint(tmp_path):
     process, address = start_server(token, "--checkpoint-dir", str(tmp_path))
     try:
         with ParameterClient([address], layouts, token, "0", retry_seconds=0.5) as client:
-            client.initialize(values, nd.SGD(1.0))
+            client.push_initial_values(values, nd.SGD(1.0))
             client.pull(values)
             client.push({"w": np.full(3, -1.0, "float32")}, minibatch=MinibatchId(0, 0, 0))
             client.save("one")

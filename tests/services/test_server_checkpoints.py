@@ -56,7 +56,7 @@ def push_to_first_server(job, client):
 def start_job(job, master, folder):
     """Start a job of one minibatch; return the client of its worker, and the recovery of its servers."""
     client = connect(job)
-    client.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
+    client.push_initial_values(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
     client.pull(draw_arrays(9))
     master.report_training_params(Message(QUEUE_PARAMETERS))
     recovery = ServerRecovery(client._server_connections, folder, master)
@@ -77,7 +77,7 @@ def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     with Servers(2, folder) as job:
         client = connect(job)
-        client.initialize(draw_arrays(0), OPTIMIZER)
+        client.push_initial_values(draw_arrays(0), OPTIMIZER)
         train(client, range(3))
         assert client.save("at-3").to_list() == [MinibatchId(0, step, 0) for step in range(3)]
         return folder, train(client, range(3, 6))
@@ -109,7 +109,7 @@ def test_loaded_checkpoint_replaces_later_values(uninterrupted, tmp_path):
     with Servers(2, tmp_path) as job:
         client, other = connect(job), connect(job)
         for worker in (client, other):
-            worker.initialize(draw_arrays(5), OPTIMIZER)
+            worker.push_initial_values(draw_arrays(5), OPTIMIZER)
         train(other, range(1))
         client.load("at-3", OPTIMIZER)
         assert other.push(draw_gradients(1)).stale  # computed from replaced values
@@ -154,7 +154,7 @@ def test_models_load_exported_checkpoints(tmp_path):
     values = {shard.full_name: array for shard, array in model.checkpoint_arrays()["model"]}
     with Servers(2, tmp_path) as job:
         client = job.client(layouts=job.layouts(shapes=shapes, dtype="float32"))
-        client.initialize(values, nd.SGD(0.1))
+        client.push_initial_values(values, nd.SGD(0.1))
         client.save("first")
     export_checkpoint(tmp_path / "first", tmp_path / "checkpoint.h5")
     with open_checkpoint(tmp_path / "checkpoint.h5", SingleTransport()) as file:
@@ -168,7 +168,7 @@ def test_checkpoint_waits_for_a_partially_applied_gradient(tmp_path):
     with Servers(2, tmp_path) as job:
         client, other, third = (connect(job) for _ in range(3))
         for worker in (client, other, third):
-            worker.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
+            worker.push_initial_values(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
             worker.pull(draw_arrays(9))
         push_to_first_server(job, client)
         with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
@@ -251,7 +251,7 @@ def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsy
         )
     with Servers(1, *servers_folder) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client = connect(job)
-        client.initialize(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
+        client.push_initial_values(draw_arrays(0), OPTIMIZER, SyncPolicy(sync=False))
         master.report_training_params(Message(QUEUE_PARAMETERS))
         with CountingRecovery(client._server_connections, folder, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))
@@ -277,7 +277,7 @@ def test_checkpoint_errors(uninterrupted, tmp_path, fault):
             problem = "damaged"
         elif fault == "mixed":
             client = connect(job)
-            client.initialize(draw_arrays(0), OPTIMIZER)
+            client.push_initial_values(draw_arrays(0), OPTIMIZER)
             client.save("other")
             shutil.copy(tmp_path / "other" / file.name, file)
             problem = "belong to different checkpoints"

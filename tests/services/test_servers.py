@@ -72,7 +72,7 @@ def test_synchronous_rounds_equal_serial_steps(strategy, optimizer, servers):
 
         def run_worker(worker):
             client = job.client(worker, layouts)
-            client.initialize(initial, optimizer, SyncPolicy(grads_to_wait=3))
+            client.push_initial_values(initial, optimizer, SyncPolicy(grads_to_wait=3))
             barrier.wait()
             values = draw_arrays(9)
             client.pull(values)
@@ -111,7 +111,7 @@ def test_torch_optimisers_match_one_process(name, arguments):
     optimizer = getattr(torch.optim, name)(tensors.values(), **arguments)
     with Servers(2) as job:
         client = job.client(layouts=job.layouts("PartitionedPS"))
-        client.initialize(initial, optimizer)
+        client.push_initial_values(initial, optimizer)
         values = draw_arrays(9)
         client.pull(values)
         for gradient in gradients:
@@ -131,7 +131,7 @@ def test_modulation_divides_rates_by_staleness():
         layouts = job.layouts(shapes=shapes)
         fast, slow = job.client("0", layouts), job.client("1", layouts)
         for client in (fast, slow):
-            client.initialize({"w": np.zeros(2)}, nd.SGD(0.1), SyncPolicy(sync=False, modulate=True))
+            client.push_initial_values({"w": np.zeros(2)}, nd.SGD(0.1), SyncPolicy(sync=False, modulate=True))
         values, gradient = {"w": np.zeros(2)}, {"w": np.ones(2)}
         for staleness, rate in ((0, 0.1), (1, 0.1), (4, 0.025)):
             slow.pull(values)
@@ -151,7 +151,7 @@ def test_gradients_beyond_the_tolerance_are_rejected():
         layouts = job.layouts()
         first, second = job.client("0", layouts), job.client("1", layouts)
         for client in (first, second):
-            client.initialize(draw_arrays(0), nd.SGD(0.1), SyncPolicy(grads_to_wait=1, version_tolerance=1))
+            client.push_initial_values(draw_arrays(0), nd.SGD(0.1), SyncPolicy(grads_to_wait=1, version_tolerance=1))
             client.pull(draw_arrays(9))
         assert [first.push(draw_arrays(1)).stale for _ in range(1)] == [False]
         assert not second.push(draw_arrays(2)).stale  # one version old
@@ -170,7 +170,7 @@ def test_minibatch_is_applied_once_by_each_server():
         first_worker, second_worker = job.client("0", layouts), job.client("1", layouts)
         first, minibatch = draw_arrays(0), MinibatchId(0, 4, 2)
         for client in (first_worker, second_worker):
-            client.initialize(first, nd.SGD(1.0), SyncPolicy(sync=False))
+            client.push_initial_values(first, nd.SGD(1.0), SyncPolicy(sync=False))
             client.pull(draw_arrays(9))
         job.hosts[1].stop(0)
         with pytest.raises(ServiceError):
@@ -192,7 +192,7 @@ def test_minibatch_is_applied_once_by_each_server():
 def test_values_are_pulled_only_if_newer():
     with Servers(2) as job:
         client = job.client()
-        client.initialize(draw_arrays(0), nd.SGD(0.1))
+        client.push_initial_values(draw_arrays(0), nd.SGD(0.1))
         values = draw_arrays(9)
         assert client.pull(values)
         assert not client.pull(values)
@@ -206,7 +206,7 @@ def test_rounds_end_without_lost_workers():
         clients = [job.client(str(i)) for i in range(3)]
         values = draw_arrays(0)
         for client in clients:
-            client.initialize(values, nd.SGD(0.5), SyncPolicy(grads_to_wait=3))
+            client.push_initial_values(values, nd.SGD(0.5), SyncPolicy(grads_to_wait=3))
             client.pull(draw_arrays(9))
         for i in (1, 0):
             clients[i].push(draw_arrays(1 + i))
@@ -225,7 +225,7 @@ def test_staleness_bound_holds_across_calls():
     with Servers(2) as job:
         fast, slow = job.client("fast"), job.client("slow")
         for client in (fast, slow):
-            client.initialize(draw_arrays(0), nd.SGD(0.1), SyncPolicy(sync=False, staleness=1))
+            client.push_initial_values(draw_arrays(0), nd.SGD(0.1), SyncPolicy(sync=False, staleness=1))
             client.pull(draw_arrays(9))
         fast.push(draw_arrays(1))
         fast.wait_for_staleness_bound()
@@ -242,9 +242,9 @@ def test_staleness_bound_holds_across_calls():
 def test_other_models_are_rejected():
     with Servers(1) as job:
         client = job.client()
-        client.initialize(draw_arrays(0), nd.SGD(0.1))
+        client.push_initial_values(draw_arrays(0), nd.SGD(0.1))
         with pytest.raises(ServiceError, match="has a model with another optimizer"):
-            job.client("1").initialize(draw_arrays(1), nd.SGD(0.2))
+            job.client("1").push_initial_values(draw_arrays(1), nd.SGD(0.2))
         other = job.client("1", job.layouts(shapes={"w": (3,)}))
         with pytest.raises(ServiceError, match="has a model with another layout"):
             other.initialize({"w": np.zeros(3)}, nd.SGD(0.1))
@@ -273,8 +273,8 @@ def test_error_messages():
             job.layouts("AllReduce")
         cycle = nd.SGD(0.1, momentum=0.5, schedule=nd.OneCycle(3, momentum=(0.8, 0.9)))
         with pytest.raises(nd.ConfigError, match="the momentum"):
-            client.initialize(draw_arrays(0), cycle)
-        client.initialize(draw_arrays(0), nd.SGD(0.1))
+            client.push_initial_values(draw_arrays(0), cycle)
+        client.push_initial_values(draw_arrays(0), nd.SGD(0.1))
         with pytest.raises(ServiceError, match="no checkpoint folder"):
             client.save("first")
 

@@ -50,7 +50,7 @@ def test_sparse_updates_equal_dense_ones(servers, optimizer):
     initial = initial_rows(TABLE, np.arange(ROWS))
     with Servers(servers) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
-        client.initialize({}, optimizer)
+        client.push_initial_values({}, optimizer)
         client.pull({})
         for ids, rows in draw_minibatches(6):
             np.testing.assert_array_equal(client.pull_rows(TABLE.name, ids).shape, (7, DIM))
@@ -66,7 +66,7 @@ def test_sparse_gradients_are_averaged_as_dense_ones():
         layouts = job.layouts(shapes={"dense": (4,)}, tables=[TABLE])
         clients = [job.client(str(i), layouts) for i in range(2)]
         for client in clients:
-            client.initialize({"dense": np.zeros(4)}, nd.SGD(1.0), SyncPolicy(grads_to_wait=2))
+            client.push_initial_values({"dense": np.zeros(4)}, nd.SGD(1.0), SyncPolicy(grads_to_wait=2))
             client.pull({"dense": np.zeros(4)})
         ids = np.array([5, 8])
         before = clients[0].pull_rows(TABLE.name, ids)
@@ -90,7 +90,7 @@ def test_initial_rows_can_be_set():
     initial = np.random.default_rng(1).normal(size=(ROWS, DIM))
     with Servers(2) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
-        client.initialize({TABLE.name: initial}, nd.SGD(0.1))
+        client.push_initial_values({TABLE.name: initial}, nd.SGD(0.1))
         np.testing.assert_array_equal(client.pull_rows(TABLE.name, np.array([7, 3, 3, 39])), initial[[7, 3, 3, 39]])
 
 
@@ -117,7 +117,7 @@ def test_memory_grows_with_the_rows_in_use():
     with Servers(2) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[spec]))
         tracemalloc.start()
-        client.initialize({}, nd.Adam(0.01))
+        client.push_initial_values({}, nd.Adam(0.01))
         client.pull({})
         for _ in range(3):
             ids = draw.choice(spec.rows, 1000, replace=False)
@@ -145,7 +145,7 @@ def test_messages_grow_with_the_rows_alone():
 def test_ids_out_of_range_are_reported():
     with Servers(2) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
-        client.initialize({}, nd.SGD(0.1))
+        client.push_initial_values({}, nd.SGD(0.1))
         client.pull({})
         for index in (-1, ROWS):
             with pytest.raises(ServiceError, match=f"id {index} is invalid; ids must be 0 to {ROWS - 1}"):

@@ -153,7 +153,7 @@ def _write_split(
     scale = white_value(part.dtype)
     tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
     label_blocks: list[np.ndarray] = []  # labels that are not maps: their chunks span several blocks of images
-    classes = ClassLabelChecker(name) if _has_class_labels(part) else None
+    classes = ClassLabelChecker(name) if _labels_are_classes(part) else None
     done, sums = 0, np.zeros((2, part.shape[-1]))
     progress(name, 0, part.count)
     for x, y in part.read_blocks():
@@ -192,7 +192,7 @@ def _write_split(
         labels.attrs["names"] = np.array([os.fsencode(label) for label in part.class_names])
 
 
-def _has_class_labels(part: SplitSource) -> bool:
+def _labels_are_classes(part: SplitSource) -> bool:
     return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
 

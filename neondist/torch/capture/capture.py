@@ -20,8 +20,8 @@ from ..ir.autocast import autocast_dtypes
 from ..ir.custom_gradients import record_autograd_functions
 from ..ir.errors import CaptureError, position_text
 from ..ir.functionalize import (
+    clone_aliased_buffer_values,
     reject_writes_through_windows,
-    separate_buffer_assignments,
     separate_statistics_updates,
     store_out_of_place_variants,
     store_result,
@@ -92,7 +92,7 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
             program: Any = torch.export.export(module, inputs, strict=False)
         program.functions, program.reads = calls, values.reads
         program.unregistered_tensors = values.unregistered_tensors
-        separate_buffer_assignments(program.graph)
+        clone_aliased_buffer_values(program.graph)
         remove_number_reads(program)
         tied = _merge_buffer_aliases(program)
         detach_no_grad_values(program, lambda node: node_location(node).source)

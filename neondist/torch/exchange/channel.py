@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...geometry import Lattice, MeshTransfer, Piece, to_slice
+from ...geometry import Lattice, Piece, ViewTransfer, to_slice
 from ...observer import EventScope
 from .mesh_comm import Flats, MeshComm, StagedExchange
 
@@ -22,7 +22,7 @@ class TransferChannel:
     kind : 'halo' or 'redistribution'
     """
 
-    def __init__(self, comm: MeshComm, name: str, transfer: MeshTransfer, kind: str) -> None:
+    def __init__(self, comm: MeshComm, name: str, transfer: ViewTransfer, kind: str) -> None:
         self.comm, self.name, self.transfer, self.kind = comm, name, transfer, kind
         rank, part = comm.grid.rank, [-request.source.range(comm.place)[0] for request in transfer.requests]
         self.own, outgoing = (  # in coordinates of this rank's part
@@ -97,7 +97,7 @@ class TransferChannel:
         """
         gradient = without_padding(gradient, pads)
         buffers = self._start_exchange("backward", gradient)
-        part = self.own_gradient_part(gradient, shape, in_place)
+        part = self.own_gradient_contribution(gradient, shape, in_place)
         for piece, cells in buffers.finish() if buffers else ():
             self._lattice_view(part, piece.source).add_(cells)
         return part
@@ -108,7 +108,9 @@ class TransferChannel:
             return None
         return self._lattice_view(without_padding(view, pads), self.own[0].target)
 
-    def own_gradient_part(self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False) -> torch.Tensor:
+    def own_gradient_contribution(
+        self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False
+    ) -> torch.Tensor:
         """Return the gradient of this rank's part from its own view only; possibly a view of `gradient`."""
         whole = self.own_part_of(gradient)
         if whole is not None:

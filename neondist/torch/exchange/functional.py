@@ -16,7 +16,7 @@ from torch.library import custom_op
 from ...comm import ProcessGrid
 from ...comm.agreement import CALL_KEY, check_equal_on_ranks, raise_if_any_failed
 from ...errors import ConfigError, GridError, ShapeError, UserError
-from ...geometry import MeshTransfer, Window
+from ...geometry import ViewTransfer, Window
 from ...terminal.console import counted
 from ..ir.layout import local_shape, shape_of
 from ..ir.reach import Reach, dim_request_of
@@ -276,7 +276,7 @@ class _GridState:
             pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
         moved = tuple(request for request in requests if request.dim in padded or not request.requests_only_own_cells)
-        channel = TransferChannel(self.comm, "halo", MeshTransfer(mesh.parts, moved), "halo")
+        channel = TransferChannel(self.comm, "halo", ViewTransfer(mesh.parts, moved), "halo")
         view = self._views_by_window[window, extent] = _HaloViewPlan(channel, tuple(p for p in pads if p[0] in padded))
         return view
 

@@ -90,7 +90,7 @@ class GatherWhole(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
-        return ctx.channel.own_gradient_part(gradients[0], ctx.shape), None
+        return ctx.channel.own_gradient_contribution(gradients[0], ctx.shape), None
 
 
 class SumOverRanks(torch.autograd.Function):

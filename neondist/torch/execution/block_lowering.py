@@ -77,7 +77,7 @@ class _BlockView(NamedTuple):
     def shape(self, place: Place) -> Shape:
         shape = list(local_shape(self.layout, place))
         for dim, reach, atom in self.dims:
-            view = reach.view(*reach.out_atom.range(place), atom.extent)
+            view = reach.view(*reach.out_partition.range(place), atom.extent)
             shape[dim] = sum(hi - lo for lo, hi in view.ranges) + sum(view.pads)
         return tuple(shape)
 
@@ -86,7 +86,7 @@ class _BlockView(NamedTuple):
         narrowed, padding = [], [0] * (2 * len(self.layout))
         for dim, reach, atom in self.dims:
             first, last = atom.range(place)
-            view, at = reach.view(*reach.out_atom.range(place), atom.extent), 2 * (len(self.layout) - 1 - dim)
+            view, at = reach.view(*reach.out_partition.range(place), atom.extent), 2 * (len(self.layout) - 1 - dim)
             if view.ranges != ((first, last),):
                 narrowed.append((dim, tuple((lo - first if lo < hi else 0, hi - lo) for lo, hi in view.ranges)))
             padding[at : at + 2] = view.pads
@@ -156,10 +156,12 @@ class BlockLowering(Lowering):
         has_sliding_windows: bool = False,
     ) -> Value:
         """Return the view of a value that a block needs, and record the reaches."""
-        axes = axes_of((reach.out_atom,) for reach in reaches.values())
+        axes = axes_of((reach.out_partition,) for reach in reaches.values())
         inside = value.axes | axes if partition_axes is None else frozenset(partition_axes)
         dims = [(dim, reach, self.single_atom(value, dim)) for dim, reach in sorted(reaches.items())]
-        if axes_of(value.layout) - inside or any(a.axis is not None and r.out_atom.axis is None for _, r, a in dims):
+        if axes_of(value.layout) - inside or any(
+            a.axis is not None and r.out_partition.axis is None for _, r, a in dims
+        ):
             self.refuse(_REFUSAL_REASON_BY_KIND["gather"])
         dims = [(dim, reach, atom) for dim, reach, atom in dims if not reach.is_whole(atom)]
         if not dims:

@@ -148,14 +148,14 @@ class BlockMoments(RecomputedBlocks):
         super().__init__(*args)
         self.groups = moments.groups
 
-    def sum_of_elements(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sums of elements over all blocks, given the rows that `run_block` returns."""
-        return (rows[:, 0] * rows[:, 2]).sum(0).view(-1)
+    def sum_of_elements(self, block_moments: torch.Tensor) -> torch.Tensor:
+        """Return the sums of elements over all blocks, given the results of `run_block`."""
+        return (block_moments[:, 0] * block_moments[:, 2]).sum(0).view(-1)
 
-    def sum_of_squared_deviations(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def sum_of_squared_deviations(self, block_moments: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the sums of squared deviations from a mean over all blocks."""
-        difference = rows[:, 0] - mean.view(rows.shape[2:])
-        return (rows[:, 1] + difference**2 * rows[:, 2]).sum(0).view(-1)
+        difference = block_moments[:, 0] - mean.view(block_moments.shape[2:])
+        return (block_moments[:, 1] + difference**2 * block_moments[:, 2]).sum(0).view(-1)
 
     def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the means, sums of squared deviations, and element counts of one block."""

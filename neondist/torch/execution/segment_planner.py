@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...geometry import DimRequest, MeshTransfer, Range
+from ...geometry import DimRequest, Range, ViewTransfer
 from ...halo.fusion import FusionScheme
 from ...plan.planner import TRAINING_COST_FACTOR, cheapest_ranges
 from ...system.machine import MachineProfile
@@ -92,7 +92,7 @@ class _SegmentDivision:
         mesh, dims = self.search.mesh, enumerate(zip(value.layout, ranges, strict=True))
         requests = (DimRequest(dim, atom, None, ((cells,),)) for dim, ((atom,), cells) in dims if atom.axis is not None)
         rank = mesh.rank(self.middle_place)
-        pieces = [piece for piece in MeshTransfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
+        pieces = [piece for piece in ViewTransfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
         whole = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
         count = sum(piece.source.size for piece in pieces) * whole * value.dtype.itemsize
         return num_directions * (len(pieces) * self.profile.latency + count / self.profile.bandwidth)

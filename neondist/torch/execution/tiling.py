@@ -48,8 +48,10 @@ class Tiling:
         # of the tensors that models of this grid returned to the user: layouts by id, while these tensors exist; and
         # all layouts, by global shape
         self._layouts_by_id: dict[int, tuple[weakref.ref[torch.Tensor], Layout]]
-        self._returned_layouts: dict[tuple[int, ...], dict[Layout, None]]
-        self._layouts_by_id, self._returned_layouts = comm.grid.cached_objects.setdefault((Tiling, comm.mesh), ({}, {}))
+        self._returned_layouts_by_shape: dict[tuple[int, ...], dict[Layout, None]]
+        self._layouts_by_id, self._returned_layouts_by_shape = comm.grid.cached_objects.setdefault(
+            (Tiling, comm.mesh), ({}, {})
+        )
         self._runners: dict[tuple[Layout, Layout, torch.dtype], PlanRunner] = {}
 
     def set_input_shapes(self, shapes: Iterable[Sequence[int]]) -> None:
@@ -69,7 +71,7 @@ class Tiling:
         """Remember the layout of a tensor while it exists."""
         key, layouts = id(tensor), self._layouts_by_id
         layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
-        self._returned_layouts.setdefault(shape_of(layout), {})[layout] = None
+        self._returned_layouts_by_shape.setdefault(shape_of(layout), {})[layout] = None
 
     def indices_without_layout(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the indices of tensors that neither the model nor `local_part` has returned."""
@@ -93,7 +95,7 @@ class Tiling:
             at
             for at, (tile, layout) in enumerate(zip(tiles, self.input_layouts, strict=False))
             if isinstance(tile, torch.Tensor)
-            and self._returned_layouts.get(shape_of(layout), {}).keys() - {layout}
+            and self._returned_layouts_by_shape.get(shape_of(layout), {}).keys() - {layout}
             and self.layout_of(tile) is None
         ]
 
@@ -103,7 +105,7 @@ class Tiling:
         Collective if there are ambiguous inputs, which are recognised by their local shapes on all ranks.
         """
         expected = dict(enumerate(self.input_layouts[: len(tiles)]))
-        candidates = {at: [expected[at], *self._returned_layouts[shape_of(expected[at])]] for at in ambiguous}
+        candidates = {at: [expected[at], *self._returned_layouts_by_shape[shape_of(expected[at])]] for at in ambiguous}
         layouts = {at: self.layout_of(tiles[at]) for at in expected if isinstance(tiles[at], torch.Tensor)}
         layouts |= {at: fitting[0] for at, fitting in self._layouts_by_shape(tiles, candidates).items() if fitting}
         return {

@@ -139,7 +139,7 @@ def has_undeclared_writes(node: Any) -> bool:
     return len(written_arguments(target, node.args, node.kwargs)) > declared
 
 
-def separate_buffer_assignments(graph: Any) -> None:
+def clone_aliased_buffer_values(graph: Any) -> None:
     """Let buffers that are assigned together keep what was assigned, even if it shares memory with another of them.
 
     torch.export copies the assigned values to the buffers one after another at the end of the program.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...geometry import MeshTransfer, Place
+from ...geometry import Place, ViewTransfer
 from ...halo import ExchangePolicy
 from ...plan.planner import recompute_cuts
 from .layout import (
@@ -187,7 +187,7 @@ class Step:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     run: Callable[..., Any] | None = None
-    transfer: MeshTransfer | None = None
+    transfer: ViewTransfer | None = None
     pads: Pads = ()
     fill: float = 0.0
     axes: frozenset[int] = frozenset()

@@ -37,11 +37,11 @@ def trace_ranges(dependences: Sequence[Dependence], outputs: SymbolRanges) -> Sy
     """
     needed = dict(outputs)
     for first_symbol, _, reach, source_atom in reversed(dependences):
-        assert reach.out_atom.origin is not None
-        symbol, factor = reach.out_atom.origin
+        assert reach.out_partition.origin is not None
+        symbol, factor = reach.out_partition.origin
         lo, hi = (at * factor for at in needed.get(symbol, (0, 0)))
         if symbol < first_symbol:  # another argument's, of which earlier calls may need more indices
-            lo, hi = 0, reach.out_atom.extent
+            lo, hi = 0, reach.out_partition.extent
         for indices in reach.view(lo, hi, source_atom.extent).ranges:
             extend_symbol_range(needed, source_atom, *indices)
     return needed

@@ -33,7 +33,7 @@ class Reach(NamedTuple):
 
     Attributes
     ----------
-    out_atom : Atom
+    out_partition : Atom
         Partition of the results along the dimension; if it is whole, all ranks need the same indices.
     window : Window
         Window of one axis; results depend on the indices in the window.
@@ -41,7 +41,7 @@ class Reach(NamedTuple):
         Whether the view includes the window's cells outside the tensor.
     """
 
-    out_atom: Atom
+    out_partition: Atom
     window: Window = SAME_INDEX_WINDOW
     with_padding: bool = False
 
@@ -64,18 +64,18 @@ class Reach(NamedTuple):
 
     def first_index(self, source: Atom, place: Place) -> int:
         """Return the first index in the view of the rank at a place."""
-        return 0 if self.is_whole(source) else self.view(*self.out_atom.range(place), source.extent).ranges[0][0]
+        return 0 if self.is_whole(source) else self.view(*self.out_partition.range(place), source.extent).ranges[0][0]
 
     def is_whole(self, source: Atom) -> bool:
         """Return whether every rank has all indices of the dimension and the results, and thus of the view."""
-        return self.out_atom.axis is source.axis is None and not self.with_padding
+        return self.out_partition.axis is source.axis is None and not self.with_padding
 
 
 @lru_cache(maxsize=256)  # many operators have the same windows
 def dim_request_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Sequence[Range]]:
     """Return the views of a dimension that the parts of the results need, and the padding of each."""
-    n, axis = source.extent, reach.out_atom.axis
-    ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out_atom.ranges), strict=True)
+    n, axis = source.extent, reach.out_partition.axis
+    ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out_partition.ranges), strict=True)
     if reach.is_whole(source):
         ranges = (((0, n),),)
     if reach.window is SAME_INDEX_WINDOW or all(map(_fills_ranges, ranges, used)):

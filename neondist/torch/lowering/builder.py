@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 
-from ...geometry import Atom, DimRequest, MeshTransfer
+from ...geometry import Atom, DimRequest, ViewTransfer
 from ..ir.graph import DimPart, Pads, Value
 from ..ir.layout import (
     Dim,
@@ -51,7 +51,7 @@ class PlanBuilder(StepListBuilder):
         has_sliding_windows : bool
             Whether windows slide over the view, so that a border scheme may replace the exact exchange.
         """
-        axes = axes_of((reach.out_atom,) for reach in reaches.values())
+        axes = axes_of((reach.out_partition,) for reach in reaches.values())
         inside = value.axes | axes if partition_axes is None else frozenset(partition_axes)
         lost = axes_of(value.layout) - inside  # the result is replicated along these axes
         if lost:
@@ -81,7 +81,7 @@ class PlanBuilder(StepListBuilder):
         fill: float = 0.0,
     ) -> Value:
         """Return the view of a value with the requested indices, and with padding on this rank."""
-        source, transfer = self.sum_gradient(value, partition_axes), MeshTransfer(self.mesh.parts, tuple(requests))
+        source, transfer = self.sum_gradient(value, partition_axes), ViewTransfer(self.mesh.parts, tuple(requests))
         shape = list(transfer.shape(source.local, self._rank))
         for dim, before, after in pads:
             shape[dim] += before + after
@@ -104,7 +104,7 @@ class PlanBuilder(StepListBuilder):
         )
         rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
         result = self._new_value(local_shape(rest, self._place), value.axes - axes, value.dtype, value.kind, rest)
-        self._add_step("gather", [expanded], [result], transfer=MeshTransfer(self.mesh.parts, requests))
+        self._add_step("gather", [expanded], [result], transfer=ViewTransfer(self.mesh.parts, requests))
         return self.reshape_local(result, replicated_along(value.layout, chosen))
 
     def reshard(self, value: Value, layout: Layout) -> Value:

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ...geometry import Atom, MeshTransfer
+from ...geometry import Atom, ViewTransfer
 from ..exchange.ring import RingPlan
 from ..ir.graph import ACCUMULATION_DTYPES, GRADIENTS, Step, TorchGraph, Value, supports_gradients
 from ..ir.layout import Mesh, axes_of
@@ -46,7 +46,7 @@ class RankSubset:
             lengths *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
         return lengths
 
-    def sent_and_received_cells(self, transfer: MeshTransfer) -> tuple[np.ndarray, np.ndarray]:
+    def sent_and_received_cells(self, transfer: ViewTransfer) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of cells that each rank sends to and receives from other ranks in a separable transfer."""
         counts = np.ones((3, len(self.ranks)), int)
         for request in transfer.requests:

@@ -31,7 +31,7 @@ class ModuleScope:
         self._is_submodule: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._distributed: dict[Any, DistributedModule] = {}
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
-        self._thread, self._is_distributing, self._calls_replaced = threading.get_ident(), False, False
+        self._thread, self._is_distributing, self._calls_distributed = threading.get_ident(), False, False
 
     @contextmanager
     def collect_modules(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ class ModuleScope:
         """Context that distributes calls of these modules, and rejects calls of trained modules created elsewhere."""
 
         def check(module: nn.Module, inputs: Any) -> None:
-            if not self._calls_replaced or threading.get_ident() != self._thread or module in self._is_submodule:
+            if not self._calls_distributed or threading.get_ident() != self._thread or module in self._is_submodule:
                 return
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 raise ConfigError(
@@ -81,26 +81,26 @@ class ModuleScope:
 
         handle, self._is_distributing = hooks.register_module_forward_pre_hook(check), True
         try:
-            with self._replace_calls(True):
+            with self._distribute_calls(True):
                 yield
         finally:
             self._is_distributing = False
             handle.remove()
 
     @contextmanager
-    def _replace_calls(self, replaced: bool) -> Iterator[None]:
+    def _distribute_calls(self, enabled: bool) -> Iterator[None]:
         """Replace the modules' classes by classes whose calls are distributed, or restore the original classes.
 
         `torch.distributed.fsdp.fully_shard` also replaces classes; here, this lasts only while the function runs.
         """
-        before, self._calls_replaced = self._calls_replaced, replaced
-        modules = list(self._is_submodule) if before != replaced else []
+        before, self._calls_distributed = self._calls_distributed, enabled
+        modules = list(self._is_submodule) if before != enabled else []
         for module in modules:
-            self._change_class(module, replaced)
+            self._change_class(module, enabled)
         try:
             yield
         finally:
-            self._calls_replaced = before
+            self._calls_distributed = before
             for module in modules:
                 self._change_class(module, before)
 
@@ -115,7 +115,7 @@ class ModuleScope:
 
     def call_distributed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the outputs of a module for whole inputs; on several ranks, outputs are tiled."""
-        with self._replace_calls(False):
+        with self._distribute_calls(False):
             leaves, spec = pytree.tree_flatten(gather_outputs((args, kwargs)))
             positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             if not positions:
@@ -140,7 +140,7 @@ class ModuleScope:
                 del self._distributed[next(iter(self._distributed))]
             target = module if spec is None else _TensorOnlyModule(module, leaves, positions, spec)
             model = distribute(target, shapes, self.grid, dtype=dtypes)
-            model.set_export_context(partial(self._replace_calls, False))  # a loss may recapture a changed module
+            model.set_export_context(partial(self._distribute_calls, False))  # a loss may recapture a changed module
             self._distributed[key] = model
         return self._distributed[key]
 

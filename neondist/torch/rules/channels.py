@@ -17,7 +17,7 @@ class ChannelOperands(NamedTuple):
     ----------
     channels : Dim
         Layout of the results' channels.
-    summed_axes : frozenset of int
+    reduced_mesh_axes : frozenset of int
         Axes of the mesh over which results are summed, before the bias is added.
     """
 
@@ -25,7 +25,7 @@ class ChannelOperands(NamedTuple):
     weight: Value
     bias: Value | None
     channels: Dim
-    summed_axes: frozenset[int] = frozenset()
+    reduced_mesh_axes: frozenset[int] = frozenset()
 
 
 def prefers_partial_sums(inputs: int, outputs: int) -> bool:

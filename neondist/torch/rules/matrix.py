@@ -39,7 +39,7 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
     ndims = [_matrix_ndim(names[value.id], value, values[0]) for value in values]
     values_and_ndims = list(zip(values, ndims, strict=True))
     batch = lowering.pointwise_layout([value.layout[: len(value.shape) - n] for value, n in values_and_ndims])
-    there = _batch_layout_with_whole_matrices(lowering, batch, values[0].layout[len(values[0].shape) - ndims[0] :])
+    there = _reshard_matrices_into_batch(lowering, batch, values[0].layout[len(values[0].shape) - ndims[0] :])
     args = []
     for value, n in values_and_ndims:
         before = len(value.shape) - n
@@ -74,7 +74,7 @@ def _matrix_ndim(name: str, value: Value, first_argument: Value) -> int:
     return 1 if name in _VECTOR_ARGUMENTS or (name == "B" and value.shape == first_argument.shape[:-1]) else 2
 
 
-def _batch_layout_with_whole_matrices(lowering: Lowering, batch: Layout, core: Layout) -> Layout:
+def _reshard_matrices_into_batch(lowering: Lowering, batch: Layout, core: Layout) -> Layout:
     """Return a layout of the batch in which each matrix is whole."""
     full = (*batch, *(whole_if_partitioned_along(dim, axes_of(batch)) for dim in core))
     turned: Layout = lowering.reshard_away_from(full, range(len(batch), len(full)))

@@ -37,14 +37,14 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
     """Return x resampled along dimensions; the result is partitioned along the mesh axes `axis_by_dim`."""
     outs = {dim: lowering.mesh.even_atom(len(taps.cells), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
     reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in outs.items()}
-    context = x.axes | axes_of((reach.out_atom,) for reach in reaches.values())
+    context = x.axes | axes_of((reach.out_partition,) for reach in reaches.values())
     view = lowering.view(x, reaches, context, has_sliding_windows=True)
     input_atoms = {dim: lowering.single_atom(x, dim) for dim in taps_by_dim}
 
     def local_taps(place: Place) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
         plans = []
         for dim, tap in taps_by_dim.items():
-            lo, hi = reaches[dim].out_atom.range(place)
+            lo, hi = reaches[dim].out_partition.range(place)
             index = tap.cells[lo:hi] - reaches[dim].first_index(input_atoms[dim], place)
             plans.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
         return plans
@@ -63,7 +63,7 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
             a = total
         return a
 
-    layout = tuple((reaches[dim].out_atom,) if dim in reaches else atoms for dim, atoms in enumerate(x.layout))
+    layout = tuple((reaches[dim].out_partition,) if dim in reaches else atoms for dim, atoms in enumerate(x.layout))
     return lowering.local(run, [view], layout, lowering.fake_out.dtype, at=local_taps)
 
 
@@ -109,14 +109,19 @@ def cubic_taps(n_in: int, n_out: int, factor: float | None, align: bool, dtype: 
     first = at.floor()
     t = at - first
 
-    def near_weight(x: torch.Tensor) -> torch.Tensor:
+    def inner_tap_weight(x: torch.Tensor) -> torch.Tensor:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far_weight(x: torch.Tensor) -> torch.Tensor:
+    def outer_tap_weight(x: torch.Tensor) -> torch.Tensor:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     cells = (first.to(torch.int64)[:, None] + torch.arange(-1, 3)).clamp(0, n_in - 1)
-    return Taps(cells, torch.stack([far_weight(t + 1), near_weight(t), near_weight(1 - t), far_weight(2 - t)], 1))
+    return Taps(
+        cells,
+        torch.stack(
+            [outer_tap_weight(t + 1), inner_tap_weight(t), inner_tap_weight(1 - t), outer_tap_weight(2 - t)], 1
+        ),
+    )
 
 
 def antialiased_taps(n_in: int, n_out: int, scale: float, dtype: torch.dtype, cubic: bool) -> Taps:
@@ -289,7 +294,7 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     def local_bins(place: Place) -> list[list[tuple[int, int]]]:
         own_bins = []
         for dim in dims:
-            lo, hi = reaches[dim].out_atom.range(place)
+            lo, hi = reaches[dim].out_partition.range(place)
             own_bins.append([(cells.start - bins[dim][lo].start, len(cells)) for cells in bins[dim][lo:hi]])
         return own_bins
 
@@ -299,5 +304,5 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
         dim, (first, *others) = dims[ndim - len(remaining_bins)], remaining_bins
         return torch.cat([run(others, part.narrow(dim, *cells)) for cells in first], dim)
 
-    layout = tuple((reaches[dim].out_atom,) if dim in reaches else atoms for dim, atoms in enumerate(x.layout))
+    layout = tuple((reaches[dim].out_partition,) if dim in reaches else atoms for dim, atoms in enumerate(x.layout))
     return lowering.local(run, [view], layout, values.dtype, at=local_bins), None

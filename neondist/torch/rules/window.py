@@ -90,7 +90,7 @@ def conv(
         operands = partition_channel_operands(lowering, x, weight, bias, groups)
     else:
         operands = ChannelOperands(lowering.gather(x, [-n - 1]), weight, bias, (Atom(weight.shape[0]),))
-    x, weight, bias, channels, summed_axes = operands
+    x, weight, bias, channels, reduced_mesh_axes = operands
     is_view = not all(lowering.is_whole(x, dim) for dim in range(-n, 0))
     uneven = any(before != after for before, after in window.padding)
     # kernels cannot pad unevenly, and would copy a view again in order to pad it
@@ -106,9 +106,9 @@ def conv(
         local_groups = 1 if groups == 1 else a.shape[-n - 1] // w.shape[1]
         return run(a, w, b, window.stride, remaining_padding, window.dilation, local_groups)
 
-    if not summed_axes:
+    if not reduced_mesh_axes:
         return lowering.local(convolve, [view, weight, bias], layout, dtype)
-    y = lowering.allreduce_local_result(convolve, [view, weight], summed_axes, layout, dtype)
+    y = lowering.allreduce_local_result(convolve, [view, weight], reduced_mesh_axes, layout, dtype)
     return y if bias is None else lowering.local(lambda a, b: a + b.view(-1, *[1] * n), [y, bias], layout, dtype)
 
 
@@ -218,8 +218,8 @@ def _transposed_window_view(
     def local_crops(layout: Layout, place: Place) -> _LocalCrops:
         crops = []
         for axis, (reach, (before, _)) in enumerate(zip(reaches.values(), window.padding, strict=True)):
-            if reach.out_atom.axis is not None:
-                lo, hi = reach.out_atom.range(place)
+            if reach.out_partition.axis is not None:
+                lo, hi = reach.out_partition.range(place)
                 ((start, end),) = reach.view(lo, hi, x.shape[first + axis]).ranges
                 crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
         return _LocalCrops(local_shape(layout, place), crops)

@@ -23,7 +23,7 @@ from ...terminal.console import counted
 from ..experiment import FitExperiment
 from ..inference_weights import load_inference_weights
 from ..validate import experiment_grid_shape
-from .images import Images, open_images
+from .images import SourceSamples, open_images
 from .prediction_methods import PredictionMethod, choose_method, compile_forward_plan
 
 _UNHASHED_ARGUMENTS = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
@@ -39,7 +39,7 @@ def open_checkpoint_prediction(
     resumed_method: list[Any] | None,
     extra_cells: int = 0,
     axes: str | None = None,
-) -> Iterator[tuple[PredictionMethod, Images, dict[str, str]]]:
+) -> Iterator[tuple[PredictionMethod, SourceSamples, dict[str, str]]]:
     """Yield the prediction method, the images, and hashes of the checkpoint and the network. Collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
     with all_or_none(world):
@@ -58,7 +58,7 @@ def open_checkpoint_prediction(
 
 
 @contextmanager
-def _suggest_valid_extents(model: Any, images: Images) -> Iterator[None]:
+def _suggest_valid_extents(model: Any, images: SourceSamples) -> Iterator[None]:
     """On a shape mismatch of layers, raise an error that names the file and valid image extents."""
     try:
         yield

@@ -30,7 +30,7 @@ from ..experiment import FitExperiment, add_misclassification
 from ..loop import drop_ignored_cells, evaluate
 from ..state import format_evaluation_results
 from .checkpoint_prediction import open_checkpoint_prediction
-from .images import Images, open_images
+from .images import SourceSamples, open_images
 from .predict import compute_and_write_parts
 from .prediction_methods import BlockwisePrediction, PredictionMethod, WholeImagePrediction
 from .trained_module import TrainedModule
@@ -114,7 +114,7 @@ def evaluate_module(
 
 
 def _evaluate_by_prediction(
-    prediction: AbstractContextManager[tuple[PredictionMethod, Images, dict[str, str]]],
+    prediction: AbstractContextManager[tuple[PredictionMethod, SourceSamples, dict[str, str]]],
     model: TrainableModel,
     metrics: Sequence[Metric],
     labels: str | Path,
@@ -144,8 +144,8 @@ def _evaluate_by_prediction(
 
 
 def _open_labels(
-    labels: str | Path, method: PredictionMethod, images: Images, open_class_map: Callable[..., TileSource]
-) -> Images:
+    labels: str | Path, method: PredictionMethod, images: SourceSamples, open_class_map: Callable[..., TileSource]
+) -> SourceSamples:
     *extent, channels = method.output_shape
     expected, problem = (images.shape[0], *extent), DataError("")
     # files without axis names are ambiguous; a PNG with a palette holds class indices
@@ -260,7 +260,7 @@ class _BlockMetricAccumulator:
 class _Thumbnail:
     """Subsampled first image with targets and outputs, assembled from blocks; middle slice of a volume."""
 
-    def __init__(self, method: BlockwisePrediction, labels: Images, grid: ProcessGrid) -> None:
+    def __init__(self, method: BlockwisePrediction, labels: SourceSamples, grid: ProcessGrid) -> None:
         self.method, self.labels, self.grid = method, labels, grid
         self.extent = method.output_shape[:-1]
         self.source = method.source_aligned_with_output()  # None if outputs are not aligned with the image's cells
@@ -306,7 +306,7 @@ class _Thumbnail:
 class _ImageTiles:
     """A rank's tile of each image in a file, as in a split."""
 
-    def __init__(self, images: Images, tile_box: Box) -> None:
+    def __init__(self, images: SourceSamples, tile_box: Box) -> None:
         self.images, self.box = images, tile_box
         self.shape = (images.shape[0], *tile_box.shape, images.shape[-1])
 
@@ -340,8 +340,8 @@ class _TargetTiles(_ImageTiles):
 def _evaluate_whole_images(
     method: WholeImagePrediction,
     metrics: Sequence[Metric],
-    images: Images,
-    labels: Images,
+    images: SourceSamples,
+    labels: SourceSamples,
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
     """Evaluate whole images, one tile per rank. Collective."""

@@ -19,7 +19,7 @@ from ...io.hdf5 import size_and_mtime
 SPATIAL_AXES = "ZYX"
 
 
-class Images:
+class SourceSamples:
     """Samples (N, *spatial, C) of a source; its additional axes are flattened to samples.
 
     Parameters
@@ -101,13 +101,13 @@ def open_images(
     fill: float | None = None,
     opener: Callable[..., TileSource] = open_source,
     axes: str | None = None,
-) -> Images:
+) -> SourceSamples:
     """Return the images of a file; unnamed axes are inferred from the network's input.
 
     Parameters
     ----------
     path : path
-    sample_shape, factor, subtrahend, fill : as in Images
+    sample_shape, factor, subtrahend, fill : as in SourceSamples
     opener : callable
         Function that opens the file.
     axes : str, optional
@@ -142,7 +142,7 @@ def open_images(
             )
         source = opener(path, axes=fits[0])
     try:
-        return Images(source, sample_shape, factor, subtrahend, fill)
+        return SourceSamples(source, sample_shape, factor, subtrahend, fill)
     except DataError:
         source.close()
         raise

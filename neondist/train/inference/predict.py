@@ -28,7 +28,7 @@ from ..experiment import FitExperiment
 from . import output_kinds
 from .checkpoint_prediction import open_checkpoint_prediction
 from .forecast import forecast
-from .images import Images
+from .images import SourceSamples
 from .prediction_methods import PredictionMethod
 from .trained_module import TrainedModule
 
@@ -141,7 +141,9 @@ def _output_settings_to_compare(
 
 
 def _write_outputs(
-    open_method: Callable[[list[Any] | None], AbstractContextManager[tuple[PredictionMethod, Images, dict[str, str]]]],
+    open_method: Callable[
+        [list[Any] | None], AbstractContextManager[tuple[PredictionMethod, SourceSamples, dict[str, str]]]
+    ],
     target: Path,
     grid: ProcessGrid,
     kinds: Sequence[str],
@@ -231,7 +233,7 @@ class OutputWriter:
     """Writer of outputs to files, with a journal of the parts on disk."""
 
     def __init__(
-        self, method: PredictionMethod, images: Images, sinks: dict[str, TileSink], journal: ProgressJournal
+        self, method: PredictionMethod, images: SourceSamples, sinks: dict[str, TileSink], journal: ProgressJournal
     ) -> None:
         self.method, self.images, self.sinks, self.journal = method, images, sinks, journal
 
@@ -274,7 +276,7 @@ def _open_journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[ProgressJou
 def _open_sinks(
     paths: dict[str, Path],
     method: PredictionMethod,
-    images: Images,
+    images: SourceSamples,
     grid: ProcessGrid,
     overwrite: bool,
     done: set[int],

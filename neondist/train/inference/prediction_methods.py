@@ -28,7 +28,7 @@ from ...system.memory import (
     model_bytes_per_rank,
     process_overhead_bytes,
 )
-from .images import Images
+from .images import SourceSamples
 
 DEFAULT_BLOCK_EXTENT_BY_NDIM = {1: 1 << 18, 2: 2048, 3: 256}
 """Default cells along each axis of a block, by the number of axes."""
@@ -41,7 +41,7 @@ class PredictionMethod(ABC):
 
     Attributes
     ----------
-    images : Images
+    images : SourceSamples
     num_parts : int
     output_shape : (*spatial, C)
     dtype : numpy.dtype
@@ -51,7 +51,7 @@ class PredictionMethod(ABC):
         Identity of the method, equal for a job and its resumption.
     """
 
-    images: Images
+    images: SourceSamples
     num_parts: int
     output_shape: tuple[int, ...]
     dtype: np.dtype
@@ -88,7 +88,7 @@ class BlockwisePrediction(PredictionMethod):
 
     Parameters
     ----------
-    images : Images
+    images : SourceSamples
     block_plan : BlockPlan or similar
     run_block : callable
         Function from a block's number and input cells to its output.
@@ -103,7 +103,7 @@ class BlockwisePrediction(PredictionMethod):
 
     def __init__(
         self,
-        images: Images,
+        images: SourceSamples,
         block_plan: Any,
         run_block: Callable[[int, Any], Any],
         cache_bytes: int,
@@ -117,7 +117,7 @@ class BlockwisePrediction(PredictionMethod):
         self.identity_for_resume = ["blocks", list(block_plan.size)]
 
     @staticmethod
-    def _count_cached_blocks(cache_bytes: int, images: Images, block_plan: Any) -> int:
+    def _count_cached_blocks(cache_bytes: int, images: SourceSamples, block_plan: Any) -> int:
         """Return the number of adjacent blocks that fit in the cache until the next row is read."""
         source, cells = images.source, block_plan.largest_input_box.shape
         if source.chunks is None:
@@ -162,7 +162,9 @@ class WholeImagePrediction(PredictionMethod):
 
     is_collective = True
 
-    def __init__(self, model: TrainableModel, images: Images, batch_size: int, grid: ProcessGrid, plan: Any) -> None:
+    def __init__(
+        self, model: TrainableModel, images: SourceSamples, batch_size: int, grid: ProcessGrid, plan: Any
+    ) -> None:
         self.model, self.images, self.batch_size, self.grid, self.dtype = model, images, batch_size, grid, model.dtype
         model.build(images.shape[1:], batch_size, grid, plan)
         self.num_parts, self.output_shape = -(-images.shape[0] // batch_size), model.output_shape
@@ -195,7 +197,7 @@ class WholeImagePrediction(PredictionMethod):
 
 def choose_method(
     model: Any,
-    images: Images,
+    images: SourceSamples,
     grid: ProcessGrid,
     batch: int,
     block: int | None,
@@ -261,7 +263,7 @@ def choose_method(
 
 
 def _choose_torch_module_method(
-    model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, extra_cells: int
+    model: Any, images: SourceSamples, grid: ProcessGrid, batch: int, block: int | None, limit: int, extra_cells: int
 ) -> PredictionMethod:
     """Return the method of a PyTorch module, as `choose_method` does."""
     shape = images.shape[1:]
@@ -300,7 +302,7 @@ def _plan_largest_fitting_batch(
     return plan, batch
 
 
-def chunk_cache_bytes(images: Images, memory_limit: int) -> int:
+def chunk_cache_bytes(images: SourceSamples, memory_limit: int) -> int:
     """Return the cache size for decoded chunks of a rank in bytes."""
     return 0 if images.source.chunks is None else min(MAX_CHUNK_CACHE_BYTES, memory_limit // 4)
 

@@ -17,7 +17,7 @@ from ...formats import open_source
 from ...formats.base import convert_read_errors
 from ...io.regular_file import open_regular, read_bytes
 from ...terminal.console import counted
-from .images import Images, open_images
+from .images import SourceSamples, open_images
 from .prediction_methods import PredictionMethod, choose_method, memory_limit_per_rank
 from .window_prediction import WindowPrediction, check_window_fits, windows_per_block
 
@@ -102,7 +102,7 @@ class TrainedModule:
             if self.window_extent is not None:
                 self._create_window_prediction(images, None, None)
 
-    def open_source_images(self, source: str | Path) -> Images:
+    def open_source_images(self, source: str | Path) -> SourceSamples:
         """Return the images of a file in the layout of the module.
 
         Raises
@@ -138,7 +138,7 @@ class TrainedModule:
     @contextmanager
     def open_prediction_method(
         self, source: str | Path, grid: ProcessGrid, block: int | None, resumed_method: list[Any] | None
-    ) -> Iterator[tuple[PredictionMethod, Images, dict[str, str]]]:
+    ) -> Iterator[tuple[PredictionMethod, SourceSamples, dict[str, str]]]:
         """Yield the prediction method, the images, and hashes of the weights and the module. Collective."""
         with all_or_none(grid.world):
             images = self.open_source_images(source)
@@ -153,7 +153,7 @@ class TrainedModule:
             yield method, images, grid.world.bcast(identities)
 
     def _create_window_prediction(
-        self, images: Images, block: int | None, resumed_method: list[Any] | None, ranks: int = 1
+        self, images: SourceSamples, block: int | None, resumed_method: list[Any] | None, ranks: int = 1
     ) -> WindowPrediction:
         from ...torch.training.windows import WindowScores
 
@@ -166,7 +166,7 @@ class TrainedModule:
         )
 
     @contextmanager
-    def _report_channel_mismatch(self, images: Images) -> Iterator[None]:
+    def _report_channel_mismatch(self, images: SourceSamples) -> Iterator[None]:
         """Replace an error of the module by one about the number of channels, if that is wrong."""
         try:
             yield

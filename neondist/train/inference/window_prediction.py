@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import DataError
 from ...formats import TileSource
 from ...formats.axes import Cells
-from .images import SPATIAL_AXES, Images
+from .images import SPATIAL_AXES, SourceSamples
 from .prediction_methods import BlockwisePrediction, chunk_cache_bytes
 
 MAX_BLOCK_WINDOWS, MAX_BLOCK_CELLS = 8, 2048
@@ -61,7 +61,7 @@ class WindowCentres(TileSource):
 class WindowPrediction(BlockwisePrediction):
     """Block-wise prediction of a score map."""
 
-    def __init__(self, images: Images, plan: Any, memory_limit: int) -> None:
+    def __init__(self, images: SourceSamples, plan: Any, memory_limit: int) -> None:
         super().__init__(images, plan, plan.run, chunk_cache_bytes(images, memory_limit), plan.output_shape, plan.dtype)
 
     def source_aligned_with_output(self) -> TileSource:
@@ -69,7 +69,7 @@ class WindowPrediction(BlockwisePrediction):
         return WindowCentres(self.images.source, self.plan.window, self.plan.stride)
 
 
-def check_window_fits(images: Images, window: int) -> None:
+def check_window_fits(images: SourceSamples, window: int) -> None:
     """Raise DataError if the images are smaller than a window."""
     extents = images.shape[1:-1]
     if min(extents) < window:

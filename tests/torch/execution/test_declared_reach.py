@@ -39,9 +39,9 @@ def collect_read_ranges(traced, ranges):
     while before != needed:
         before = dict(needed)
         for first, _, reach, source in reversed(traced.dependences):
-            whole = reach.out_atom.origin[0] < first  # the symbol of another argument
+            whole = reach.out_partition.origin[0] < first  # the symbol of another argument
             for indices in reach.view(
-                *((0, reach.out_atom.extent) if whole else reach.out_atom.range(needed)), source.extent
+                *((0, reach.out_partition.extent) if whole else reach.out_partition.range(needed)), source.extent
             )[0]:
                 extend_symbol_range(needed, source, *indices)
     return needed
@@ -68,7 +68,9 @@ def trace_parts(module, shape, dtype=torch.float64):
 
 def check_symbol_ranges(traced, rng, grids=2):
     """Compare `symbol_ranges` with `collect_read_ranges` on random grids; return the number of merged dependences."""
-    merged = sum(each.source_atom.origin[1] > 1 or each.reach.out_atom.origin[1] > 1 for each in traced.dependences)
+    merged = sum(
+        each.source_atom.origin[1] > 1 or each.reach.out_partition.origin[1] > 1 for each in traced.dependences
+    )
     for _ in range(grids):
         mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial))))
         layouts = [even_layout(output, mesh) for output in traced.outputs]

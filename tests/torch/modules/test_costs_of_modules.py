@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch_runs import share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
-from neondist.geometry import Atom, DimRequest, GridShape, MeshTransfer  # noqa: E402
+from neondist.geometry import Atom, DimRequest, GridShape, ViewTransfer  # noqa: E402
 from neondist.plan import report  # noqa: E402
 from neondist.torch.ir.layout import Mesh, local_atom_extents  # noqa: E402
 from neondist.torch.lowering.costs import module_paths  # noqa: E402
@@ -47,7 +47,7 @@ def test_sends_match_receives(seed):
     def draw_axes(axis):
         return (axis, (axis + 1) % 3) if odd else [(axis, axis), (axis, None), (None, axis)][rng.integers(3)]
 
-    transfer = MeshTransfer(
+    transfer = ViewTransfer(
         mesh.parts, tuple(draw_request(rng, mesh, dim, *draw_axes(axis)) for dim, axis in enumerate(axes))
     )
     assert transfer.is_separable is not odd
