@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -158,6 +158,7 @@ class Dataset(Registered, ABC):
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
             reading = OverlappingPartition.of_box(self.sample_shape[:-1], tile.input_box) if augment else None
             splits = self.open_splits(grid.with_tiles(reading))
+            splits = tuple(splits) if isinstance(splits, Iterator) else splits
             if not _are_splits(splits):
                 raise ConfigError(
                     f"dataset: {type(self).__name__}.open_splits returns {type(splits).__name__}; expected a tuple of"

@@ -346,14 +346,10 @@ class Layer(LayerDescription):
                 f"{name}: shape {shape} with the layout {layout}; the layout must have the input shape {input_shape},"
                 f" and the first axis its {prod(input_shape)} elements"
             )
-        if (
-            isinstance(layout, Shard)
-            and len(input_shape) == 1
-            and declared_with(self, "layout", "forward") is not Shard
-        ):
+        if isinstance(layout, Shard) and len(input_shape) == 1 and self.layout is not Shard:
             raise ConfigError(
                 f"{name}: each rank stores the rows of its range of the vector, but receives the whole vector; set"
-                " layout = nd.Shard in the class that defines forward"
+                " layout = nd.Shard in the class"
             )
 
     def _check_independence_of_tiles(self, input_shape: Shape, output: Shape, reductions: Sequence[Reduction]) -> None:

@@ -192,7 +192,7 @@ def test_cluster_without_the_operator(api, folder):
     api.loop.call_soon_threadsafe(lambda: api.api[path] << 404)
     code, _, err = run_in_process(folder, "submit", "--mpijob", "toy.yaml", "--apply")
     assert code == 2
-    assert "install Kubeflow's MPI operator" in err
+    assert "check the namespace, and that Kubeflow's MPI operator (0.8 or newer) is installed" in err
 
 
 @needs_kmock

@@ -428,8 +428,8 @@ def test_class_values_number_the_classes(tmp_path):
         ({"class_values": [0, 0]}, "expected 2 different values, one per class"),
         ({"class_values": [0, 255], "classes": 3}, "expected 3 different values"),
         ({"class_values": [0, 255], "class_names": ["a"]}, "expected 1 different value, one"),
-        ({"class_values": [0, 255], "ignore_index": 255}, "255 is a class, or in class_values"),
-        ({"class_values": [0, 255], "ignore_index": 1}, "1 is a class, or in class_values"),
+        ({"class_values": [0, 255], "ignore_index": 255}, "255 is also a class number or one of class_values"),
+        ({"class_values": [0, 255], "ignore_index": 1}, "1 is also a class number or one of class_values"),
     ],
 )
 def test_invalid_class_values_are_rejected(fields, message):

@@ -89,5 +89,5 @@ def test_backward_after_weight_changes_is_rejected():
         run.backward(dy)
     run = model.forward(x)
     run.close()
-    with pytest.raises(PassOrderError, match="the pass was closed"):
+    with pytest.raises(PassOrderError, match="the pass is closed"):
         run.backward(dy)
