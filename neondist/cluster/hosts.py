@@ -18,12 +18,11 @@ from .. import version
 from ..errors import ConfigError
 from ..io.regular_file import read_bytes
 from .resources import ResourceSpec
-from .ssh_config import SSH_AGENT_VARIABLE, remote_command
+from .ssh_config import SSH_AGENT_VARIABLE, remote_command, ssh_arguments_for_mpirun
 
 HOST_SCRIPT_TIMEOUT = 60.0
 _SCRIPT_POLL_SECONDS = 0.1
 SSH_TIMEOUT = 15.0
-SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
 DEFAULT_SLOTS_VARIABLE = "OMPI_MCA_orte_set_default_slots"
 """Environment variable with the slots of each host, set by the MPI operator, whose script prints names only."""
 UNREACHABLE_TEXT = "cannot be reached"
@@ -268,7 +267,7 @@ def command_on_host(
     host: str, words: Sequence[str], env: Mapping[str, str], extra_options: Sequence[str] = ()
 ) -> list[str]:
     """Return the command line that runs a command on a host by ssh, with `extra_options`, or by mpirun's agent."""
-    options = shlex.split(env.get(SSH_ARGS_VARIABLE, ""))
+    options = shlex.split(ssh_arguments_for_mpirun(env))
     options += [] if SSH_AGENT_VARIABLE in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra_options]
     return remote_command(host, options, words, env)
 

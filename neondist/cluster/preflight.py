@@ -215,7 +215,7 @@ async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments
         return
     message = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]
     if process.returncode == 255 and report.node.ssh_config is not None:
-        message += f"; check address, username, port and key_file: {format_ssh_command(report.node, report.ssh)}"
+        message += f"; check address, username, port and key_file: {format_ssh_command(report.node, report.ssh, env)}"
         report.problems.append(f"cannot be reached: {message}")
     else:
         report.problems.append(f"{report.python} does not run ({message}); set python_venv for this node")

@@ -12,6 +12,8 @@ from ..errors import ConfigError
 from .resources import Node, ResourceSpec, SSHConfig
 
 USER_CONFIG_VARIABLE = "NEONDIST_SSH_CONFIG"
+SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
+"""Environment variable with the options of the ssh that mpirun uses."""
 """Environment variable with a user's ssh_config to include instead of ~/.ssh/config."""
 SSH_AGENT_VARIABLE = "PRTE_MCA_plm_ssh_agent"
 """Environment variable with a program that mpirun uses instead of ssh: AGENT [OPTIONS] HOST COMMAND."""
@@ -46,9 +48,41 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
             lines += [f"  IdentityFile {key}", "  IdentitiesOnly yes"]
     lines += ["Host *", "  BatchMode yes", "  ConnectTimeout 10", "  StrictHostKeyChecking accept-new"]
     lines += ["  ServerAliveInterval 20", "  ServerAliveCountMax 3"]  # otherwise ssh outlives a job whose node is lost
-    user_config = env.get(USER_CONFIG_VARIABLE, "~/.ssh/config")
-    lines += [f"Include {_quote_argument(user_config, USER_CONFIG_VARIABLE)}", "Include /etc/ssh/ssh_config"]
+    user_config = _quote_argument(_user_config_path(env) or "~/.ssh/config", USER_CONFIG_VARIABLE)
+    lines += [f"Include {user_config}", "Include /etc/ssh/ssh_config"]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _user_config_path(env: Mapping[str, str]) -> str | None:
+    """Return the absolute path of the user's ssh_config in USER_CONFIG_VARIABLE, which must exist, if it is set."""
+    text = env.get(USER_CONFIG_VARIABLE)
+    if not text:
+        return None
+    path = Path(text).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(f"{USER_CONFIG_VARIABLE}: {path} does not exist; give the path of an ssh_config, or unset it")
+    return str(path)
+
+
+def ssh_arguments_for_mpirun(env: Mapping[str, str]) -> str:
+    """Return the value of SSH_ARGS_VARIABLE with which ssh reaches the hosts of a list.
+
+    The user's ssh_config applies unless the given options name another one.
+
+    Raises
+    ------
+    ConfigError
+        The ssh_config in USER_CONFIG_VARIABLE does not exist, or mpirun does not accept its path.
+    """
+    path = _user_config_path(env)
+    if path is not None and re.search(r"\s", path):
+        raise ConfigError(f"{USER_CONFIG_VARIABLE}: '{path}': mpirun requires a path without spaces; rename the file")
+    return " ".join(filter(None, [path and f"-F {path}", env.get(SSH_ARGS_VARIABLE)]))
+
+
+def format_ssh_test(host: str, env: Mapping[str, str]) -> str:
+    """Return an ssh command with which the user can test the connection to a host of a list."""
+    return shlex.join(["ssh", *shlex.split(ssh_arguments_for_mpirun(env)), host])
 
 
 def ssh_command(
@@ -64,9 +98,10 @@ def remote_command(host: str, options: Sequence[str], command: Sequence[str], en
     return [*agent, *options, host, shlex.join(command)]
 
 
-def format_ssh_command(node: Node, ssh: SSHConfig) -> str:
+def format_ssh_command(node: Node, ssh: SSHConfig, env: Mapping[str, str]) -> str:
     """Return an ssh command with which the user can test the connection to a node."""
-    words = ["ssh", *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
+    config = _user_config_path(env)
+    words = ["ssh", *(["-F", config] if config else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     words += ["-i", ssh.key_file] if ssh.key_file is not None else []
     return shlex.join([*words, f"{ssh.username}@{node.address}" if ssh.username else node.address])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from .. import safe_path
 from ..cluster.hosts import SSH_TIMEOUT, UNREACHABLE_TEXT, command_on_host, find_unusable_hosts, slots_by_node
 from ..cluster.preflight import NodeReport
-from ..cluster.ssh_config import ssh_command
+from ..cluster.ssh_config import format_ssh_test, ssh_command
 from ..errors import LaunchError
 from ..terminal.console import counted
 from .fork_server import ForkServer, Process
@@ -254,7 +254,7 @@ def checked_job_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles
             unreachable = [host for host, reason in reasons.items() if reason == UNREACHABLE_TEXT]
             texts = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
             texts += [f"{', '.join(unreachable)} {UNREACHABLE_TEXT}"] if unreachable else []
-            test = f", or the error shown by `ssh {unreachable[0]}`" if unreachable else ""
+            test = f", or the error shown by `{format_ssh_test(unreachable[0], os.environ)}`" if unreachable else ""
             raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; correct the list{test}")
         yield JobNodes(nodes if LOCAL_HOST in listed else nodes[1:], hosts, arguments.fork_server)
         return

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, find_unusable_hosts, ranks_per_host, slots_by_node
+from ..cluster.ssh_config import format_ssh_test
 from ..errors import ConfigError, LaunchError, UserError
 from ..system.job import LAUNCHED_RANKS_VARIABLE, Job
 from ..system.signals import STOPPED_EXIT_CODE
@@ -348,7 +349,9 @@ def wait_for_members(
             if not excluded:
                 return members
             test = [
-                f"correct the list, or the error shown by `ssh {host}`" for host in excluded if host not in problems
+                f"correct the list, or the error shown by `{format_ssh_test(host, os.environ)}`"
+                for host in excluded
+                if host not in problems
             ]
             report("; ".join([f"{host} {reasons[host]}" for host in excluded] + test[:1]))
             continue

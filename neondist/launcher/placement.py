@@ -16,14 +16,14 @@ from .. import safe_path
 from ..cluster import ResourceSpec
 from ..cluster.hosts import ranks_per_host, slots_by_node
 from ..cluster.preflight import REPORT_COLUMNS, NodeReport, check_nodes, raise_on_problems, reject_shared_host_names
-from ..cluster.ssh_config import ssh_settings_of, write_ssh_config
+from ..cluster.ssh_config import SSH_ARGS_VARIABLE, ssh_arguments_for_mpirun, ssh_settings_of, write_ssh_config
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import counted, say
 from .monitor import LOOPBACK_ADDRESS
 from .mpirun import INSTALL_REMEDY, Mpirun
 
-_SSH_ARGS_VARIABLE, _HOST_FILE_VARIABLE = "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_default_hostfile"
+_HOST_FILE_VARIABLE = "PRTE_MCA_prte_default_hostfile"
 
 
 @dataclass
@@ -77,7 +77,7 @@ class JobPlacement:
     def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment in which mpirun starts its daemons with the SSH settings of the check."""
         variables = {name: value for name, value in env.items() if name != _HOST_FILE_VARIABLE}
-        return {**variables, _SSH_ARGS_VARIABLE: f"{env.get(_SSH_ARGS_VARIABLE, '')} -F {self.ssh_config}".strip()}
+        return {**variables, SSH_ARGS_VARIABLE: f"{env.get(SSH_ARGS_VARIABLE, '')} -F {self.ssh_config}".strip()}
 
     def supervisor_addresses(self) -> list[str]:
         """Return the addresses of the chief that belong to this machine, for ranks on other nodes."""
@@ -119,8 +119,10 @@ class HostListPlacement:
         return _command_on_hosts(mpirun, names, [(host, ranks, start) for host, ranks in self.hosts.items()])
 
     def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of mpirun, without a host file."""
-        return {name: value for name, value in env.items() if name != _HOST_FILE_VARIABLE}
+        """Return the environment of mpirun, without a host file, with the user's ssh_config."""
+        variables = {name: value for name, value in env.items() if name != _HOST_FILE_VARIABLE}
+        ssh_arguments = ssh_arguments_for_mpirun(env)
+        return {**variables, SSH_ARGS_VARIABLE: ssh_arguments} if ssh_arguments else variables
 
     def supervisor_addresses(self) -> list[str]:
         """Return the addresses of the supervisor on this machine."""

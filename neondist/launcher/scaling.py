@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ..cluster.hosts import HostPool, HostSource, find_unusable_hosts
+from ..cluster.ssh_config import format_ssh_test
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import counted, say
@@ -145,7 +146,8 @@ class ElasticSlots:
         """Report that the job ends because slots for its minimum of workers were not free in time."""
         remedy = "start the job again later, or lower --num-workers"
         if excluded := self._list_excluded_hosts():
-            remedy = f"correct the list of hosts, or the error shown by `ssh {next(iter(excluded))}`"
+            test = format_ssh_test(next(iter(excluded)), os.environ)
+            remedy = f"correct the list of hosts, or the error shown by `{test}`"
         say(f"error: gave up after {self.wait_limit:g} s: {self.describe_unavailable_slots()}; {remedy}", sys.stderr)
 
     def describe_unavailable_slots(self) -> str:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 import time
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,18 @@ from hypothesis import strategies as st
 from processes import is_alive
 from waiting import wait_until
 
-from neondist.cluster.hosts import HostPool, HostSource, find_unusable_hosts, parse_hosts, ranks_per_host
+from neondist.cluster import ResourceSpec
+from neondist.cluster.hosts import (
+    HostPool,
+    HostSource,
+    command_on_host,
+    find_unusable_hosts,
+    parse_hosts,
+    ranks_per_host,
+)
+from neondist.cluster.ssh_config import format_ssh_command, format_ssh_test, write_ssh_config
 from neondist.errors import ConfigError
+from neondist.launcher.placement import HostListPlacement
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}", fullmatch=True)
 HOST_LINE_FORMATS = ("{0}:{1}", "{0} slots={1}", "  {0} slots={1} max_slots=9  # two", "{0}\tslots={1}")
@@ -153,6 +164,38 @@ def test_last_list_is_kept_if_the_source_fails():
     for listed, error in (({"a": 1}, ""), ({"a": 1}, "no network"), ({"b": 1}, "")):
         pool.refresh_host_list()
         assert (pool.listed_slots, pool.refresh_error) == (listed, error)
+
+
+def test_ssh_config_of_listed_hosts(tmp_path, monkeypatch):
+    """The check of a host, mpirun, and the commands shown to the user use the same ssh_config."""
+    config = tmp_path / "config"
+    config.touch()
+    monkeypatch.chdir(tmp_path)
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    for text in (str(config), "config"):
+        for variables, words in (({}, []), ({"PRTE_MCA_plm_ssh_args": "-F own"}, ["-F", "own"])):  # the last -F applies
+            env = {"NEONDIST_SSH_CONFIG": text, **variables}
+            expected = ["-F", str(config), *words]
+            assert command_on_host("a", ["true"], env) == ["ssh", *expected, *options, "a", "true"]
+            assert format_ssh_test("a", env) == " ".join(["ssh", *expected, "a"])
+            assert HostListPlacement({"a": 1}).mpirun_environment(env)["PRTE_MCA_plm_ssh_args"] == " ".join(expected)
+        nodes = [{"address": "a", "chief": True}, {"address": "b"}]
+        resources = ResourceSpec({"nodes": nodes, "ssh": {"username": "u", "port": 7}})
+        ssh = next(iter(resources.ssh.values()))
+        assert format_ssh_command(resources.nodes[1], ssh, env) == f"ssh -F {config} -p 7 u@b"
+        write_ssh_config(resources, tmp_path / "written", env)
+        assert f'Include "{config}"\n' in (tmp_path / "written").read_text()
+    assert HostListPlacement({"a": 1}).mpirun_environment({}) == {}
+    assert format_ssh_test("a", {}) == "ssh a"
+
+
+@pytest.mark.parametrize(("name", "message"), [("none", "none does not exist"), ("a b", "without spaces")])
+def test_invalid_ssh_config(tmp_path, name, message):
+    (tmp_path / "a b").touch()
+    env = {"NEONDIST_SSH_CONFIG": str(tmp_path / name)}
+    for read in (partial(find_unusable_hosts, ["a"]), HostListPlacement({"a": 1}).mpirun_environment):
+        with pytest.raises(ConfigError, match=f"NEONDIST_SSH_CONFIG: .*{message}"):
+            read(env)
 
 
 def test_unusable_hosts(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ class SshServers:
         (folder / "own").write_text("\n".join(common) + "\n")
         (folder / "list").write_text("\n".join([*listed_hosts, *common, f'  IdentityFile "{self.key}"']) + "\n")
         self.env = {USER_CONFIG_VARIABLE: str(folder / "own"), "PRTE_MCA_prte_do_not_resolve": "1"}
-        self.host_list_env = {"PRTE_MCA_plm_ssh_args": f"-F {folder / 'list'}"}
+        self.host_list_env = {USER_CONFIG_VARIABLE: str(folder / "list")}
 
     def settings(self, node, **overrides):
         """Return the ssh settings of a node for a resource file."""
