@@ -68,14 +68,14 @@ _BYTES_BY_UNIT = {"": 1, "b": 1} | {
 _PROCESS_OVERHEAD_BYTES_BY_BACKEND = {"numpy": 300 << 20, "torch": 450 << 20}
 
 
-def parse_bytes(field: str, memory: int | str) -> int:
+def parse_bytes(field: str, memory: int | str, minimum: int = 1) -> int:
     """Parse an amount of memory such as 8GiB, '500 MB' or a number of bytes; a ConfigError names `field`."""
     number, unit = re.fullmatch(r"\s*([0-9.]*)\s*(.*?)\s*", str(memory)).groups()  # type: ignore[union-attr]
     try:
         count = int(float(number) * _BYTES_BY_UNIT[unit.lower()])
     except (ValueError, KeyError, OverflowError):
-        count = 0
-    if count < 1:
+        count = -1
+    if count < minimum:
         raise ConfigError(
             f"{field}: {memory!r} is not an amount of memory; expected one such as 8GiB, 500MB or a number of bytes"
         )

@@ -587,15 +587,35 @@ def test_palette_masks_are_read_as_indices(tmp_path):
     assert set(np.unique(data.train.targets([0]))) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("cache", ["1MiB", 3000])
-def test_predicted_size_of_chunk_caches(tmp_path, cache):
+@pytest.fixture
+def chunked_fields(tmp_path):
+    """Fields for three images and masks in chunks."""
     for n in range(3):
         for name, array in zip(("images", "masks"), make_sample(n), strict=True):
             (tmp_path / name).mkdir(exist_ok=True)
             array = array.reshape(*SIZES[n], -1)
             with h5py.File(tmp_path / name / f"{n}.h5", "w") as file:
                 file.create_dataset("cells", data=array, chunks=(8, 10, array.shape[-1]))
-    fields = {"images": f"{tmp_path}/images/*.h5", "labels": f"{tmp_path}/masks/*.h5", "validation": 1}
+    return {"images": f"{tmp_path}/images/*.h5", "labels": f"{tmp_path}/masks/*.h5", "validation": 1}
+
+
+@pytest.mark.parametrize("cache", [0, "0MiB"])
+def test_disabled_chunk_cache(chunked_fields, cache):
+    def open_split(cache):
+        return open_dataset(nd.ProcessGrid.serial(), chunked_fields, crops_per_image=2, cache=cache).train
+
+    split, numbers = open_split(cache), np.arange(4)
+    np.testing.assert_array_equal(split.images(numbers), open_split("1MiB").images(numbers))
+    assert (split.bytes_to_be_cached(3), split.tiles._cache.nbytes) == (0, 0)
+    assert nd.ClimateFiles("*.nc", ["t"], cache=cache).cache == cache
+    for wrong in ("much", -1):
+        with pytest.raises(nd.ConfigError, match=r"cache: .* is not an amount of memory"):
+            nd.ClimateFiles("*.nc", ["t"], cache=wrong)
+
+
+@pytest.mark.parametrize("cache", ["1MiB", 3000])
+def test_predicted_size_of_chunk_caches(chunked_fields, cache):
+    fields = chunked_fields
     split = open_dataset(nd.ProcessGrid.serial(), fields, crops_per_image=2, cache=cache).train
     caches = [split.tiles._cache, split.labels._cache]
     split.images([0])

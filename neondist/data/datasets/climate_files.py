@@ -61,7 +61,7 @@ class ClimateFiles(Dataset):
     ahead : bool
         Prefetch the next batch in a thread.
     cache : int or str
-        Size of each rank's cache of decoded chunks: 128MiB, 4GiB or a number of bytes.
+        Size of each rank's cache of decoded chunks: 128MiB, 4GiB or a number of bytes; 0 disables caching.
 
     Raises
     ------
@@ -103,7 +103,7 @@ class ClimateFiles(Dataset):
         self.files, self.variables, self.levels, self.targets = files, list(variables), levels, targets
         self.steps, self.lead, self.normalise, self.fill = int(steps), int(lead), normalise, fill
         self.ahead, self.cache = ahead, cache
-        self._cache_bytes = parse_bytes("cache", cache)
+        self._cache_bytes = parse_bytes("cache", cache, minimum=0)
         self._checked_series: FieldSeries | None = None
         self._fields: FieldMetadata | None = None
 

@@ -92,8 +92,8 @@ class ImageFiles(Dataset):
     ahead : bool
         Prefetch the next batch in a thread.
     cache : int or str
-        Maximum size of each cache of decoded chunks: 128MiB, 4GiB or a number of bytes. A rank has one cache for the
-        images and one for the masks of each split.
+        Maximum size of each cache of decoded chunks: 128MiB, 4GiB or a number of bytes; 0 disables caching. A rank has
+        one cache for the images and one for the masks of each split.
 
     Raises
     ------
@@ -143,7 +143,7 @@ class ImageFiles(Dataset):
         self._given_class_names = class_names
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
         self.seed, self.ahead, self.cache = seed, ahead, cache
-        self._cache_bytes = parse_bytes("cache", cache)
+        self._cache_bytes = parse_bytes("cache", cache, minimum=0)
         self._test_share = None if isinstance(test, str | Mapping) else test
         require_fraction_or_count("test", self._test_share)
         #: numbers of the images that are listed for each split
