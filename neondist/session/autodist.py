@@ -207,7 +207,7 @@ class AutoDist:
         plan = self._plan_module_parameters()
         if plan is None:
             return
-        if plan.compressors:
+        if any(rule.compressor for rule in plan.strategy.parameters.values()):
             raise ConfigError(
                 f"strategy: {plan.strategy.builder}: scripts read uncompressed gradients, such as for clipping;"
                 " leave out the compressor, or use ndt.DistributedOptimizer"

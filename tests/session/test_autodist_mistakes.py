@@ -121,7 +121,16 @@ def test_invalid_arguments(arguments, message):
         nd.AutoDist(**arguments)
 
 
-@pytest.mark.parametrize("strategy", ["AllReduce(compressor='fp16')", "PS(sync=False)", "PS(staleness=2)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "AllReduce(compressor='fp16')",
+        "AllReduce(compressor='topk(0.5)')",
+        "AllReduce(compressor='powersgd(9)')",
+        "PS(sync=False)",
+        "PS(staleness=2)",
+    ],
+)
 def test_unsupported_strategies(strategy):
     with pytest.raises(nd.ConfigError, match="strategy: "):
         train_one_step(nd.AutoDist(strategy=strategy), make_small_model)
