@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -68,6 +69,7 @@ class Master(Service):
         self._queue: TaskQueue | None = None
         self._parameters: dict[str, int] = {}
         self._minibatches_without_update: set[MinibatchId] = set()
+        self._loss_and_samples_by_epoch: dict[int, tuple[float, int]] = {}
         self._workers: set[str] = set()
         self.servers_match_queue = self.results_saved = path is None
         self.servers_need_model = False
@@ -123,12 +125,19 @@ class Master(Service):
     def credit_records(self, request: Message) -> Message:
         """Credit a task up to the end of a minibatch; `credited` is false if the task's lease has expired."""
         task_id, upto = request.integer("task_id"), request.integer("upto")
+        minibatch = MinibatchId.parse(request.items("credit"))
         if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
             with self._lock:
-                self._minibatches_without_update.add(MinibatchId.parse(request.items("credit")))
+                self._minibatches_without_update.add(minibatch)
                 text = json.dumps(sorted(self._minibatches_without_update))
                 self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, text)
-        return Message({"credited": self._require_queue().applied(task_id, upto)})
+        credited = self._require_queue().applied(task_id, upto)
+        if credited and "loss" in request.fields:
+            loss, samples = request.number("loss", -math.inf), request.integer("samples")
+            with self._lock:
+                total, count = self._loss_and_samples_by_epoch.get(minibatch.epoch, (0.0, 0))
+                self._loss_and_samples_by_epoch[minibatch.epoch] = total + loss * samples, count + samples
+        return Message({"credited": credited})
 
     def report_task_result(self, request: Message) -> Message:
         """Finish a task, marking it as failed if `err_message` is set; `credited` is false if the lease has expired."""
@@ -160,6 +169,11 @@ class Master(Service):
         """Verify the gradients that a server has applied, as `verify_applied_gradients` does."""
         minibatches = AppliedMinibatches.parse(request.mapping("credits"))
         return Message({"text": self.verify_applied_gradients(request.number("samples"), minibatches)})
+
+    def mean_training_loss(self, epoch: int) -> float | None:
+        """Return the mean loss of an epoch's credited minibatches since the start of the master; None if unknown."""
+        total, samples = self._loss_and_samples_by_epoch.get(epoch, (0.0, 0))
+        return total / samples if samples else None
 
     @property
     def workers(self) -> list[str]:

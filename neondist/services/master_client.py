@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -137,8 +138,10 @@ class MasterClient:
         self.minibatch = MinibatchId(self._task.epoch, number, index)
         self._minibatch_end, self.samples, self.was_pushed, self.was_rejected = stop, samples, False, False
 
-    def finish_minibatch(self) -> bool:
+    def finish_minibatch(self, loss: float = math.nan) -> bool:
         """Report that the minibatch was trained; return False if it was rejected or the lease has expired. Collective.
+
+        `loss` is the mean loss of the minibatch.
 
         After False, the rest of the task is reissued.
         """
@@ -147,6 +150,7 @@ class MasterClient:
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
                 progress = {"upto": self._minibatch_end, "updated": self.was_pushed, "credit": list(self.minibatch)}
+                progress |= {"loss": loss, "samples": self.samples} if math.isfinite(loss) else {}
                 credited = not self.was_rejected and self._master.call("applied", fields | progress).flag("credited")
                 if credited and self._minibatch_end == self._task.end:
                     self._master.call("report_task_result", {**fields, "err_message": ""})

@@ -74,12 +74,13 @@ class ServerRecovery(Service):
         return {"save": self.save, "statistics": self.report_statistics}
 
     def report_statistics(self, request: Message) -> Message:
-        """Return the current statistics of the job: its workers, tasks, versions of servers, and throughput."""
+        """Return the job's workers, tasks, versions of servers and throughput, and the mean loss of an epoch."""
         with self._lock:
             self._server_status = self._group.status()
             state = self._job_status(time.monotonic())
         statistics = {"workers": len(self._master.workers), "tasks": state.tasks}
         statistics |= {"server_versions": [server.version for server in state.servers]}
+        statistics |= {"train_loss": self._master.mean_training_loss(request.integer("epoch"))}
         return Message({"statistics": {**statistics, "samples_per_second": state.samples_per_second}})
 
     def save(self, request: Message) -> Message:

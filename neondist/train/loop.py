@@ -139,7 +139,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 # no variable refers to the images, so their memory is free while the next batch is read
                 last_batch[:] = [batch]
                 run.loss = float(model.train_batch(*next(read), batch_size=len(batch)))
-                credited = master is None or master.finish_minibatch()
+                credited = master is None or master.finish_minibatch(run.loss)
                 if credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
                     totals.elsewhere += seen - run.samples_seen - len(batch)  # 0 without other workers

@@ -1,9 +1,12 @@
 """Master: tasks over gRPC, and the check of records that servers have applied."""
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from parameter_servers import Servers, draw_arrays
 
@@ -15,6 +18,8 @@ from neondist.services.master_client import MasterClient
 from neondist.services.message import Message
 from neondist.services.progress import AppliedMinibatches, MinibatchId
 from neondist.services.state import SyncPolicy
+from neondist.train.callbacks.master_statistics import JobStatisticsHook
+from neondist.train.state import EpochRecord
 
 RECORDS, BATCH_SIZE, RECORDS_PER_TASK, EPOCHS = 11, 2, 3, 2
 QUEUE_PARAMETERS = {"records": RECORDS, "batch_size": BATCH_SIZE, "epochs": EPOCHS, "seed": 3}
@@ -77,6 +82,33 @@ def test_rejected_minibatch_is_assigned_again():
                 worker.master_client.was_rejected = len(assigned) == 1  # as by a server with newer values
         assert len(assigned) == 7
         assert assigned[0] in assigned[1:]
+
+
+def test_training_loss_of_all_workers():
+    """Record the loss of all workers if the first one has trained no minibatch of the epoch."""
+    master = Master()
+    master.report_training_params(Message(QUEUE_PARAMETERS))
+    for worker, losses in (("b", (3.0, -1.0, None)), ("c", (5.0,))):
+        task = master.get_task(Message({"worker": worker})).fields
+        for index, loss in enumerate(losses):
+            fields = {"task_id": task["task_id"], "upto": task["start"] + 1, "updated": True, "credit": [0, 0, index]}
+            fields |= {} if loss is None else {"loss": loss, "samples": index + 1}
+            master.credit_records(Message(fields))
+        expired = Message({**fields, "task_id": 999, "loss": 1e9, "samples": 1})
+        assert not master.credit_records(expired).flag("credited")
+    assert (master.mean_training_loss(0), master.mean_training_loss(1)) == ((3 - 2 + 5) / 4, None)
+    for own, total, expected in ((math.nan, 1.5, 1.5), (2.0, 1.5, 2.0), (math.nan, None, math.nan)):
+        run = SimpleNamespace(
+            epoch=3,
+            is_first_rank=True,
+            grid=SimpleNamespace(world=SingleTransport()),
+            history=[EpochRecord(train_loss=own)],
+        )
+        hook, epochs = JobStatisticsHook(None), []
+        hook._query_master = lambda epoch, total=total, epochs=epochs: epochs.append(epoch) or {"train_loss": total}
+        hook.after_epoch(run)
+        np.testing.assert_equal(run.history[0], {"train_loss": expected, "job": {"train_loss": total}})
+        assert epochs == [2]
 
 
 def test_workers_must_agree_on_the_data():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ServiceError
@@ -16,10 +17,10 @@ JOB_STATISTICS_KEY = "job"
 
 
 class JobStatisticsHook(Hook):
-    """Query the master after each epoch for workers, tasks, versions of servers and throughput of the job.
+    """Query the master after each epoch for workers, tasks, versions of servers, throughput and loss of the job.
 
-    The other numbers of the record are those of the worker that writes it. The hook does not wait for a restarting
-    master.
+    The other numbers of the record are those of the worker that writes it, except for the training loss if that worker
+    has trained no minibatch of the epoch. The hook does not wait for a restarting master.
 
     Parameters
     ----------
@@ -31,11 +32,14 @@ class JobStatisticsHook(Hook):
 
     def after_epoch(self, run: TrainState) -> None:
         """Add the statistics to the record."""
-        statistics = self._query_master() if run.is_first_rank else None
+        record = run.history[-1]
+        statistics = self._query_master(run.epoch - 1) if run.is_first_rank else None
         if statistics := run.grid.world.bcast(statistics):
-            run.history[-1][JOB_STATISTICS_KEY] = statistics
+            record[JOB_STATISTICS_KEY] = statistics
+            if math.isnan(record["train_loss"]) and statistics["train_loss"] is not None:
+                record["train_loss"] = statistics["train_loss"]
 
-    def _query_master(self) -> dict[str, Any] | None:
+    def _query_master(self, epoch: int) -> dict[str, Any] | None:
         from ...services.wire import ServiceClient  # gRPC
 
         try:
@@ -46,6 +50,6 @@ class JobStatisticsHook(Hook):
                 timeout=10.0,
                 retry_seconds=1.0,
             ) as rpc:
-                return dict(rpc.call("statistics").mapping("statistics"))
+                return dict(rpc.call("statistics", {"epoch": epoch}).mapping("statistics"))
         except ServiceError:
             return None
