@@ -272,6 +272,8 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
     cluster, task = (_tf_config_section(config, name) for name in ("cluster", "task"))
     masters = _task_addresses(cluster, "master") + _task_addresses(cluster, "chief")
     index = task.get("index", 0)
+    if isinstance(index, str) and index.isdecimal():  # as TensorFlow accepts it
+        index = int(index)
     if not isinstance(index, int) or isinstance(index, bool):
         raise ConfigError(f"TF_CONFIG: task.index: expected an integer, got {index!r}")
     trial = task.get("trial")

@@ -33,15 +33,15 @@ def test_environments(name):
     assert {key: actual[key] for key in expected} == expected
 
 
-@given(st.integers(1, 6), st.booleans(), st.integers(0, 3), st.booleans())
-def test_shards_partition_the_workers(workers, with_master, servers, last_worker_evaluates):
+@given(st.integers(1, 6), st.booleans(), st.integers(0, 3), st.booleans(), st.sampled_from([int, str]))
+def test_shards_partition_the_workers(workers, with_master, servers, last_worker_evaluates, index_type):
     cluster = {"worker": [f"w{i}:1" for i in range(workers)], "ps": [f"p{i}:1" for i in range(servers)]}
     cluster |= {"chief": ["c:1"]} if with_master else {}
     tasks_of_cluster = (
         [("worker", i) for i in range(workers)] + [("chief", 0)] * with_master + [("ps", i) for i in range(servers)]
     )
     tasks = [
-        nd.TaskSpec({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": i}})})
+        nd.TaskSpec({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index_type(i)}})})
         for kind, i in tasks_of_cluster
     ]
     if last_worker_evaluates and workers + with_master > 1:
@@ -69,7 +69,7 @@ def test_shards_partition_the_workers(workers, with_master, servers, last_worker
     ({"MASTER_HOST": "a:1"}, "JOB_NAME: missing, but MASTER_HOST is set"),
     ({"TASK_INDEX": "1", "WORKER_HOSTS": "a:1,b:1"}, "JOB_NAME: missing, but WORKER_HOSTS is set"),
     ({"PS_HOSTS": "a:1"}, "JOB_NAME: missing, but PS_HOSTS is set"),
-    ({"TF_CONFIG": '{"task": {"type": "worker", "index": "0"}}'}, "task.index"),
+    ({"TF_CONFIG": '{"task": {"type": "worker", "index": "x"}}'}, "task.index"),
     ({"JOB_NAME": "worker", "TASK_INDEX": "x", "WORKER_HOSTS": "a:1"}, "TASK_INDEX"),
     ({"JOB_NAME": "worker", "TASK_INDEX": "2", "WORKER_HOSTS": "a:1,b:1"}, "TASK_INDEX: 2 of task type"),
     ({"JOB_NAME": "wroker"}, "JOB_NAME: task type 'wroker' is unknown"),
