@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,8 +146,10 @@ def has_matplotlib() -> bool:
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
     """Write a matplotlib figure in the format of the suffix, and clear it; OutputError if that fails."""
+    image = BytesIO()  # drawing is slow: a process that is killed meanwhile leaves no partial file
+    figure.savefig(image, dpi=dpi, format=path.suffix[1:])
     with atomic_replacement(path) as file:
-        figure.savefig(file, dpi=dpi, format=path.suffix[1:])
+        file.write(image.getbuffer())
     figure.clear()  # reference cycles would keep its images
 
 

@@ -9,7 +9,15 @@ from checkpoint_runs import load_run, save_run
 
 import neondist as nd
 from neondist.errors import OutputError
-from neondist.io.files import DraftFile, append_text, atomic_replacement, make_folder, partial_path, write_text
+from neondist.io.files import (
+    DraftFile,
+    append_text,
+    atomic_replacement,
+    make_folder,
+    partial_path,
+    write_figure,
+    write_text,
+)
 
 
 @pytest.fixture
@@ -97,3 +105,20 @@ def test_special_file_is_not_replaced(tmp_path):
         write_text(tmp_path / "pipe", "text")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_figure_is_drawn_before_its_file_exists(tmp_path):
+    """A process that is killed while it draws leaves no partial file."""
+    calls = []
+
+    class Figure:
+        def savefig(self, file, dpi, format):
+            calls.append((dpi, format, list(tmp_path.iterdir())))
+            file.write(b"image")
+
+        def clear(self):
+            calls.append("clear")
+
+    write_figure(tmp_path / "curves.png", Figure(), dpi=7)
+    assert calls == [(7, "png", []), "clear"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"curves.png": b"image"}
