@@ -13,6 +13,7 @@ import pytest
 from cli_runs import EXPERIMENT, build_command, run_in_process, start_command
 from processes import communicate
 
+import neondist as nd
 import yaml
 
 needs_kmock = pytest.mark.skipif(
@@ -192,7 +193,7 @@ def test_cluster_without_the_operator(api, folder):
     api.loop.call_soon_threadsafe(lambda: api.api[path] << 404)
     code, _, err = run_in_process(folder, "submit", "--mpijob", "toy.yaml", "--apply")
     assert code == 2
-    assert "check the namespace, and that Kubeflow's MPI operator (0.8 or newer) is installed" in err
+    assert "check the namespace, and that Kubeflow's MPI operator (0.8 or newer) is installed in the cluster" in err
 
 
 @needs_kmock
@@ -216,3 +217,37 @@ def test_missing_client(folder):
     assert process.stderr.splitlines()[-1].startswith(
         "error: --apply and --delete need the Kubernetes client; pip install"
     )
+
+
+@needs_kmock
+@pytest.mark.parametrize(("status", "failures", "message"), [
+    (503, 2, ""), (500, 99, "the job continues: repeat the command"), (403, 1, "not allowed"),
+])  # fmt: skip
+def test_cluster_is_unavailable_while_a_job_is_followed(monkeypatch, capsys, status, failures, message):
+    """Continue after failed requests; report only the first one, and rejected requests at once."""
+    import kubernetes
+
+    from neondist.cluster.submit import kubernetes as jobs
+
+    cluster, states, pauses = object.__new__(jobs.KubernetesCluster), [], []
+    cluster._kubernetes = kubernetes
+    done = {"status": {"conditions": [{"type": "Succeeded", "status": "True", "reason": "Done"}]}}
+
+    def watch(job):
+        with cluster._convert_api_errors(job):
+            if len(states) < failures:
+                states.append(status)
+                raise kubernetes.client.ApiException(status=status, reason="Busy")
+            yield done
+
+    monkeypatch.setattr(cluster, "_watch_job", watch)
+    monkeypatch.setattr(cluster, "_print_logs", lambda job, pods: None)
+    monkeypatch.setattr(jobs.time, "sleep", pauses.append)
+    job = {"kind": "MPIJob", "metadata": {"name": "toy"}}
+    if message:
+        with pytest.raises(nd.LaunchError, match=message):
+            cluster.follow_job(job)
+    else:
+        assert cluster.follow_job(job) == 0
+    assert len(pauses) == {503: 2, 500: 30, 403: 0}[status]
+    assert capsys.readouterr().err.count("retrying") == (status != 403)

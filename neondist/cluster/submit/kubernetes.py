@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ from .manifests import Manifest
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _REQUEST_TIMEOUT = 10
 """Seconds for a response, and between checks of a job."""
+_MAX_FAILURES = 30
+"""Failed requests after which a job is no longer followed."""
 _WORKER_COUNT_FIELD = "spec.mpiReplicaSpecs.Worker.replicas"
 _PLURAL_BY_KIND = {"MPIJob": "mpijobs", "TrainJob": "trainjobs", "ClusterTrainingRuntime": "clustertrainingruntimes"}
 _CLUSTER_WIDE_KINDS = {"ClusterTrainingRuntime"}
@@ -26,6 +30,10 @@ _LAUNCHER_SELECTORS = {
     "TrainJob": "jobset.sigs.k8s.io/jobset-name={},jobset.sigs.k8s.io/replicatedjob-name=launcher",
 }
 _EXIT_CODE_BY_CONDITION = {"Succeeded": 0, "Complete": 0, "Failed": 1}
+
+
+class UnavailableClusterError(LaunchError):
+    """The cluster is unreachable or overloaded, possibly for a short time."""
 
 
 class KubernetesCluster:
@@ -91,28 +99,41 @@ class KubernetesCluster:
         """Print a job's conditions and its launcher's log until it ends; return 0 if it has succeeded, else 1."""
         reported: set[str] = set()
         logged_pods: set[str] = set()
+        failures = 0
         while True:
-            for current in self._watch_job(job):
-                if current is None:
-                    say(f"{_manifest_title(job)}: deleted")
-                    return 1
-                conditions = [one for one in current.get("status", {}).get("conditions", []) if one["status"] == "True"]
-                for condition in (one for one in conditions if one["type"] not in reported):
-                    if condition["type"] in _EXIT_CODE_BY_CONDITION:
-                        self._print_logs(job, logged_pods)
-                    reported.add(condition["type"])
-                    say(
-                        f"{_manifest_title(job)}: {condition['type']}"
-                        f" ({condition.get('message') or condition['reason']})"
-                    )
-                codes = [
-                    _EXIT_CODE_BY_CONDITION[condition["type"]]
-                    for condition in conditions
-                    if condition["type"] in _EXIT_CODE_BY_CONDITION
-                ]
-                if codes:
-                    return max(codes)
+            try:
+                for current in self._watch_job(job):
+                    code = self._report_state(job, current, reported, logged_pods)
+                    failures = 0
+                    if code is not None:
+                        return code
+            except UnavailableClusterError as error:
+                failures += 1
+                if failures > _MAX_FAILURES:
+                    raise LaunchError(f"{error}; the job continues: repeat the command to follow it") from error
+                if failures == 1:
+                    say(f"warning: {error}; retrying", sys.stderr)
+                time.sleep(_REQUEST_TIMEOUT)
+
+    def _report_state(
+        self, job: Manifest, current: Manifest | None, reported: set[str], logged_pods: set[str]
+    ) -> int | None:
+        """Print the new conditions and logs of a job; return its exit code if it has ended."""
+        if current is None:
+            say(f"{_manifest_title(job)}: deleted")
+            return 1
+        conditions = [one for one in current.get("status", {}).get("conditions", []) if one["status"] == "True"]
+        for condition in (one for one in conditions if one["type"] not in reported):
+            if condition["type"] in _EXIT_CODE_BY_CONDITION:
                 self._print_logs(job, logged_pods)
+            reported.add(condition["type"])
+            say(f"{_manifest_title(job)}: {condition['type']} ({condition.get('message') or condition['reason']})")
+        types = (condition["type"] for condition in conditions)
+        codes = [_EXIT_CODE_BY_CONDITION[name] for name in types if name in _EXIT_CODE_BY_CONDITION]
+        if codes:
+            return max(codes)
+        self._print_logs(job, logged_pods)
+        return None
 
     def _connect(self) -> tuple[Any, str]:
         client, config = self._kubernetes.client, self._kubernetes.config
@@ -202,9 +223,11 @@ class KubernetesCluster:
         try:
             yield
         except self._kubernetes.client.ApiException as error:
-            raise LaunchError(f"{_manifest_title(manifest)}: {_describe_rejection(error, manifest['kind'])}") from error
+            is_unavailable = not error.status or error.status == 429 or error.status >= 500
+            kind = UnavailableClusterError if is_unavailable else LaunchError
+            raise kind(f"{_manifest_title(manifest)}: {_describe_rejection(error, manifest['kind'])}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise LaunchError(
+            raise UnavailableClusterError(
                 f"the cluster at {self._api.configuration.host} cannot be reached ({_join_lines(error)}); check"
                 " the connection with kubectl cluster-info"
             ) from error
