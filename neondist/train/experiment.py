@@ -344,13 +344,14 @@ def _run_in_locked_folder(
     elif run.server_updates is not None:
         model.step, model.steps_without_optimizer = run.server_updates, 0
     model.remote_update = remote
+    # completes the record before others read it
+    statistics = [JobStatisticsHook(worker)] if folder is not None and worker is not None and worker.index == 0 else []
     writers: list[Hook] = []
     if folder is not None:
         _write_initial_files(experiment, grid, folder, start.resumed, yaml_text, under_supervisor or worker is not None)
         last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
-        statistics = [JobStatisticsHook(worker)] if worker is not None and worker.index == 0 else []
         pictures = worker is None or worker.index == 0
-        writers = [*statistics, *_file_writing_hooks(folder, last, store, snapshot, pictures)]
+        writers = _file_writing_hooks(folder, last, store, snapshot, pictures)
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),
@@ -369,7 +370,7 @@ def _run_in_locked_folder(
         if run.stop is None:
             fresh = not (start.resumed or under_supervisor or worker)
             with discard_run_if_untrained(grid.world, folder, lambda: fresh and run.step == 0):
-                train_loop(run, [*hooks, *writers], experiment.metrics)
+                train_loop(run, [*statistics, *hooks, *writers], experiment.metrics)
             if folder is not None:
                 model.export(folder)
     files = output_files(folder) if folder is not None and grid.rank == 0 else []

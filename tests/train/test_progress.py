@@ -91,8 +91,11 @@ def test_complete_run_is_reported(capsys):
     assert "training is complete after 2 epochs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("speed", "text"), [(0.0, "train loss - (other workers trained"), (1.0, "train loss nan  ")])
-def test_epoch_without_minibatches_of_this_worker(speed, text):
+@pytest.mark.parametrize(("speed", "loss", "text"), [
+    (0.0, math.nan, "train loss - (other workers trained"), (0.0, 0.5, "train loss 0.500000  "),
+    (1.0, math.nan, "train loss nan  "),
+])  # fmt: skip
+def test_epoch_without_minibatches_of_this_worker(speed, loss, text):
     """Do not print NaN, which looks like a divergence, if other workers trained all minibatches."""
-    record = EpochRecord(epoch=2, train_loss=math.nan, seconds=0.0, samples_per_second=speed, bytes_sent=0)
+    record = EpochRecord(epoch=2, train_loss=loss, seconds=0.0, samples_per_second=speed, bytes_sent=0)
     assert epoch_line(record, 3).startswith(f"epoch 2/3  {text}")

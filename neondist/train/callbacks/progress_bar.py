@@ -163,6 +163,6 @@ def epoch_line(record: EpochRecord, epochs: int) -> str:
 
 
 def _loss_text(record: EpochRecord, split: str) -> str:
-    if split == "train" and not record["samples_per_second"]:
+    if split == "train" and not record["samples_per_second"] and math.isnan(record["train_loss"]):
         return "train loss - (other workers trained all minibatches)"
     return f"{split} loss {record[f'{split}_loss']:.6f}"
