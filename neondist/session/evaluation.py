@@ -22,6 +22,7 @@ from .state import SessionState
 
 POLL_INTERVAL = 1.0
 """seconds between two looks for a new checkpoint"""
+_RECORD_FIELDS = "epoch", "step", "seconds"
 
 
 class EvaluatorRole:
@@ -71,6 +72,11 @@ class EvaluatorRole:
         ----------
         function : callable
             Returns a number, written as 'loss', or a mapping of names to numbers.
+
+        Raises
+        ------
+        ConfigError
+            The function returns anything else, or a name that each record has.
         """
         if self.should_stop() or self.loaded_position is None:
             raise NotReadyError(
@@ -78,8 +84,7 @@ class EvaluatorRole:
             )
         begun = time.perf_counter()
         result = function(*args, **kwargs)
-        results = dict(result) if isinstance(result, Mapping) else {"loss": result}
-        results = {name: float(value) for name, value in results.items()}
+        results = _parse_results(result)
         record = self.evaluation.add_result(self.loaded_position, results, time.perf_counter() - begun)
         self.loaded_position = None
         if self.state.is_first_rank:
@@ -93,3 +98,21 @@ class EvaluatorRole:
         """Call the hooks for the last time."""
         with self._stack:
             self.evaluation.call_final_hooks(error)
+
+
+def _parse_results(result: Any) -> dict[str, float]:
+    """Return the results of an evaluation by name."""
+    results = dict(result) if isinstance(result, Mapping) else {"loss": result}
+    for name, value in results.items():
+        if name in _RECORD_FIELDS:
+            raise ConfigError(
+                f"session.run: the function of an evaluator returns '{name}', which each record has; rename it"
+            )
+        try:
+            results[name] = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"session.run: the function of an evaluator returns {type(value).__name__} as {name!r}; expected a"
+                " number, or a mapping of names to numbers"
+            ) from None
+    return results

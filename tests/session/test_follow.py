@@ -179,6 +179,13 @@ def test_evaluator_role(tmp_path, capsys):
     assert [(record["step"], record["loss"]) for record in records] == steps
     with nd.DistributedSession(nd.TaskSpecDef("evaluator"), model, tmp_path) as evaluator:
         assert not evaluator.should_stop()
+        for wrong, message in (
+            ({"step": 1}, "'step', which each record has"),
+            (None, "returns NoneType as 'loss'"),
+            ({"a": "b"}, "returns str as 'a'"),
+        ):
+            with pytest.raises(nd.ConfigError, match=message):
+                evaluator.run(lambda wrong=wrong: wrong)
         assert evaluator.run(lambda: 0.25) == 0.25
         assert evaluator.should_stop()
         with pytest.raises(nd.NotReadyError, match="the job is complete"):
