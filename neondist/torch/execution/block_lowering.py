@@ -192,7 +192,8 @@ class BlockLowering(Lowering):
         if not (self.can_add_input_norm and is_box(x.layout, self.mesh.axes)):
             self.refuse(_REFUSAL_REASON_BY_KIND["norm"])
         shape, atom = shape_of(groups), self.single_atom(x, 0)
-        mean, variance = (self._new_value(shape, frozenset(), x.dtype, "value", replicated(shape)) for _ in range(2))
+        kind = "constant" if x.kind == "constant" else "value"
+        mean, variance = (self._new_value(shape, frozenset(), x.dtype, kind, replicated(shape)) for _ in range(2))
 
         def run(place: Place, a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, w: Any, b: Any) -> Any:
             std = torch.rsqrt(v + moments.eps)
@@ -251,6 +252,14 @@ class TracedPart:
         read = {value for step in self.steps for value in step.inputs}.union(output.id for output in outputs)
         self.inputs = [value for value in inputs if value.id in read]
         self.symbol_ranges = lru_cache(8)(self._find_symbol_ranges)
+
+    def differentiable_inputs(self) -> list[frozenset[int]]:
+        """Return, for each output, the positions of the inputs to which its gradient propagates."""
+        sources = {value.id: frozenset({at}) for at, value in enumerate(self.inputs)}
+        for step in self.steps:
+            reached = frozenset[int]().union(*(sources.get(value, ()) for value in step.inputs))
+            sources |= {out: reached for out in step.outputs if self.values[out].kind != "constant"}
+        return [sources.get(out.id, frozenset()) for out in self.outputs]
 
     def source_ranges(self, ranges: AxisRanges) -> AxisRanges:
         """Return the ranges of the inputs, along each dimension, on which ranges of the outputs depend."""

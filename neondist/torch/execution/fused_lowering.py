@@ -223,7 +223,7 @@ class FusedLowering(ProgramLowering):
         )
         self.steps[-1].kind_args = None  # this rank may have no index of some outputs
         self.steps[-1].blocks = blocks
-        return results
+        return [*self.mark_constants(results, [out.kind != "constant" for out in outputs])]
 
     def _add_whole_tile_steps(self, segment: OperatorSegment, views: Mapping[int, Value]) -> None:
         """Add steps that compute the segment for the whole tile and the cells around it."""

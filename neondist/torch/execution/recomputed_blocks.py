@@ -14,7 +14,7 @@ from ...comm import ProcessGrid
 from ...geometry import Range, part_range
 from ..exchange.mesh_comm import MeshComm
 from ..exchange.normalisation import MomentsSpec
-from ..ir.graph import ACCUMULATION_DTYPES, supports_gradients
+from ..ir.graph import ACCUMULATION_DTYPES
 from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
@@ -49,6 +49,7 @@ class RecomputedBlocks:
         self.view_offsets = [view_offsets_by_id.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
         self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
         self.compiler: Callable[..., Any] | None = None
+        self.differentiable_inputs = traced.differentiable_inputs()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this rank's tiles of the outputs from its views of the inputs."""
@@ -192,7 +193,9 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
             outputs = blocks.run_block(block, *blocks.narrow_inputs(block, tensors))
             for part, y in zip(blocks.narrow_outputs(block, tiles), outputs, strict=True):
                 part.copy_(y)
-        ctx.mark_non_differentiable(*(tile for tile in tiles if not supports_gradients(tile.dtype)))
+        needed, sources = ctx.needs_input_grad[1:], blocks.differentiable_inputs
+        constant = (tile for tile, inputs in zip(tiles, sources, strict=True) if not any(needed[i] for i in inputs))
+        ctx.mark_non_differentiable(*constant)
         return tuple(tiles)
 
     @staticmethod

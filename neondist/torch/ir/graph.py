@@ -139,11 +139,14 @@ class BlockComputation(Protocol):
     Attributes
     ----------
     block_counts : tuple of int
+    differentiable_inputs : list of frozenset of int
+        For each output, the positions of the inputs to which its gradient propagates.
     compiler : callable or None
         Compiles the computation of a block.
     """
 
     block_counts: tuple[int, ...]
+    differentiable_inputs: list[frozenset[int]]
     compiler: Callable[..., Any] | None
 
     def peak_bytes(self, inputs_requiring_grad: Collection[int] | None = None) -> int:

@@ -184,8 +184,11 @@ class BackwardSteps:
     def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: Iterable[int] = ()) -> None:
         self.values_requiring_grad = {*inputs, *(value for name, value in plan.parameters.items() if name in trained)}
         for step in plan.steps:
-            if any(value in self.values_requiring_grad for value in step.inputs):
-                self.values_requiring_grad.update(out for out in step.outputs if plan.values[out].kind != "constant")
+            required = {at for at, value in enumerate(step.inputs) if value in self.values_requiring_grad}
+            sources = [required] * len(step.outputs) if step.blocks is None else step.blocks.differentiable_inputs
+            for out, inputs in zip(step.outputs, sources, strict=True):
+                if not required.isdisjoint(inputs) and plan.values[out].kind != "constant":
+                    self.values_requiring_grad.add(out)
         self.sources = {out for out in plan.outputs if isinstance(out, int)}
         self.backward_step_ids, self.communicating_step_ids = set[int](), set[int]()
         for step in reversed(plan.steps):

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from test_blocks_of_modules import Globe, make_experiment  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import check_module, find_least_memory, share_captures  # noqa: E402
+from torch_runs import FunctionModule, check_module, find_least_memory, share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -231,6 +231,27 @@ def test_schemes_without_blocks(scheme, message, monkeypatch):
 def test_planned_traffic_of_sweeps():
     """Statistics have gradients, the running statistics that are computed from them have none."""
     check_module(nn.Sequential(nn.BatchNorm2d(3), nn.ZeroPad2d(1)), (2, 3, 8, 8), grids=[(1, 2, 1)], memory="least")
+
+
+def split_by_sign(x, norm, conv):
+    sign = F.interpolate(torch.cat([x > 0, x < 1], 1).double(), scale_factor=4)
+    return F.avg_pool2d(sign, 3), F.avg_pool2d(norm(sign), 4), x * 2, conv(x)
+
+
+def test_values_without_gradients():
+    """An output has a gradient if it depends on a tensor with a gradient, also through the statistics of a norm."""
+    module = FunctionModule(split_by_sign, nn.BatchNorm2d(6, affine=False), nn.Conv2d(3, 2, 3)).double()
+    check_module(module, (2, 3, 6, 6), grids=[(1, 1, 1), (1, 2, 1)], memory="least")
+
+    def body(world):
+        with ProcessGrid(world) as ranks:
+            own, shape = copy.deepcopy(module), (2, 3, 6, 6)
+            memory = find_least_memory(own, shape, ranks, dtype=torch.float64)
+            model = ndt.distribute(own, shape, ranks, dtype=torch.float64, memory=memory)
+            return [y.requires_grad for y in model(model.scatter(torch.randn(shape).double()))]
+
+    with mock.patch("neondist.system.memory.process_overhead_bytes", return_value=0):
+        assert loopback.run(2, body) == [[False, False, False, True]] * 2
 
 
 @pytest.mark.long
