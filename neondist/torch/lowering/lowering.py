@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..ir.functionalize import store_out_of_place_variants, store_result, written_values
-from ..ir.graph import Value, axes_of_values
+from ..ir.graph import Value, axes_of_values, supports_gradients
 from ..ir.layout import Layout, Mesh, NeededRanges
 from ..ir.registry import POINTWISE_OPS, RULES, TRACING
 from .builder import PlanBuilder
@@ -164,7 +165,28 @@ class Lowering(PlanBuilder):
         runs = [entry, target.decompose if target._can_decompose() else None]
         # some entries of the table take arguments that differ from the operator's, such as a loss's reduction by name
         results = (self.trace_and_lower(*tensor_call(run, args, kwargs)) for run in runs if run is not None)
-        return next((result for result in results if result is not None), None)
+        result = next((result for result in results if result is not None), None)
+        return self._detach_as_in_pytorch(result, target, args, kwargs) if isinstance(result, tuple) else result
+
+    def _detach_as_in_pytorch(self, results: tuple[Any, ...], *call: Any) -> tuple[Any, ...]:
+        """Return the results of a decomposition, detached where the operator itself has no gradient."""
+        values, run = tensor_call(*call)
+        try:
+            with TRACING, torch.enable_grad():
+                fakes = [self.fake_tensor(value) for value in values]
+                for fake, value in zip(fakes, values, strict=True):
+                    fake.requires_grad_(value.kind != "constant" and supports_gradients(value.dtype))
+                outputs = run(*(fake.clone() for fake in fakes))  # clones, since it may write to its arguments
+        except RuntimeError:  # PyTorch has no gradient with respect to an argument
+            return results
+        each = outputs if isinstance(outputs, tuple) else (outputs,)
+        detached = [isinstance(output, torch.Tensor) and not output.requires_grad for output in each]
+        return tuple(
+            self.without_gradient(self.local(torch.detach, [value], value.layout))
+            if isinstance(value, Value) and value.kind != "constant" and is_detached
+            else value
+            for value, is_detached in zip_longest(results, detached)
+        )
 
     def trace_and_lower(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
         """Trace a function of tensors and lower it operator by operator; return None if it cannot be traced."""

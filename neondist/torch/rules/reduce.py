@@ -332,12 +332,15 @@ def histogram(lowering: Lowering, x: Value, bins: int = 100, min: float = 0, max
       "aten.quantile.scalar", "aten.nanquantile.scalar", "aten.quantile.default",
       "aten.nanquantile.default")  # fmt: skip
 def order_statistic(
-    lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, q: Value | float | None = None, **_: object
-) -> Value | tuple[Value, ...]:
+    lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, q: Value | float | None = None,
+    interpolation: str = "linear", **_: object,
+) -> Value | tuple[Value, ...]:  # fmt: skip
     """Gather the reduced dimensions."""
     dims = nonnegative_dims(x, dim)
     values, run = lowering.values_and_function()
     args = [lowering.gather(x, dims), *(lowering.gather(value) for value in values[1:])]
+    if interpolation != "linear":  # there is no gradient with respect to q
+        args[1:] = [lowering.without_gradient(lowering.local(torch.detach, [v], v.layout)) for v in args[1:]]
     layout = layout_after_reduction(args[0], dims, keepdim)
     if isinstance(q, Value) and q.shape:
         layout = ((Atom(q.shape[0]),), *layout)

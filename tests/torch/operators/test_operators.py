@@ -88,6 +88,12 @@ MODULES = {
             x.quantile(0.3, 2) + insert_nan(x).nanquantile(torch.tensor([0.2, 0.7]).to(x), 3).mean((0, 3))[..., None]
         )
     ),
+    "quantiles without a gradient of q": lambda: FunctionModule(
+        lambda x: x.quantile(x[0, 0, 0, 3:7].sigmoid(), 2, interpolation="midpoint")
+    ),
+    "statistics of batch norm": lambda: FunctionModule(
+        lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+    ),
     "mode": lambda: FunctionModule(lambda x: (x * 2).round().mode(2)[0] + x.sort(dim=3, stable=True)[0].mean(2)),
     "mesh of means": lambda: FunctionModule(
         lambda x: torch.stack(torch.meshgrid(x.mean((0, 1, 2)), x.mean((0, 1, 3)), indexing="xy"))
