@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentBuilder, Segmen
 
 COPIES_OF_WEIGHTS_IN_TRAINING = 4
 """Copies of the weights in training: values, gradients, and an optimiser state of two arrays."""
+MANY_BLOCKS = 256
+"""Number of blocks of a rank from which a step may be slow, since each block has overhead and overlaps others."""
 TRUNK_STEP_NAME = "blocks"
 """Name of the step that computes the trunk."""
 
@@ -140,6 +142,8 @@ class TrunkLowering(FusedLowering):
         text = f"memory: {' x '.join(map(str, self.block_counts))} blocks per rank (samples x space)"
         if self.trunk.norms:
             text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms"
+        if prod(self.block_counts) > MANY_BLOCKS:
+            text += ", so many that a step may be slow: more memory or more ranks need fewer"
         if self.trunk.refusal is not None:
             text += f", up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
         return text
@@ -243,22 +247,24 @@ def create_trunk_lowering(
             " scheme 'overlap_tile' cannot be computed block by block; use 'deep_halo' or 'halo', more ranks, or give"
             f" memory: {format_limit_for(needed + weights, mesh.size)} or more"
         )
-    max_norms = 0
+    max_norms, suggested = 0, needed
     while True:
         trunk = Trunk.find(search, max_norms)
         if trunk.outputs:
             in_head = plan_segments(search, trunk.records)
             lowering = TrunkLowering(mesh, 0, trunk, in_head, [1] * len(mesh.parts))
             plan, _ = lower(lowering=lowering)
-            needed, parts = _divide_trunk_to_fit_memory(lowering, peak_of(plan), limit)
-            if needed <= limit:
+            peaks = _divide_trunk_to_fit_memory(lowering, peak_of(plan), limit)
+            (parts, last), needed = next(reversed(peaks.items())), min(peaks.values())
+            if last <= limit:
                 return TrunkLowering(mesh, rank, trunk, in_head, parts)
+            suggested = _peak_with_few_blocks(peaks)
         if len(trunk.norms) < max_norms:
             break
         max_norms += 1 + max_norms // 3  # each norm costs another sweep
     shortage = (
         f"a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} is available; use more ranks,"
-        f" or give memory: {format_limit_for(needed + weights, mesh.size)} or more"
+        f" or give memory: {format_limit_for(suggested + weights, mesh.size)} or more"
     )
     if trunk.refusal is None:
         raise ConfigError(f"memory: {shortage}")
@@ -266,14 +272,23 @@ def create_trunk_lowering(
     raise UnsupportedOperator(trunk.refusal, trunk.refusal.why, action="be computed block by block", remedy=remedy)
 
 
-def _divide_trunk_to_fit_memory(lowering: TrunkLowering, peak: Callable[[], int], limit: int) -> tuple[int, list[int]]:
-    """Divide a lowered trunk until a pass fits in `limit` bytes or the peak stops falling; return peak and parts."""
+def _divide_trunk_to_fit_memory(
+    lowering: TrunkLowering, peak: Callable[[], int], limit: int
+) -> dict[tuple[int, ...], int]:
+    """Divide a lowered trunk until a pass fits in `limit` bytes or the peak stops falling; return peaks by parts."""
     extents, parts = lowering.blocks[-1].max_own_extents(), list(lowering.block_counts)
-    parts[0], previous = extents[0], inf
+    parts[0], peaks, previous = extents[0], dict[tuple[int, ...], int](), inf
     while True:
         for blocks in lowering.blocks:
             blocks.block_counts = tuple(parts)
-        needed, longest = peak(), max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
+        peaks[tuple(parts)] = needed = peak()
+        longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
         if needed <= limit or extents[longest] == parts[longest] or needed >= previous:
-            return needed, parts
+            return peaks
         parts[longest], previous = min(2 * parts[longest], extents[longest]), needed
+
+
+def _peak_with_few_blocks(peaks: Mapping[tuple[int, ...], int]) -> int:
+    """Return the smallest peak of at most MANY_BLOCKS blocks, or of as few as need little more than the minimum."""
+    sufficient = {prod(parts): peak for parts, peak in peaks.items() if peak <= 1.25 * min(peaks.values())}
+    return min(peak for count, peak in sufficient.items() if count <= max(MANY_BLOCKS, min(sufficient)))

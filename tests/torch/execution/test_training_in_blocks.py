@@ -3,8 +3,10 @@
 import copy
 import os
 import random
+import re
 from collections import OrderedDict
 from itertools import combinations
+from math import prod
 from unittest import mock
 
 import numpy as np
@@ -21,6 +23,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
+from neondist.torch.execution.trunk import create_trunk_lowering  # noqa: E402
 
 SEED = int(os.environ["NEONDIST_SEED"])
 
@@ -252,6 +255,36 @@ def test_values_without_gradients():
 
     with mock.patch("neondist.system.memory.process_overhead_bytes", return_value=0):
         assert loopback.run(2, body) == [[False, False, False, True]] * 2
+
+
+@pytest.mark.long
+def test_suggested_memory_needs_few_blocks():
+    """The least memory would need thousands of blocks."""
+    module = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+
+    args, lowerings = (module, (1, 1, 512, 512), ProcessGrid.serial()), []
+
+    def create(*args):
+        lowerings.append(create_trunk_lowering(*args))
+        return lowerings[-1]
+
+    def describe(memory):
+        ndt.distribute(*args, memory=memory)
+        return lowerings[-1].group_description
+
+    with (
+        mock.patch("neondist.torch.execution.options.create_trunk_lowering", create),
+        mock.patch("neondist.system.memory.process_overhead_bytes", return_value=0),
+        mock.patch("neondist.torch.execution.trunk.format_limit_for", lambda needed, ranks: f"{needed} B"),
+    ):
+        with pytest.raises(UserError) as error:
+            describe("1 B")
+        few = describe(re.search("give memory: (.* B) or more", str(error.value))[1])
+        many = describe(find_least_memory(*args))
+    assert "memory: 1 x 16 x 16 blocks per rank (samples x space)" in few
+    assert "slow" not in few
+    assert "so many that a step may be slow: more memory or more ranks need fewer" in many
+    assert prod(lowerings[-1].block_counts) > 1000
 
 
 @pytest.mark.long
