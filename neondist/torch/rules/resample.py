@@ -141,7 +141,11 @@ def antialiased_taps(n_in: int, n_out: int, scale: float, dtype: torch.dtype, cu
     else:
         weights = (1 - x).clamp(min=0)
     weights = weights * (cells < last[:, None])
-    return Taps(torch.minimum(cells, last[:, None] - 1), weights / weights.sum(1, keepdim=True))
+    weights /= weights.sum(1, keepdim=True)
+    end = last[:, None] - 1
+    repeated = cells >= end  # shorter filters repeat their last cell: a weight of 0 would turn infinity into NaN
+    weights = torch.where(repeated, weights.gather(1, end - first[:, None]) / repeated.sum(1, keepdim=True), weights)
+    return Taps(torch.minimum(cells, end), weights)
 
 
 def nearest_taps(n_in: int, n_out: int, factor: float | None, exact: bool) -> Taps:

@@ -420,6 +420,7 @@ OPERATIONS = {
     "slopes of channels": lambda x: F.prelu(x, torch.tensor([0.2, -0.3, 0.4]).to(x)),
     "means of bins": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
     "means of small bins": lambda x: F.interpolate(x, size=(5, 4), mode="area"),
+    "filters of different lengths": lambda x: F.interpolate(x, size=(7, 5), mode="bicubic", antialias=True),
     "maximum norm": lambda x: torch.linalg.vector_norm(x, torch.inf, 2),
     "minimum norm": lambda x: torch.linalg.vector_norm(x, -torch.inf, (2, 3)),
 }
