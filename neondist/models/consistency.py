@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..arrays.namespace import to_host
 from ..comm.agreement import checksum_of
 from ..comm.argument_text import describe_object
+from ..errors import HaloError
 from ..halo import scheme_text
-from ..parallel import LayerParameters
+from ..parallel import LayerParameters, ParameterShard
 from ..plan import ModelPlan
 from .trainable import TrainableModel
 
@@ -26,10 +27,23 @@ def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str
     }
 
 
-def checksum_replicated_weights(parameters: LayerParameters) -> int:
-    """Return a checksum of all arrays that are whole on every rank."""
-    checksum = 0
-    for shard, array in parameters.arrays():
-        if not shard.is_tiled and shard.share is None:
-            checksum = checksum_of(to_host(array), checksum)
-    return checksum
+def replicated_checksums(parameters: LayerParameters) -> dict[ParameterShard, int]:
+    """Return the checksum of each array that is whole on every rank."""
+    arrays = ((shard, array) for shard, array in parameters.arrays() if not shard.is_tiled and shard.share is None)
+    return {shard: checksum_of(to_host(array)) for shard, array in arrays}
+
+
+def check_replicated_arrays(parameters: LayerParameters, step: int) -> None:
+    """Raise HaloError on all ranks if an array that is whole on every rank differs between ranks. Collective."""
+    checksums = replicated_checksums(parameters)
+    first, *others = parameters.context.grid.world.allgather([*checksums.values()])
+    for rank, other in enumerate(others, 1):
+        for shard, expected, actual in zip(checksums, first, other, strict=True):
+            if actual != expected:
+                layer = parameters.layers[shard.layer_name]
+                error = HaloError(
+                    f"layer '{layer.name}' ({type(layer).__name__}), step {step}: '{shard.name}' on rank {rank} differs"
+                    " from rank 0; compute it from values that are equal on all ranks, such as ctx.reduced"
+                )
+                error.subject = layer
+                raise error.mark_raised_on_all_ranks()

@@ -31,7 +31,7 @@ from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes, process_overhead_bytes
 from ..terminal.console import counted
-from .consistency import checksum_replicated_weights, settings_to_compare
+from .consistency import replicated_checksums, settings_to_compare
 from .layer_model import LayerModel
 from .passes import ModelPass, to_backend_images
 from .scope import model_class_in_scope
@@ -276,7 +276,7 @@ class Model(LayerModel):
         samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
         self.slots = self.parameters.create_slots(self.optimizer)
-        self._parts_to_compare_across_ranks = {"model"}
+        self._parts_to_compare_across_ranks = {"model", "weights"}
         if self.pending_state is not None:
             self.load_state(self.pending_state)
 
@@ -486,10 +486,14 @@ class Model(LayerModel):
     def _compare_call_across_ranks(self, call: str, values: dict[str, Any]) -> None:
         """Compare a call across ranks, together with a new model and loaded weights."""
         if self._parts_to_compare_across_ranks and self.grid.size > 1:
-            if "weights" in self._parts_to_compare_across_ranks:
-                values["the checksum of the weights"] = f"{checksum_replicated_weights(self.built_parameters):08x}"
             if "model" in self._parts_to_compare_across_ranks:
                 values |= {f"the {name}": value for name, value in settings_to_compare(self, self.compiled).items()}
+            if "weights" in self._parts_to_compare_across_ranks:
+                checksums = replicated_checksums(self.built_parameters).items()
+                values |= {
+                    f"the initial or loaded '{shard.full_name}'": f"of checksum {value:08x}"
+                    for shard, value in checksums
+                }
         self.grid.check(call, values)
         self._parts_to_compare_across_ranks.clear()
 

@@ -165,6 +165,8 @@ class LayerPlan:
         cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells_by_tile)))
         cut = hashlib.sha256(cells.encode()).hexdigest()[:8]
         shapes = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {cut}"
+        for reduction in self.layer.reductions_for(self.input_shape):
+            shapes += f", {reduction}"
         return f"'{self.name}': {self.class_name} {shapes}, {format_arguments(self.layer.arguments())}"
 
     def check_messages_match(self, arrays: Sequence[GlobalArray], tile: int) -> None:

@@ -174,3 +174,93 @@ def test_reads_beyond_a_view_without_a_halo_are_detected():
     guard(model)
     with pytest.raises(HaloError, match=r"^layer 'mine' \(SerialConv\), forward, step 0: "):
         model.fprop(model.scatter(np.ones((2, 4, 4, 1))))
+
+
+class LocalMeanDist(nd.Dist, nd.Layer):
+    """Keeps the mean of this rank's cells as its state, which must be equal on all ranks."""
+
+    def state_for(self, input_shape):
+        return {"mean": nd.Parameter(input_shape[-1:], nd.Constant(0.0))}
+
+    def forward(self, ctx, view):
+        ctx.state["mean"][...] = view.mean((0, 1, 2))
+        return view - ctx.state["mean"]
+
+    def backward(self, ctx, dy):
+        return dy
+
+
+class LocalUpdateDist(LocalMeanDist):
+    """Modifies a weight on one rank."""
+
+    def state_for(self, input_shape):
+        return {}
+
+    def parameters_for(self, input_shape):
+        return {"gain": nd.Parameter(input_shape[-1:], nd.Constant(1.0))}
+
+    def forward(self, ctx, view):
+        ctx.params["gain"][...] += ctx.input_box.lo[0]
+        return view * 1
+
+    def backward(self, ctx, dy):
+        ctx.grads["gain"] = 0 * ctx.params["gain"]
+        return dy
+
+
+@pytest.mark.parametrize(("layer", "array"), [(LocalMeanDist, "mean"), (LocalUpdateDist, "gain")])
+def test_arrays_that_differ_between_ranks_are_detected(layer, array):
+    def job(comm, hooks):
+        model = nd.ConvnetDist([nd.ConvLayerDist(2, 3), layer(name="mine"), nd.FCLayerDist(2)], backend="numpy")
+        data = nd.Synthetic(shape=(8, 6, 1), classes=2, train=4, test=2)
+        nd.FitExperiment(data, model, batch_size=2).run(nd.ProcessGrid(comm), hooks=hooks)
+
+    with pytest.raises(HaloError, match=rf"^layer 'mine' .*, step 1: '{array}' on rank 1 differs from rank 0; compute"):
+        run_on_ranks(2, lambda comm: job(comm, [nd.DebugHalo()]))
+    run_on_ranks(2, lambda comm: job(comm, []))  # undetected without the guard
+
+
+class SumDist(nd.Dist, nd.Layer):
+    """Returns a partial result of another kind on the second rank."""
+
+    directions = ("forward", "backward")
+
+    def __init__(self, partial, name="mine"):
+        super().__init__(name=name)
+        self.partial = partial
+
+    def reductions_for(self, input_shape):
+        return [nd.Reduction(direction, "world", fixed_elements=1) for direction in self.directions]
+
+    def reduce(self, ctx, view):
+        return self.partial(ctx.input_box.lo[0] > 0)
+
+    def reduce_backward(self, ctx, dy):
+        return self.partial(ctx.input_box.lo[0] > 0)
+
+    def forward(self, ctx, view):
+        return view * 1
+
+    def backward(self, ctx, dy):
+        return dy
+
+
+class SumBackwardDist(SumDist):
+    directions = ("backward",)
+
+
+@pytest.mark.parametrize(("cls", "method"), [(SumDist, "reduce"), (SumBackwardDist, "reduce_backward")])
+@pytest.mark.parametrize(
+    ("partial", "actual", "expected"),
+    [
+        (lambda second: None if second else np.zeros(1), "None", "an array of float64"),
+        (lambda second: np.zeros(1) if second else None, "an array of float64", "None"),
+        (lambda second: np.zeros(1, "f4" if second else "f8"), "an array of float32", "an array of float64"),
+    ],
+)
+def test_partial_results_that_differ_between_ranks_are_detected(cls, method, partial, actual, expected):
+    message = rf"^layer 'mine' \({cls.__name__}\), .*: {method} returns {actual} on rank 1, but {expected} on rank 0"
+    with pytest.raises(HaloError, match=message):
+        run_steps(lambda: cls(partial))
+    run_steps(lambda: cls(lambda second: np.zeros(1)))
+    run_steps(lambda: cls(lambda second: None))

@@ -162,6 +162,23 @@ def make_dropout_layers(rate):
     return [nd.DropoutLayerDist(rate), nd.FCLayerDist(2)]
 
 
+def make_sum_layers(elements):
+    class SumDist(nd.Dist, nd.Layer):
+        def reductions_for(self, input_shape):
+            return [nd.Reduction("forward", "world", fixed_elements=elements)]
+
+        def reduce(self, ctx, view):
+            return None
+
+        def forward(self, ctx, view):
+            return view * 1
+
+        def backward(self, ctx, dy):
+            return dy
+
+    return [SumDist(), nd.FCLayerDist(2)]
+
+
 CALLS_WITH_DIFFERENCES_BY_MESSAGE = {
     "the optimizer is SGD learning_rate: 1.5": (train_model, "rate", [0.1, 1.5]),
     "the seed is 2": (train_model, "seed", [1, 2]),
@@ -169,7 +186,8 @@ CALLS_WITH_DIFFERENCES_BY_MESSAGE = {
     "the cost is SumSquared": (train_model, "cost", [None, nd.SumSquared()]),
     "the 'fc1' is FCLayerDist": (train_model, "input_shape", [(6, 6, 1), (6, 6, 2)]),
     "the 'dropout1' is .*0.5": (train_model, "layers", [make_dropout_layers(0.25), make_dropout_layers(0.5)]),
-    "the checksum of the weights is": (train_model, "weight_offset", [1.0, 1.0]),
+    "the 'sum1' is .*ements=2": (train_model, "layers", [make_sum_layers(1), make_sum_layers(2)]),
+    "the initial or loaded 'fc1/bias' is of checksum": (train_model, "weight_offset", [1.0, 1.0]),
     "epochs is 2": (fit_model, "epochs", [1, 2]),
     "seed is 2": (fit_model, "seed", [1, 2]),
     r"metrics is \[\]": (fit_model, "metrics", [None, []]),
@@ -200,3 +218,20 @@ def test_different_arrays_are_rejected(kind):
     description = "the array given to scatter" if kind == "images" else "the array of targets passed to train_batch"
     with pytest.raises(nd.ConfigError, match=f"rank 1: {description} is of checksum .*, but .* on rank 0"):
         nd.loopback.run(2, body)
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "ShardedOptimizer"])
+def test_initial_weights_are_compared(strategy):
+    """An initialiser without a fixed seed would train a different network on each rank."""
+
+    class Unseeded(nd.Initializer):
+        def values(self, stream_key, indices, fan_in, fan_out):
+            return np.random.default_rng().normal(size=indices.shape)
+
+    def job(comm):
+        layers = [nd.ConvLayerDist(2, 3, weights_init=Unseeded(), name="mine"), nd.FCLayerDist(2)]
+        data = nd.Synthetic(shape=(8, 6, 1), classes=2, train=4, test=2)
+        nd.FitExperiment(data, nd.ConvnetDist(layers, strategy=strategy), batch_size=2).run(nd.ProcessGrid(comm))
+
+    with pytest.raises(nd.ConfigError, match="rank 1: the initial or loaded 'mine/weights' is of checksum"):
+        nd.loopback.run(2, job)

@@ -143,6 +143,24 @@ class GuardedLayerTask(LayerTask):
             direction, ctx, self._guarded_copy(ctx, array) if direction == "forward" else array
         )
 
+    def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
+        """Compare the partial results with those of other ranks, and combine them."""
+        grid, group = self.input_array.grid, self.reductions[direction].group
+        if group is not None:
+            kinds = ["None" if p is None else f"an array of {getattr(p, 'dtype', type(p))}" for p in partials]
+            (first, expected), *others = grid.group(group).allgather((grid.rank, kinds))
+            for rank, actual in others:
+                if actual != expected:
+                    at = next(i for i, pair in enumerate(zip(actual, expected, strict=True)) if pair[0] != pair[1])
+                    method = "reduce" if direction == "forward" else "reduce_backward"
+                    error = HaloError(
+                        f"layer '{self.name}' ({type(self.layer).__name__}), {direction}: {method} returns {actual[at]}"
+                        f" on rank {rank}, but {expected[at]} on rank {first}; return the same on all ranks"
+                    )
+                    error.subject = self.layer
+                    raise error
+        return super().combine_partials(direction, partials, counts)
+
     def call_backward(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
         ctx.check_views_unmodified("backward", "found its view modified after its forward; work on a copy")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ...models import TrainableModel
+from ...models.consistency import check_replicated_arrays
+from ...models.layer_model import LayerModel
 from ...registry.arguments import type_checked
 from ..state import TrainState
 from .hook import Hook
@@ -13,8 +15,10 @@ class DebugHalo(Hook):
 
     Cells of a view that are to be filled are initialised with a special NaN. Layers receive copies of their views and
     output gradients, surrounded by such NaNs. Messages are delayed at random, and must not be modified until their
-    transfer is complete. An error stops the run with a HaloError that names layer, direction and step. In PyTorch
-    modules, results of custom rules are compared with their declarations, and rules must not modify their arguments.
+    transfer is complete. Weights and state of layers are compared across ranks after each step, and the kinds of
+    partial results before each reduction. An error stops the run with a HaloError that names layer, direction and step.
+    In PyTorch modules, results of custom rules are compared with their declarations, and rules must not modify their
+    arguments.
 
     Parameters
     ----------
@@ -39,3 +43,8 @@ class DebugHalo(Hook):
     def before_run(self, run: TrainState) -> None:
         """Guard all layers."""
         self.guard(run.model.whole_model)
+
+    def after_step(self, run: TrainState) -> None:
+        """Compare weights and state of layers across ranks."""
+        if isinstance(run.model, LayerModel):
+            check_replicated_arrays(run.model.built_parameters, run.step)
