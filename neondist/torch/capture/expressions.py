@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -18,47 +19,55 @@ from .consistency import as_bytes_tensor
 from .constants import depends_on_shape_only, track_known_values
 
 
+class _Dependence(IntEnum):
+    """Dependence of a value on parameters and buffers, or also on inputs or random numbers."""
+
+    NOTHING, OWN_TENSORS, INPUTS = range(3)
+
+
 class ValueNumberingMode(TorchDispatchMode):
     """Value numbering of the expressions that passes compute: equal expressions have equal numbers in all passes.
 
     State that a pass leaves for the next pass has the same number in both, unless the state depends on the inputs of
-    the earlier pass or on random numbers.
+    the earlier pass, on random numbers, or on parameters or buffers that may change between the passes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._value_numbers: dict[tuple[Any, ...], int] = {}
-        self._input_dependent_numbers: set[int] = set()
+        self._dependences: dict[int, _Dependence] = {}  # by number
         self._expression_numbers: dict[int, int] = {}  # by the tensor's id
         self._written_numbers: dict[int, int] = {}  # by the storage written to
         self._keep_alive: list[Any] = []  # keeps ids unique
 
-    def begin_pass(self, tensors: Sequence[torch.Tensor]) -> None:
+    def begin_pass(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], own_may_change: bool) -> None:
         """Begin a pass with these inputs, parameters and buffers."""
+        own_may_change = own_may_change or any(storage_id(tensor) in self._written_numbers for tensor in own)
+        lasting = _Dependence.NOTHING if own_may_change else _Dependence.OWN_TENSORS
         for numbering in (self._expression_numbers, self._written_numbers):
             for key, number in numbering.items():
-                if number in self._input_dependent_numbers:
+                if self._dependences[number] > lasting:
                     numbering[key] = self._value_number(("before", number))
-        for index, tensor in enumerate(tensors):
+        for index, tensor in enumerate((*inputs, *own)):
             self._written_numbers.pop(storage_id(tensor), None)
-            self._expression_numbers[id(tensor)] = self._value_number(("given", index), is_dependent=True)
-        self._keep_alive += tensors
+            dependence = _Dependence.INPUTS if index < len(inputs) else _Dependence.OWN_TENSORS
+            self._expression_numbers[id(tensor)] = self._value_number(("given", index), dependence)
+        self._keep_alive += (*inputs, *own)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         by_shape = depends_on_shape_only(func)
         leaves = [self._operand_key(leaf, by_shape) for leaf in pytree.tree_leaves((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        is_dependent = is_random or any(
-            number in self._input_dependent_numbers for kind, number in leaves if kind == "tensor"
-        )
-        number = self._value_number((str(func), *leaves), is_dependent)
+        dependences = [self._dependences[number] for kind, number in leaves if kind == "tensor"]
+        dependence = _Dependence.INPUTS if is_random else max(dependences, default=_Dependence.NOTHING)
+        number = self._value_number((str(func), *leaves), dependence)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_in(value):
                     self._written_numbers[storage_id(tensor)] = number
         for index, tensor in enumerate(tensors_in(result)):
-            self._expression_numbers[id(tensor)] = self._value_number(("output", index, number), is_dependent)
+            self._expression_numbers[id(tensor)] = self._value_number(("output", index, number), dependence)
             self._keep_alive.append(tensor)
         return result
 
@@ -70,14 +79,12 @@ class ValueNumberingMode(TorchDispatchMode):
             own = self._expression_numbers[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
         if write is None:
             return own
-        return self._value_number(
-            ("written", own, write), own in self._input_dependent_numbers or write in self._input_dependent_numbers
-        )
+        return self._value_number(("written", own, write), max(self._dependences[own], self._dependences[write]))
 
     def is_dependent(self, value: Any) -> bool:
         """Return whether a value depends on inputs, parameters or random numbers, or is not a tensor."""
         tensors = tensors_in(value)
-        return not tensors or any(self.expression_number(tensor) in self._input_dependent_numbers for tensor in tensors)
+        return not tensors or any(self._dependences[self.expression_number(tensor)] for tensor in tensors)
 
     def _operand_key(self, leaf: Any, by_shape: bool) -> tuple[str, Any]:
         if not isinstance(leaf, torch.Tensor):
@@ -85,10 +92,9 @@ class ValueNumberingMode(TorchDispatchMode):
             return "value", repr(leaf) if is_plain else type(leaf).__name__
         return ("shape", (tuple(leaf.shape), leaf.dtype)) if by_shape else ("tensor", self.expression_number(leaf))
 
-    def _value_number(self, key: tuple[Any, ...], is_dependent: bool = False) -> int:
+    def _value_number(self, key: tuple[Any, ...], dependence: _Dependence = _Dependence.NOTHING) -> int:
         number = self._value_numbers.setdefault(key, len(self._value_numbers))
-        if is_dependent:
-            self._input_dependent_numbers.add(number)
+        self._dependences.setdefault(number, dependence)
         return number
 
 
@@ -110,7 +116,7 @@ class RepeatedPasses:
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        self._module, self._inputs = module, inputs
+        self._module, self._inputs, self._assigns_buffers = module, inputs, False
         self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ValueNumberingMode()
         self._fake_tensors: dict[str, Any] = {}  # fake, because the module could write to real tensors
         fakes: dict[torch.Tensor, Any] = {}
@@ -124,9 +130,15 @@ class RepeatedPasses:
         """Run a pass; return the expression numbers of its results, and of all parameters and buffers after it."""
         with self._mode, torch.compiler.set_stance("force_eager"):
             inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._inputs]
-            self.recorder.begin_pass([*inputs, *self._fake_tensors.values()])
-            with self.recorder, track_known_values(self._module):
+            may_change = self._module.training or self._assigns_buffers
+            self.recorder.begin_pass(inputs, [*self._fake_tensors.values()], may_change)
+            hook = self._module.register_forward_hook(self._find_assigned_buffers)
+            with self.recorder, track_known_values(self._module), hook:
                 result = torch.func.functional_call(self._module, self._fake_tensors, tuple(inputs), tie_weights=False)
         return [
             self.recorder.expression_number(tensor) for tensor in (*tensors_in(result), *self._fake_tensors.values())
         ]
+
+    def _find_assigned_buffers(self, *_: Any) -> None:
+        buffers = self._module.named_buffers(remove_duplicate=False)
+        self._assigns_buffers |= any(self._fake_tensors.get(name) is not buffer for name, buffer in buffers)
