@@ -227,12 +227,12 @@ def lower_program(
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
-        elif spec.kind == OutputKind.BUFFER_MUTATION:
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             mutated[spec.target] = out
         else:
             lowering.where = node_location(output_node)
-            lowering.refuse("an input, or a parameter, is changed in place")
-    buffers_after = {name: value.id for name, value in zip(mutated, regions.gather(mutated.values()), strict=True)}
+            lowering.refuse("an input is changed in place")
+    after = {name: value.id for name, value in zip(mutated, regions.gather(mutated.values()), strict=True)}
     ids = [out.id if isinstance(out, Value) else _NonTensorOutput(out) for out in results]
     plan = TorchPlan(
         mesh,
@@ -243,7 +243,7 @@ def lower_program(
         inputs.buffers,
         inputs.inputs,
         ids,
-        buffers_after,
+        after,
         None if lowering.seed is None else lowering.seed.id,
         recompute,
         floating_dtypes({node: lowering.read(env, node) for node in env}) if any(autocast_dtypes()) else {},

@@ -145,7 +145,7 @@ class RecordedProgram:
         self.initial_value_ids = [value.id for value in probe.input_values]
         # steps that pass values from one module to another
         between = (step for step in probe.steps if probe.computed_value_ids.isdisjoint(step.outputs))
-        self._output_ids = {value for step in between for value in step.inputs} | {*self.plan.mutated_buffers.values()}
+        self._output_ids = {value for step in between for value in step.inputs} | {*self.plan.mutated_tensors.values()}
         self._output_ids.update(out for out in self.plan.outputs if isinstance(out, int))
         self._readers: dict[int, list[int]] = {}
         for number, record in enumerate(self.records):

@@ -75,12 +75,14 @@ class PlanRunner:
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> list[Any]:
-        """Run a pass, update the buffers that it mutates, and return its outputs."""
+        """Run a pass, update the parameters and buffers that it mutates, and return its outputs."""
         plan = self.plan
         env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
-        for name, value in plan.buffers.items():  # the backward pass may need a buffer's previous values
-            env[value] = buffers[name].clone() if name in plan.mutated_buffers else buffers[name]
+        env.update({value: buffers[name] for name, value in plan.buffers.items()})
         env.update(self._wrap_parameters(parameters))
+        own, ids = {**parameters, **buffers}, plan.parameters | plan.buffers
+        for value in [ids[name] for name in plan.mutated_tensors]:  # the backward pass may need previous values
+            env[value] = env[value].clone()
         if plan.seed_id is not None:
             env[plan.seed_id] = self._draw_seed(inputs)
         before = self.comm.bytes_sent
@@ -91,10 +93,10 @@ class PlanRunner:
                 for segment in self._segments:
                     self._run_steps(segment.steps, env)
         self._check_sent_bytes(self.comm.bytes_sent - before)
-        if plan.mutated_buffers:
+        if plan.mutated_tensors:
             with torch.no_grad():
-                moved = [env[value] for value in plan.mutated_buffers.values()]
-                torch._foreach_copy_([buffers[name] for name in plan.mutated_buffers], moved)
+                moved = [env[value] for value in plan.mutated_tensors.values()]
+                torch._foreach_copy_([own[name] for name in plan.mutated_tensors], moved)
         return [env[out] if isinstance(out, int) else out.value for out in plan.outputs]
 
     def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:

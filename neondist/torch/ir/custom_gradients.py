@@ -151,22 +151,33 @@ class _UnrecordedFunctionGuard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _TENSOR_DATA.__get__ and isinstance(args[0], FakeTensor):  # PyTorch itself reads real ones
             return args[0].detach()
-        applies = func is not _TENSOR_DATA.__set__ or isinstance(args[0], FakeTensor)
-        if func in _UNRECORDED_NAMES and applies:
+        if func == _TENSOR_DATA.__set__:
+            return _assign_data(*args)
+        if func in _UNRECORDED_NAMES:
             raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward pass is not recorded{_REMEDIES.get(func, '')}")
         return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 
+def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Assign Tensor.data; for fake tensors, copy the value, which is recorded."""
+    if not isinstance(tensor, FakeTensor):  # PyTorch itself assigns real ones
+        _TENSOR_DATA.__set__(tensor, value)
+    elif (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
+        raise CaptureError("assigning Tensor.data in a forward pass is not recorded if it changes the shape or dtype")
+    else:
+        tensor.detach().copy_(value.detach(), *DATA_ASSIGNMENT_FLAGS)
+
+
+DATA_ASSIGNMENT_FLAGS = (True,)
+"""Further arguments by which recorded copies that stand for assignments of Tensor.data differ from others."""
 _TENSOR_DATA: Any = torch.Tensor.data
 _UNRECORDED_NAMES: dict[Any, str] = {
-    _TENSOR_DATA.__set__: "assigning Tensor.data",
     torch.Tensor.register_hook: "Tensor.register_hook",
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
 }
 _REMEDIES = {
-    _TENSOR_DATA.__set__: "; change parameters in the training loop, and buffers with copy_()",
     torch.Tensor.register_hook: "; use a torch.autograd.Function instead",
     torch.autograd.grad: "; compute the derivative with ordinary operators instead",
 }

@@ -217,7 +217,7 @@ class TorchGraph:
     values : list of Value
     parameters, buffers, inputs : dict or list of ids
     outputs : list of id, or of a Python value
-    mutated_buffers : dict of buffer to id
+    mutated_tensors : dict of parameter or buffer to id
     seed_id : int or None
         Id of the random seed.
     recompute : bool
@@ -236,21 +236,21 @@ class TorchGraph:
     buffers: dict[str, int]
     inputs: list[int]
     outputs: list[Any]
-    mutated_buffers: dict[str, int]
+    mutated_tensors: dict[str, int]
     seed_id: int | None = None
     recompute: bool = False
     dtypes_under_autocast: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Drop steps whose values are never read, and determine which memory can be freed or reused."""
-        needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
+        needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
         kept: list[Step] = []
         for step in reversed(self.steps):
             if any(out in needed for out in step.outputs):
                 needed.update(step.inputs)
                 kept.append(step)
         self.steps = kept[::-1]
-        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_buffers.values())
+        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
         for step in reversed(self.steps):
             last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
             step.freed_ids = tuple(dict.fromkeys(last))
@@ -326,7 +326,7 @@ class TorchGraph:
 
     def _split_into_segments(self, cuts: Sequence[int]) -> list[Segment]:
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
-        for value in (*self.outputs, *self.mutated_buffers.values()):
+        for value in (*self.outputs, *self.mutated_tensors.values()):
             last[value] = len(self.steps)
         segments = []
         for begin, end in pairwise(cuts):
