@@ -151,9 +151,12 @@ def test_arguments_are_quoted(word, tmp_path):
 def test_openssh_reads_the_written_file(name, tmp_path):
     """Compare with the options that OpenSSH itself reports for the file."""
     (tmp_path / name).touch()
+    (tmp_path / "own").touch(0o600)
     config, key = tmp_path / "config", tmp_path / name
     write_ssh_config(
-        resources("b", username="ana", port=2201, key_file=str(key)), config, {USER_CONFIG_VARIABLE: "/nowhere"}
+        resources("b", username="ana", port=2201, key_file=str(key)),
+        config,
+        {USER_CONFIG_VARIABLE: str(tmp_path / "own")},
     )
     try:
         process = subprocess.run(["ssh", "-F", config, "-G", "b"], capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import socket
@@ -224,7 +225,8 @@ def test_addresses_without_an_ssh_server(folder, monkeypatch):
         ": cannot be reached: " in problem and "check address, username, port" in problem for problem in problems
     )
     assert "Connection refused" in problems[0]
-    assert problems[0].endswith(f"ssh -p {closed} nodeB")
+    own_config = shlex.quote(str(folder / "own"))
+    assert problems[0].endswith(f": ssh -F {own_config} -p {closed} nodeB")
     assert not (folder / "out").exists() or not list((folder / "out").iterdir())
 
 
