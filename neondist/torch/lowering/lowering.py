@@ -105,7 +105,7 @@ class Lowering(PlanBuilder):
             if returns_tensor and not isinstance(result, Value | tuple):  # a tuple: with new values of written buffers
                 self.refuse(f"its rule {rule.function.__name__} returns {type(result).__name__} instead of a value")
             return result
-        if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE_OPS):
+        if not random and self._is_pointwise:
             return self.lower_pointwise(target, args, kwargs)
         inner = self.decompose()
         if inner is not None:
@@ -126,7 +126,22 @@ class Lowering(PlanBuilder):
         values, run = self.values_and_function()
         if not isinstance(self.fake_out, (tuple, list, torch.Tensor)):
             self.refuse("it depends on the values of a tensor", _REMEDY_FOR_VALUES)
-        return self.local_call(run, [self.gather(value) for value in values])
+        results = self.local_call(run, [self.gather(value) for value in values])
+        if not (self.mesh.axes and self._is_pointwise):
+            return results
+        return self._mark_constant_results(results, self.target, run, values)
+
+    @property
+    def _is_pointwise(self) -> bool:
+        return torch.Tag.pointwise in self.target.tags or str(self.target) in POINTWISE_OPS
+
+    def _mark_constant_results(
+        self, results: Any, target: Any, run: Callable[..., Any], values: Sequence[Value]
+    ) -> Any:
+        """Mark results of a pointwise operator that have no gradient as constant, and return all results."""
+        every = pytree.tree_leaves(results)
+        self.mark_constants(every, self._results_have_gradients(target, run, values, [y.dtype for y in every]))
+        return results
 
     def local_call(
         self, run: Callable[..., Any], args: Sequence[Value], layouts: Sequence[Layout] | None = None
@@ -254,9 +269,7 @@ class Lowering(PlanBuilder):
         values, run = tensor_call(target, args, kwargs)
         aligned, layout = self.align_pointwise(values)
         results = self.local_call(run, aligned, [layout for _ in pytree.tree_leaves(self.fake_out)])
-        every = pytree.tree_leaves(results)
-        self.mark_constants(every, self._results_have_gradients(target, run, values, [y.dtype for y in every]))
-        return results
+        return self._mark_constant_results(results, target, run, values)
 
     def _results_have_gradients(
         self, target: Any, run: Callable[..., Any], values: Sequence[Value], dtypes: Sequence[torch.dtype]
