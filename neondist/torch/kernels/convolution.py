@@ -80,7 +80,8 @@ def _is_matrix_product(
 
 
 def _is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return x.dim() in CHANNELS_LAST_BY_NDIM and x.numel() > 0 and is_eager_cpu_float(x, weight)
+    has_batch = x.dim() == weight.dim() and x.dim() in CHANNELS_LAST_BY_NDIM
+    return has_batch and x.numel() > 0 and is_eager_cpu_float(x, weight)
 
 
 class _Convolution(torch.autograd.Function):

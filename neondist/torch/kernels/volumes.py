@@ -34,8 +34,11 @@ def conv3d(
     groups: int,
 ) -> torch.Tensor:
     """Compute F.conv3d with the faster kernel."""
-    is_large = prod(output_extent(_padded_extent(x, padding), weight.shape[2:], stride, dilation)) >= _MIN_OUTPUTS
-    if is_large and prod(weight.shape[2:]) > 1 and _avoids_onednn(x, weight, groups):
+    if (
+        prod(weight.shape[2:]) > 1
+        and _avoids_onednn(x, weight, groups)
+        and prod(output_extent(_padded_extent(x, padding), weight.shape[2:], stride, dilation)) >= _MIN_OUTPUTS
+    ):
         y: torch.Tensor = _OneDnnConvolution.apply(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
         return y
     return F.conv3d(x, weight, bias, stride, padding, dilation, groups)

@@ -32,6 +32,10 @@ MODULES = {
     "conv, circular": lambda: nn.Conv2d(3, 4, 5, padding=2, padding_mode="circular"),
     "conv transposed": lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1),
     "conv transposed, gaps": lambda: nn.ConvTranspose2d(3, 4, 2, stride=3),
+    "conv, volume without a batch": lambda: nn.Conv3d(2, 8, 3, padding=1),
+    "pointwise conv, volume without a batch": lambda: nn.Sequential(
+        FunctionModule(lambda x: x.contiguous(memory_format=torch.channels_last)), nn.Conv3d(2, 8, 1)
+    ),
     "batch norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
     "relu6": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(inplace=True)),
     "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
