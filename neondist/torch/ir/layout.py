@@ -248,7 +248,7 @@ def range_at(dim: Dim, place: Place) -> Range:
     for atom in dim:
         lo, hi = atom.range(place)
         first, count = first * atom.extent + lo, count * (hi - lo)
-    return first, first + count
+    return (first, first + count) if count else (0, 0)
 
 
 def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:

@@ -401,6 +401,12 @@ def test_conversions_to_integers_and_to_the_same_dtype():
     check_module(FunctionModule(function), (1, 2, 7, 6), grids=((1, 2, 1), (1, 1, 3)))
 
 
+def test_features_of_one_row_on_several_ranks():
+    """Ranks without cells have an empty part of the weights."""
+    module = FunctionModule(lambda x, linear: linear(x.flatten()), nn.Linear(8, 8))
+    check_module(module, (1, 1, 1, 8), grids=((1, 3, 2), (1, 3, 1)))
+
+
 SPECIAL_VALUES = {
     "inf": [torch.inf],
     "-inf": [-torch.inf],
