@@ -70,7 +70,7 @@ def test_regressions(name):
 
 @pytest.mark.long
 def test_all_layers_are_drawn():
-    kinds = {kind for number in range(40) for kind, _ in list_leaves(draw_case(0, number).network)}
+    kinds = {kind for number in range(60) for kind, _ in list_leaves(draw_case(0, number).network)}
     assert kinds == set(IMAGE_LAYERS)
 
 

@@ -247,7 +247,7 @@ def test_other_models_are_rejected():
             job.client("1").push_initial_values(draw_arrays(1), nd.SGD(0.2))
         other = job.client("1", job.layouts(shapes={"w": (3,)}))
         with pytest.raises(ServiceError, match="has a model with another layout"):
-            other.initialize({"w": np.zeros(3)}, nd.SGD(0.1))
+            other.push_initial_values({"w": np.zeros(3)}, nd.SGD(0.1))
         values = draw_arrays(9)
         client.pull(values)
         np.testing.assert_array_equal(flatten(values), flatten(draw_arrays(0)))
@@ -259,7 +259,7 @@ def test_other_models_are_rejected():
 )
 def test_optimisers_of_whole_parameters_are_rejected(optimizer, problem):
     with Servers(2) as job, pytest.raises(ServiceError, match=problem):
-        job.client(layouts=job.layouts("PartitionedPS")).initialize(draw_arrays(0), optimizer)
+        job.client(layouts=job.layouts("PartitionedPS")).push_initial_values(draw_arrays(0), optimizer)
 
 
 def test_error_messages():

@@ -211,7 +211,7 @@ class TorchTransport(Transport):
     def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if self.size == 1 or not tensor.numel():
             return
-        if self._is_whole_group and str(tensor.dtype).removeprefix("torch.") in ALLREDUCE_DTYPES:
+        if self._can_allreduce(str(tensor.dtype).removeprefix("torch."), op):
             with self.convert_remote_errors():
                 for part in tensor.view(-1).split(self.max_count):
                     dist.all_reduce(part, REDUCE_OPS[op], self.group)
@@ -221,13 +221,17 @@ class TorchTransport(Transport):
         combine: Any = torch.add if op == "sum" else torch.maximum
         tensor.copy_(reduce(combine, rows))
 
+    def _can_allreduce(self, dtype: str, op: ReduceOp) -> bool:
+        """Return whether the process group can reduce arrays of a dtype; it loses NaN in the maximum of floats."""
+        return self._is_whole_group and dtype in ALLREDUCE_DTYPES and (op == "sum" or not dtype.startswith("float"))
+
     def _start_reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:
         if self.size == 1 or not array.size:
             return CompletedRequest()
         if not array.flags.forc:
             raise ValueError(f"array: expected a contiguous array, got strides {array.strides} of shape {array.shape}")
         flat = array.ravel("K")  # a view
-        if not (self._is_whole_group and array.dtype.name in ALLREDUCE_DTYPES):
+        if not self._can_allreduce(array.dtype.name, op):
             return _PendingReduction(self, flat, op, kind)
         with self.convert_remote_errors():
             parts = torch.from_numpy(flat).split(self.max_count)

@@ -140,7 +140,7 @@ def test_blocks_in_experiments(tmp_path, monkeypatch):
         assert "blocks per rank (samples x space)" in blocked.compiled.describe()
         for a, b in zip(whole.module.parameters(), blocked.module.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    message = r"aten\.softmax\.int in module '1' cannot .*compares the whole image; together with .* needs .* only 40"
+    message = r"aten\.softmax\.int in module '1' cannot .*compares the whole image; it and .* needs .* only 40"
     with pytest.raises(UserError, match=message):
         make_experiment(build_column_softmax, memory="40kB").validate()
 
