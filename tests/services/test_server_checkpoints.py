@@ -176,7 +176,7 @@ def test_checkpoint_waits_for_a_partially_applied_gradient(tmp_path):
         saved = []
         saving = threading.Thread(target=lambda: saved.append(other.save("complete")))
         saving.start()
-        while not job.servers[0]._hold_deadline > time.monotonic():
+        while not all(server._hold_deadline > time.monotonic() for server in job.servers):
             time.sleep(0.001)
         later = third.push_async(draw_gradients(1), minibatch=MinibatchId(0, 1, 0))
         assert not client.push(draw_gradients(0), minibatch=MinibatchId(0, 0, 0)).duplicate
