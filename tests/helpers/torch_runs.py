@@ -318,6 +318,7 @@ def share_captures(programs=None):
         for place in (capturing, criteria, factory, FROM_TORCH_MODULE):
             patch.setattr(place, "capture_module", captured)
         yield
+        assert capturing.capture_module is captured, "share_captures: entered by several threads, so it is not undone"
 
 
 def check_module(module, *shapes, grids=None, tolerance=1e-9, **options):

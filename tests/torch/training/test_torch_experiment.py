@@ -206,10 +206,10 @@ def test_initial_weights_from_a_file(folder):
 def test_rounding_of_parameters_is_reported_once(capsys, dtype):
     def body(world):
         model = ndt.TorchModel(lambda: nn.Conv2d(1, 3, 1).double(), dtype=dtype)
-        with share_captures():
-            model.build((6, 5, 1), 2, nd.ProcessGrid(world))
+        model.build((6, 5, 1), 2, nd.ProcessGrid(world))
 
-    loopback.run(2, body)
+    with share_captures():
+        loopback.run(2, body)
     warning = (
         "warning: 2 float64 parameters, first 'weight', rounded to float32; set dtype: float64 to keep all digits\n"
     )
