@@ -35,14 +35,16 @@ class ModuleStep(TrainStep):
     trainable: Any  # TorchModel, which cannot be imported here: its file imports this one
 
     def save_for_rollback(self) -> Callable[[], None]:
-        """Save the module's buffers, and return a function that restores them."""
-        buffers = list(self.trainable.module.buffers())
-        kept = [buffer.clone() for buffer in buffers]
+        """Save the buffers, and the parameters that a forward pass writes; return a function that restores them."""
+        module, written = self.trainable.module, self.trainable.compiled.steps.mutated_tensors
+        parameters = module.named_parameters(remove_duplicate=False)
+        tensors = [*module.buffers(), *(parameter for name, parameter in parameters if name in written)]
+        kept = [tensor.detach().clone() for tensor in tensors]
 
         def restore() -> None:
             with torch.no_grad():
-                for buffer, before in zip(buffers, kept, strict=True):
-                    buffer.copy_(before)
+                for tensor, before in zip(tensors, kept, strict=True):
+                    tensor.copy_(before)
 
         return restore
 

@@ -243,11 +243,25 @@ def test_one_cycle_requires_a_momentum():
         ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check_schedule_covers(3)
 
 
+class AveragedWeights(nn.Module):
+    """Convolution that keeps an average of its weights in a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 1)
+        self.average = nn.Parameter(torch.zeros(2, 1, 1, 1), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.conv.weight, alpha=0.1)
+        return self.conv(x) + self.average.sum()
+
+
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
 def test_non_finite_losses(folder, nonfinite):
     def body(world):
         model = ndt.TorchModel(
-            lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            lambda: nn.Sequential(AveragedWeights(), nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         )
         experiment = nd.FitExperiment(nd.Synthetic([6, 5, 1], classes=2), model, batch_size=2, nonfinite=nonfinite)
         with experiment.open_grid(world) as grid:
