@@ -9,6 +9,7 @@ from .containers import Sequential
 from .context import ModelContext, StepContext
 from .conv import ConvLayer, ConvLayerDist
 from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
+from .declarations import check_declarations, check_signatures
 from .deconv import DeconvLayer, DeconvLayerDist
 from .dropout import DropoutLayer, DropoutLayerDist
 from .embedding import EmbeddingLayer, EmbeddingLayerDist
@@ -85,6 +86,8 @@ __all__ = [
     "Tiled",
     "UpsampleLayer",
     "UpsampleLayerDist",
+    "check_declarations",
+    "check_signatures",
     "declared_with",
     "method_class",
 ]

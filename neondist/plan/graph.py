@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
 from ..geometry import Partition, hull_partition, needed_image_cells, part_range
-from ..layers import Branches, Layer, Node, Shard, declared_with
+from ..layers import Branches, Layer, Node, Shard, check_declarations, check_signatures, declared_with
 
 Shape = tuple[int, ...]
 
@@ -255,13 +255,13 @@ class GraphBuilder:
     def append_layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return its output value."""
         outer, self._current_node, shape = self._current_node, layer, self.shapes[value]
-        layer.check_signatures()
+        check_signatures(layer)
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
                 f"the layer needs an image, but its input is a vector of shape {shape}; put it before the fully"
                 " connected or global pooling layer"
             )
-        layer.check_declarations(shape)
+        check_declarations(layer, shape)
         output = self._append(layer, None, (value,), layer.output_shape_for(shape))
         self._current_node = outer
         return output
