@@ -17,6 +17,7 @@ from ..plan import GRADIENTS, LOSS
 from ..runtime import Executor
 from ..runtime.debug import guard_executor
 from ..runtime.observers.ledger import Ledger, collect_message_counts
+from .consistency import check_replicated_arrays
 from .trainable import TrainableModel
 
 
@@ -85,6 +86,10 @@ class LayerModel(TrainableModel):
         """Check a user's layers and border schemes in every later step of a built model; see DebugHalo."""
         leaves = list(self.built_parameters.layers.values())
         self.executor, self.last_pass = guard_executor(self.executor, leaves, seed), None
+
+    def check_replicated_arrays(self, step: int) -> None:
+        """Raise HaloError on all ranks if an array that is whole on every rank differs between ranks. Collective."""
+        check_replicated_arrays(self.built_parameters, step)
 
     def use_averaged_weights(self) -> AbstractContextManager[None]:
         """Replace the weights by their running mean within the context, if the optimiser keeps one."""

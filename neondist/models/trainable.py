@@ -201,6 +201,9 @@ class TrainableModel(Registered, Trainable, ABC):
     def enable_debug_checks(self, seed: int) -> None:
         """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
 
+    def check_replicated_arrays(self, step: int) -> None:
+        """Raise HaloError on all ranks if weights or state of a user's layers differ between ranks. Collective."""
+
     def array_backend(self) -> Backend:
         """Return the backend for the model's precision; raise ConfigError if the precision is not supported."""
         self.precision.check_parameter_dtype(self.dtype)

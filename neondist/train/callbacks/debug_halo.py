@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from ...models import TrainableModel
-from ...models.consistency import check_replicated_arrays
-from ...models.layer_model import LayerModel
 from ...registry.arguments import type_checked
 from ..state import TrainState
 from .hook import Hook
@@ -46,5 +44,4 @@ class DebugHalo(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Compare weights and state of layers across ranks."""
-        if isinstance(run.model, LayerModel):
-            check_replicated_arrays(run.model.built_parameters, run.step)
+        run.model.whole_model.check_replicated_arrays(run.step)
