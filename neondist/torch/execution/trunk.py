@@ -167,10 +167,8 @@ class TrunkLowering(FusedLowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised, and its statistics; for a norm of the trunk, x itself and the trunk's statistics."""
-        if (
-            x.id in self._norm_moments
-        ):  # detached: running statistics have no gradient, but the statistics of the trunk do
-            mean, variance = (self.local(torch.Tensor.detach, [v], v.layout) for v in self._norm_moments[x.id])
+        if x.id in self._norm_moments:  # running statistics have no gradient, but the statistics of the trunk do
+            mean, variance = map(self.detach, self._norm_moments[x.id])
             return x, mean, variance
         return super().normalise(x, weight, bias, moments, groups)
 

@@ -187,19 +187,14 @@ class Lowering(PlanBuilder):
         """Return the results of a decomposition, detached where the operator itself has no gradient."""
         values, run = tensor_call(*call)
         try:
-            with TRACING, torch.enable_grad():
-                fakes = [self.fake_tensor(value) for value in values]
-                for fake, value in zip(fakes, values, strict=True):
-                    fake.requires_grad_(value.kind != "constant" and supports_gradients(value.dtype))
-                outputs = run(*(fake.clone() for fake in fakes))  # clones, since it may write to its arguments
+            with TRACING:
+                outputs = _run_with_gradients(run, values, [self.fake_tensor(value) for value in values])
         except RuntimeError:  # PyTorch has no gradient with respect to an argument
             return results
         each = outputs if isinstance(outputs, tuple) else (outputs,)
         detached = [isinstance(output, torch.Tensor) and not output.requires_grad for output in each]
         return tuple(
-            self.without_gradient(self.local(torch.detach, [value], value.layout))
-            if isinstance(value, Value) and value.kind != "constant" and is_detached
-            else value
+            self.detach(value) if isinstance(value, Value) and value.kind != "constant" and is_detached else value
             for value, is_detached in zip_longest(results, detached)
         )
 
@@ -278,11 +273,8 @@ class Lowering(PlanBuilder):
         key = target, *dtypes, *((value.dtype, value.kind == "constant") for value in values)
         if key not in self._differentiable_results:
             samples = [torch.ones((1,) * len(value.shape), dtype=value.dtype) for value in values]
-            for sample, value in zip(samples, values, strict=True):
-                sample.requires_grad_(value.kind != "constant" and (sample.is_floating_point() or sample.is_complex()))
-            with torch.enable_grad():  # clones, since the operator may write to its arguments
-                result = run(*(sample.clone() for sample in samples))
-            self._differentiable_results[key] = [y.requires_grad for y in pytree.tree_leaves(result)]
+            results = pytree.tree_leaves(_run_with_gradients(run, values, samples))
+            self._differentiable_results[key] = [y.requires_grad for y in results]
         return self._differentiable_results[key]
 
     def fake_tensor(self, value: Value) -> torch.Tensor:
@@ -293,13 +285,14 @@ class Lowering(PlanBuilder):
 
 def tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Value], Callable[..., Any]]:
     """Return the values among an operator's arguments, and the operator as a function of only their tensors."""
-    values = [leaf for leaf in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(leaf, Value)]
+    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+    values = [leaf for leaf in leaves if isinstance(leaf, Value)]
     if target is torch.ops.aten.view.default:  # strides may differ from those in one process
         target = torch.ops.aten.reshape.default
 
     def run(*tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
-        positional, named = pytree.tree_map_only(Value, lambda _: next(rest), (list(args), dict(kwargs)))
+        positional, named = pytree.tree_unflatten([next(rest) if isinstance(x, Value) else x for x in leaves], spec)
         return target(*positional, **named)
 
     if values == [arg for arg in args if isinstance(arg, Value)]:  # no value is in a list: passes rebuild no tree
@@ -313,6 +306,14 @@ def tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
         return values, run_flat
     return values, run
+
+
+def _run_with_gradients(run: Callable[..., Any], values: Sequence[Value], samples: Sequence[torch.Tensor]) -> Any:
+    """Return the results of an operator for samples of values, which require gradients where the values have them."""
+    for sample, value in zip(samples, values, strict=True):
+        sample.requires_grad_(value.kind != "constant" and supports_gradients(value.dtype))
+    with torch.enable_grad():
+        return run(*(sample.clone() for sample in samples))  # clones, since the operator may write to its arguments
 
 
 def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:

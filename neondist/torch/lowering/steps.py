@@ -86,6 +86,10 @@ class StepListBuilder:
         value.kind = "constant"
         return value
 
+    def detach(self, value: Value) -> Value:
+        """Return a value without its gradient, also on ranks without elements."""
+        return self.without_gradient(self.local(torch.Tensor.detach, [value], value.layout))
+
     def mark_constants(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
         """Mark results without a gradient as constant, and return all results."""
         for value, has_gradient in zip(results, gradients, strict=True):

@@ -44,8 +44,8 @@ def type_as(lowering: Lowering, x: Value, other: Value, **_: object) -> Value:
 
 @rule("aten.detach.default", applies_if_replicated=True)
 def detach(lowering: Lowering, x: Value) -> Value:
-    """Detach locally, including on ranks without elements."""
-    return lowering.without_gradient(lowering.local(torch.Tensor.detach, [x], x.layout))
+    """Detach locally."""
+    return lowering.detach(x)
 
 
 @rule("aten.copy.default", applies_if_replicated=True)

@@ -109,10 +109,7 @@ def mean_and_deviations(
     number = prod(x.shape[d] for d in dims)
     summed = sum_over_dims(lowering, _sum_dims, [x], dims)
     mean = lowering.local(lambda s: s / number, [summed], summed.layout)
-    centre = mean
-    if not has_gradient_of_mean:
-        centre = lowering.local(torch.Tensor.detach, [mean], mean.layout)
-        centre.kind = "constant"
+    centre = mean if has_gradient_of_mean else lowering.detach(mean)
     deviations = lowering.local(torch.sub, [x, lowering.sum_gradient(centre, x.axes)], x.layout)
     run = lambda a, d, k: _squared_magnitude(a).sum(d, k)  # noqa: E731
     squares = sum_over_dims(lowering, run, [deviations], dims, dtype=x.dtype.to_real())
@@ -164,8 +161,7 @@ def _extremum(
         equal = (-a if is_minimum else a) == m
         return (equal | (a.isnan() & m.isnan()) if nan_shares_gradient else equal).to(a.dtype)
 
-    mask = lowering.local(attains, [x, here], x.layout)
-    mask.kind = "constant"
+    mask = lowering.without_gradient(lowering.local(attains, [x, here], x.layout))
     count = sum_over_dims(lowering, _sum_dims, [mask], dims)
     share = lowering.local(torch.div, [mask, lowering.sum_gradient(count, x.axes)], x.layout)
     extremum = _sum_with_derivative(lowering, greatest, x, share, dims, lambda m: -m if is_minimum else m)
@@ -302,8 +298,7 @@ def product(
     zeros = lowering.allreduce_local_result(lambda a: (a == 0).sum(), [x], x.axes, (), torch.int64)
     lowering.mark_constants([products, zeros], [False, False])
     here = [lowering.sum_gradient(value, x.axes) for value in (products, zeros)]
-    factor = lowering.local(derivative, [x, *here], x.layout, at=part_number)
-    factor.kind = "constant"
+    factor = lowering.without_gradient(lowering.local(derivative, [x, *here], x.layout, at=part_number))
     result = _sum_with_derivative(lowering, products, x, factor, dims, lambda p: p.prod(-1))
     return lowering.reshape_local(result, layout_after_reduction(x, dims, keepdim))
 
@@ -340,7 +335,7 @@ def order_statistic(
     values, run = lowering.values_and_function()
     args = [lowering.gather(x, dims), *(lowering.gather(value) for value in values[1:])]
     if interpolation != "linear":  # there is no gradient with respect to q
-        args[1:] = [lowering.without_gradient(lowering.local(torch.detach, [v], v.layout)) for v in args[1:]]
+        args[1:] = map(lowering.detach, args[1:])
     layout = layout_after_reduction(args[0], dims, keepdim)
     if isinstance(q, Value) and q.shape:
         layout = ((Atom(q.shape[0]),), *layout)

@@ -116,12 +116,8 @@ def cubic_taps(n_in: int, n_out: int, factor: float | None, align: bool, dtype: 
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     cells = (first.to(torch.int64)[:, None] + torch.arange(-1, 3)).clamp(0, n_in - 1)
-    return Taps(
-        cells,
-        torch.stack(
-            [outer_tap_weight(t + 1), inner_tap_weight(t), inner_tap_weight(1 - t), outer_tap_weight(2 - t)], 1
-        ),
-    )
+    weights = [outer_tap_weight(t + 1), inner_tap_weight(t), inner_tap_weight(1 - t), outer_tap_weight(2 - t)]
+    return Taps(cells, torch.stack(weights, 1))
 
 
 def antialiased_taps(n_in: int, n_out: int, scale: float, dtype: torch.dtype, cubic: bool) -> Taps:
