@@ -12,9 +12,9 @@ from ..errors import ConfigError
 from .resources import Node, ResourceSpec, SSHConfig
 
 USER_CONFIG_VARIABLE = "NEONDIST_SSH_CONFIG"
+"""Environment variable with a user's ssh_config to include instead of ~/.ssh/config."""
 SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
 """Environment variable with the options of the ssh that mpirun uses."""
-"""Environment variable with a user's ssh_config to include instead of ~/.ssh/config."""
 SSH_AGENT_VARIABLE = "PRTE_MCA_plm_ssh_agent"
 """Environment variable with a program that mpirun uses instead of ssh: AGENT [OPTIONS] HOST COMMAND."""
 _ACTIVATE_PATTERN = re.compile(r"(?P<folder>.+)/bin/activate")
