@@ -318,3 +318,26 @@ def test_distribute_keeps_weights_loaded_before_the_build():
     twin.build((5, 4, 1), 2, nd.ProcessGrid.serial())
     for name, array in twin.state().items():
         np.testing.assert_array_equal(array, state[name])
+
+
+def test_representations_of_models():
+    model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
+    assert "not built" in model._repr_html_()
+    assert repr(model) == str(model) == "Convnet (not built)"
+    with pytest.raises(nd.UserError, match="summary: the model is not built; give the shape of its input"):
+        model.summary()
+    summary = model.summary((8, 8, 1))
+    assert "conv1" in summary
+    assert repr(summary) == str(summary)
+    model.build((8, 8, 1), 2)
+    assert str(model.summary()) == model.compiled.describe()
+    for item in (model, model.compiled, model.grid, summary):
+        assert item._repr_html_().startswith("<pre>")
+
+
+def test_repr_of_a_built_model_is_its_table():
+    model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
+    model.build((8, 8, 1), 2)
+    assert repr(model) == str(model.summary())
+    assert "conv1" in repr(model)
+    assert str(model) == repr(model)  # as print shows it
