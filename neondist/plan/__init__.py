@@ -11,7 +11,7 @@ PyTorch modules. model_plan: the protocol of both kinds of plan.
 from .fit import compile_plan
 from .graph import Graph, Step, prefix_error_with_layer
 from .layer import LayerPlan
-from .memory import LiveRange, MemoryPlan, plan_memory
+from .memory import LiveRange, MemoryPlan
 from .model_plan import ModelPlan
 from .parameters import ParameterPlan
 from .plan import GRADIENTS, LOSS, Plan, TrainingSettings, max_micro_batch_size, micro_batch_ranges
@@ -35,6 +35,5 @@ __all__ = [
     "compile_plan",
     "max_micro_batch_size",
     "micro_batch_ranges",
-    "plan_memory",
     "prefix_error_with_layer",
 ]

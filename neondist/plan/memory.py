@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 from .graph import Graph
@@ -114,115 +114,177 @@ class MemoryPlan:
         return len(self.ranges) - 1
 
 
-def plan_memory(
-    graph: Graph,
-    view_elements: Sequence[int],
-    has_window: Sequence[bool],
-    gradient_can_overwrite_view: Sequence[bool],
-    value_elements: Sequence[int],
-    needs_input_gradient: bool = False,
-    backward: bool = True,
-    may_recompute: bool = False,
-) -> MemoryPlan:
-    """Return the lifetimes of all arrays on one rank.
+class _GradientLifetimes:
+    """Places and last reads of the gradients of a graph's values."""
 
-    Parameters
-    ----------
-    view_elements : for each step, the elements per sample of the view of its input, including the tile
-    has_window : whether the view is larger than the input itself
-    gradient_can_overwrite_view : whether the view's gradient may overwrite the view
-    value_elements : for each value, the elements of its tile
-    needs_input_gradient : whether the gradient of the input is needed
-    backward : False: forward only, so nothing is kept
-    may_recompute : whether outputs of normalisations are recomputed in the backward pass instead of being kept
-    """
-    steps, end = graph.steps, 2 * len(graph.steps) - 1
-    producers = graph.producers
-    # values that never exist in memory
-    absorbed = {steps[host].output_value for host in graph.fused_activations.values()}
-    plan = MemoryPlan(len(steps))
-    restored = graph.input_recomputation_steps if backward and may_recompute else {}
-    saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
+    def __init__(self, graph: Graph, value_elements: Sequence[int]) -> None:
+        self._graph, self._value_elements = graph, value_elements
+        self._end = 2 * len(graph.steps) - 1
+        self._last_reads: dict[int, int] = {0: self._end}
+        self._accumulated: dict[int, bool] = {}
 
-    def owns_gradient(value: int) -> bool:
+    def is_exclusive(self, value: int) -> bool:
         """Return whether a value's gradient is in memory that nothing else uses."""
-        readers = graph.readers[value]
+        readers, steps = self._graph.readers[value], self._graph.steps
         if len(readers) != 1:
             return bool(readers)
         (at,) = readers
-        return owns_gradient(steps[at].output_value) if at in graph.fused_activations else steps[at].layer is not None
+        return (
+            self.is_exclusive(steps[at].output_value)
+            if at in self._graph.fused_activations
+            else steps[at].layer is not None
+        )
 
-    @cache
-    def can_accumulate_in_first(value: int) -> bool:
+    def accumulates_in_first(self, value: int) -> bool:
         """Return whether all gradients of a value are added to the first one, because nothing else reads that one."""
-        *_, previous, first = sorted(graph.readers[value])
-        step = steps[first]
-        others = [v for v in step.inputs if v != value]
-        output = step.output_value
-        disjoint = value_elements[value] == value_elements[output] and owns_gradient(output) and previous < first
-        unread = (len(graph.readers[v]) == 1 and gradient_end(v) < end - previous for v in others)
-        return step.layer is not None or (disjoint and all(unread))
+        if value not in self._accumulated:
+            *_, previous, first = sorted(self._graph.readers[value])
+            step = self._graph.steps[first]
+            output, others = step.output_value, [v for v in step.inputs if v != value]
+            self._accumulated[value] = step.layer is not None or (
+                self._value_elements[value] == self._value_elements[output]
+                and self.is_exclusive(output)
+                and previous < first
+                and all(len(self._graph.readers[v]) == 1 and self.last_read(v) < self._end - previous for v in others)
+            )
+        return self._accumulated[value]
 
-    def gradient_stays_in_place(value: int, step: int) -> bool:
+    def stays_in_place(self, value: int, step: int) -> bool:
         """Return whether a value's gradient stays where a later step has written it."""
-        readers = graph.readers[value]
-        return len(readers) == 1 or (max(readers) == step and can_accumulate_in_first(value))
+        readers = self._graph.readers[value]
+        return len(readers) == 1 or (max(readers) == step and self.accumulates_in_first(value))
 
-    @cache
-    def gradient_end(value: int) -> int:
+    def last_read(self, value: int) -> int:
         """Return the time of the last read of a value's gradient; joins pass their gradient on unchanged."""
-        if value == 0:
-            return end
-        at = producers[value]
-        last = end - at
-        if steps[at].join is not None and (
-            value == steps[at].output_value or at in graph.deferred_relu_gradients or owns_gradient(value)
-        ):
-            last = max([last, *(gradient_end(v) for v in steps[at].inputs if gradient_stays_in_place(v, at))])
-        return last
+        if value not in self._last_reads:
+            at = self._graph.producers[value]
+            step, times = self._graph.steps[at], [self._end - at]
+            if step.join is not None and (
+                value == step.output_value or at in self._graph.deferred_relu_gradients or self.is_exclusive(value)
+            ):
+                times += [self.last_read(v) for v in step.inputs if self.stays_in_place(v, at)]
+            self._last_reads[value] = max(times)
+        return self._last_reads[value]
 
-    def producer_reread_times(value: int) -> list[int]:
+
+@dataclass
+class MemoryPlanner:
+    """Lifetimes of all arrays of a pass on one rank.
+
+    Attributes
+    ----------
+    graph : Graph
+    view_elements : sequence of int
+        For each step, the elements per sample of the view of its input, including the tile.
+    has_window : sequence of bool
+        For each step, whether the view is larger than the input itself.
+    gradient_can_overwrite_view : sequence of bool
+        For each step, whether the view's gradient may overwrite the view.
+    value_elements : sequence of int
+        For each value, the elements of its tile.
+    needs_input_gradient : bool
+        Whether the gradient of the input is needed.
+    backward : bool
+        False: forward only, so nothing is kept.
+    may_recompute : bool
+        Whether outputs of normalisations are recomputed in the backward pass instead of being kept.
+    """
+
+    graph: Graph
+    view_elements: Sequence[int]
+    has_window: Sequence[bool]
+    gradient_can_overwrite_view: Sequence[bool]
+    value_elements: Sequence[int]
+    needs_input_gradient: bool = False
+    backward: bool = True
+    may_recompute: bool = False
+
+    def __post_init__(self) -> None:
+        graph = self.graph
+        self._end = 2 * len(graph.steps) - 1
+        self._gradients = _GradientLifetimes(graph, self.value_elements)
+        self._recomputed = graph.input_recomputation_steps if self.backward and self.may_recompute else {}
+        self._saves_input = [step.saves_input and at not in self._recomputed for at, step in enumerate(graph.steps)]
+        # values that never exist in memory
+        self._absorbed = {graph.steps[host].output_value for host in graph.fused_activations.values()}
+
+    def plan(self) -> MemoryPlan:
+        """Return the lifetimes of all arrays."""
+        plan = MemoryPlan(len(self.graph.steps))
+        for value in range(len(self.graph.readers)):
+            self._add_value(plan, value)
+            if self._has_gradient(value) and len(self.graph.readers[value]) > 1:
+                self._add_gradient_sum(plan, value)
+        for at in range(len(self.graph.steps)):
+            if self._reads_own_view(at):
+                self._add_views(plan, at)
+                if self._has_gradient(self.graph.steps[at].inputs[0]):
+                    self._add_gradient(plan, at)
+        return plan
+
+    def _has_gradient(self, value: int) -> bool:
+        return self.backward and (value > 0 or self.needs_input_gradient)
+
+    def _producer_reread_times(self, value: int) -> list[int]:
         """Return the times at which the producer of a value reads it again."""
-        return [end - producers[value]] if graph.producer_reads_output(value) else []
+        return [self._end - self.graph.producers[value]] if self.graph.producer_reads_output(value) else []
 
-    for value, readers in enumerate(graph.readers):
-        wide = [at for at in readers if has_window[at]]
+    def _add_value(self, plan: MemoryPlan, value: int) -> None:
+        """Add the range of a value, unless a view of one of its readers contains it."""
+        readers = self.graph.readers[value]
+        wide = [at for at in readers if self.has_window[at]]
         if wide and (value or len(readers) == 1):
-            plan.view_of_value[value] = max(wide, key=lambda at: steps[at].saves_input)
-        elif value and value not in absorbed:
-            first = producers[value]
-            saved = [end - at for at in readers if not has_window[at] and saves[at]]
-            kept = [*saved, *producer_reread_times(value)] if backward else []
-            plan.value_ranges[value] = plan.add(value_elements[value], first, max([first, *readers, *kept]))
-        if backward and (value or needs_input_gradient) and len(readers) > 1:
-            if can_accumulate_in_first(value):
-                plan.gradients_summed_in_place.add(value)
-            else:
-                plan.gradient_sum_ranges[value] = plan.add(
-                    value_elements[value], end - max(readers), gradient_end(value)
-                )
-    for at, step in enumerate(steps):
+            plan.view_of_value[value] = max(wide, key=lambda at: self.graph.steps[at].saves_input)
+        elif value and value not in self._absorbed:
+            first = self.graph.producers[value]
+            saved = [self._end - at for at in readers if not self.has_window[at] and self._saves_input[at]]
+            kept = [*saved, *self._producer_reread_times(value)] if self.backward else []
+            plan.value_ranges[value] = plan.add(self.value_elements[value], first, max([first, *readers, *kept]))
+
+    def _add_gradient_sum(self, plan: MemoryPlan, value: int) -> None:
+        """Add the sum of the gradients from several readers of a value."""
+        if self._gradients.accumulates_in_first(value):
+            plan.gradients_summed_in_place.add(value)
+        else:
+            first = self._end - max(self.graph.readers[value])
+            last = self._gradients.last_read(value)
+            plan.gradient_sum_ranges[value] = plan.add(self.value_elements[value], first, last)
+
+    def _reads_own_view(self, at: int) -> bool:
+        """Return whether a step is a layer that is not computed in place by the step before it."""
+        graph, step = self.graph, self.graph.steps[at]
         host = graph.fused_activations.get(at)
-        in_join = host is not None and steps[host].join is not None and host not in graph.deferred_relu_gradients
-        if step.layer is None or (host is not None and (not in_join or owns_gradient(step.output_value))):
-            continue
-        (value,) = step.inputs
-        back, holds_value = end - at, plan.view_of_value.get(value) == at
-        if has_window[at]:
-            first = producers.get(value, at) if holds_value else at
-            readers = graph.readers[value] if holds_value else [at]
-            kept = [end - reader for reader in readers if saves[reader] and (reader == at or not has_window[reader])]
-            kept += producer_reread_times(value) if holds_value else []
-            plan.view_ranges[at] = plan.add(view_elements[at], first, max([*readers, *(kept if backward else [])]))
-        if at in restored:
-            plan.rebuilt_view_ranges[at] = plan.add(view_elements[at], back, back)
-            if has_window[at]:
-                plan.border_ranges[at] = plan.add(view_elements[at] - value_elements[value], at, back)
-        if backward and (value or needs_input_gradient):
-            last = gradient_end(value) if gradient_stays_in_place(value, at) else back
-            view = plan.rebuilt_view_ranges.get(at, plan.view_ranges.get(at, plan.value_ranges.get(value)))
-            if view is not None and gradient_can_overwrite_view[at] and plan.ranges[view].last_time == back:
-                plan.gradient_ranges[at], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last)
-            else:
-                plan.gradient_ranges[at] = plan.add(view_elements[at], back, last)
-    return plan
+        if step.layer is None or host is None:
+            return step.layer is not None
+        is_join = graph.steps[host].join is not None and host not in graph.deferred_relu_gradients
+        return is_join and not self._gradients.is_exclusive(step.output_value)
+
+    def _add_views(self, plan: MemoryPlan, at: int) -> None:
+        """Add the view of a step's input, and what is rebuilt or kept of it for the backward pass."""
+        (value,) = self.graph.steps[at].inputs
+        backward_time = self._end - at
+        if self.has_window[at]:
+            holds_value = plan.view_of_value.get(value) == at
+            first = self.graph.producers.get(value, at) if holds_value else at
+            readers = self.graph.readers[value] if holds_value else [at]
+            kept = [r for r in readers if self._saves_input[r] and (r == at or not self.has_window[r])]
+            kept_times = [self._end - r for r in kept]
+            kept_times += self._producer_reread_times(value) if holds_value else []
+            last = max([*readers, *(kept_times if self.backward else [])])
+            plan.view_ranges[at] = plan.add(self.view_elements[at], first, last)
+        if at in self._recomputed:
+            plan.rebuilt_view_ranges[at] = plan.add(self.view_elements[at], backward_time, backward_time)
+            if self.has_window[at]:
+                border_elements = self.view_elements[at] - self.value_elements[value]
+                plan.border_ranges[at] = plan.add(border_elements, at, backward_time)
+
+    def _add_gradient(self, plan: MemoryPlan, at: int) -> None:
+        """Add the gradient of a step's view: over the view where the step may overwrite it."""
+        (value,) = self.graph.steps[at].inputs
+        first = self._end - at
+        last = self._gradients.last_read(value) if self._gradients.stays_in_place(value, at) else first
+        view = plan.rebuilt_view_ranges.get(at, plan.view_ranges.get(at, plan.value_ranges.get(value)))
+        if view is not None and self.gradient_can_overwrite_view[at] and plan.ranges[view].last_time == first:
+            plan.gradient_ranges[at], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last)
+        else:
+            plan.gradient_ranges[at] = plan.add(self.view_elements[at], first, last)

@@ -6,7 +6,7 @@ A strip (some rows, or slabs, of a tile) passes through all layers of a segment 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -25,7 +25,7 @@ from ..geometry import (
 from ..layers import Activation, Layer, Shard, declared_with
 from .graph import Graph, Step, trace_needed_cells
 from .layer import LayerPlan
-from .memory import MemoryPlan, plan_memory
+from .memory import MemoryPlan, MemoryPlanner
 
 Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
@@ -108,11 +108,13 @@ class PlannedSection:
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
         elements = [prod(shape) for shape in self.tile_shapes(tile)]
-        plan_args = self.graph, view_elements, has_window, in_place, elements, self.needs_input_gradient, self.backward
-        kept = plan_memory(*plan_args)
+        planner = MemoryPlanner(
+            self.graph, view_elements, has_window, in_place, elements, self.needs_input_gradient, self.backward
+        )
+        kept = planner.plan()
         if not (self.may_recompute and self.backward and self.graph.input_recomputation_steps):
             return kept
-        restored = plan_memory(*plan_args, may_recompute=True)
+        restored = replace(planner, may_recompute=True).plan()
         return restored if restored.num_elements < _MAX_MEMORY_FRACTION * kept.num_elements else kept
 
     def saved_bytes(self, tile: int, itemsize: int) -> list[int]:
