@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -161,52 +162,8 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
     DataError
         If rows and columns are ambiguous; AmbiguousAxesError if no axis has a name.
     """
-    names, axes = variable.dimensions, [""] * len(variable.dimensions)
-
-    def ambiguity_error(why: str) -> DataError:
-        listed = ", ".join(name or "(no name)" for name in names)
-        message = (
-            f"{where}: cannot tell which of its axes ({listed}) are rows and columns ({why}); give axes, one letter"
-            f" per axis in the stored order, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}',"
-            " or give its coordinates the attribute axis (X, Y, Z or T)"
-        )
-        if any(names):
-            return DataError(message)
-        error = AmbiguousAxesError(message)
-        error.shape = tuple(shape)
-        return error
-
-    lower = [name.lower() for name in names]
-    claims: list[dict[str, int]] = []  # per dimension: letter to rank, 0 for the strongest evidence
-    for name in names:
-        own = variable.coordinates.get(name) if name else None
-        declared = (
-            _letters_from_attributes(own.attributes) if own is not None and own.dimensions[:1] == (name,) else set()
-        )
-        if len(declared) > 1:
-            raise ambiguity_error(f"the attributes of '{name}' say {' and '.join(sorted(declared))}")
-        auxiliary = _letters_from_listed_coordinates(name, variable) if name and not declared else set()
-        if auxiliary >= _ROW_COLUMN_LETTERS:
-            raise ambiguity_error(
-                f"'{name}' has both latitudes and longitudes, so it lists points and is not an axis of a grid"
-            )
-        by_name = _letters_from_name(name) or (_letters_from_long_name(own.attributes) if own is not None else set())
-        unread = [key for key in AXIS_ATTRIBUTES if own.attributes.get(key, "") is None] if own is not None else []
-        if unread and not (declared or auxiliary or by_name):
-            raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_message(unread[0], name)}")
-        if name.lower() == "height" and "width" in lower:  # extents of pictures
-            by_name = {"Y"}
-        ranked = [*((one, 0) for one in declared), *((one, 1) for one in auxiliary if len(auxiliary) == 1)]
-        claims.append(dict([*ranked, *((one, 2) for one in by_name)][:1]))
-    for letter in "TNC" + "ZYX":
-        ranks = {at: claim[letter] for at, claim in enumerate(claims) if letter in claim}
-        best = [at for at, rank in ranks.items() if rank == min(ranks.values())]
-        if len(best) > 1 and letter not in "TN":
-            raise ambiguity_error(f"{' and '.join(repr(names[at]) for at in best)} are both {letter}")
-        for at in ranks:
-            axes[at] = letter if at == best[0] else "-"
-    for at, claim in enumerate(claims):
-        axes[at] = "-" if "-" in claim else axes[at]
+    names, ambiguity_error = variable.dimensions, partial(_ambiguity_error, where, variable.dimensions, shape)
+    axes = _resolve_candidates(names, [_infer_axis(name, variable, ambiguity_error) for name in names], ambiguity_error)
     _assign_curvilinear_axes(variable, axes)
     _assign_axes_by_order(axes)
     if "" in axes and not set(axes) >= _ROW_COLUMN_LETTERS:
@@ -215,6 +172,67 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
         if letter in ("", "-"):
             axes[at] = next(free for free in SAMPLE_AXIS_LETTERS if free not in axes)
     return "".join(axes)
+
+
+def _ambiguity_error(where: str, names: Sequence[str], shape: Sequence[int], why: str) -> DataError:
+    listed = ", ".join(name or "(no name)" for name in names)
+    message = (
+        f"{where}: cannot tell which of its axes ({listed}) are rows and columns ({why}); give axes, one letter per"
+        f" axis in the stored order, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}', or give its"
+        " coordinates the attribute axis (X, Y, Z or T)"
+    )
+    if any(names):
+        return DataError(message)
+    error = AmbiguousAxesError(message)
+    error.shape = tuple(shape)
+    return error
+
+
+class _AxisCandidate(NamedTuple):
+    """Letter of an axis, '' if unknown, and the kind of evidence for it: 0 is the strongest."""
+
+    letter: str
+    evidence: int
+
+
+def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable[[str], DataError]) -> _AxisCandidate:
+    """Infer the axis of a dimension: by its coordinate (evidence 0), by listed coordinates (1), or by its name (2)."""
+    own = variable.coordinates.get(name) if name else None
+    own_attributes = own.attributes if own is not None else {}
+    declared = _letters_from_attributes(own_attributes) if own is not None and own.dimensions[:1] == (name,) else set()
+    if len(declared) > 1:
+        raise ambiguity_error(f"the attributes of '{name}' say {' and '.join(sorted(declared))}")
+    listed = _letters_from_listed_coordinates(name, variable) if name and not declared else set()
+    if listed >= _ROW_COLUMN_LETTERS:
+        raise ambiguity_error(
+            f"'{name}' has both latitudes and longitudes, so it lists points and is not an axis of a grid"
+        )
+    by_name = _letters_from_name(name) or _letters_from_long_name(own_attributes)
+    unreadable = [key for key in AXIS_ATTRIBUTES if own_attributes.get(key, "") is None]
+    if unreadable and not (declared or listed or by_name):
+        raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_message(unreadable[0], name)}")
+    if name.lower() == "height" and "width" in map(str.lower, variable.dimensions):  # extents of pictures
+        by_name = {"Y"}
+    for evidence, letters in enumerate((declared, listed, by_name)):
+        if len(letters) == 1:
+            return _AxisCandidate(next(iter(letters)), evidence)
+    return _AxisCandidate("", 0)
+
+
+def _resolve_candidates(
+    names: Sequence[str], candidates: Sequence[_AxisCandidate], ambiguity_error: Callable[[str], DataError]
+) -> list[str]:
+    """Return the letter of each axis: '-' for an axis that counts as samples, '' if unknown."""
+    axes = [candidate.letter for candidate in candidates]
+    for letter in "TNC" + "ZYX":
+        same = [at for at, candidate in enumerate(candidates) if candidate.letter == letter]
+        strongest = min((candidates[at].evidence for at in same), default=0)
+        best = [at for at in same if candidates[at].evidence == strongest]
+        if len(best) > 1 and letter not in "TN":
+            raise ambiguity_error(f"{' and '.join(repr(names[at]) for at in best)} are both {letter}")
+        for at in same:
+            axes[at] = letter if at == best[0] else "-"
+    return axes
 
 
 def _assign_curvilinear_axes(variable: VariableMetadata, axes: list[str]) -> None:
