@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
@@ -121,15 +121,7 @@ def bench_step(
     whole = grid.world.allgather((memory.peak_bytes(), memory.peak_bytes() - empty))
     results |= {"process_bytes": [peak for peak, _ in whole], "peak_bytes": [above for _, above in whole]}
     if against:
-        results["against"] = agreement | {
-            "name": against,
-            "threads": threads,
-            "seconds_per_step": median(reference for _, reference, _ in rounds) / count,
-            "ratio": median(seconds / reference for seconds, reference, _ in rounds),
-            "ratio_of_fastest": min(seconds for seconds, *_ in rounds) / min(reference for _, reference, _ in rounds),
-            "ratios": [seconds / reference for seconds, reference, _ in rounds],
-            "peak_bytes": max(peak for *_, peak in rounds),
-        }
+        results["against"] = {**agreement, "name": against, "threads": threads} | _compare_rounds(rounds, count)
     if reading:
         with closing(_read_batches(dataset.train, grid, model.dtype, batch_size)) as batches:
             pairs = [(train(turns, batches), train(turns)) for _ in range(READ_ROUNDS)]
@@ -204,6 +196,19 @@ def _time_baseline(baseline: TorchBaseline | None, grid: ProcessGrid, count: int
     seconds, peak, _ = baseline.time_steps(count) if baseline else ([], 0, 0)
     sleeping_barrier(grid.world)  # the broadcast would keep the cores of waiting ranks busy
     return grid.world.bcast((sum(seconds), peak))
+
+
+def _compare_rounds(rounds: Sequence[tuple[float, float, int]], steps_per_round: int) -> dict[str, Any]:
+    """Return the baseline's results from rounds of (own seconds, baseline's seconds, baseline's peak bytes)."""
+    own, reference, peaks = zip(*rounds, strict=True)
+    ratios = [seconds / other for seconds, other in zip(own, reference, strict=True)]
+    return {
+        "seconds_per_step": median(reference) / steps_per_round,
+        "ratio": median(ratios),
+        "ratio_of_fastest": min(own) / min(reference),
+        "ratios": ratios,
+        "peak_bytes": max(peaks),
+    }
 
 
 def _gradients_without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,7 @@ from .state import RESERVED_METRIC_NAMES, EpochRecord, Stop, TrainState
 from .validate import validate_experiment
 
 if TYPE_CHECKING:
-    from ..services.training import AsyncWorkerSpec
+    from ..services.training import AsyncWorkerSpec, ServerUpdate
 
 
 @dataclass(frozen=True)
@@ -318,32 +318,11 @@ def _run_in_locked_folder(
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
     model.step = model.steps_without_optimizer = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
-    if plan.is_streamed and model.memory is None:
-        run.start_messages.append(f"a step does not fit into the available memory; {plan.stream}")
-    if len(dataset.splits) == 1:
-        run.start_messages.append("no validation or test split: only the training loss is reported")
-    if note := precision_note(model.backend, model.precision):
-        run.start_messages.append(note)
+    run.start_messages += _start_messages(experiment, plan)
     under_supervisor = GENERATION_VARIABLE in os.environ
     store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or under_supervisor) else None
     start = initialise_or_resume_run(run, folder, resume, init_from, store)
-    remote = None
-    if worker is not None and experiment.server_strategy is not None:
-        from ..services.master_client import MasterClient
-        from ..services.training import ServerUpdate  # gRPC
-
-        settings = {"records": run.epoch_size, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
-        first = worker.index == 0
-        run.master_client = MasterClient(worker.master, worker.token, worker.name, grid.world, settings, first)
-        applied = run.master_client.minibatches_before(run.epoch, run.samples_seen)
-        samples = run.epoch * run.epoch_size + run.samples_seen
-        updates = run.server_updates
-        updates = model.step - model.steps_without_optimizer if updates is None else updates
-        arguments = grid.world, updates, run.master_client, applied, samples, first or not resume
-        remote = ServerUpdate(worker, experiment.server_strategy, model, *arguments)
-    elif run.server_updates is not None:
-        model.step, model.steps_without_optimizer = run.server_updates, 0
-    model.remote_update = remote
+    model.remote_update = remote = _connect_to_servers(experiment, run, grid, worker, resume)
     # completes the record before others read it
     statistics = [JobStatisticsHook(worker)] if folder is not None and worker is not None and worker.index == 0 else []
     writers: list[Hook] = []
@@ -375,6 +354,39 @@ def _run_in_locked_folder(
                 model.export(folder)
     files = output_files(folder) if folder is not None and grid.rank == 0 else []
     return RunResult(grid.world.bcast(files), run.history, run.stop)
+
+
+def _start_messages(experiment: FitExperiment, plan: Plan) -> Iterator[str]:
+    """Yield what the user should know before training."""
+    model = experiment.model
+    if plan.is_streamed and model.memory is None:
+        yield f"a step does not fit into the available memory; {plan.stream}"
+    if len(experiment.dataset.splits) == 1:
+        yield "no validation or test split: only the training loss is reported"
+    if note := precision_note(model.backend, model.precision):
+        yield note
+
+
+def _connect_to_servers(
+    experiment: FitExperiment, run: TrainState, grid: ProcessGrid, worker: AsyncWorkerSpec | None, resume: bool | str
+) -> ServerUpdate | None:
+    """Return the connection of a worker to its servers; None without servers, whose updates are then the model's."""
+    model, updates = experiment.model, run.server_updates
+    if worker is None or experiment.server_strategy is None:
+        if updates is not None:  # the checkpoint is of a run with servers
+            model.step, model.steps_without_optimizer = updates, 0
+        return None
+    from ..services.master_client import MasterClient
+    from ..services.training import ServerUpdate  # gRPC
+
+    settings = {"records": run.epoch_size, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
+    is_first = worker.index == 0
+    run.master_client = MasterClient(worker.master, worker.token, worker.name, grid.world, settings, is_first)
+    applied = run.master_client.minibatches_before(run.epoch, run.samples_seen)
+    samples = run.epoch * run.epoch_size + run.samples_seen
+    updates = model.step - model.steps_without_optimizer if updates is None else updates
+    arguments = grid.world, updates, run.master_client, applied, samples, is_first or not resume
+    return ServerUpdate(worker, experiment.server_strategy, model, *arguments)
 
 
 def _write_initial_files(
