@@ -80,9 +80,10 @@ def ssh_arguments_for_mpirun(env: Mapping[str, str]) -> str:
     return " ".join(filter(None, [path and f"-F {path}", env.get(SSH_ARGS_VARIABLE)]))
 
 
-def format_ssh_test(host: str, env: Mapping[str, str]) -> str:
-    """Return an ssh command with which the user can test the connection to a host of a list."""
-    return shlex.join(["ssh", *shlex.split(ssh_arguments_for_mpirun(env)), host])
+def unreachable_host_remedy(host: str, env: Mapping[str, str]) -> str:
+    """Return the remedy for an unreachable host of a list, with an ssh command that shows the error."""
+    command = shlex.join(["ssh", *shlex.split(ssh_arguments_for_mpirun(env)), host])
+    return f"correct the list, or the error shown by `{command}`"
 
 
 def ssh_command(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from .. import safe_path
 from ..cluster.hosts import SSH_TIMEOUT, UNREACHABLE_TEXT, command_on_host, find_unusable_hosts, slots_by_node
 from ..cluster.preflight import NodeReport
-from ..cluster.ssh_config import format_ssh_test, ssh_command
+from ..cluster.ssh_config import ssh_command, unreachable_host_remedy
 from ..errors import LaunchError
 from ..terminal.console import counted
 from .fork_server import ForkServer, Process
@@ -254,8 +254,8 @@ def checked_job_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles
             unreachable = [host for host, reason in reasons.items() if reason == UNREACHABLE_TEXT]
             texts = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
             texts += [f"{', '.join(unreachable)} {UNREACHABLE_TEXT}"] if unreachable else []
-            test = f", or the error shown by `{format_ssh_test(unreachable[0], os.environ)}`" if unreachable else ""
-            raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; correct the list{test}")
+            remedy = unreachable_host_remedy(unreachable[0], os.environ) if unreachable else "correct the list"
+            raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; {remedy}")
         yield JobNodes(nodes if LOCAL_HOST in listed else nodes[1:], hosts, arguments.fork_server)
         return
     arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, find_unusable_hosts, ranks_per_host, slots_by_node
-from ..cluster.ssh_config import format_ssh_test
+from ..cluster.ssh_config import unreachable_host_remedy
 from ..errors import ConfigError, LaunchError, UserError
 from ..system.job import LAUNCHED_RANKS_VARIABLE, Job
 from ..system.signals import STOPPED_EXIT_CODE
@@ -348,12 +348,9 @@ def wait_for_members(
             excluded = roster.exclude_hosts(reasons)
             if not excluded:
                 return members
-            test = [
-                f"correct the list, or the error shown by `{format_ssh_test(host, os.environ)}`"
-                for host in excluded
-                if host not in problems
-            ]
-            report("; ".join([f"{host} {reasons[host]}" for host in excluded] + test[:1]))
+            unreachable = [host for host in excluded if host not in problems]
+            remedies = [unreachable_host_remedy(host, os.environ) for host in unreachable[:1]]
+            report("; ".join([*(f"{host} {reasons[host]}" for host in excluded), *remedies]))
             continue
         waited = time.monotonic() - start
         if is_stopped() or waited >= limit or roster.host_pool is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ..cluster.hosts import HostPool, HostSource, find_unusable_hosts
-from ..cluster.ssh_config import format_ssh_test
+from ..cluster.ssh_config import unreachable_host_remedy
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import counted, say
@@ -146,8 +146,7 @@ class ElasticSlots:
         """Report that the job ends because slots for its minimum of workers were not free in time."""
         remedy = "start the job again later, or lower --num-workers"
         if excluded := self._list_excluded_hosts():
-            test = format_ssh_test(next(iter(excluded)), os.environ)
-            remedy = f"correct the list of hosts, or the error shown by `{test}`"
+            remedy = unreachable_host_remedy(next(iter(excluded)), os.environ)
         say(f"error: gave up after {self.wait_limit:g} s: {self.describe_unavailable_slots()}; {remedy}", sys.stderr)
 
     def describe_unavailable_slots(self) -> str:

@@ -22,7 +22,7 @@ from neondist.cluster.hosts import (
     parse_hosts,
     ranks_per_host,
 )
-from neondist.cluster.ssh_config import format_ssh_command, format_ssh_test, write_ssh_config
+from neondist.cluster.ssh_config import format_ssh_command, unreachable_host_remedy, write_ssh_config
 from neondist.errors import ConfigError
 from neondist.launcher.placement import HostListPlacement
 
@@ -177,7 +177,7 @@ def test_ssh_config_of_listed_hosts(tmp_path, monkeypatch):
             env = {"NEONDIST_SSH_CONFIG": text, **variables}
             expected = ["-F", str(config), *words]
             assert command_on_host("a", ["true"], env) == ["ssh", *expected, *options, "a", "true"]
-            assert format_ssh_test("a", env) == " ".join(["ssh", *expected, "a"])
+            assert f"`{' '.join(['ssh', *expected, 'a'])}`" in unreachable_host_remedy("a", env)
             assert HostListPlacement({"a": 1}).mpirun_environment(env)["PRTE_MCA_plm_ssh_args"] == " ".join(expected)
         nodes = [{"address": "a", "chief": True}, {"address": "b"}]
         resources = ResourceSpec({"nodes": nodes, "ssh": {"username": "u", "port": 7}})
@@ -186,7 +186,7 @@ def test_ssh_config_of_listed_hosts(tmp_path, monkeypatch):
         write_ssh_config(resources, tmp_path / "written", env)
         assert f'Include "{config}"\n' in (tmp_path / "written").read_text()
     assert HostListPlacement({"a": 1}).mpirun_environment({}) == {}
-    assert format_ssh_test("a", {}) == "ssh a"
+    assert unreachable_host_remedy("a", {}) == "correct the list, or the error shown by `ssh a`"
 
 
 @pytest.mark.parametrize(("name", "message"), [("none", "none does not exist"), ("a b", "without spaces")])
