@@ -111,31 +111,7 @@ def _classification_yaml(folder: Path) -> str:
     if len(tables) == 1 and _list_images(image_folder):
         images, pattern, labels = _list_images(image_folder), _image_pattern(image_folder), str(tables[0])
     elif len(classes) < 2:
-        if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
-            first = min(nested, key=lambda sub: not sub.name.startswith("train"))
-            validation = next((sub for sub in nested if sub.name.lower().startswith("val") and sub != first), None)
-            remedy = (
-                f", and set validation: {_quote_yaml(_image_pattern(validation, '*'))} in the file"
-                if validation
-                else ""
-            )
-            raise DataError(
-                f"{folder}: has no images, but {first.name}/ has image folders; run neondist init {first}{remedy}"
-            )
-        if any(path.suffix.lower() == ".dcm" for path in folder.rglob("*")):
-            raise DataError(f"{folder}: has DICOM files; convert each series to NIfTI, for example with dcm2niix")
-        if series := sorted(path for path in folder.iterdir() if path.suffix in (".nc", ".nc4", ".zarr")):
-            return _forecast_yaml(series)
-        if len(files := sorted(path for path in folder.iterdir() if path.suffix in _HDF5_SUFFIXES)) == 1:
-            return _hdf5_yaml(files[0])
-        if arrays := _find_arrays_to_convert(folder):
-            file = shlex.quote(f"{folder.resolve().name}.h5")
-            command = f"neondist data convert {' '.join(shlex.quote(str(path)) for path in arrays)} --to {file}"
-            raise DataError(f"{folder}: has arrays, not images; run {command} and then neondist init {file}")
-        raise DataError(
-            f"{folder}: has {counted(len(classes), 'subfolder')} with images; give a subfolder for each class, or"
-            " images/ and masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
-        )
+        return _yaml_of_other_files(folder, len(classes))
     elif all(sub.name.lower() in _SPLIT_FOLDERS for sub in classes):
         raise DataError(
             f"{folder}: {' and '.join(f'{sub.name}/' for sub in classes)} are splits, not classes; give the training"
@@ -164,6 +140,34 @@ def _classification_yaml(folder: Path) -> str:
         layers=classifier_layers(min(crop), outputs), cost=cost, metrics=metrics,
         best=_best_yaml("validation" if items[1:] else "train", "error" if metrics else "loss"),
     )  # fmt: skip
+
+
+def _yaml_of_other_files(folder: Path, num_classes: int) -> str:
+    """Return the experiment file for a folder of series or one HDF5 file; raise an error that names the remedy."""
+    if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
+        first = min(nested, key=lambda sub: not sub.name.startswith("train"))
+        validation = next((sub for sub in nested if sub.name.lower().startswith("val") and sub != first), None)
+        remedy = (
+            f", and set validation: {_quote_yaml(_image_pattern(validation, '*'))} in the file" if validation else ""
+        )
+        raise DataError(
+            f"{folder}: has no images, but {first.name}/ has image folders; run neondist init"
+            f" {shlex.quote(str(first))}{remedy}"
+        )
+    if any(path.suffix.lower() == ".dcm" for path in folder.rglob("*")):
+        raise DataError(f"{folder}: has DICOM files; convert each series to NIfTI, for example with dcm2niix")
+    if series := sorted(path for path in folder.iterdir() if path.suffix in (".nc", ".nc4", ".zarr")):
+        return _forecast_yaml(series)
+    if len(files := sorted(path for path in folder.iterdir() if path.suffix in _HDF5_SUFFIXES)) == 1:
+        return _hdf5_yaml(files[0])
+    if arrays := _find_arrays_to_convert(folder):
+        file = shlex.quote(f"{folder.resolve().name}.h5")
+        command = f"neondist data convert {' '.join(shlex.quote(str(path)) for path in arrays)} --to {file}"
+        raise DataError(f"{folder}: has arrays, not images; run {command} and then neondist init {file}")
+    raise DataError(
+        f"{folder}: has {counted(num_classes, 'subfolder')} with images; give a subfolder for each class, or"
+        " images/ and masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
+    )
 
 
 def _find_arrays_to_convert(folder: Path) -> list[Path]:

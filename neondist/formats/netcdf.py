@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -270,45 +270,69 @@ class NetCDFSink(HDF5Sink):
             }  # others are in `lost_metadata`
             stored = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
             names = {letter: name for letter, name in stored if name}
-        usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
-        sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
-        if self.one_array_per_channel:
-            sizes.popitem()  # channels
-        own, kept = tuple(sizes), dict[str, AuxiliaryVariable]()
-        for one in variables:
-            if one.values is not None:
-                extents = dict(zip(one.dimensions, one.values.shape, strict=True))
-                if sizes | extents == extents | sizes and one.name not in self._new_array_names():
-                    sizes, kept[one.name] = sizes | extents, one
-                    file[one.name] = one.values
-                else:
-                    self.lost_metadata.append(one.name)
-        for number, (name, n) in enumerate(sizes.items()):
-            if name not in kept:
-                file[name] = np.zeros(n, ">f4")
-            file[name].make_scale(name if name in kept else f"{_NO_COORDINATES_TEXT}{n:10d}")
-            file[name].attrs[_DIMENSION_ID] = np.int32(number)
+        sizes = self._dimension_sizes(names)
+        own_dimensions = tuple(sizes)
+        kept = self._write_coordinates(file, variables, sizes)
+        _write_dimensions(file, sizes, set(kept))
         for array in arrays:
-            array.attrs[_DIMENSION_IDS] = np.arange(len(own), dtype=np.int32)
-        all_own = [(array.name, own) for array in arrays]
+            array.attrs[_DIMENSION_IDS] = np.arange(len(own_dimensions), dtype=np.int32)
+        all_own = [(array.name, own_dimensions) for array in arrays]
         for name, dimensions in [*all_own, *((one.name, one.dimensions) for one in kept.values())]:
             for axis, dimension in enumerate(dimensions if name not in sizes else ()):
                 file[name].dims[axis].attach_scale(file[dimension])
         for one in variables:
-            for key, value in one.attributes.items() if one.name in {"", "/", *kept} else ():
-                named = referenced_variables({key: value})
-                if key == "coordinates" and not {*named} <= {*kept}:
-                    named = [name for name in named if name in kept]
-                    value = np.bytes_(" ".join(named)) if named else None
-                if value is not None and {*named} <= {*kept}:
-                    for target in [file[one.name]] if one.name else arrays:
-                        target.attrs[key] = value
-                else:
-                    self.lost_metadata.append(f"{one.name}:{key}" if one.name else key)
+            if one.name in {"", "/", *kept}:
+                self._write_attributes([file[one.name]] if one.name else arrays, one, set(kept))
         for array, (_, attributes) in zip(arrays, self._options["variables"] or (), strict=False):
             for key, value in attributes.items():
                 array.attrs[key] = np.bytes_(value.encode()) if isinstance(value, str) else value
         self.lost_metadata = list(dict.fromkeys(self.lost_metadata))
+
+    def _dimension_sizes(self, names: Mapping[str, str]) -> dict[str, int]:
+        """Return the extent of each dimension by name; `names` are those of the `like` variable by letter."""
+        usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
+        sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
+        if self.one_array_per_channel:
+            sizes.popitem()  # channels
+        return sizes
+
+    def _write_coordinates(
+        self, file: Any, variables: Sequence[AuxiliaryVariable], sizes: dict[str, int]
+    ) -> dict[str, AuxiliaryVariable]:
+        """Write and return the variables that fit the dimensions `sizes`, to which their own dimensions are added."""
+        kept = dict[str, AuxiliaryVariable]()
+        for one in variables:
+            if one.values is not None:
+                extents = dict(zip(one.dimensions, one.values.shape, strict=True))
+                if sizes | extents == extents | sizes and one.name not in self._new_array_names():
+                    sizes.update(extents)
+                    kept[one.name] = one
+                    file[one.name] = one.values
+                else:
+                    self.lost_metadata.append(one.name)
+        return kept
+
+    def _write_attributes(self, targets: Sequence[Any], variable: AuxiliaryVariable, kept: set[str]) -> None:
+        """Write a variable's attributes, except those that refer to variables that are not kept."""
+        for key, value in variable.attributes.items():
+            referenced = referenced_variables({key: value})
+            if key == "coordinates" and not {*referenced} <= kept:
+                referenced = [name for name in referenced if name in kept]
+                value = np.bytes_(" ".join(referenced)) if referenced else None
+            if value is not None and {*referenced} <= kept:
+                for target in targets:
+                    target.attrs[key] = value
+            else:
+                self.lost_metadata.append(f"{variable.name}:{key}" if variable.name else key)
+
+
+def _write_dimensions(file: Any, sizes: Mapping[str, int], coordinates: Container[str]) -> None:
+    """Write the dimensions, those without coordinates as arrays of zeros that netCDF hides."""
+    for number, (name, n) in enumerate(sizes.items()):
+        if name not in coordinates:
+            file[name] = np.zeros(n, ">f4")
+        file[name].make_scale(name if name in coordinates else f"{_NO_COORDINATES_TEXT}{n:10d}")
+        file[name].attrs[_DIMENSION_ID] = np.int32(number)
 
 
 def _storable_attributes(item: Any, unreadable_prefix: str, unreadable: list[str]) -> dict[str, Any]:

@@ -126,14 +126,20 @@ def supervise_command(
     ending = replace(
         ending, stop_requested=any(signal.Signals(n).name in STOP_SIGNALS for n in forwarder.received_signals)
     )
-    if ending.lost_nodes and monitor is not None and not monitor.rank_states:  # the daemons have not started
+    daemons_failed = ending.lost_nodes and monitor is not None and not monitor.rank_states  # before any rank started
+    _write_withheld_notices(ending, notice_filter, bool(daemons_failed))
+    return ending
+
+
+def _write_withheld_notices(ending: JobEnding, notice_filter: NoticeFilter, daemons_failed: bool) -> None:
+    """Write notices of mpirun that explain a failure which nothing else does."""
+    if daemons_failed:
         sys.stderr.write(notice_filter.notices.decode(errors="replace"))
     if not ending.failure_message:
         sys.stderr.write(notice_filter.fatal_lines.decode(errors="replace"))
         failed = ending.exit_code not in (0, STOPPED_EXIT_CODE)
         if failed and not notice_filter.has_output:  # no rank reported an error: mpirun names it
             sys.stderr.write(notice_filter.notices.decode(errors="replace"))
-    return ending
 
 
 def _is_mpirun_overdue(monitor: Monitor) -> bool:

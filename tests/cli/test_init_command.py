@@ -273,6 +273,7 @@ def test_init_recognises_folders_of_masks(tmp_path, monkeypatch, images, masks):
         ({"images/0.png": (16, 16), "images/1.png": (16, 16), "masks/1.png": (16, 16)}, "name masks like their images"),
         ({"images/0.png": (16, 16), "masks/0.png": (8, 8)}, "make them match"),
         ({"test/a/0.png": (8, 8), "train/a/0.png": (8, 8)}, "train/ has image folders; run neondist init mine/train"),
+        ({"test/a/0.png": (8, 8), "train 1/a/0.png": (8, 8)}, "run neondist init 'mine/train 1'"),
         (
             {"test/a/0.png": (8, 8), "train/a/0.png": (8, 8), "val/a/0.png": (8, 8)},
             'run neondist init mine/train, and set validation: "mine/val/*/*.png" in the file',
