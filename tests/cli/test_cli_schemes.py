@@ -55,7 +55,7 @@ def test_every_scheme_and_seed_has_a_result(folder, capsys):
     assert "`tower(fill=reflect)` | no |" in table
     output = capsys.readouterr()
     assert "schemes.md" in output.out
-    assert output.err.startswith("run 0 of 6, now halo, seed 1, ")
+    assert "run 0 of 6, now halo, seed 1, " in output.err
 
 
 @pytest.mark.long

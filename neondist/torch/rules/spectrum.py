@@ -26,7 +26,7 @@ def view_as_real(lowering: Lowering, x: Value) -> Value:
 def view_as_complex(lowering: Lowering, x: Value) -> Value:
     """Combine real and imaginary part, the last dimension, locally."""
     x = lowering.gather(x, [-1])
-    run = lambda a: torch.complex(*a.unbind(-1))  # noqa: E731  (strides may differ from those in one process)
+    run = lambda a: torch.view_as_complex(a.contiguous())  # noqa: E731  (strides may differ from those in one process)
     return lowering.local(run, [x], x.layout[:-1], lowering.fake_out.dtype)
 
 

@@ -27,8 +27,8 @@ def run_under_autocast(module, x, scatter=lambda tile: tile):
     return outputs, x.grad.dtype
 
 
-def check_dtypes(module, x, grid=(1, 2, 1), **options):
-    """Check the dtypes of outputs and gradients for an input in float32 and in bfloat16; return the last outputs."""
+def check_dtypes(module, x, grid=(1, 2, 1), *, compare_values=True, **options):
+    """Check the dtypes of outputs and gradients, and the values, for an input in float32 and in bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
         image = x.to(dtype)
         expected, of_gradient = run_under_autocast(copy.deepcopy(module), image)
@@ -43,7 +43,7 @@ def check_dtypes(module, x, grid=(1, 2, 1), **options):
             for outputs, dtypes, gradient in loopback.run(grid[0] * grid[1] * grid[2], body):
                 assert dtypes == [y.dtype for y in expected]
                 assert gradient == of_gradient
-                for y, one_process in zip(outputs, expected, strict=True):
+                for y, one_process in zip(outputs, expected, strict=True) if compare_values else ():
                     torch.testing.assert_close(y.float(), one_process.float(), rtol=0.05, atol=0.05)
 
 
@@ -66,20 +66,11 @@ def test_dtypes_of_random_modules():
         except Exception:  # no kernel for bfloat16, or no gradient
             continue
         try:
-            check_dtypes_only(module, x)
+            check_dtypes(module, x, compare_values=False)  # modules may select elements by values after rounding
         except UserError:
             continue
         checked += 1
     assert checked >= 10
-
-
-def check_dtypes_only(module, x):
-    """Check dtypes only: random modules may select elements by values, which differ after rounding."""
-    close, torch.testing.assert_close = torch.testing.assert_close, lambda *_, **__: None
-    try:
-        check_dtypes(module, x)
-    finally:
-        torch.testing.assert_close = close
 
 
 CASES = {
@@ -90,6 +81,7 @@ CASES = {
     "mean": ([], lambda x: (x.mean(), x.mean((2, 3)), x.var((2, 3)), x.softmax(2))),
     "product": ([], lambda x: (x @ x.mT, x.flatten(2) @ x.flatten(2).mT)),
     "spectrum": ([], lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=2), n=8, dim=2)),
+    "complex": ([], lambda x: torch.view_as_complex(torch.stack([x @ x.mT, x @ x.mT], -1)).abs()),
     "conversion": ([nn.Conv2d(4, 4, 3)], lambda x, conv: (conv(x).float().mean((2, 3)), conv(x).float().mul_(2))),
 }
 
