@@ -14,6 +14,7 @@ from torch_runs import share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
+from neondist.backends.allocator import release_cached_memory  # noqa: E402
 from neondist.bench import memory  # noqa: E402
 from neondist.bench.model import predict, rank_profile  # noqa: E402
 from neondist.bench.model.dry_run import DryRunMessageLog, DryRunTransport  # noqa: E402
@@ -98,6 +99,7 @@ def test_measured_peak_memory_contains_the_planned_arrays():
     data = nd.Synthetic([400, 320, 2], classes=3, train=2, test=1)
     layers = nn.Conv2d(2, 64, 1), nn.Sigmoid(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
     experiment = nd.FitExperiment(data, ndt.TorchModel(lambda: nn.Sequential(*layers)), batch_size=2)
+    release_cached_memory()  # of earlier tests, which would be reused
     memory.reset_peak_memory()
     before = memory.resident_bytes()
     added = rank_profile.measure_peak_memory(experiment, GridShape(1, 2, 1)) - before
