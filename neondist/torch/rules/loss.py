@@ -110,6 +110,12 @@ def elementwise_loss(lowering: Lowering, x: Value, reduction: int = 1, **more: o
     return _reduce_losses(lowering, losses, None, reduction)
 
 
+@rule("aten.hinge_embedding_loss.default", "aten.cosine_embedding_loss.default", applies_if_replicated=True)
+def embedding_loss(lowering: Lowering, *_: object, **__: object) -> Value:
+    """Decompose even replicated losses, because labels have no gradient."""
+    return lowering.decompose()
+
+
 def traceable_gaussian_nll_loss(
     input: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False, eps: float = 1e-6,
     reduction: str = "mean",

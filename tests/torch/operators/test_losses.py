@@ -130,3 +130,25 @@ def test_negative_variance_gives_nan():
     ]
     with pytest.raises(ValueError, match="does not fit"):
         traceable_gaussian_nll_loss(y, y, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, labels: F.hinge_embedding_loss(y, labels[:, None]),
+        lambda y, labels: F.cosine_embedding_loss(y, 2 * y + 1, labels),
+    ],
+    ids=["hinge", "cosine"],
+)
+def test_trained_labels_of_replicated_losses_have_no_gradient(loss):
+    """Their gradient is not planned either, which `run_distributed` compares with the bytes sent."""
+
+    class TrainedLabels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.labels = nn.Parameter(torch.tensor([1.0, -1.0]))
+
+        def forward(self, x):
+            return loss(x.mean((2, 3)), self.labels)
+
+    check_module(TrainedLabels(), (2, 3, 5, 4), grids=((1, 1, 2),))
