@@ -20,10 +20,11 @@ from torch import nn
 from ..ir.errors import CaptureError, definition_site
 from .expressions import RepeatedPasses
 from .module_state import NN_MODULE_ATTRIBUTES, PLAIN_TYPES, ReachableState, content_key, plain_key
-from .value_container import MISSING
+from .value_container import MISSING, ValueContainer
 
-_LIST_REPEATS, _COUNTER_SHIFT = 1000, 10_000
-"""Multiplier of the length of lists, and increment of counters, to simulate many later passes."""
+_LENGTH_FACTOR, _COUNTER_SHIFT = 1000, 10_000
+"""Multiplier of the length of collections, and increment of counters, to simulate many later passes."""
+_COLLECTIONS = list, deque, tuple, str, dict, set, frozenset
 _ARITHMETIC_OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 _UNARY_OPERATORS = "neg", "pos", "abs"
 _PREDICATE_METHODS = "lt", "le", "gt", "ge", "eq", "ne", "bool"
@@ -70,13 +71,22 @@ class _ControlFlowProbe:
         return type(base.__name__, (base,), {**methods, "__hash__": base.__hash__})
 
 
-def _yield_probes(numbers_change: bool) -> Iterator[_ControlFlowProbe]:
-    """Yield a probe for each further pass; the first records comparisons; if there are any, the last inverts them."""
-    yield (first := _ControlFlowProbe())
-    if numbers_change:
-        yield _ControlFlowProbe(_COUNTER_SHIFT)
-    if first.was_compared:
-        yield _ControlFlowProbe(num_inverted_comparisons=_LIST_REPEATS)
+def _lengthen(collection: Any) -> Any:
+    """Return a collection with many more items like its last."""
+    if not isinstance(collection, (dict, set, frozenset)):
+        return collection * _LENGTH_FACTOR
+    *_, last = collection
+    keys = dict.fromkeys(_following_key(last, number) for number in range(1, _LENGTH_FACTOR))
+    if isinstance(collection, dict):
+        return {**dict.fromkeys(keys, collection[last]), **collection}
+    return {*keys, *collection}
+
+
+def _following_key(key: Any, number: int) -> Any:
+    """Return a key of the same type that probably follows a key after some passes."""
+    if isinstance(key, tuple) and key:
+        return *key[:-1], _following_key(key[-1], number)
+    return key + number if isinstance(key, (int, float)) else f"{key}{number}" if isinstance(key, str) else object()
 
 
 _FX_TRACER_MODULE = "torch.fx._symbolic_trace"
@@ -114,8 +124,21 @@ class RestorableState:
                 changes[path] = None, [array]
         return changes
 
+    def lengthened_collections(self) -> list[tuple[ValueContainer, dict[Any, Any]]]:
+        """Return the containers of collections that have grown, and values with which these are much longer."""
+        grown = []
+        for container, before in self._before:
+            present = {} if container.in_nn_module else container.read_values()
+            values = {key: _lengthen(new) for key, new in present.items() if _has_grown(before.get(key), new)}
+            if container.names is None and len(present) > len(before) and isinstance(container.object, _COLLECTIONS):
+                items = _lengthen(container.object)
+                values |= items if isinstance(items, dict) else dict(enumerate(items))
+            if values:
+                grown.append((container, values))
+        return grown
+
     def insert_probe_numbers(self, names: Collection[str], probe: _ControlFlowProbe) -> None:
-        """Replace, under these names, changed numbers by the probe's, and lists that have grown by longer lists."""
+        """Replace, under these names, changed numbers by the probe's."""
         for container, before in self._before:
             present = container.read_values()
             if container.in_nn_module or all(container.value_name(key) not in names for key in present):
@@ -127,13 +150,11 @@ class RestorableState:
                 and not isinstance(new, bool)
                 and not _equal_plain_values(before.get(key), new)
             }
-            if isinstance(container.object, (list, deque)) and len(present) > len(before) and probe.shift:
-                changed = dict(enumerate([*present.values()] * _LIST_REPEATS))
             if changed:
                 container.restore(present | changed)
         for path, array, _ in self._arrays:
             if path in names and array.dtype.kind in "iuf" and probe.shift:
-                array += np.array(_LIST_REPEATS).astype(array.dtype)
+                array += np.array(_LENGTH_FACTOR).astype(array.dtype)
 
     def restore(self) -> None:
         """Restore the state."""
@@ -156,6 +177,10 @@ class RestorableState:
             state = getattr(generator, "getstate", getattr(generator, "get_state", None))
             states.append(repr(state() if state else generator.bit_generator.state))
         return hash(tuple(states))
+
+
+def _has_grown(old: Any, new: Any) -> bool:
+    return old is not new and type(old) is type(new) and isinstance(new, _COLLECTIONS) and len(new) > len(old)
 
 
 def _equal_plain_values(old: Any, new: Any) -> bool:
@@ -253,10 +278,13 @@ def _reject_state_kept_between_passes(
     expected = passes.run()
     changes = before.changed_values()
     persistent = {name: change for name, change in changes.items() if any(map(passes.recorder.is_dependent, change[1]))}
-    after = RestorableState(module)
-    for probe in _yield_probes(bool(persistent)):
+    after, first = RestorableState(module), _ControlFlowProbe()  # records comparisons; if any, the last inverts them
+    probes, lengthened = [first], list[tuple[ValueContainer, dict[Any, Any]]]()
+    for probe in probes:
         after.restore()
         before.insert_probe_numbers(persistent, probe)
+        for container, values in lengthened if probe.shift else ():
+            container.restore(container.read_values() | values)
         if _run_or_none(passes.run) != expected:
             names = [*(persistent or changes), *changed_hooks]
             raise CaptureError(
@@ -265,6 +293,10 @@ def _reject_state_kept_between_passes(
                 " the first pass changes it, call the module once before distribute",
                 _forward_definition_site(next(iter((persistent or changes).values()), [module])[0] or module),
             )
+        if probe is first:
+            lengthened = after.lengthened_collections()
+            probes += [_ControlFlowProbe(_COUNTER_SHIFT)] if persistent or lengthened else []
+            probes += [_ControlFlowProbe(num_inverted_comparisons=_LENGTH_FACTOR)] if probe.was_compared else []
 
 
 def _forward_definition_site(module: nn.Module) -> str:

@@ -89,6 +89,41 @@ def switch_at_length(self, x):
     return x if len(self.history) < 10 else x * 2
 
 
+def switch_at_dictionary_size(self, x):
+    self.dictionary[len(self.dictionary)] = torch.arange(x.shape[-1])
+    return x if len(self.dictionary) < 10 else x * 2
+
+
+def switch_at_size_of_named_items(self, x):
+    self.dictionary[f"mean {len(self.dictionary)}"] = x.detach().mean()
+    return x if len(self.dictionary) < 10 else x * 2
+
+
+def switch_at_last_key(self, x):
+    self.dictionary["step", len(self.dictionary)] = None
+    return x if max(self.dictionary)[1] < 10 else x * 2
+
+
+def switch_at_set_size(self, x):
+    self.history = {*self.history, len(self.history)}
+    return x if len(self.history) < 10 else x * 2
+
+
+def switch_at_length_of_nested_list(self, x):
+    self.dictionary.setdefault("means", []).append(x.detach().mean())
+    return x if len(self.dictionary["means"]) < 10 else x * 2
+
+
+def switch_at_length_of_tuple(self, x):
+    self.history = (*self.history, None)
+    return x if len(self.history) < 10 else x * 2
+
+
+def switch_at_length_of_text(self, x):
+    self.dictionary["log"] = self.dictionary.get("log", "") + "."
+    return x if len(self.dictionary["log"]) < 10 else x * 2
+
+
 def count_in_array(self, x):
     self.array[0] += 1
     return x if self.array[0] < 10 else x * 2
@@ -146,6 +181,13 @@ REJECTED = {
     "count   ": switch_periodically,
     "counter ": count_in_floats,
     "history ": switch_at_length,
+    "dictionary ": switch_at_dictionary_size,
+    "dictionary  ": switch_at_size_of_named_items,
+    "dictionary   ": switch_at_last_key,
+    "dictionary    ": switch_at_length_of_nested_list,
+    "dictionary     ": switch_at_length_of_text,
+    "history  ": switch_at_set_size,
+    "history   ": switch_at_length_of_tuple,
     "array": count_in_array,
     "tensor": count_in_attribute_tensor,
     "count    ": count_in_loop,
@@ -272,6 +314,22 @@ def cache_grid(self, x):
     return x * self.cache + self.dictionary["rows"]
 
 
+def collect_without_limit(self, x):
+    """Read the last item of collections that grow; their lengths have no effect."""
+    self.dictionary[len(self.dictionary)] = torch.arange(x.shape[-1]).to(x)
+    self.history.append(x.shape)
+    return x * self.dictionary[len(self.dictionary) - 1] * self.history[-1].numel()
+
+
+def evict_old_items(self, x):
+    """Keep a cache of a few extents."""
+    if x.shape not in self.dictionary:
+        if len(self.dictionary) > 2:
+            self.dictionary.popitem()
+        self.dictionary[x.shape] = torch.arange(x.shape[-1]).to(x)
+    return x * self.dictionary[x.shape]
+
+
 def cache_by_extent(self, x):
     """Cache a grid by its extent, as neuraloperator does."""
     if self.history is None or self.history != x.shape[-2:]:
@@ -319,8 +377,8 @@ def cache_with_functools(self, x):
 
 @pytest.mark.parametrize(
     "function",
-    [count_only, cache_grid, cache_by_extent, store_statistics, update_running_mean, accumulate_mean, log_periodically,
-     cache_with_functools],
+    [count_only, cache_grid, collect_without_limit, evict_old_items, cache_by_extent, store_statistics,
+     update_running_mean, accumulate_mean, log_periodically, cache_with_functools],
 )  # fmt: skip
 @pytest.mark.long
 def test_harmless_state(function):
