@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.autograd.function import Function, FunctionMeta
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -154,8 +155,12 @@ class _UnrecordedFunctionGuard(TorchFunctionMode):
         if func == _TENSOR_DATA.__set__:
             return _assign_data(*args)
         if func in _UNRECORDED_NAMES:
-            raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward pass is not recorded{_REMEDIES.get(func, '')}")
+            _reject_unrecorded(func)
         return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _reject_unrecorded(func: Any) -> None:
+    raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward pass is not recorded; {_REMEDIES[func]}")
 
 
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -171,16 +176,24 @@ def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 DATA_ASSIGNMENT_FLAGS = (True,)
 """Further arguments by which recorded copies that stand for assignments of Tensor.data differ from others."""
 _TENSOR_DATA: Any = torch.Tensor.data
+_enter_dual_level: Any = forward_ad.enter_dual_level
 _UNRECORDED_NAMES: dict[Any, str] = {
     torch.Tensor.register_hook: "Tensor.register_hook",
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
+    _enter_dual_level: "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, linearize)",
 }
-_REMEDIES = {
-    torch.Tensor.register_hook: "; use a torch.autograd.Function instead",
-    torch.autograd.grad: "; compute the derivative with ordinary operators instead",
+_REMEDIES = dict.fromkeys(_UNRECORDED_NAMES, "compute the derivative with ordinary operators instead") | {
+    torch.Tensor.register_hook: "use a torch.autograd.Function instead"
 }
+
+
+def _reject_dual_level() -> int:
+    """Reject forward-mode differentiation in the thread that captures a module."""
+    if _RECORDED_CALLS.get() is not None:
+        _reject_unrecorded(_enter_dual_level)
+    return _enter_dual_level()
 
 
 @contextmanager
@@ -192,12 +205,14 @@ def record_autograd_functions() -> Iterator[list[AutogradFunctionCall]]:
     # reads these methods from the class in every call
     for name, read in _PATCHED_METHODS.items():
         setattr(FunctionMeta, name, property(read))
+    forward_ad.enter_dual_level = _reject_dual_level  # no torch function mode sees it
     try:
         with _UnrecordedFunctionGuard():
             yield calls
     finally:
         for name in _PATCHED_METHODS:
             delattr(FunctionMeta, name)
+        forward_ad.enter_dual_level = _enter_dual_level
         _RECORDED_CALLS.reset(token)
 
 

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from test_torch_bad_input import RANKS, check_rejected, collect_messages  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch_training import IMAGES, Net, build_seeded, draw_tensor  # noqa: E402
 
 import neondist as nd  # noqa: E402
@@ -66,10 +67,19 @@ def test_assigned_tensor_data():
     check_rejected(body, "aten.copy_.default modifies a tensor in place under torch.no_grad() or through .detach()")
 
 
+def differentiate_dual_tensor(x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(forward_ad.make_dual(x, torch.ones_like(x)).sin()).tangent
+
+
 UNRECORDED = {
     "autograd.grad": (lambda x: torch.func.grad(torch.sum)(x), "compute the derivative with ordinary operators"),
     "hooks": (lambda x: x.register_hook(torch.neg) and x, "use a torch.autograd.Function instead"),
-    "transforms": (lambda x: torch.func.jacfwd(torch.sin)(x[0, 0, 0]), "compute with ordinary operators instead"),
+    "jvp": (lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], "compute the derivative with ordinary operators"),
+    "jacfwd": (lambda x: torch.func.jacfwd(torch.sin)(x[0, 0, 0]), "compute the derivative with ordinary operators"),
+    "dual tensors": (differentiate_dual_tensor, "compute the derivative with ordinary operators"),
+    "backward": (lambda x: x.sum().backward() or x, "compute the derivative with ordinary operators"),
+    "addresses": (lambda x: x + x.data_ptr(), "compute with ordinary operators instead"),
     "branches": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "use torch.where instead"),
     "number of classes": (lambda x: F.one_hot((x > 0).long()), "pass num_classes"),
     "distributions": (torch.poisson, "use torch.rand, randn, randint, bernoulli, multinomial or randperm instead"),
@@ -83,6 +93,8 @@ def test_remedies(name):
         assert remedy in message
         assert "gather_at" not in message
         assert len(message.splitlines()) == 1
+    vectorised = ConvolvedFunction(torch.vmap(torch.sin))
+    assert not any(collect_messages(lambda grid: ndt.distribute(vectorised, IMAGES, grid))), "a transform is left open"
 
 
 def test_writes_through_windows():
