@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..halo import ExchangePolicy, GlobalArray
 from ..layers import Layer
 from ..optim import AVERAGE_SLOT
-from ..parallel import LayerParameters
+from ..parallel import LayerParameters, ParameterShard
 from ..plan import GRADIENTS, LOSS
 from ..runtime import Executor
 from ..runtime.debug import guard_executor
@@ -96,6 +96,11 @@ class LayerModel(TrainableModel):
         parameters, average = self.built_parameters, self.slots.get(AVERAGE_SLOT)
         has_average = average is not None and self.step != self.steps_without_optimizer
         return parameters.replace_values_temporarily(average) if has_average else nullcontext()
+
+    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+        """Return this rank's parts of the contents of a checkpoint, by group: 'model' and 'optimizer'."""
+        parameters = self.built_parameters
+        return {"model": parameters.arrays(), "optimizer": parameters.slot_arrays(self.slots)}
 
     def wait_for_messages(self) -> None:
         """Finish pending messages of the layers. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in_precision, scheme_text
 from ..layers import ModelContext, Node, Sequential, declared_with
 from ..optim import SGD, Optimizer
-from ..parallel import SYNC_CLASSES_BY_NAME, GradientSync, LayerParameters, ParameterShard, TrainedSubset
+from ..parallel import SYNC_CLASSES_BY_NAME, GradientSync, LayerParameters, TrainedSubset
 from ..parallel.parameters import gather_arrays, load_arrays
 from ..plan import Plan, TrainingSettings, compile_plan, max_micro_batch_size, micro_batch_ranges
 from ..plan.choices import set_schemes
@@ -355,6 +355,24 @@ class Model(LayerModel):
             )
         return run.backward(dy)
 
+    def update(self) -> None:
+        """Update the weights by one step of the optimiser, with the gradients of the last backward pass. Collective.
+
+        Raises
+        ------
+        PassOrderError
+            If no backward pass has been run since the weights last changed.
+        """
+        parameters = self.built_parameters
+        if parameters.version_of_gradients != parameters.version:
+            raise PassOrderError(
+                "update: no gradients: the weights have changed since the last backward pass, or there was none; run"
+                " fprop and bprop first"
+            )
+        self._compare_call_across_ranks("update", {})
+        ModelStep(self).apply_gradients()
+        self.step += 1
+
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step - fprop, cost, bprop, update - and return the mean loss over the global batch.
 
@@ -445,11 +463,6 @@ class Model(LayerModel):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load arrays returned by `optimizer_state`."""
         load_arrays(self.built_parameters.slot_arrays(self.slots), state, "optimiser state")
-
-    def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return this rank's parts of the contents of a checkpoint, by group: 'model' and 'optimizer'."""
-        parameters = self.built_parameters
-        return {"model": parameters.arrays(), "optimizer": parameters.slot_arrays(self.slots)}
 
     # Private methods.
 

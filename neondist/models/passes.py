@@ -76,6 +76,7 @@ class ModelPass:
         parameters.reset_gradients()
         dx = sum_overlapping_input_gradients(images, self._executor.backward(self._run, dy))
         parameters.sum_gradients()
+        parameters.version_of_gradients = parameters.version
         return dx
 
     def close(self) -> None:

@@ -51,6 +51,15 @@ class TrainStep(ABC):
     def update_parameters(self) -> None:
         """Update the trained parameters using their gradients."""
 
+    def apply_gradients(self) -> None:
+        """Update the trained parameters, here or on the parameter servers. Collective."""
+        model = self.trainable.whole_model
+        with self.trainable.grid.observers.observe("update"):
+            if model.remote_update is None:
+                self.update_parameters()
+            else:
+                model.remote_update.push_gradients_and_pull_values(self.trainable.learning_rate_scale)
+
     @property
     def loss_scale(self) -> float:
         """Factor applied to gradients until they are summed."""
@@ -64,11 +73,7 @@ class TrainStep(ABC):
         with observers.observe("step"):
             loss, finite = self.compute_gradients(x, targets, batch_size)
             if finite:
-                with observers.observe("update"):
-                    if model.remote_update is None:
-                        self.update_parameters()
-                    else:
-                        model.remote_update.push_gradients_and_pull_values(trainable.learning_rate_scale)
+                self.apply_gradients()
         location = None
         if not finite:
             restore()

@@ -90,7 +90,11 @@ class LayerParameters(Parameters):
     ----------
     untrained_values : flat array
         State that is kept but not trained.
+    version_of_gradients : int
+        `version` of the values whose gradients `ModelPass.backward` last computed; -1 before the first.
     """
+
+    version_of_gradients = -1
 
     def __init__(
         self,

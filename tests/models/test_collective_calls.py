@@ -18,6 +18,7 @@ COLLECTIVE_CALLS = {
     "GlobalArray.redistribute": ("redistribute", lambda s: s.array.redistribute(s.tile, s.array)),
     "Model.fprop": ("forward", lambda s: s.model.fprop(s.tile)),
     "Model.bprop": ("backward", lambda s: s.run.backward(s.dy)),
+    "Model.update": ("update", lambda s: s.model.update()),
     "Model.train_batch": ("train_batch", lambda s: s.model.train_batch(s.tile, LABELS)),
     "Model.state": ("state", lambda s: s.model.state()),
     "Model.gradients": ("gradients", lambda s: s.model.gradients()),
@@ -57,6 +58,7 @@ def build_call_subjects(world):
     array = nd.GlobalArray(grid, IMAGES.shape, nd.Window(3, padding=1))
     tile = array.scatter(IMAGES)
     run = model.forward(tile)
+    run.backward(np.ones_like(run.output))
     dataset = nd.Synthetic(shape=[6, 6, 1], classes=2, train=4, test=2)
     experiment = nd.FitExperiment(dataset, model, batch_size=2, epochs=1)
     from neondist.train.inference.predict import predict

@@ -217,6 +217,52 @@ def test_gradients_of_another_shape_are_rejected():
         model.bprop(dy[..., :1])
 
 
+def train_network(grid, by_hand, strategy=None):
+    cls, layers = (nd.Convnet, make_networks()["vectors"]) if grid is None else (nd.ConvnetDist, [])
+    layers = layers or [layer.distributed_counterpart() for layer in make_networks()["vectors"]]
+    optimizer = nd.AdamW(0.02, weight_decay=0.1, clip_norm=0.5, ema=0.9)
+    model = cls(layers, cost=nd.SumSquared(), optimizer=optimizer, dtype="float64", seed=1, strategy=strategy)
+    model.build(SHAPE, 4, grid)
+    for seed in range(4):
+        images, targets = draw_arrays(model, seed, 4)
+        x = model.scatter(images)
+        if by_hand:
+            y = model.gather(model.fprop(x))
+            model.bprop(model.scatter_output((y - targets) / 4))
+            model.update()
+        else:
+            model.train_batch(x, targets)
+    return {"step": model.step, **model.state(), **model.optimizer_state()}
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "strategy"), [
+    (1, 1, None), (3, 1, None), (4, 2, None), (2, 2, "ShardedOptimizer"),
+])  # fmt: skip
+def test_update_after_bprop_equals_train_batch(ranks, replicas, strategy):
+    expected = train_network(None, by_hand=False)
+    for arrays in loopback.run(
+        ranks, lambda comm: train_network(nd.ProcessGrid(comm, replicas=replicas), True, strategy)
+    ):
+        assert arrays.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(arrays[name], expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_update_without_gradients_is_rejected():
+    model = build_model("conv last")
+    x, dy = draw_arrays(model, 0)
+
+    def update_once():
+        model.fprop(x)
+        model.bprop(dy)
+        model.update()
+
+    for run in (lambda: None, update_once, lambda: model.train_batch(x, dy)):
+        run()
+        with pytest.raises(PassOrderError, match=r"no gradients: .* run fprop and bprop first"):
+            model.update()
+
+
 def test_pretraining_does_not_affect_passes():
     model = nd.GB([nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2, 1), nd.FCLayer(3)], backend="numpy")
     model.build(SHAPE, 2)
