@@ -8,6 +8,7 @@ metadata of position, time and calibration.
 """
 
 from .base import TileSink, TileSource
+from .draft import DraftSink
 from .table import Format, create_sink, open_source
 
-__all__ = ["Format", "TileSink", "TileSource", "create_sink", "open_source"]
+__all__ = ["DraftSink", "Format", "TileSink", "TileSource", "create_sink", "open_source"]

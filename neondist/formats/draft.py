@@ -32,6 +32,9 @@ _MAX_NAME_LENGTH, _MAX_LISTED_NAMES = 80, 40
 class DraftSink(TileSink):
     """Sink whose file or folder is created by rank 0 and opened by all ranks; a note beside it describes the request.
 
+    A subclass implements `_create_empty_file`, `_open_created_file`, `_write`, `flush` and `_close_file`. The other
+    ranks wait until the file is created, and an exception of one rank is raised on all.
+
     Attributes
     ----------
     default_options : dict

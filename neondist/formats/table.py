@@ -34,7 +34,8 @@ class Format:
     source, sink : callable, or 'MODULE:NAME' that is imported on demand, or None
         source(path, name, level, axes) returns a TileSource; `name` is the name of the array in the file ('' if not
         given), and `axes` are its stored axes (None if not given). sink(path, shape, dtype, axes, chunks) returns a
-        TileSink; its keyword arguments are like, overwrite, resume, grid and the options of the format.
+        TileSink, such as a subclass of `DraftSink`; its keyword arguments are like, overwrite, resume, grid and the
+        options of the format.
     package : required library, or ''
     """
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import struct
+import time
 import zlib
 
 import h5py
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.formats import Format, table
+from neondist.comm import loopback
+from neondist.formats import DraftSink, Format, table
 from neondist.formats.npy import NPYSource
 
 
@@ -139,23 +141,71 @@ def test_missing_libraries(tmp_path, monkeypatch):
         nd.open_source(tmp_path / "a.xyz")
 
 
-def test_format_plugins(tmp_path, monkeypatch):
+def register_plugin(monkeypatch, plugin):
     class EntryPoint:
         value = "theirs:FORMAT"
 
         @staticmethod
         def load():
-            return Format("XYZ", (".xyz",), NPYSource)
+            return plugin
 
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [EntryPoint] if group == table.PLUGIN_GROUP else []
     )
+    return EntryPoint
+
+
+class MemoryMapSink(DraftSink):
+    """Sink of a plugin, which overrides the documented methods only."""
+
+    def _create_empty_file(self, like):
+        time.sleep(0.1)  # for ranks that do not wait
+        np.lib.format.open_memmap(self._temp_path, "w+", self.dtype, self.shape)
+        return {}
+
+    def _open_created_file(self, open_arguments):
+        self.array = np.lib.format.open_memmap(self._temp_path, "r+")
+
+    def _write(self, cells, array):
+        self.array[cells] = array
+
+    def flush(self):
+        self.array.flush()
+
+    def _close_file(self):
+        del self.array
+
+
+def test_sinks_of_plugins_on_several_ranks(tmp_path, monkeypatch):
+    register_plugin(monkeypatch, Format("XYZ", (".xyz",), NPYSource, MemoryMapSink))
+    values = np.random.default_rng(0).random((7, 5, 2))
+
+    def job(comm, resume, commit):
+        grid = nd.ProcessGrid(comm, cols=1)
+        with nd.create_sink(tmp_path / "a.xyz", values.shape, "float64", "YXC", grid=grid, resume=resume) as sink:
+            box = [(7 * grid.rank // 3, 7 * (grid.rank + 1) // 3), (0, 5), (0, 2)]
+            if not sink.resumed:
+                sink.write(box, values[slice(*box[0])])
+            sink.flush()
+            if commit:
+                sink.commit()
+            return sink.resumed
+
+    assert loopback.run(3, lambda comm: job(comm, resume=True, commit=False)) == [False] * 3
+    assert loopback.run(3, lambda comm: job(comm, resume=True, commit=True)) == [True] * 3
+    with nd.open_source(tmp_path / "a.xyz") as source:
+        np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), values)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.xyz"]
+
+
+def test_format_plugins(tmp_path, monkeypatch):
+    entry_point = register_plugin(monkeypatch, Format("XYZ", (".xyz",), NPYSource))
     np.save(tmp_path / "a.npy", np.ones((3, 4)))
     (tmp_path / "a.npy").rename(tmp_path / "a.xyz")
     with nd.open_source(tmp_path / "a.xyz") as source:
         assert source.read(nd.Box.of(source.shape)).sum() == 12
     with pytest.raises(nd.ConfigError, match=r"XYZ cannot be written here; choose HDF5"):
         nd.create_sink(tmp_path / "b.xyz", (2, 2, 1), "uint8", "YXC")
-    monkeypatch.setattr(EntryPoint, "load", staticmethod(lambda: 7))
+    monkeypatch.setattr(entry_point, "load", staticmethod(lambda: 7))
     with pytest.raises(nd.ConfigError, match=r"entry point theirs:FORMAT of neondist\.formats is no"):
         nd.open_source(tmp_path / "a.xyz")
