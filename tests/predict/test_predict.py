@@ -284,19 +284,23 @@ def test_invalid_input_is_rejected(network_folder, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("y*"))
 
 
-def test_missing_values_are_filled_as_in_training(tmp_path):
+@pytest.mark.parametrize("trained_on", ["ab", "cd"])
+def test_missing_values_are_filled(tmp_path, trained_on):
+    """Fill as in training, or, if the training images had no missing values, as the experiment specifies."""
     cells = np.random.default_rng(0).normal(size=(2, 24, 20))
     cells[:, 3:9] = np.nan
     (tmp_path / "m").mkdir()
-    for name, array in (("a", cells[0]), ("b", cells[1]), ("c", np.nan_to_num(cells[0], nan=1.5))):
+    for name, array in zip("abcd", (*cells, *np.nan_to_num(cells, nan=1.5)), strict=True):
         np.save(tmp_path / f"{name}.npy", array)
         np.save(tmp_path / "m" / f"{name}.npy", np.zeros((24, 20), "u1"))
-    data = nd.ImageFiles(
-        f"{tmp_path}/[ab].npy", f"{tmp_path}/m/[ab].npy", crop=[16, 16], validation=1, classes=2, fill=1.5
-    )
-    experiment = nd.FitExperiment(data, nd.ConvnetDist([nd.ConvLayerDist(2, 3, padding=1)]), batch_size=1, epochs=1)
-    experiment.run(ProcessGrid.serial(), output=tmp_path / "run", hooks=[])
+
+    def make(fill):
+        images, masks = (f"{folder}/[{trained_on}].npy" for folder in (tmp_path, tmp_path / "m"))
+        data = nd.ImageFiles(images, masks, crop=[16, 16], validation=1, classes=2, fill=fill)
+        return nd.FitExperiment(data, nd.ConvnetDist([nd.ConvLayerDist(2, 3, padding=1)]), batch_size=1, epochs=1)
+
+    make(1.5 if trained_on == "ab" else None).run(ProcessGrid.serial(), output=tmp_path / "run", hooks=[])
     for name in "ac":
         paths = tmp_path / "run" / "checkpoint.h5", tmp_path / f"{name}.npy", tmp_path / f"y{name}.npy"
-        predict(experiment, *paths, ProcessGrid.serial(), block=8)
+        predict(make(1.5), *paths, ProcessGrid.serial(), block=8)
     np.testing.assert_array_equal(np.load(tmp_path / "ya.npy"), np.load(tmp_path / "yc.npy"))

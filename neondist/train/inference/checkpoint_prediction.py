@@ -46,6 +46,7 @@ def open_checkpoint_prediction(
         experiment_grid_shape(experiment, grid.size)
     with open_checkpoint(path, world) as file:
         sample_shape, factor, offset, fill = parse_shape_and_normalisation(path, file.contents.texts)
+        fill = getattr(experiment.dataset, "fill", None) if fill is None else fill
         with all_or_none(world):
             images = open_images(source, sample_shape, factor, offset, fill, axes=axes)
         with closing(images):
@@ -53,6 +54,7 @@ def open_checkpoint_prediction(
                 method = choose_method(model, images, grid, experiment.batch_size, block, resumed_method, extra_cells)
                 network = _short_hash(_network_settings_text(model).encode())
                 identities = {"checkpoint": _checkpoint_hash(path), "network": network}
+                identities |= {} if fill is None else {"fill": str(fill)}
             load_inference_weights(file, model)
             yield method, images, identities
 

@@ -102,7 +102,7 @@ def forecast(
                 )
             except ValueError as problem:
                 raise DataError(f"{source}: {path} {problem}") from None
-            series.fill = fill
+            series.fill = dataset.fill if fill is None else fill
             images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
             if steps is not None:
                 require_outputs_cover_inputs(dataset, fields, series)
