@@ -201,7 +201,7 @@ class Model(LayerModel):
             except ConfigError as error:
                 raise self.strategy.create_error(str(error), "schemes") from None
         for layer in self.leaves if self.accumulate > 1 else ():
-            if layer.scheme is not None and layer.scheme.is_stateful:
+            if layer.scheme is not None and layer.scheme.reuses_cells:
                 raise ConfigError(
                     f"accumulate: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
                     " earlier steps, which accumulate would mix up; leave out accumulate, or use an exact scheme (halo)"

@@ -114,6 +114,25 @@ def test_non_finite_micro_batches():
         model.train_batch(draw_batch(model, 8, 0)[0], labels)
 
 
+@pytest.mark.parametrize("scheme", ["every(j=2, between=zeros)", "every(j=3, between=reflect)", "every(j=1)"])
+def test_scheme_that_depends_on_the_step_only(scheme):
+    """All micro-batches of a step exchange, or none does."""
+
+    def job(comm, parts):
+        layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(2, 3, padding=1), nd.FCLayerDist(4)]
+        model = nd.ConvnetDist(layers, dtype="float64", scheme=scheme, accumulate=parts)
+        model.build((7, 6, 2), 5, nd.ProcessGrid(comm))
+        draws = [draw_batch(model, 5, step) for step in range(4)]
+        losses = [model.train_batch(model.scatter(x), labels) for x, labels in draws]
+        return {"losses": np.array(losses)} | model.state(), model.bytes_sent
+
+    for (actual, sent), (expected, sent_at_once) in zip(
+        loopback.run(3, lambda comm: job(comm, 2)), loopback.run(3, lambda comm: job(comm, 1)), strict=True
+    ):
+        assert max_relative_difference(actual, expected) < 1e-10
+        assert sent == sent_at_once
+
+
 @pytest.mark.parametrize(
     "scheme",
     [nd.schemes.Stale(), nd.schemes.Quantised(feedback=True), nd.schemes.Every(2)],

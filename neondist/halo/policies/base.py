@@ -37,8 +37,13 @@ class ExchangePolicy(Registered, ABC):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the policy keeps state between training steps."""
+        """Whether a training pass depends on the step: it cannot be repeated in another one."""
         return bool(self.state_names) or type(self).get_state is not ExchangePolicy.get_state
+
+    @property
+    def reuses_cells(self) -> bool:
+        """Whether a training step uses cells of earlier steps."""
+        return self.is_stateful
 
     @abstractmethod
     def forward(self, halo: HaloExchange) -> None:

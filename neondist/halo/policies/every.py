@@ -27,6 +27,11 @@ class Every(ExchangePolicy):
     def __init__(self, j: Count = 2, *, between: Literal["reuse"] | Fill = "reuse") -> None:
         self.j, self.between, self.exact = j, between, j == 1
 
+    @property
+    def reuses_cells(self) -> bool:
+        """Whether a training step uses cells of earlier steps."""
+        return self.between == "reuse" and self.j > 1
+
     def forward(self, halo: HaloExchange) -> None:
         """Exchange, reuse or fill."""
         due = not halo.training or halo.step % self.j == 0
