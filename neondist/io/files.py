@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -32,10 +33,11 @@ def partial_path(path: Path) -> Path:
 
 
 class DraftFile:
-    """New file under a temporary name, open for reading and writing, that is renamed when it is complete.
+    """New file, open for reading and writing, that appears under its name when it is complete.
 
-    An existing file is kept until then. A draft left by a killed process is removed; existing files are never opened,
-    so links are not followed.
+    An existing file is kept until then. The file is unnamed, so that a killed process leaves none, or has a temporary
+    name on file systems without unnamed files. A temporary file left by a killed process is removed; existing files are
+    never opened, so links are not followed.
 
     Parameters
     ----------
@@ -53,26 +55,49 @@ class DraftFile:
     """
 
     def __init__(self, path: Path, temporary_path: Path | None = None) -> None:
-        self.path, self.temporary_path = path, temporary_path or partial_path(path)
+        self.path, self.temporary_path, self._published = path, temporary_path or partial_path(path), False
         try:
-            self.file: BinaryIO = open(self.temporary_path, "xb+")  # noqa: SIM115 (finish and discard close it)
+            self.file: BinaryIO = os.fdopen(os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "rb+")
+            self._is_unnamed = True
+        except (AttributeError, OSError):  # not Linux, or not this file system
+            self._open_named()
+
+    def _open_named(self) -> None:
+        try:
+            self.file = open(self.temporary_path, "xb+")  # noqa: SIM115 (finish and discard close it)
         except FileExistsError:
             self.temporary_path.unlink()
             self.file = open(self.temporary_path, "xb+")  # noqa: SIM115
-        self._file_status, self._published = os.fstat(self.file.fileno()), False
+        self._is_unnamed = False
 
     def finish(self) -> None:
-        """Flush the file to disk, and rename it to its final name."""
+        """Flush the file to disk, and give it its final name."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        rename_complete_file(self.temporary_path, self.path, self._file_status)
+        if self._is_unnamed:
+            self._give_temporary_name()
+        rename_complete_file(self.temporary_path, self.path, os.fstat(self.file.fileno()))
         self._published = True
         self.file.close()
 
+    def _give_temporary_name(self) -> None:
+        self.temporary_path.unlink(missing_ok=True)
+        source = self.file.fileno()
+        try:
+            os.link(f"/proc/self/fd/{source}", self.temporary_path, src_dir_fd=source)  # follows the link
+            self._is_unnamed = False
+        except OSError:
+            with self.file as unnamed:
+                self._open_named()
+                unnamed.seek(0)
+                shutil.copyfileobj(unnamed, self.file)
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
     def discard(self) -> None:
         """Remove the file after an error; after `finish`, do nothing."""
-        with suppress(OSError):
-            if not self._published and os.path.samestat(self._file_status, os.lstat(self.temporary_path)):
+        with suppress(OSError, ValueError):  # ValueError: the file is closed
+            if not self._published and os.path.samestat(os.fstat(self.file.fileno()), os.lstat(self.temporary_path)):
                 self.temporary_path.unlink()
         with suppress(OSError):
             self.file.close()

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 
 import numpy as np
 import pytest
@@ -20,8 +21,33 @@ from neondist.io.files import (
 )
 
 
+def read_umask():
+    os.umask(umask := os.umask(0))
+    return umask
+
+
+def supports_unnamed_files(folder):
+    """Whether the file system of a folder has unnamed files."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+needs_unnamed_files = pytest.mark.skipif(not supports_unnamed_files(tempfile.gettempdir()), reason="needs O_TMPFILE")
+
+
 @pytest.fixture
-def link_target(tmp_path):
+def named_drafts(monkeypatch):
+    """As on file systems without unnamed files."""
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+
+
+@pytest.fixture(params=[False, True], ids=["unnamed", "named"])
+def link_target(request, tmp_path):
+    if request.param:
+        request.getfixturevalue("named_drafts")
     path = tmp_path / "elsewhere" / "precious"
     path.parent.mkdir()
     path.write_bytes(b"precious")
@@ -75,7 +101,7 @@ def test_failed_block_keeps_the_old_file(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_two_writers_of_one_file(tmp_path):
+def test_two_writers_of_one_file(tmp_path, named_drafts):
     """The second writer removes the first one's draft; the first must neither rename nor remove the second's."""
     first = DraftFile(tmp_path / "x")
     second = DraftFile(tmp_path / "x")
@@ -87,6 +113,39 @@ def test_two_writers_of_one_file(tmp_path):
     second.discard()
     assert (tmp_path / "x").read_bytes() == b"second"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def raise_permission_error(*args, **kwargs):
+    raise PermissionError(1, "Operation not permitted")
+
+
+@needs_unnamed_files
+def test_killed_process_leaves_no_draft(tmp_path, monkeypatch):
+    write_text(tmp_path / "x", "old")
+    draft = DraftFile(tmp_path / "x")
+    draft.file.write(b"new" * 10_000)
+    draft.file.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]  # what SIGKILL would leave
+    monkeypatch.setattr(os, "fsync", raise_permission_error)
+    with pytest.raises(PermissionError):
+        draft.finish()
+    draft.discard()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"old"}
+
+
+@needs_unnamed_files
+@pytest.mark.parametrize("can_link", [True, False])
+def test_unnamed_draft_gets_its_name(tmp_path, monkeypatch, can_link):
+    """If the system refuses to link the file, it is copied."""
+    if not can_link:
+        monkeypatch.setattr(os, "link", raise_permission_error)
+    partial_path(tmp_path / "x").write_text("of a killed process")
+    draft = DraftFile(tmp_path / "x")
+    draft.file.write(b"new" * 10_000)
+    draft.finish()
+    draft.discard()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"new" * 10_000}
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o666 & ~read_umask()
 
 
 def test_messages_name_path_reason_and_remedy(tmp_path):

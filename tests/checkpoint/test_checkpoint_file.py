@@ -238,7 +238,7 @@ def test_disk_space_is_checked_before_writing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("links", [True, False])
 def test_last_three_are_kept(tmp_path, monkeypatch, links):
     if not links:
-        monkeypatch.setattr(retention.os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError()))
+        monkeypatch.setattr(retention.os, "link", lambda *paths, **options: (_ for _ in ()).throw(PermissionError()))
     schedule = nd.train.callbacks.checkpoint.CheckpointSchedule(keep=3)
     hook, run = Checkpoint(tmp_path / "c.h5", schedule), start_run(nd.ProcessGrid(SingleTransport()))
     for step in (5, 20, 100, 7):  # the last one after a return to an earlier checkpoint

@@ -51,7 +51,7 @@ class NewHDF5File:
         self._draft = DraftFile(self.path, self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp"))
         if self.private:
             with suppress(OSError):  # some file systems do not support permissions
-                os.chmod(self._draft.temporary_path, 0o600)
+                os.fchmod(self._draft.file.fileno(), 0o600)
         try:
             self._hdf5_file = DeferredErrorHDF5File(self._draft.file, libver=HDF5_LIBRARY_VERSIONS)
         except BaseException:
