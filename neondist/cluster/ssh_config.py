@@ -48,8 +48,10 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
             lines += [f"  IdentityFile {key}", "  IdentitiesOnly yes"]
     lines += ["Host *", "  BatchMode yes", "  ConnectTimeout 10", "  StrictHostKeyChecking accept-new"]
     lines += ["  ServerAliveInterval 20", "  ServerAliveCountMax 3"]  # otherwise ssh outlives a job whose node is lost
-    user_config = _quote_argument(_user_config_path(env) or "~/.ssh/config", USER_CONFIG_VARIABLE)
-    lines += [f"Include {user_config}", "Include /etc/ssh/ssh_config"]
+    user_config = _user_config_path(env) or "~/.ssh/config"
+    if user_config != os.devnull:  # ssh refuses to include a file that others can write to
+        lines += [f"Include {_quote_argument(user_config, USER_CONFIG_VARIABLE)}"]
+    lines += ["Include /etc/ssh/ssh_config"]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

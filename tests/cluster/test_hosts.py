@@ -1,6 +1,7 @@
 """Lists of hosts from files and scripts, and usable hosts."""
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -187,6 +188,15 @@ def test_ssh_config_of_listed_hosts(tmp_path, monkeypatch):
         assert f'Include "{config}"\n' in (tmp_path / "written").read_text()
     assert HostListPlacement({"a": 1}).mpirun_environment({}) == {}
     assert unreachable_host_remedy("a", {}) == "correct the list, or the error shown by `ssh a`"
+
+
+def test_no_ssh_config_of_the_user(tmp_path):
+    """NEONDIST_SSH_CONFIG=/dev/null: ssh includes no file that everyone can write to."""
+    write_ssh_config(
+        ResourceSpec({"nodes": [{"address": "a"}]}), tmp_path / "written", {"NEONDIST_SSH_CONFIG": os.devnull}
+    )
+    text = (tmp_path / "written").read_text()
+    assert re.findall("Include .*", text) == ["Include /etc/ssh/ssh_config"]
 
 
 @pytest.mark.parametrize(("name", "message"), [("none", "none does not exist"), ("a b", "without spaces")])
