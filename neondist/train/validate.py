@@ -113,13 +113,15 @@ def validate_experiment(
 
 
 def _check_server_support(experiment: Experiment, strategy: StrategyBuilder | Strategy, plan: Plan) -> None:
-    """Raise ConfigError if the optimiser or the early stopping cannot be used with parameter servers."""
+    """Raise ConfigError if the strategy, optimiser or early stopping cannot be used with parameter servers."""
+    from ..services.placement import place_parameters
     from ..services.updates import check_server_optimizer
 
-    if isinstance(strategy, StrategyBuilder):
-        strategy = strategy.build(plan.parameters.specs, 1)
+    built = strategy.build(plan.parameters.specs, 1) if isinstance(strategy, StrategyBuilder) else strategy
+    with set_error_subject(experiment):
+        place_parameters(built, built.servers)
     with set_error_subject(experiment.model.optimizer):
-        check_server_optimizer(experiment.model.optimizer, strategy)
+        check_server_optimizer(experiment.model.optimizer, built)
     if experiment.best is not None and experiment.best.patience is not None:
         with set_error_subject(experiment.best):
             raise ConfigError(

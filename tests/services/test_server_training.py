@@ -280,6 +280,14 @@ def test_settings_are_rejected_before_workers_are_started(field, value, problem)
     assert caught.value.subject is value
 
 
+@pytest.mark.parametrize("arguments", ["sync=False", "staleness=2"])
+def test_strategies_without_owners_are_rejected_before_workers_are_started(arguments):
+    experiment = make_experiment(make_model, f"Parallax({arguments})")
+    with pytest.raises(nd.ConfigError, match=r"strategy: parameter 'conv1/weights' has no owner; choose PS") as caught:
+        experiment.validate(2)
+    assert caught.value.subject is experiment
+
+
 def test_strategy_requires_servers():
     with pytest.raises(nd.ConfigError, match="which neondist run FILE"):
         make_experiment(make_model, "PS(sync=False)").run(ProcessGrid.serial(), hooks=[])
