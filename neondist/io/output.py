@@ -78,7 +78,7 @@ def lock_folder(world: Transport, folder: Path, resume: bool | str = False, over
         if world.rank == 0:
             created = missing_folders(folder)
             if resume is True and not folder.exists():
-                raise DataError(f"{folder}: no run to resume; check output, or set resume to auto")
+                raise DataError(f"{folder}: no run to resume; check the folder, or start a run with --resume auto")
             make_folder(folder)
             lock = FolderLock(folder)
             try:

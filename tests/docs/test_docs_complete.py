@@ -84,6 +84,20 @@ def test_pytorch_page_has_every_public_name():
     assert not missing, "add them to docs/pytorch.md"
 
 
+@pytest.mark.parametrize(
+    ("page", "methods"),
+    [("pytorch", "`lowering` has the methods(.*?)[.] "), ("architecture", "methods of `PlanBuilder`:(.*?), whose arg")],
+)
+def test_methods_for_rules_exist(page, methods):
+    pytest.importorskip("torch")
+    from neondist.torch.lowering.lowering import Lowering
+
+    (text,) = re.findall(methods, (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.S)
+    names = re.findall(r"`([a-z_]+)`", text)
+    assert len(names) == 6
+    assert [name for name in names if not hasattr(Lowering, name)] == []
+
+
 def test_drawings_are_current(tmp_path):
     script = ROOT / "docs" / "drawings" / "draw.py"
     subprocess.run([sys.executable, script, tmp_path], check=True)

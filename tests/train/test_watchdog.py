@@ -77,6 +77,7 @@ def test_stall_in_forward_pass_is_reported():
     assert re.search(r'test_watchdog.py", line \d+ in forward$', reports[1], re.M)
     assert "call first" not in reports[0] + reports[2]
     assert "layer 'two': waiting for rank" in reports[2]
+    assert ["use --debug-halo to find" in text for text in reports] == [True, False, False]
 
 
 def test_stall_in_backward_pass_is_reported():

@@ -156,6 +156,10 @@ class Watchdog(Hook):
         if not waits:
             calls = innermost_calls(self.watched_thread_id) or "  none: its thread has ended"
             lines = [f"{lines[0]}; most recent call first:", calls]
+        elif self.rank == 0:
+            lines.append(
+                "if all ranks wait, but in different layers, use --debug-halo to find the layer or scheme at fault"
+            )
         lines += [
             f"rank {rank} of {self.size}: process {pid} is stopped (by SIGSTOP, a debugger or a terminal)"
             for rank, pid in self.local_pids.items()
