@@ -24,6 +24,8 @@ def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str
         **dict(line.split(": ", 1) for line in plan.settings_equal_on_all_ranks()),
         **{f"scheme of '{name}'": scheme_text(scheme) for name, scheme in model.schemes.items()},
         "strategy": f"{strategy.builder} {strategy.digest}",
+        "sync": f"{model.sync_class.__name__}, accumulate: {model.accumulate}, recompute: {model.recompute}, strips:"
+        f" {model.strips}, memory: {model.memory}",
     }
 
 

@@ -163,7 +163,7 @@ class Model(LayerModel):
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
-        self.accumulate, self.recompute, self._sync_class = accumulate, recompute, SYNC_CLASSES_BY_NAME[sync]
+        self.accumulate, self.recompute, self.sync_class = accumulate, recompute, SYNC_CLASSES_BY_NAME[sync]
         self.strips: int | Literal["auto"] | None = None
         self.memory: int | None = None
         self.strategy: StrategyBuilder | Strategy | None = None
@@ -193,7 +193,7 @@ class Model(LayerModel):
         self.recompute = self.recompute if recompute is None else recompute
         self.strips = self.strips if strips is None else strips
         self.memory = self.memory if memory is None else parse_bytes("memory", memory)
-        self._sync_class = self._sync_class if sync is None else SYNC_CLASSES_BY_NAME[sync]
+        self.sync_class = self.sync_class if sync is None else SYNC_CLASSES_BY_NAME[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if isinstance(self.strategy, Strategy) and self.strategy.schemes:
             try:
@@ -270,7 +270,7 @@ class Model(LayerModel):
         if plan.overlapping_tiles is not None:
             self.input.repartition(plan.overlapping_tiles, plan.overlapping_tiles)
         self.parameters = self.trained_parameters = LayerParameters(
-            self.leaves, context, self._sync_class, plan.parameters.shares, plan.parameters.compressors
+            self.leaves, context, self.sync_class, plan.parameters.shares, plan.parameters.compressors
         )
         self.sync = self.parameters.sync
         samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))

@@ -165,6 +165,9 @@ class TrainableModel(Registered, Trainable, ABC):
     pretrain_optimizer: Optimizer
     distributed: bool
     accumulate = 1
+    recompute: bool
+    strips: int | Literal["auto"] | None
+    sync_class: type[GradientSync]
     stages: Sequence[Any] = ()
 
     @property

@@ -27,6 +27,7 @@ def format_settings_to_compare(experiment: Experiment, plan: ModelPlan, resume: 
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"{experiment.checkpoint}",
         f"best: {format_arguments(best.arguments()) if best is not None else None}",
+        *(f"metric: {describe_object(metric, metric.arguments())}" for metric in experiment.metrics),
         *(f"augment: {describe_object(step, step.arguments())}" for step in experiment.augment),
         *(f"{name}: {value}" for name, value in settings_to_compare(experiment.model, plan).items()),
     ]

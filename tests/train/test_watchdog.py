@@ -12,6 +12,7 @@ from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
 from neondist.errors import ConfigError, RemoteError
 from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, ReLU
+from neondist.metrics import F1
 from neondist.models import ConvnetDist
 from neondist.train import Hook, Watchdog
 
@@ -192,6 +193,12 @@ SETTING_DIFFERENCES = {
         "rank 0 has dataset: Synthetic .*train: 45, .*, but rank 2 has dataset: Synthetic .*train: 44, ",
     ),
     "checkpoint": ({"checkpoint": {"every_steps": 2}}, "rank 0 has .* rank 2 has .*every_steps=2"),
+    "metrics": ({"metrics": [F1()]}, "rank 0 has .*, but rank 2 has metric: F1"),
+    "accumulate": ({"accumulate": 2}, "rank 0 has sync: .* accumulate: 1,.*, but rank 2 has .* accumulate: 2,"),
+    "recompute": ({"recompute": True}, "rank 0 has sync: .* recompute: False,.* rank 2 has .* recompute: True,"),
+    "strips": ({"strips": 3}, "rank 0 has sync: .* strips: None,.* rank 2 has .* strips: 3,"),
+    "memory": ({"memory": "3GiB"}, "rank 0 has sync: .* memory: None, but rank 2 has .* memory: 3"),
+    "sync": ({"sync": "bucketed"}, "rank 0 has sync: .*, accumulate.*, but rank 2 has sync: Bucketed"),
 }
 
 

@@ -125,7 +125,7 @@ class TorchModel(TrainableModel):
         self.step, self.steps_without_optimizer, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.strategy = None if strategy is None else as_strategy(strategy)
-        self._sync = SYNC_CLASSES_BY_NAME[sync]
+        self.sync_class = SYNC_CLASSES_BY_NAME[sync]
         self._guard_seed: int | None = None
         self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
@@ -149,7 +149,7 @@ class TorchModel(TrainableModel):
         self.recompute = self.recompute if recompute is None else recompute
         self.memory = self.memory if memory is None else parse_bytes("memory", memory)
         self.strips = self.strips if strips is None else strips
-        self._sync = self._sync if sync is None else SYNC_CLASSES_BY_NAME[sync]
+        self.sync_class = self.sync_class if sync is None else SYNC_CLASSES_BY_NAME[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if accumulate is not None:
             raise ConfigError("accumulate: applies to neondist layers, which a TorchModel does not have; leave it out")
@@ -258,7 +258,7 @@ class TorchModel(TrainableModel):
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
         updated = {name: tensors[name] for name in self.compiled.updated_parameter_names}
         synchronisation = planned.shares, planned.compressors, sparse_embedding_weights(self.module)
-        self.parameters = ModuleParameters(updated, self.grid, self._sync, *synchronisation)
+        self.parameters = ModuleParameters(updated, self.grid, self.sync_class, *synchronisation)
         self.sync = self.parameters.sync
         self.torch_optimizer = self.parameters.partition_optimizer(self.optimizer.create(updated.values()))
         self._base_rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
