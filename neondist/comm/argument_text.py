@@ -7,13 +7,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..registry import Registered
 from .agreement import checksum_of
 
 _MAX_WRITTEN_ELEMENTS = 10  # arrays with fewer elements are written out
 
 
 def format_arguments(arguments: Mapping[str, object]) -> str:
-    """Return arguments as text, objects as their class; paths are omitted, since they may differ between machines."""
+    """Return arguments as text; paths are omitted, since they may differ between machines.
+
+    Objects of registered classes are written with their arguments, other objects as their class.
+    """
     kept = {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
     return ", ".join(f"{name}: {_format_value(value)}" for name, value in kept.items())
 
@@ -37,4 +41,4 @@ def _format_value(value: object) -> str:
             if array.size < _MAX_WRITTEN_ELEMENTS
             else f"{array.shape} of hash {checksum_of(array):08x}"
         )
-    return type(value).__name__
+    return describe_object(value, value.arguments()) if isinstance(value, Registered) else type(value).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..arrays.namespace import to_host
 from ..comm.agreement import checksum_of
-from ..comm.argument_text import describe_object
+from ..comm.argument_text import describe_object, format_arguments
 from ..errors import HaloError
 from ..halo import scheme_text
 from ..parallel import LayerParameters, ParameterShard
@@ -21,6 +21,7 @@ def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str
         "dtype": f"{model.dtype}, precision: {model.precision.name}, nonfinite: {model.nonfinite}",
         "optimizer": describe_object(model.optimizer, model.optimizer.arguments()),
         "cost": describe_object(model.cost, model.cost.arguments()),
+        "pretraining": format_arguments(model.pretraining_arguments),
         **dict(line.split(": ", 1) for line in plan.settings_equal_on_all_ranks()),
         **{f"scheme of '{name}'": scheme_text(scheme) for name, scheme in model.schemes.items()},
         "strategy": f"{strategy.builder} {strategy.digest}",

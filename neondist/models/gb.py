@@ -111,6 +111,12 @@ class GB(Convnet):
                 f"layers: {name} pretrains LocalFiltering layers, but there are none; add one, or use Convnet"
             )
 
+    @property
+    def pretraining_arguments(self) -> dict[str, Any]:
+        """Constructor arguments that determine the pretraining, by name."""
+        names = ("num_pretrain_epochs", "num_initial_epochs", "sparsity", "epsilon", "orthonormal")
+        return {name: getattr(self, name) for name in (*names, "pretrain_optimizer")}
+
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Plan | None = None
     ) -> None:

@@ -171,6 +171,11 @@ class TrainableModel(Registered, Trainable, ABC):
     stages: Sequence[Any] = ()
 
     @property
+    def pretraining_arguments(self) -> dict[str, Any]:
+        """Constructor arguments that determine the pretraining, by name."""
+        return {}
+
+    @property
     @abstractmethod
     def built_parameters(self) -> Parameters:
         """The trained parameters; raises ConfigError if the model is not built."""

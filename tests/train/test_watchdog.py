@@ -11,10 +11,11 @@ from toy_training import make_experiment
 from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
 from neondist.errors import ConfigError, RemoteError
-from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, ReLU
+from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, LocalFilteringLayerDist, ReLU
 from neondist.metrics import F1
-from neondist.models import ConvnetDist
-from neondist.train import Hook, Watchdog
+from neondist.models import ConvnetDist, GBDist
+from neondist.optim import SGD, CosineDecay
+from neondist.train import FitExperiment, Hook, Watchdog
 
 
 class SleepingLayerDist(ActivationLayerDist):
@@ -193,6 +194,10 @@ SETTING_DIFFERENCES = {
         "rank 0 has dataset: Synthetic .*train: 45, .*, but rank 2 has dataset: Synthetic .*train: 44, ",
     ),
     "checkpoint": ({"checkpoint": {"every_steps": 2}}, "rank 0 has .* rank 2 has .*every_steps=2"),
+    "schedule": (
+        {"optimizer": SGD(0.05, momentum=0.9, schedule=CosineDecay(9))},
+        "rank 0 has optimizer: SGD .* schedule: None, but rank 2 has .* schedule: CosineDecay epochs: 9",
+    ),
     "metrics": ({"metrics": [F1()]}, "rank 0 has .*, but rank 2 has metric: F1"),
     "accumulate": ({"accumulate": 2}, "rank 0 has sync: .* accumulate: 1,.*, but rank 2 has .* accumulate: 2,"),
     "recompute": ({"recompute": True}, "rank 0 has sync: .* recompute: False,.* rank 2 has .* recompute: True,"),
@@ -213,6 +218,27 @@ def test_different_settings_of_ranks_are_rejected(name):
         return str(caught.value), caught.value.raised_on_all_ranks
 
     assert len(set(loopback.run(3, body))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("num_pretrain_epochs", (1, 2)),
+        ("sparsity", (0.1, 0.5)),
+        ("pretrain_optimizer", (SGD(0.1, schedule=CosineDecay(2)), SGD(0.1, schedule=CosineDecay(3)))),
+    ],
+)
+def test_different_pretraining_of_ranks_is_rejected(name, values):
+    def body(transport):
+        layers = [LocalFilteringLayerDist(2, 3), FCLayerDist(4)]
+        model = GBDist(layers, dtype="float64", **{name: values[transport.rank]})
+        experiment = FitExperiment(Synthetic((9, 8, 1), classes=4, train=6, test=2), model, batch_size=2)
+        with pytest.raises(
+            ConfigError, match=r"the ranks disagree: rank 0 has pretraining: .* rank 1 has pretraining: "
+        ):
+            experiment.run(experiment.open_grid(transport), hooks=[])
+
+    loopback.run(2, body)
 
 
 def test_different_grids_of_ranks_are_rejected():
