@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ShapeError
+
 
 def namespace(array: Any) -> Any:
     """Return the array's namespace: NumPy, or a namespace with the same functions.
@@ -23,6 +25,25 @@ def namespace(array: Any) -> Any:
 def to_host(array: Any) -> np.ndarray:
     """Return an array as a NumPy array: itself if on the host, else a copy, after synchronising with the device."""
     return np.asarray(array) if isinstance(array, (np.ndarray, np.generic)) else namespace(array).asnumpy(array)
+
+
+def as_real_numbers(name: str, array: Any, xp: Any = np) -> Any:
+    """Return a caller's array as an array of the namespace `xp`, or of NumPy; without a copy if possible.
+
+    Raises
+    ------
+    ShapeError
+        If its elements are not real numbers, or some are masked; `name` is the array's name.
+    """
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise ShapeError(f"{name}: has masked elements; replace them, such as with array.filled(0)")
+    try:
+        source = array if isinstance(array, xp.ndarray) else np.asarray(array)
+    except (TypeError, ValueError, RuntimeError) as error:  # rows of unequal lengths, or tensors that NumPy cannot read
+        raise ShapeError(f"{name}: {error}; convert it to a NumPy array of real numbers") from None
+    if source.dtype.kind not in "biuf":
+        raise ShapeError(f"{name}: has dtype {source.dtype}; convert it to real numbers")
+    return source if source.itemsize <= 8 else source.astype(np.float64)  # longdouble: checksums would include padding
 
 
 class HostStagingBuffer:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import as_real_numbers
 from ..arrays.precision import ComputePrecision
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError
 from ..registry import suggest
 from ..registry.arguments import type_checked
 from . import gpus
@@ -56,11 +57,9 @@ class Backend:
         Raises
         ------
         ShapeError
-            If its elements are not real numbers; `name` is the array's name.
+            If its elements are not real numbers, or some are masked; `name` is the array's name.
         """
-        source = array if self.owns(array) else np.asarray(array)
-        if source.dtype.kind not in "biuf":
-            raise ShapeError(f"{name}: has dtype {source.dtype}; convert it to real numbers")
+        source = as_real_numbers(name, array, self.xp)
         if copy or not self.owns(source):
             return self.from_host(source, dtype)
         return self.xp.ascontiguousarray(source, dtype)

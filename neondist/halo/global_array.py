@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.namespace import to_host
+from ..arrays.namespace import as_real_numbers, to_host
 from ..backends import Backend, get_backend
 from ..comm import CALL_KEY, Exchange, ProcessGrid, Reductions, check_equal_on_ranks, reduction_group
 from ..errors import GridError, ShapeError
@@ -176,6 +176,7 @@ class GlobalArray:
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), which must be equal on every rank."""
+        whole = as_real_numbers("array", whole, self.backend.xp)
         if whole.shape[1:] != self.global_shape[1:]:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
@@ -187,6 +188,7 @@ class GlobalArray:
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank. Collective."""
         size, shape = self.grid.size, self.global_shape[1:]
+        tile = as_real_numbers("tile", tile, self.backend.xp)
         self.check_tile_shape("tile", tile)
         self.grid.check("gather", {"the shape of samples": shape})
         return self._redistribute(tile, self, lambda samples: [Box.of((samples, *shape))] * size)

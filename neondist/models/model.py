@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays.namespace import to_host
+from ..arrays.namespace import as_real_numbers, to_host
 from ..arrays.precision import FLOAT32, ComputePrecision, PrecisionName
 from ..backends import Backend
 from ..comm import ProcessGrid
@@ -393,7 +393,7 @@ class Model(LayerModel):
             incremented, and NaN is returned.
         """
         self.last_pass = None
-        targets = targets if hasattr(targets, "shape") else np.asarray(targets)
+        targets = as_real_numbers("targets", targets, self._built().context.backend.xp)
         batch = self._global_batch_size(x, batch_size)
         # with one sample, targets of global shape may be one replica's part
         if (batch > 1 or self.grid.replicas == 1) and are_global_targets(targets, self.output, batch):
@@ -427,7 +427,8 @@ class Model(LayerModel):
 
     def local_targets(self, targets: Any, batch_size: int) -> Any:
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""
-        return local_targets(targets, self._built().output, batch_size, self.input)
+        targets = as_real_numbers("targets", targets, self._built().context.backend.xp)
+        return local_targets(targets, self.output, batch_size, self.input)
 
     # Saving and loading.
 
@@ -441,7 +442,9 @@ class Model(LayerModel):
     def load_state(self, state: dict[str, Any]) -> None:
         """Load arrays returned by `state`; before the first build, keep them until then."""
         if self.parameters is None:
-            self.pending_state = {name: np.copy(array) for name, array in state.items()}
+            self.pending_state = {
+                name: as_real_numbers(f"state: '{name}'", array).copy() for name, array in state.items()
+            }
         else:
             self.parameters.version += 1
             self._parts_to_compare_across_ranks.add("weights")

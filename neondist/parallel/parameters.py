@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.namespace import namespace, to_host
+from ..arrays.namespace import as_real_numbers, namespace, to_host
 from ..comm import ProcessGrid
 from ..errors import ShapeError
 from ..optim import FlatLayout, Optimizer
@@ -251,14 +251,12 @@ def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any]
             f" unknown {', '.join(unknown) or 'none'}; build the model with the layers with which it was saved"
         )
     xp = namespace(arrays[0][1]) if arrays else np
-    values = {name: value if hasattr(value, "dtype") else xp.asarray(value) for name, value in values.items()}
+    values = {name: as_real_numbers(f"{source}: '{name}'", value, xp) for name, value in values.items()}
     for name, shard in shards.items():
         if np.shape(values[name]) != shard.parameter.shape:
             raise ShapeError(
                 f"{source}: '{name}' has shape {np.shape(values[name])}, but the model's array has"
                 f" {shard.parameter.shape}; build the model with the sizes with which it was saved"
             )
-        if values[name].dtype.kind not in "biuf":
-            raise ShapeError(f"{source}: '{name}' has dtype {values[name].dtype}; convert it to real numbers")
     for shard, array in arrays:
         array[...] = namespace(array).asarray(shard.own_part_of(values[shard.full_name]))

@@ -243,7 +243,7 @@ MISTAKES = {
     "state without numbers": (
         lambda: (model := build_small_model()).load_state(model.state() | {"fc1/bias": [None] * 3}),
         ShapeError,
-        "state: 'fc1/bias' has dtype object; convert it to real numbers",
+        "state: 'fc1/bias': has dtype object; convert it to real numbers",
     ),
     "no distributed class": (
         lambda: nd.distribute(nd.Convnet([Untwinned()])),

@@ -84,6 +84,8 @@ ARRAY_LAYOUTS = {
     "half": lambda a: a.astype(np.float16),
     "long double": lambda a: a.astype(np.longdouble),
     "lists": lambda a: a.tolist(),
+    "memoryview": lambda a: memoryview(np.ascontiguousarray(a)),
+    **({"tensor": lambda a: pytest.importorskip("torch").tensor(a)} if "torch" in BACKENDS else {}),
 }
 
 
@@ -96,7 +98,7 @@ def test_array_layouts_and_dtypes(name, backend):
         x, dy = (np.rint(3 * array) for array in draw_arrays(model, 0))
         for apply_layout in ARRAY_LAYOUTS.values():
             x_given, dy_given = apply_layout(x), apply_layout(dy)
-            plain = [np.array(array).astype(dtype) for array in (x_given, dy_given)]
+            plain = [np.asarray(array).astype(dtype) for array in (x_given, dy_given)]
             expected = {"y": model.fprop(plain[0]), "dx": model.bprop(plain[1]), **model.gradients()}
             for array in (x_given, dy_given):
                 if isinstance(array, np.ndarray):
@@ -104,6 +106,54 @@ def test_array_layouts_and_dtypes(name, backend):
             actual = {"y": model.fprop(x_given), "dx": model.bprop(dy_given), **model.gradients()}
             assert_equal_arrays(actual, expected)
             assert {array.dtype for array in actual.values()} == {np.dtype(dtype)}
+
+
+@pytest.mark.parametrize("name", ARRAY_LAYOUTS)
+def test_array_layouts_and_dtypes_on_ranks(name):
+    def run(comm, apply_layout):
+        model = nd.ConvnetDist([nd.ConvLayerDist(2, 3, padding=1)], cost=nd.SumSquared(), dtype="float64", seed=1)
+        model.build(SHAPE, 3, nd.ProcessGrid(comm))
+        x, targets = (apply_layout(np.rint(3 * array)) for array in draw_arrays(model, 0))
+        tile = model.scatter(x)
+        losses = [model.train_batch(tile, targets) for _ in range(2)]
+        whole = [model.gather_input(apply_layout(tile)), model.gather(apply_layout(model.scatter_output(targets)))]
+        state = model.state()
+        model.load_state(state | {"conv1/weights": apply_layout(state["conv1/weights"])})
+        return losses, np.concatenate(whole, axis=-1), model.state()["conv1/weights"]
+
+    for actual in loopback.run(2, lambda comm: run(comm, ARRAY_LAYOUTS[name])):
+        expected = loopback.run(1, lambda comm: run(comm, lambda a: np.asarray(ARRAY_LAYOUTS[name](a)).astype(float)))[
+            0
+        ]
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-12)
+        np.testing.assert_array_equal(actual[1], expected[1])
+        np.testing.assert_allclose(actual[2], expected[2], rtol=1e-12)
+
+
+NOT_REAL = {
+    "complex": lambda a: a * 1j,
+    "text": lambda a: a.astype(str),
+    "ragged": lambda a: [[0], [0, 1]],
+    "masked": lambda a: np.ma.masked_less(a, 0),
+}
+
+
+@pytest.mark.parametrize("name", NOT_REAL)
+def test_arrays_of_other_than_real_numbers_are_rejected_everywhere(name):
+    model = build_model("conv last")
+    x, dy = draw_arrays(model, 0)
+    make, state = NOT_REAL[name], model.state()
+    message = r": .*(convert it to .*real numbers|replace them, such as with array.filled\(0\))"
+    for call, array in ((model.scatter, x), (model.scatter_output, dy), (model.gather, dy), (model.gather_input, x)):
+        with pytest.raises(ShapeError, match=message):
+            call(make(array))
+    with pytest.raises(ShapeError, match="targets" + message):
+        model.train_batch(x, make(dy))
+    with pytest.raises(ShapeError, match="targets" + message):
+        model.evaluate_batch(x, make(dy), 3)
+    with pytest.raises(ShapeError, match="weights'" + message):
+        model.load_state({name: make(array) if name.endswith("weights") else array for name, array in state.items()})
+    assert_equal_arrays(model.state(), state)
 
 
 @pytest.mark.parametrize("value", [1j, "cat", None])
