@@ -127,11 +127,18 @@ def describe_exit_code(code: int) -> str:
 
 def install_command_handlers() -> None:
     """Install handlers if this process is the `neondist` command; see `find_command_signal_recorder`."""
-    words, name = sys.orig_argv, os.path.basename(sys.argv[0])
-    if name == "-m":  # `python -m neondist`, while its package is being imported
-        name = words[words.index("-m") + 1]
-    if name == "neondist" and find_command_signal_recorder() is None:
+    if is_neondist_command() and find_command_signal_recorder() is None:
         SignalRecorder(owns_process=True).install_signal_handlers()
+
+
+def is_neondist_command() -> bool:
+    """Return whether this process is the `neondist` command."""
+    words, name = sys.orig_argv, os.path.basename(sys.argv[0])
+    if name == "-m":  # `python -m neondist`, `-um neondist` or `-mneondist`, while its package is being imported
+        options = (word.partition("W")[0].partition("X")[0] if word[:1] == "-" else "" for word in words)
+        at = next(number for number, option in enumerate(options) if "m" in option)
+        name = words[at].partition("m")[2] or words[at + 1]
+    return name == "neondist"
 
 
 def find_command_signal_recorder() -> SignalRecorder | None:

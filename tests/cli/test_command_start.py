@@ -1,0 +1,43 @@
+"""Start of the command: closed standard streams, forms of Python's option -m, and missing variables."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from availability import needs_mpirun
+from cli_runs import build_command
+
+FORMS_OF_OPTION_M = [
+    ["-m", "neondist"],
+    ["-mneondist"],
+    ["-um", "neondist"],
+    ["-W", "ignore", "-Xdev", "-umneondist"],
+    ["-Ximporttime", "-m", "neondist"],
+]
+
+
+@pytest.mark.parametrize("words", FORMS_OF_OPTION_M, ids=" ".join)
+def test_forms_of_the_option_m(words):
+    done = subprocess.run([sys.executable, *words, "--version"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("neondist ")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.long
+def test_closed_standard_streams(folder, closed):
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *build_command("check", "toy.yaml")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert ("planned peak" in done.stdout) == (closed == "2>&-")
+    assert "preparing" not in done.stdout
+
+
+@needs_mpirun
+@pytest.mark.long
+def test_mpi_without_home():
+    env = {name: value for name, value in os.environ.items() if name != "HOME"}
+    code = "import neondist as nd; print(nd.ProcessGrid().size)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
