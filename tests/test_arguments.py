@@ -42,6 +42,32 @@ def test_signatures_name_all_arguments(cls):
     }
 
 
+POSITIONAL_ARGUMENTS = {
+    nd.Window: "kernel stride padding dilation fill mode",
+    nd.GlobalArray: "grid global_shape window dtype backend",
+    nd.SerialArray: "global_shape window dtype backend",
+    nd.ConvLayerDist: "out_channels kernel_size stride padding dilation groups bias activation padding_mode",
+    nd.AvgPoolingLayerDist: "kernel_size stride padding count_include_pad",
+    nd.FCLayerDist: "out_features bias activation",
+    nd.BatchNormLayerDist: "momentum eps",
+}
+
+
+@pytest.mark.parametrize("cls", POSITIONAL_ARGUMENTS, ids=lambda cls: cls.__name__)
+def test_positional_arguments(cls):
+    parameters = inspect.signature(cls).parameters.values()
+    positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert positional == POSITIONAL_ARGUMENTS[cls].split()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_surplus_arguments_are_rejected(cls):
+    with pytest.raises(TypeError, match=rf"{cls.__name__}.*(; expected {cls.__name__}\(| takes no arguments)"):
+        cls(*[1] * 20)
+    with pytest.raises(TypeError, match=r" takes no arguments|unexpected keyword argument 'no_such_option'"):
+        cls(no_such_option=1)
+
+
 def test_signatures_of_callable_objects():
     class Scaling(Registered):
         def __call__(self, values, factor=2):

@@ -48,9 +48,9 @@ class Window:
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[Any] = 1,
         dilation: int | Sequence[int] = 1,
-        *,
         fill: float = 0.0,
         mode: str | Sequence[str] = "zeros",
+        *,
         ndim: int | None = None,
     ) -> None:
         modes = (mode,) if isinstance(mode, str) else tuple(mode)

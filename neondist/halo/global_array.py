@@ -69,9 +69,9 @@ class GlobalArray:
         grid: ProcessGrid,
         global_shape: Sequence[int],
         window: Window | None = None,
-        *,
         dtype: str = "float32",
         backend: str | Backend = "numpy",
+        *,
         reuse: bool = False,
     ) -> None:
         self.grid, self.global_shape, self.window = grid, tuple(global_shape), window
@@ -329,8 +329,8 @@ class SerialArray(GlobalArray):
         global_shape: Sequence[int],
         window: Window | None = None,
         dtype: str = "float32",
-        *,
         backend: str | Backend = "numpy",
+        *,
         reuse: bool = False,
     ) -> None:
         super().__init__(ProcessGrid.serial(), global_shape, window, dtype=dtype, backend=backend, reuse=reuse)

@@ -30,8 +30,8 @@ class AvgPoolingLayer(PoolingLayer):
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] | None = None,
         padding: int | Sequence[Any] = 0,
-        *,
         count_include_pad: bool = True,
+        *,
         scheme: ExchangePolicy | str | None = None,
         name: str | None = None,
     ) -> None:

@@ -32,7 +32,7 @@ class BatchNormLayer(NormLayer):
     """
 
     def __init__(
-        self, *, momentum: Annotated[float, between(0, 1)] = 0.1, eps: Positive = 1e-5, name: str | None = None
+        self, momentum: Annotated[float, between(0, 1)] = 0.1, eps: Positive = 1e-5, *, name: str | None = None
     ) -> None:
         super().__init__(name=name)
         self.momentum, self.eps = momentum, eps

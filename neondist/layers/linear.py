@@ -45,9 +45,9 @@ class FCLayer(Layer):
     def __init__(
         self,
         out_features: Count,
-        *,
         bias: bool = True,
         activation: Activation | None = None,
+        *,
         weights_init: Initializer | None = None,
         split: Literal["inputs", "outputs"] = "inputs",
         name: str | None = None,

@@ -52,8 +52,15 @@ class Registered:
         self = super().__new__(cls)
         self._arguments = {}
         if cls.__init__ is object.__init__:  # no arguments; inspect would parse the signature from text
+            if args or kwargs:
+                raise TypeError(f"{cls.__name__} takes no arguments")
             return self
-        bound = _signature(cls.__init__).bind_partial(self, *args, **kwargs)
+        try:
+            bound = _signature(cls.__init__).bind_partial(self, *args, **kwargs)
+        except TypeError as error:
+            declared = inspect.signature(cls).parameters.values()
+            expected = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in declared])
+            raise TypeError(f"{cls.__name__}: {error}; expected {cls.__name__}{expected}") from None
         arguments = dict(list(bound.arguments.items())[1:])
         check_arguments(cls, arguments | arguments.pop("kwargs", {}))
         bound.apply_defaults()

@@ -218,11 +218,10 @@ def avg_pool(
     """Only without divisor_override; ceil_mode with padding only if count_include_pad=False."""
     if divisor_override is not None:
         net.refuse(f"it has divisor_override {divisor_override}")
-    windows, beyond = _fit_windows(net, x, kernel_size, stride, padding)
-    padded = any(before for before, _ in windows[2])
-    if beyond and padded and count_include_pad:
+    (kernels, strides, pads), beyond = _fit_windows(net, x, kernel_size, stride, padding)
+    if beyond and any(before for before, _ in pads) and count_include_pad:
         net.refuse("with ceil_mode, it counts padding but not the cells beyond the padding")
-    return net.append(layers.AvgPoolingLayer(*windows, count_include_pad=count_include_pad and not beyond), x)
+    return net.append(layers.AvgPoolingLayer(kernels, strides, pads, count_include_pad and not beyond), x)
 
 
 @converts_to(

@@ -39,8 +39,8 @@ def value_per_axis(value: int | Sequence[Any], ndim: int) -> list[Any]:
 
 def window_of(ndim: int, kernel: Size, stride: Size, padding: int | Sequence[Any], dilation: Size = 1) -> Window:
     """Return the window of an operator along ndim spatial axes."""
-    sizes = (tuple(value_per_axis(size, ndim)) for size in (kernel, stride, padding, dilation))
-    return Window(*sizes)
+    sizes = [tuple(value_per_axis(size, ndim)) for size in (kernel, stride, padding, dilation)]
+    return Window(sizes[0], sizes[1], sizes[2], sizes[3])
 
 
 def window_view(
