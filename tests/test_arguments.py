@@ -94,6 +94,14 @@ WRONG_ARGUMENTS = {
         r"cost: .*got the class CrossEntropy; write CrossEntropy\(\)",
     ),
     "a layer's class": (lambda: nd.Convnet([nd.FCLayer]), r"layers\.0: .*got the class FCLayer; write FCLayer\(\)"),
+    "a NumPy type": (
+        lambda: make_model(dtype=np.float64),
+        "dtype: expected text, got the dtype float64; write 'float64'",
+    ),
+    "a NumPy dtype": (
+        lambda: nd.SerialArray((1, 2, 2, 1), dtype=np.dtype("f4")),
+        "dtype: expected text, got the dtype float32; write 'float32'",
+    ),
     "in a branch": (lambda: nd.Sum([[nd.ConvLayer]]), "layers.0: .*got the class ConvLayer"),
     "no layers": (lambda: nd.Convnet(None), "Convnet: layers: expected a list .*, got None"),
     "an empty list": (lambda: nd.Convnet([]), "layers: a model needs at least one layer"),

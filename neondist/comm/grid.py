@@ -96,8 +96,10 @@ class ProcessGrid:
         """Free the communicators created for this grid, and undo its changes to this process.
 
         Collective. Communicators shared with an open grid remain until that grid is closed as well. Objects built on
-        the grid can no longer communicate.
+        the grid can no longer communicate. Closing a closed grid does nothing.
         """
+        if self.closed:
+            return
         if self._owns_world and not self.world.ended:
             self.check("ProcessGrid.close")
         self._close_callbacks.close()

@@ -30,6 +30,22 @@ class BufferViews(dict[str, Any]):
     def _describe(self, name: str) -> str:
         return f"layer '{self._layer.name}' ({type(self._layer).__name__}): {self._attribute}['{name}']"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ConfigError: a copy would hold arrays that are not part of the buffers."""
+        raise ConfigError(
+            "a built model, its layers and their arrays can be neither copied nor pickled; copy model.state(), and load"
+            " it into a model created with new layers"
+        )
+
+    def update(self, *values: Any, **arrays: Any) -> None:
+        """Copy the values of a mapping, and those of keyword arguments, into the arrays."""
+        for name, array in dict(*values, **arrays).items():
+            self[name] = array
+
+    def __ior__(self, values: Any) -> Any:  # type: ignore[misc]  # dict.__or__ returns a dict
+        self.update(values)
+        return self
+
     def __setitem__(self, name: str, values: Any) -> None:
         array, values = self._find_array_and_convert_values(name, values)
         if values is not array:  # params[name] += values assigns the same array

@@ -197,6 +197,8 @@ def describe_mismatch(value: Any, hint: Any) -> str:
 def _describe_value(value: Any) -> str:
     if isinstance(value, str):
         return f"the text '{value if len(value) < 60 else value[:57] + '...'}'"
+    if name := _numpy_dtype_name(value):
+        return f"the dtype {name}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, bool | numbers.Number):
@@ -206,10 +208,19 @@ def _describe_value(value: Any) -> str:
     return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
+def _numpy_dtype_name(value: Any) -> str:
+    """Return the name of a dtype or scalar type of NumPy, or ''."""
+    is_type = isinstance(value, type)
+    module = (value if is_type else type(value)).__module__
+    return getattr(value, "__name__" if is_type else "name", "") if module.partition(".")[0] == "numpy" else ""
+
+
 def _remedy(value: Any, hint: Any) -> str:
     classes = registered_classes_in_hint(hint)
     if isinstance(value, type) and issubclass(value, tuple(classes)):
         return f"; write {value.__name__}()"
+    if str in union_members(hint) and (name := _numpy_dtype_name(value)):
+        return f"; write '{name}'"
     if classes and isinstance(value, str):
         names = {name.lower(): name for base in classes for name in classes_by_name([base, *subclasses(base)])}
         close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)

@@ -48,6 +48,9 @@ def test_closed_grid_of_one_process():
         tile = model.scatter(np.ones((BATCH, *SHAPE), np.float32))
     with pytest.raises(GridError, match="closed"):
         model.train_batch(tile, np.zeros(BATCH, int))
+    grid = nd.ProcessGrid()  # over MPI.COMM_WORLD
+    grid.close()
+    grid.close()
     transport = SingleTransport()
     nd.ProcessGrid(transport).close()
     assert not transport.closed

@@ -1,12 +1,15 @@
 """Inputs and outputs of passes belong to the caller; bprop differentiates the matching fprop or raises."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from availability import BACKENDS
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.errors import PassOrderError, ShapeError
+from neondist.errors import ConfigError, PassOrderError, ShapeError
 from neondist.models import ModelStep, optimal_stimulus
 
 SHAPE = (6, 5, 2)
@@ -154,6 +157,40 @@ def test_arrays_of_other_than_real_numbers_are_rejected_everywhere(name):
     with pytest.raises(ShapeError, match="weights'" + message):
         model.load_state({name: make(array) if name.endswith("weights") else array for name, array in state.items()})
     assert_equal_arrays(model.state(), state)
+
+
+def test_update_of_parameters_copies_into_the_buffers():
+    model = build_model("conv last")
+    layer = next(layer for layer in model.layers if layer.params)
+    weights = np.ones_like(layer.params["weights"])
+    layer.params.update(weights=weights)
+    layer.params.update({"bias": weights[0, 0, 0]})
+    layer.params |= [("weights", 2 * weights)]
+    state = model.state()
+    np.testing.assert_array_equal(state[f"{layer.name}/weights"], 2 * weights)
+    np.testing.assert_array_equal(state[f"{layer.name}/bias"], weights[0, 0, 0])
+    assert not any(np.shares_memory(array, weights) for array in layer.params.values())
+    with pytest.raises(ConfigError, match="is not declared"):
+        layer.params.update(weight=weights)
+
+
+BUILT_OBJECTS = {
+    "model": lambda model: model,
+    "layer": lambda model: model.layers[0],
+    "params": lambda model: model.layers[0].params,
+    "plan": lambda model: model.compiled,
+    "pass": lambda model: model.forward(draw_arrays(model, 0)[0]),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_OBJECTS)
+@pytest.mark.parametrize("copy_value", [copy.deepcopy, pickle.dumps])
+def test_built_models_can_be_neither_copied_nor_pickled(name, copy_value):
+    model = build_model("conv last")
+    value = BUILT_OBJECTS[name](model)
+    with pytest.raises(ConfigError, match=r"neither copied nor pickled; copy model.state\(\), and load"):
+        copy_value(value)
+    copy_value(nd.Convnet(make_networks()["conv last"]))  # before it is built
 
 
 @pytest.mark.parametrize("value", [1j, "cat", None])
