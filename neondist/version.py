@@ -1,6 +1,12 @@
 """Version of neondist, which pyproject.toml reads from here, and versions of its dependencies."""
 
+from __future__ import annotations
+
 from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 __version__ = "0.1.0"
 REPORTED_PACKAGES = (
@@ -59,8 +65,16 @@ def installed_distributions(name: str) -> dict[str, str]:
 @cache  # queried by every run; a lookup takes tens of milliseconds
 def installed_version(name: str) -> str | None:
     """Return the version of an installed package without importing it."""
-    from importlib.util import find_spec
-
     for version in installed_distributions(name).values():
         return version
-    return "not installed as a package" if find_spec(name) else None
+    return "not installed as a package" if find_module_spec(name) else None
+
+
+def find_module_spec(name: str) -> ModuleSpec | None:
+    """Return the specification of a module that can be imported, if any; import hooks may raise for other modules."""
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name)
+    except (ImportError, ValueError):  # ValueError: a module without a specification is loaded under the name
+        return None

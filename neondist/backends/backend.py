@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ..arrays.precision import ComputePrecision
 from ..errors import ConfigError
 from ..registry import suggest
 from ..registry.arguments import type_checked
+from ..version import find_module_spec
 from . import gpus
 from .host import HostKernels
 from .kernels import Kernels
@@ -137,7 +137,7 @@ def memory_per_rank(name: str | Backend) -> Callable[[int], int | None]:
 
 
 def _preferred_backend_name() -> str:
-    host = "torch" if importlib.util.find_spec("torch") else "numpy"
+    host = "torch" if find_module_spec("torch") else "numpy"
     return host if gpus.find_cupy_problem() else "cupy"
 
 
@@ -151,7 +151,7 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
         return "precision: layers compute in float32: tf32 needs a PyTorch for CUDA" * missing
     if precision.name == "tf32":
         return "precision: tf32 requires a GPU; on a CPU it is the same as float32"
-    if importlib.util.find_spec("torch") is not None:
+    if find_module_spec("torch") is not None:
         from . import torch_narrow
 
         if torch_narrow.has_fast_instructions(precision.name):
@@ -163,7 +163,7 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
 
 
 def _torch_availability() -> BackendAvailability:
-    if importlib.util.find_spec("torch") is None:
+    if find_module_spec("torch") is None:
         return BackendAvailability("torch", False, "not installed; pip install 'neondist[torch]'")
     try:
         import torch
@@ -173,7 +173,7 @@ def _torch_availability() -> BackendAvailability:
 
 
 def _make_torch_backend() -> Backend:
-    if importlib.util.find_spec("torch") is None:
+    if find_module_spec("torch") is None:
         raise ConfigError(f"backend 'torch' is {_torch_availability().reason}, or use backend 'numpy'")
     from .torch import TorchKernels
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from ..version import find_module_spec
 
 
 @cache
@@ -25,7 +26,7 @@ def gomp_parallel_address() -> int:
 
 
 def _libgomp_paths() -> Iterator[str]:
-    spec = importlib.util.find_spec("torch")
+    spec = find_module_spec("torch")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         yield from map(str, (Path(folder) / "lib").glob("libgomp*.so*"))
     from ctypes.util import find_library  # may start processes

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from typing import Any
 
 from ..system.job import local_rank
-from ..version import installed_distributions
+from ..version import find_module_spec, installed_distributions
 
 _INSTALL_COMMAND = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _CUDA_ERROR_INSUFFICIENT_DRIVER, _CUDA_ERROR_NO_DEVICE = 35, 100
@@ -17,7 +16,7 @@ _CUDA_ERROR_INSUFFICIENT_DRIVER, _CUDA_ERROR_NO_DEVICE = 35, 100
 
 def find_cupy_problem() -> str:
     """Return the reason why CuPy is not usable here, with the remedy; '' if it is usable."""
-    if importlib.util.find_spec("cupy") is None:
+    if find_module_spec("cupy") is None:
         return f"not installed; {_INSTALL_COMMAND}"
     packages = installed_distributions("cupy")
     if len(packages) > 1:

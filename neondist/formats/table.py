@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError, MissingPackageError, OutputError
+from ..version import find_module_spec
 from .axes import AXIS_ORDER, Axes
 from .base import MAX_CHUNK_BYTES, TileSink, TileSource
 from .channel_stack import ChannelStack, split_stack_name
@@ -269,7 +269,7 @@ def _split_array_name(text: str) -> tuple[Path, str]:
 
 
 def _is_installed(kind: Format) -> bool:
-    return not kind.package or find_spec(kind.package) is not None
+    return not kind.package or find_module_spec(kind.package) is not None
 
 
 def _describe_formats(role: str) -> str:

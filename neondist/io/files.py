@@ -11,12 +11,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OutputError, UserError
+from ..version import find_module_spec
 
 WRITE_REMEDY = "free disk space or check permissions, or choose another path"
 _REMEDY_BY_ERRNO = {
@@ -166,7 +166,7 @@ def write_text(path: Path, text: str) -> None:
 
 def has_matplotlib() -> bool:
     """Return whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
+    return find_module_spec("matplotlib") is not None
 
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:

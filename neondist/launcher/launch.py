@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from ..system import memory, threads
 from ..system.heartbeat import SUPERVISOR_VARIABLE
 from ..system.job import GENERATION_VARIABLE, JOB_START_TIME_VARIABLE, LAUNCHED_RANKS_VARIABLE
 from ..terminal.console import say
+from ..version import find_module_spec
 from . import pinning
 from .cleanup import create_temporary_job_folders
 from .members import report_early_stop
@@ -108,7 +108,7 @@ def monitor_addresses(env: Mapping[str, str]) -> list[str]:
 
 def require_mpirun(env: Mapping[str, str]) -> Mpirun:
     """Return the mpirun to use; raise LaunchError if ranks cannot run."""
-    if importlib.util.find_spec("mpi4py") is None:
+    if find_module_spec("mpi4py") is None:
         raise LaunchError(f"more than one rank needs mpi4py, which {sys.executable} cannot import; {INSTALL_REMEDY}")
     return find_mpirun(env)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import os
 import random
@@ -27,6 +26,7 @@ from ..strategies.auto import resolve_grid
 from ..system.job import detect_job
 from ..terminal.script_errors import install_script_error_hook
 from ..train import Hook
+from ..version import find_module_spec
 from .distributed_session import DistributedSession
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -108,7 +108,7 @@ class AutoDist:
         """Distribute the models created in this context: PyTorch modules or serial neondist models."""
         self._scope_entered = True
         with ExitStack() as stack:
-            if importlib.util.find_spec("torch") is not None:
+            if find_module_spec("torch") is not None:
                 from ..torch.module.module_scope import ModuleScope
 
                 self._module_scope = self._module_scope or ModuleScope(self.grid)

@@ -86,7 +86,7 @@ def test_errors_name_line_and_remedy(monkeypatch, tmp_path, capsys):
     from neondist.cli import main
 
     (tmp_path / "one.yaml").write_text(EXPERIMENT_YAML)
-    monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpus, "find_module_spec", lambda name: None)
     assert main(["check", str(tmp_path / "one.yaml")]) == 2
     message = capsys.readouterr().err
     assert "one.yaml:6: backend" in message

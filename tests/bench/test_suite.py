@@ -155,7 +155,7 @@ def test_errors(words, message, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_neondist_alone(file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(command, "find_module_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setattr(command.threads, "count_cores", lambda process=0: 1)
     words = ["--networks", str(file), "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "suite.json")]
     assert main(["bench", "suite", *words]) == 0
@@ -188,7 +188,7 @@ def test_failed_job_is_reported(file, monkeypatch, capsys):
     def fail(*_):
         raise LaunchError("ended with exit code 1")
 
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(command, "find_module_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setattr(command, "run_step_bench", fail)
     assert main(["bench", "suite", "--networks", str(file), "--rounds", "2"]) == 1
     assert "one: ended with exit code 1" in capsys.readouterr().out

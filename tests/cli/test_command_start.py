@@ -41,3 +41,37 @@ def test_mpi_without_home():
     code = "import neondist as nd; print(nd.ProcessGrid().size)"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+BLOCKING_HOOK = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "mpi4py", "h5py", "matplotlib", "PIL", "cupy"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocker())
+import neondist as nd
+from neondist.io.files import has_matplotlib
+from neondist.launcher.launch import require_mpirun
+
+model = nd.Convnet([nd.FCLayer(2)], cost=nd.CrossEntropy(), optimizer=nd.SGD(0.1))  # backend: auto
+model.build((2, 2, 1), 1)
+model.train_batch([[[[1], [0]], [[0], [1]]]], [1])
+assert model.context.backend.name == "numpy" and not has_matplotlib()
+assert [backend.name for backend in nd.available() if backend.usable] == ["numpy"]
+try:
+    require_mpirun({})
+except nd.LaunchError as error:
+    assert "needs mpi4py" in str(error)
+try:
+    nd.Photographs()
+except nd.DataError as error:
+    assert "need Pillow" in str(error)
+"""
+
+
+def test_import_hooks_that_block_optional_packages():
+    done = subprocess.run([sys.executable, "-c", BLOCKING_HOOK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

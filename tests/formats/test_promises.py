@@ -130,7 +130,7 @@ def test_unreadable_files(tmp_path):
 
 
 def test_missing_libraries(tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    monkeypatch.setattr(table, "find_module_spec", lambda name: None)
     (tmp_path / "a.zarr").touch()
     (tmp_path / "a.xyz").touch()
     with pytest.raises(nd.UserError, match=r"Zarr needs zarr: pip install 'neondist\[files\]'"):

@@ -63,7 +63,7 @@ def test_mpirun_that_does_not_run(make_executable):
 
 
 def test_missing_mpi4py(monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "find_module_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"needs mpi4py, which .* cannot import; install .* 'neondist\["):
         launch.require_mpirun({})
 

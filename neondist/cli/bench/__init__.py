@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from ...launcher.ranks import run_on_ranks
 from ...system import threads
 from ...system.job import detect_job
 from ...terminal.progress_line import ProgressFile, first_rank_progress
+from ...version import find_module_spec
 from .. import options
 from ..experiment import load_and_validate
 from . import modules, scaling, schemes, suite
@@ -93,7 +93,7 @@ def step(arguments: argparse.Namespace) -> int:
 
 
 def _load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
-    if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
+    if arguments.against == "torch" and find_module_spec("torch") is None:
         raise ConfigError("--against torch: PyTorch is not installed; install it with pip install 'neondist[torch]'")
     option = "--against torch" if arguments.against else "--roofline" if arguments.roofline else ""
     arguments.layers_only_feature = option, "leave it out"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from ...io.files import write_text
 from ...launcher.ranks import run_on_ranks
 from ...system import threads
 from ...terminal.progress_line import ProgressFile, ProgressLine
+from ...version import find_module_spec
 from .. import options
 from ..experiment import load_factory
 from . import suite
@@ -80,7 +80,7 @@ def add_parser(benches: Any) -> None:
 
 def modules(arguments: argparse.Namespace) -> int:
     """Measure every model; return 2 if one of them cannot be distributed."""
-    if importlib.util.find_spec("torch") is None:
+    if find_module_spec("torch") is None:
         raise ConfigError("bench torch: PyTorch is not installed; install it with pip install 'neondist[torch]'")
     return _bench_models(arguments) if arguments.variant is None else _measure_variant(arguments)
 
@@ -236,7 +236,7 @@ def _installed_models(names: list[str], notes: list[str]) -> list[str]:
     from ...bench.public_models import MODELS
 
     packages = {name: MODELS[name].factory.partition(":")[0].partition(".")[0] for name in names}
-    missing = {name: package for name, package in packages.items() if importlib.util.find_spec(package) is None}
+    missing = {name: package for name, package in packages.items() if find_module_spec(package) is None}
     for package in dict.fromkeys(missing.values()):
         notes.append(f"{package} is not installed; omitted: {', '.join(n for n in missing if missing[n] == package)}")
     available = [name for name in names if name not in missing]

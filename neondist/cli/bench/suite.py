@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from ...launcher.ranks import get_mpi_job
 from ...system import threads
 from ...terminal.console import counted
 from ...terminal.progress_line import ProgressLine
+from ...version import find_module_spec
 from .. import options
 from ..experiment import load_from_arguments
 from .scaling import estimate_step_bench_seconds, run_step_bench
@@ -128,7 +128,7 @@ def check_timing_conditions(
 
 def measurable_torch_variants(variants: list[str], notes: list[str]) -> list[str]:
     """Return the PyTorch variants that can be measured; reasons for the others are added to `notes`."""
-    if importlib.util.find_spec("torch") is None:
+    if find_module_spec("torch") is None:
         notes.append("PyTorch is not installed, so only neondist was timed; run pip install 'neondist[torch]'")
         return []
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from ...errors import ConfigError, DataError
 from ...formats.image_loader import ImageLoader, image_files_in
 from ...io.hdf5 import checksum
 from ...registry.ranges import Index
+from ...version import find_module_spec
 from ..base import Dataset, Split, tile_slices
 from .synthetic import Extent
 
@@ -161,7 +161,7 @@ def find_photographs(folder: Path | None) -> list[Path]:
     DataError
         If there are none, or a package is missing.
     """
-    if find_spec("PIL") is None:
+    if find_module_spec("PIL") is None:
         raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL_HINT}")
     if folder is not None:
         try:
@@ -174,7 +174,7 @@ def find_photographs(folder: Path | None) -> list[Path]:
 
 
 def _find_packaged_photographs(package: str) -> list[Path]:
-    spec = find_spec(package)
+    spec = find_module_spec(package)
     if spec is None or not spec.submodule_search_locations:
         name = package.replace("sk", "scikit-")
         raise DataError(
