@@ -9,13 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OutputError, UserError
+from ..terminal.console import say
 from ..version import find_module_spec
 
 WRITE_REMEDY = "free disk space or check permissions, or choose another path"
@@ -164,9 +167,18 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+@cache  # warns once
 def has_matplotlib() -> bool:
-    """Return whether matplotlib is installed."""
-    return find_module_spec("matplotlib") is not None
+    """Return whether matplotlib can be imported; warn about a broken installation."""
+    if find_module_spec("matplotlib") is None:
+        return False
+    try:
+        import matplotlib.figure  # noqa: F401
+    except Exception as error:  # a broken installation fails in many ways
+        problem = f"{type(error).__name__}: {error}"
+        say(f"warning: no pictures are drawn: matplotlib cannot be imported ({problem}); reinstall it", sys.stderr)
+        return False
+    return True
 
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:

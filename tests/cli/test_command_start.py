@@ -34,6 +34,19 @@ def test_closed_standard_streams(folder, closed):
     assert "preparing" not in done.stdout
 
 
+@pytest.mark.long
+def test_run_with_a_broken_matplotlib(folder):
+    (folder / "matplotlib").mkdir()
+    (folder / "matplotlib" / "__init__.py").write_text("raise AttributeError('_ARRAY_API not found')")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    env["NEONDIST_TESTS_HIDE"] = ""
+    done = subprocess.run(
+        build_command("run", "toy.yaml"), cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: no pictures are drawn: matplotlib cannot be imported (AttributeError: _ARR") == 1
+
+
 @needs_mpirun
 @pytest.mark.long
 def test_mpi_without_home():
