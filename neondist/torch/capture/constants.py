@@ -77,6 +77,7 @@ class KnownValueTracker(TorchDispatchMode):
         self.unregistered_tensors: list[torch.Tensor] = []
         self._known_values: Any = WeakIdKeyDictionary()
         self._views_outliving_capture: Any = WeakIdKeyDictionary()
+        self._results: Any = WeakIdKeyDictionary()
 
     def record_buffers(self, values: Mapping[str, torch.Tensor], module: nn.Module, _: Any) -> None:
         """Record the values of a module's buffers, which are fake tensors while it is traced."""
@@ -126,6 +127,8 @@ class KnownValueTracker(TorchDispatchMode):
         outputs = tensors_in(result)
         if func.is_view and any(map(self._outlives_capture, tensors)):
             self._views_outliving_capture.update(dict.fromkeys(outputs))
+        else:  # real tensors where torch.export itself computes the values of literals with one element
+            self._results.update(dict.fromkeys(outputs))
         is_known = is_known and all(_is_small_enough_to_track(out) for out in outputs)
         values = _try_compute(func, args, kwargs, items) if is_known else None
         memories = [storage_id(tensor) for tensor in writes]
@@ -149,7 +152,8 @@ class KnownValueTracker(TorchDispatchMode):
 
     def _outlives_capture(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor outlives the capture and is neither a parameter nor a buffer."""
-        return type(tensor) in _REAL_TENSOR_TYPES or tensor in self._views_outliving_capture
+        is_real = type(tensor) in _REAL_TENSOR_TYPES and tensor not in self._results
+        return is_real or tensor in self._views_outliving_capture
 
     def _known_value(self, tensor: Any, is_literal: bool = False, shape_only: bool = False) -> _KnownValue | None:
         """Return the known value of a tensor, or None.

@@ -44,6 +44,12 @@ def use_in_place(y):
     return y * t.sum().item() + t.view(2, 2)[1, 0].item()
 
 
+def write_to_literals(y):
+    count, factor = torch.tensor(0), torch.tensor(1.0).fill_(2.5).type(y.type()).to(y[0].device)
+    count += 1
+    return y * factor.expand_as(y) + count.clone().mul_(3).item() + count
+
+
 def use_positions(y):
     place = torch.arange(y.shape[1]).unsqueeze(1) * torch.exp(torch.arange(0, 4, 2) * (-math.log(1e4) / 4))
     table = torch.stack([place.sin(), place.cos()], 2).flatten(1)
@@ -79,6 +85,7 @@ CONSTANTS = {
     "round trip": lambda y: y * torch.from_numpy(np.arange(4.0)).sum().item(),
     "zeros like": lambda y: y * (torch.zeros_like(y[0, 0, 0]).sum().item() + 2) + y.new_ones(3).sum().item(),
     "in place": use_in_place,
+    "literals": write_to_literals,
     "positions": use_positions,
     "mask": use_mask,
     "mask set": lambda y: F.pad(y, (0, 1)).masked_fill(torch.arange(y.shape[-1] + 1) > 3, 0.5),
