@@ -112,7 +112,7 @@ RESULTS = {
     ),
     "other cells": (
         {"transform": create(TRANSFORM, source_box=lambda self, box, draw: box.shift((-1, 0)))},
-        "augment: Own: source_box Box.* is not inside Box.*max_source_box",
+        "augment: Own: source_box Box.* is not inside Box.*max_source_box; extend max_source_box",
     ),
     "no splits": (
         {"dataset": create((Waves, {}), open_splits=lambda *_: None)},

@@ -91,7 +91,7 @@ class AugmentedTile:
             if not source.empty and source.intersect(self.input_box) != source:
                 raise ConfigError(
                     f"augment: {', '.join(type(t).__name__ for t, *_ in draws)}: source_box {source} is not inside"
-                    f" {self.input_box}; return a box of the image that max_source_box contains"
+                    f" {self.input_box}, the cells of max_source_box; extend max_source_box, or correct source_box"
                 )
             by_source[source].append((position, steps))
         out: np.ndarray | None = None
