@@ -61,5 +61,5 @@ with nd.DistributedSession(
             session.run(nd.train.evaluate, model, dataset.test, batch_size, [nd.Misclassification()])
     else:
         for x, y in session.batches(dataset, batch_size * grid.replicas):
-            session.run(model.train_batch, x, y)
+            session.run(model.train_batch, x, y, session.batch_size)  # the last batch of an epoch may be smaller
 grid.close()

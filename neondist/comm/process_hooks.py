@@ -9,7 +9,7 @@ import traceback
 from types import TracebackType
 
 from ..errors import REPORT_DELAY_SECONDS, UserError
-from ..terminal.script_errors import ChainedHook, ScriptErrorHook
+from ..terminal.script_errors import ChainedHook, ScriptErrorHook, own_stderr
 from .agreement import CALL_KEY, check_equal_on_ranks
 from .transport import Transport
 
@@ -75,6 +75,7 @@ def abort_with_error(transport: Transport, error: BaseException) -> None:
     if transport.rank and isinstance(error, UserError) and error.raised_on_all_ranks:
         time.sleep(REPORT_DELAY_SECONDS)  # unless rank 0 catches the error, it ends this rank
     lines = traceback.format_exception(type(error), error, error.__traceback__)
-    sys.stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")
-    sys.stderr.flush()
+    stderr = own_stderr()
+    stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")
+    stderr.flush()
     transport.abort(2 if isinstance(error, UserError) else 1)

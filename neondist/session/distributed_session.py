@@ -80,7 +80,7 @@ class DistributedSession:
     --------
     >>> with nd.DistributedSession(model=model, checkpoint_dir="ckpt", hooks=[nd.StopAtStepHook(1000)]) as session:
     ...     for x, y in session.batches(dataset, batch_size=128):
-    ...         loss = session.run(model.train_batch, x, y)  # doctest: +SKIP
+    ...         loss = session.run(model.train_batch, x, y, session.batch_size)  # doctest: +SKIP
     """
 
     @type_checked

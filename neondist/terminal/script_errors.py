@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from collections.abc import Callable
 from traceback import walk_tb
 from types import TracebackType
+from typing import Any
 
 from ..errors import REPORT_DELAY_SECONDS, UserError
 from ..system.job import detect_job
 from .console import say
+
+
+def own_stderr() -> Any:
+    """Return stderr, even in the excepthook of torch.distributed, which loses the text of hooks that do not return."""
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
 
 
 class ChainedHook:
@@ -47,7 +54,7 @@ class ScriptErrorHook:
             time.sleep(REPORT_DELAY_SECONDS)
         trace = walk_tb(error.__traceback__)
         lines = [f"{self.script}:{line}: " for frame, line in trace if frame.f_code.co_filename == self.script]
-        say(f"error: {lines[-1] if lines else ''}{error}", sys.stderr)
+        say(f"error: {lines[-1] if lines else ''}{error}", own_stderr())
 
 
 def install_script_error_hook() -> None:

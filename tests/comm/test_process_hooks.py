@@ -1,13 +1,15 @@
 """Effects of grids of several MPI ranks on their process: one owner, until the last grid is closed."""
 
+import io
 import sys
+from contextlib import nullcontext
 
 import pytest
 
-from neondist.comm.process_hooks import ExceptionAndExitHooks
+from neondist.comm.process_hooks import ExceptionAndExitHooks, abort_with_error
 from neondist.comm.transport import Transport
 from neondist.errors import DataError
-from neondist.terminal.script_errors import install_script_error_hook
+from neondist.terminal.script_errors import ScriptErrorHook, install_script_error_hook
 
 
 class FakeRanks(Transport):
@@ -72,6 +74,19 @@ def test_script_error_is_one_message_on_several_ranks(script_first, monkeypatch,
     assert ranks.events == ["shared", 2, 1]
     assert "failed and ends the job:\nKeyError: 'x'" in capsys.readouterr().err
     effects.remove_grid(ranks)
+
+
+@pytest.mark.parametrize("on_ranks", [False, True])
+def test_message_in_the_hook_of_torch_distributed(on_ranks, monkeypatch):
+    """PyTorch's hook replaces stderr by a StringIO, and prints its text only if the previous hook returns."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "__stderr__", io.StringIO())
+    with pytest.raises(SystemExit) if not on_ranks else nullcontext():
+        if on_ranks:
+            abort_with_error(FakeRanks(), DataError("no such file"))
+        else:
+            ScriptErrorHook("script.py")(DataError, DataError("no such file"), None)
+    assert sys.__stderr__.getvalue().endswith("no such file\n")
 
 
 def test_later_hooks_are_kept(previous_hook):

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from doc_blocks import parse_blocks
 from doc_sandbox import ROOT
+from zoo import ZOO
 
 import neondist as nd
 from neondist import errors
@@ -82,6 +83,11 @@ def test_pytorch_page_has_every_public_name():
     page = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
     missing = [name for name in ndt.__all__ if not re.search(rf"neondist\.torch\.{name}\b", page)]
     assert not missing, "add them to docs/pytorch.md"
+
+
+def test_changelog_counts_public_models():
+    (count,) = re.findall(r"(\d+)\s+public\s+models", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert int(count) == len(ZOO)
 
 
 @pytest.mark.parametrize(

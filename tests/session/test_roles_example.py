@@ -57,6 +57,23 @@ def test_master_worker_and_evaluator(tmp_path):
 
 
 @pytest.mark.long
+def test_epoch_that_ends_with_a_smaller_batch(tmp_path):
+    """Three shards of 3333 digits, in batches of 100."""
+    pytest.importorskip("torch", reason="tasks that are started one by one meet by torch.distributed")
+    cluster = {"master": [f"127.0.0.1:{find_free_port()}"], "worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+    places = ("worker", 1), ("worker", 0), ("master", 0)
+    tasks = [start_task(kind, cluster, tmp_path / "ckpt", 36, 4, index=index) for kind, index in places]
+    try:
+        outputs = [communicate(process, 600) for process in tasks]
+    finally:
+        for process in tasks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in tasks] == [0, 0, 0], outputs
+    assert outputs[2][0].splitlines()[-1].startswith("step 36: ")
+
+
+@pytest.mark.long
 def test_server_and_two_workers(tmp_path):
     """Worker 1 starts first and the server last; all end with worker 0, after the last update."""
     address = f"127.0.0.1:{find_free_port()}"
