@@ -167,7 +167,13 @@ def experiment_grid_shape(experiment: Experiment, ranks: int) -> GridShape:
                 f"dist_flag: false runs in one process, not on {ranks} ranks; use 1 rank or dist_flag: true"
             )
         return GridShape()
-    shape = grid_shape(ranks, **experiment.grid)
+    strategy = experiment.server_strategy or experiment.model.strategy
+    try:
+        shape = grid_shape(ranks, **experiment.grid)
+    except GridError as error:
+        if isinstance(strategy, Strategy) and strategy.grid == experiment.grid:  # of neondist plan
+            raise strategy.create_error(f"{error}; or set the experiment's own grid", "grid") from None
+        raise
     if experiment.batch_size < shape.replicas:
         raise ConfigError(
             f"batch_size: {experiment.batch_size} is less than the number of replicas, {shape.replicas}; give at"

@@ -218,6 +218,12 @@ def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     assert Strategy.load("chosen.yaml") == strategy
     assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 0
     assert "4 ranks (4 replicas, 1 row, 1 col)" in capsys.readouterr().out
+    assert main(["check", "one.yaml", "-n", "3", "--strategy", "chosen.yaml"]) == 2
+    message = "chosen.yaml:5: grid (replicas: 4, rows: 1, cols: 1) does not match 3 ranks; "
+    assert message in (err := capsys.readouterr().err)
+    assert err.endswith("; or set the experiment's own grid\n")
+    assert main(["check", "one.yaml", "-n", "8", "--strategy", "chosen.yaml", "--set", "grid.replicas=4"]) == 0
+    capsys.readouterr()
     yaml_text = (tmp_path / "chosen.yaml").read_text()
     (tmp_path / "chosen.yaml").write_text(yaml_text.replace("rows: 1", "rows: 0"))
     assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 2
