@@ -180,7 +180,7 @@ class DistributedSession:
     def request_stop(self, reason: str = "requested by the script") -> None:
         """Request, on one or several ranks, that all ranks stop after the current or next step.
 
-        Until then `should_stop` returns False on all ranks.
+        Until then `should_stop` returns False on all ranks. A session of one rank stops without another step.
         """
         self.state.request_stop(reason)
 

@@ -82,8 +82,10 @@ class SessionState(TrainState):
         self._epoch_size = samples
 
     def request_stop(self, reason: str) -> None:
-        """Request, on one or several ranks, that all ranks stop after the current step."""
+        """Request, on one or several ranks, that all ranks stop after the current or next step; one rank stops now."""
         self.stop_reason = self.stop_reason or reason
+        if self.grid.size == 1:
+            self.share_stop_requests()
 
     def receive_stop_requests(self) -> None:
         """Do nothing: `share_stop_requests` shares the requests."""

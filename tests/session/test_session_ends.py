@@ -77,6 +77,22 @@ def test_all_ranks_stop_after_the_same_step(requests):
     assert loopback.run(3, body) == [expected] * 3
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_between_steps(ranks):
+    def body(world):
+        session, loops = create_session(nd.ProcessGrid(world)), 0
+        with session:
+            while not session.should_stop():
+                session.run(make_step(session))
+                if session.global_step >= 3:
+                    session.request_stop()
+                loops += 1
+        return session.global_step, loops
+
+    steps = 3 if ranks == 1 else 4  # several ranks agree after a step
+    assert loopback.run(ranks, body) == [(steps, steps)] * ranks
+
+
 def test_chief_hook_stops_all_ranks():
     def body(world):
         session = create_session(nd.ProcessGrid(world), chief_only_hooks=[hook := StepRecorder(3)])
