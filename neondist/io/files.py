@@ -32,7 +32,7 @@ _REMEDY_BY_ERRNO = {
 
 def partial_path(path: Path) -> Path:
     """Return the temporary path of a file that is being written."""
-    return path.with_name(path.name + ".partial")
+    return path.parent / f"{path.name}.partial"  # the name of "." and of "/" is empty
 
 
 class DraftFile:

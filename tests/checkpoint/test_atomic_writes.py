@@ -80,6 +80,16 @@ def test_predictions_are_not_written_through_a_link(tmp_path, link_target):
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.ones((2, 3), np.float32))
 
 
+@pytest.mark.parametrize("path", [".", "..", "/", "folder", "folder/"])
+def test_folders_are_not_replaced(path, tmp_path, monkeypatch):
+    (tmp_path / "inside" / "folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "inside")
+    strategy = nd.strategies.PS().build([nd.ParameterSpec("a", (4,))], 2)
+    with pytest.raises(OutputError, match=r"cannot be written .*choose another path"):
+        strategy.save(path)
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["inside", "folder"]
+
+
 def test_lines_are_not_appended_through_a_link(tmp_path, link_target):
     (tmp_path / "log").symlink_to(link_target)
     with pytest.raises(OutputError, match="log: cannot be written"):
