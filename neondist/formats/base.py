@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..comm import ProcessGrid, all_or_none
-from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
+from ..errors import ConfigError, DataError, NotReadyError, OutputError, ShapeError, UserError
 from ..io.files import WRITE_REMEDY, short_reason
 from ..system.memory import format_bytes, require_memory
 from .axes import Axes, BoxLike, Cells, box_to_slices, relative_slices
@@ -249,6 +249,7 @@ class TileSink(ABC):
     """
 
     resumed: bool = False
+    _is_complete = False
 
     def __init__(
         self,
@@ -271,10 +272,15 @@ class TileSink(ABC):
         OutputError
             If there is no disk space, or no permission.
         ShapeError
-            If the array does not have the box's shape, or its dtype cannot be stored.
+            If the array does not have the box's shape, has masked elements, or its dtype cannot be stored.
+        NotReadyError
+            After `commit`, or after the sink's `with` block.
         """
+        self._require_incomplete()
         cells = box_to_slices(box, self.shape, str(self.path))
         shape = tuple(cut.stop - cut.start for cut in cells)
+        if np.ma.is_masked(array):
+            raise ShapeError(f"{self.path}: the array has masked elements; replace them, such as with array.filled(0)")
         array = np.asarray(array)
         if array.shape != shape or not np.can_cast(array.dtype, self.dtype, "same_kind"):
             raise ShapeError(
@@ -287,12 +293,18 @@ class TileSink(ABC):
 
     def commit(self) -> None:
         """Give the file its final name after all boxes are written. Collective over the sink's grid, if any."""
+        self._require_incomplete()
         with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             self.flush()
         self._on_all_cells_written()
         with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             if self.grid is None or self.grid.rank == 0:
                 self._publish()
+        self._is_complete = True
+
+    def _require_incomplete(self) -> None:
+        if self._is_complete:
+            raise NotReadyError(f"{self.path}: the sink is committed or closed; create another with nd.create_sink")
 
     @abstractmethod
     def _write(self, cells: Cells, array: np.ndarray) -> None:
@@ -317,6 +329,7 @@ class TileSink(ABC):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._is_complete = True
         self.close()
 
 

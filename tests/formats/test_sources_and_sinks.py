@@ -52,6 +52,29 @@ def write(path, array, axes, ranks=1, counts=(3, 2, 2), at_write=lambda: None, *
     nd.loopback.run(ranks, lambda world: write_boxes(nd.ProcessGrid(world)))
 
 
+@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".png"])
+def test_writes_after_the_end_are_rejected(tmp_path, suffix, commits):
+    axes = "ZYXC" if ".nii" in suffix else "YXC"
+    array, path = np.zeros((2,) * (len(axes) - 1) + (1,), np.uint8), tmp_path / f"out{suffix}"
+    with nd.create_sink(path, array.shape, array.dtype, axes) as sink:
+        box = [(0, n) for n in array.shape]
+        with pytest.raises(nd.ShapeError, match="has masked elements; replace them"):
+            sink.write(box, np.ma.masked_equal(array, 0))
+        sink.write(box, array)
+        if commits:
+            sink.commit()
+            contents = read_contents(path)
+            with pytest.raises(nd.NotReadyError, match="the sink is committed or closed; create another"):
+                sink.commit()
+            with pytest.raises(nd.NotReadyError, match="the sink is committed or closed; create another"):
+                sink.write(box, array + 1)
+    with pytest.raises(nd.NotReadyError, match="the sink is committed or closed; create another"):
+        sink.write(box, array + 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name] * commits
+    assert not commits or read_contents(path) == contents
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("axes", SHAPES)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "uint8"), (3, "float32"), (4, "int16")])
