@@ -178,9 +178,10 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
             "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"
             " computation may depend on the shapes of tensors, but not on their values: use torch.where instead"
         )
-    if "DynamicOutputShape" in name or "PendingUnbackedSymbol" in name:
-        subject = f" of {first}" if first.startswith("aten.") else ""
-        why = f"the shape of a result{subject} depends on the values of tensors; {SHAPE_REMEDY}"
+    # numbers of selected elements are size-like, unlike values of elements
+    if "DynamicOutputShape" in name or "PendingUnbackedSymbol" in name or "(Size-like symbols: u" in first:
+        operator = f" of {first}" if first.startswith("aten.") else ""
+        why = f"the shape of a result{operator} depends on the values of tensors; {SHAPE_REMEDY}"
     if "UncapturedHigherOrderOp" in name:
         why = "torch.cond, loops and maps of PyTorch's higher-order operators are not recorded; use torch.where instead"
     if any(text in first for text in _TEXTS_OF_TRANSFORMS):

@@ -194,6 +194,20 @@ def test_values_of_inputs_are_rejected(name):
         ndt.distribute(ConvolvedFunction(REJECTED[name]), IMAGES, grid)
 
 
+COUNTS = {
+    "len": lambda y: y if len(y[y > 0]) else -y,
+    "numel": lambda y: y if y.masked_select(y > 0).numel() > 2 else -y,
+    "range": lambda y: y * sum(1.0 for _ in range((y > 0).nonzero().shape[0])),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_numbers_of_selected_elements_are_rejected(name):
+    message = r"test_constants\.py:\d+: ConvolvedFunction cannot be captured .*shape of a result depends on the values"
+    with nd.ProcessGrid() as grid, pytest.raises(nd.ConfigError, match=message + ".* instead of selecting elements"):
+        ndt.distribute(ConvolvedFunction(COUNTS[name]), IMAGES, grid)
+
+
 def find_training_difference(module, criterion, number, grid, before_step=None, captures=share_captures):
     """Train on virtual ranks and in one process; return the first difference, or None."""
     torch.manual_seed(1)
