@@ -39,7 +39,7 @@ EXTENTS = {1: 20, 2: 12, 3: 6}
 OPTIONS = (
     {}, {"scheme": "deep_halo"}, {"scheme": "deep_halo(layers=4)"}, {"scheme": "deep_halo(layers=9)"}, {"strips": 1},
     {"strips": 3, "scheme": "deep_halo(layers=3)"}, {"recompute": True, "scheme": "deep_halo(layers=3)"},
-    {"scheme": "overlap_tile(statistics=global)"}, {"memory": "least"},
+    {"scheme": "overlap_tile(statistics=global)"}, {"memory": "least"}, {"scheme": "auto(latency=1.0, bandwidth=1e12)"},
     {"memory": "least", "strips": 2, "scheme": "deep_halo(layers=2)", "compile": run_uncompiled},
     {"memory": "least", "recompute": True, "compile": run_uncompiled},
     {"recompute": True, "strips": "auto", "compile": run_uncompiled},

@@ -45,7 +45,8 @@ class _SegmentDivision:
     def __init__(self, search: SegmentSearch, segment: OperatorSegment, profile: MachineProfile) -> None:
         self.search, self.profile, self.operators = search, profile, list(segment.records)
         self.windows = [at for at, number in enumerate(self.operators) if segment.records[number].needs_halo_exchange]
-        self.flops = {number: _count_flops(record, search.program.values) for number, record in segment.records.items()}
+        computing = {number: record for number, record in segment.records.items() if value_ids_in(record.result)}
+        self.flops = {number: _count_flops(record, search.program.values) for number, record in computing.items()}
         self.middle_place = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
         self.seconds_by_range: dict[tuple[int, int], float] = {}
 
@@ -81,7 +82,8 @@ class _SegmentDivision:
             for value, ranges in zip(segment.inputs, segment.traced.source_ranges(outputs), strict=True)
             if value in values
         )
-        results = {number: values[value_ids_in(record.result)[0]] for number, record in segment.records.items()}
+        records = {number: record for number, record in segment.records.items() if number in self.flops}
+        results = {number: values[value_ids_in(record.result)[0]] for number, record in records.items()}
         redundant = sum(
             self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
         )

@@ -225,6 +225,14 @@ def test_planner_weighs_latency_against_work(latency, count):
     assert count_views(plan) == count
 
 
+def test_planner_ignores_results_that_are_not_tensors():
+    """Without indices, the second result of adaptive max pooling is None."""
+    convs = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+    check_module(
+        nn.Sequential(convs[0], nn.AdaptiveMaxPool2d(6), convs[1]), (1, 2, 12, 12), grids=[(1, 2, 1)], scheme="auto"
+    )
+
+
 def test_dropout_draws_the_same_numbers():
     module = nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Dropout(0.4), nn.Conv2d(3, 3, 3), nn.Dropout2d(0.3), nn.Conv2d(3, 1, 3)
