@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
 from ...geometry import Atom, index_of
@@ -312,6 +313,19 @@ def _products_of_others(a: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     before = torch.cat([ones, line[..., :-1]], -1).cumprod(-1)
     after = torch.cat([ones, line.flip(-1)[..., :-1]], -1).cumprod(-1).flip(-1)
     return (before * after).reshape(flat.shape).movedim(list(range(-len(dims), 0)), list(dims))
+
+
+@rule("aten.renorm.default")
+def renorm(lowering: Lowering, x: Value, p: float, dim: int, maxnorm: float) -> Value:
+    """Decompose for long slices only: the others have no gradient of their norm, which may be NaN."""
+    scale, dims = decomposition_table[torch.ops.aten.renorm.default], set(range(len(x.shape))) - {dim % len(x.shape)}
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(a.dtype, torch.float32)
+        is_long = torch.linalg.vector_norm(a.detach(), p, sorted(dims), keepdim=True, dtype=dtype) > maxnorm
+        return torch.where(is_long, scale(a.where(is_long, 0), p, dim, maxnorm), a)
+
+    return lowering.trace_and_lower([x], run)
 
 
 @rule("aten.histc.default")

@@ -428,6 +428,11 @@ OPERATIONS = {
     "means of small bins": lambda x: F.interpolate(x, size=(5, 4), mode="area"),
     "filters of different lengths": lambda x: F.interpolate(x, size=(7, 5), mode="bicubic", antialias=True),
     "maximum norm": lambda x: torch.linalg.vector_norm(x, torch.inf, 2),
+    **{
+        f"renorm {p} {dim}": lambda x, p=p, dim=dim: torch.renorm(x, p, dim, 3.0)
+        for p in (0.5, 1, 2, torch.inf)
+        for dim in range(-1, 3)
+    },
     "minimum norm": lambda x: torch.linalg.vector_norm(x, -torch.inf, (2, 3)),
 }
 
