@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,24 @@ def check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         hint = "; use torch.from_numpy to convert an array" if hasattr(value, "__array__") else ""
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
+
+
+REMEDY_FOR_ARGUMENTS = "set other arguments of its forward in a module that calls it"
+
+
+def bind_inputs(module: nn.Module, tiles: Sequence[Any], named_tiles: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return tiles in the order of a module's arguments; raise ConfigError if they are not its first arguments."""
+    name = type(module).__name__
+    try:
+        bound = inspect.signature(module.forward).bind(*tiles, **named_tiles)
+    except TypeError as error:
+        raise ConfigError(f"{name}.forward: {error}") from None
+    if bound.kwargs:
+        raise ConfigError(
+            f"{name}.forward: a distributed module takes a tile of each input, in the order of example_shape, but not"
+            f" {', '.join(bound.kwargs)}; {REMEDY_FOR_ARGUMENTS}"
+        )
+    return bound.args
 
 
 def check_not_traced(tiles: Sequence[Any]) -> None:

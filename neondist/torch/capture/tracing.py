@@ -37,6 +37,7 @@ SHAPE_REMEDY = (
     " elements, use torch.where, or multiply by the mask and divide by its sum"
 )
 _TEXTS_OF_VALUE_READS = "FakeTensor.__format__", ".numpy() is not supported"
+_TEXTS_OF_WRONG_ARGUMENTS = "missing a required argument", "too many positional arguments"
 _TEXTS_OF_TRANSFORMS = "Cannot access data pointer", "Cannot access storage"
 _DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
@@ -168,7 +169,7 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     name = type(error).__name__
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     why = first if isinstance(error, CaptureError) else f"{name}: {first}"
-    if isinstance(error, TypeError) and "missing a required argument" in first:
+    if isinstance(error, TypeError) and any(text in first for text in _TEXTS_OF_WRONG_ARGUMENTS):
         why = f"{why}; give one input per required argument of forward, or wrap the module"
     if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first):
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in shapes)

@@ -19,7 +19,9 @@ from ...halo import Phase
 from ...terminal.console import counted
 from ..capture.capture import device_of
 from ..capture.checks import (
+    REMEDY_FOR_ARGUMENTS,
     BackwardEntryCheck,
+    bind_inputs,
     check_module,
     check_not_traced,
     check_parameter_shapes,
@@ -111,8 +113,9 @@ class DistributedModule(nn.Module):
         self._require_same_on_all_ranks({"the module's steps": digest, "example_shape": self.programs.shapes})
 
     @_uncompiled
-    def forward(self, *tiles: torch.Tensor) -> Any:
+    def forward(self, *tiles: torch.Tensor, **named_tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given its tiles of the inputs. Collective."""
+        tiles = bind_inputs(self.module, tiles, named_tiles) if named_tiles else tiles
         check_not_traced(tiles)
         self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
@@ -380,7 +383,8 @@ class DistributedModule(nn.Module):
         count, plan = len(self.tiling.input_layouts), prepared.runner.plan
         if len(tiles) != count:
             raise ShapeError(
-                f"example_shape gives {counted(count, 'input')}, but the module got {len(tiles)}; pass a tile per input"
+                f"example_shape gives {counted(count, 'input')}, but the module got {len(tiles)}; pass a tile per"
+                f" input, and {REMEDY_FOR_ARGUMENTS}"
             )
         for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, prepared.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)

@@ -1,5 +1,6 @@
 """Invalid use of distributed modules: one message on all ranks, without deadlocks."""
 
+import copy
 import functools
 import subprocess
 import sys
@@ -92,6 +93,67 @@ def test_missing_inputs():
         ndt.distribute(TwoInputs(), IMAGES, grid)
 
     check_rejected(body, "'mask'; give one input per required argument of forward, or wrap the module")
+
+
+class Masked(nn.Module):
+    """Convolution with a mask and other optional arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x, mask=None, scale=None, *, negate=False):
+        y = self.conv(x) if mask is None else self.conv(x) * mask
+        return -y if negate else y
+
+
+def test_inputs_may_be_named():
+    image, mask = draw_tensor(*IMAGES), draw_tensor(IMAGES[0], 1, *IMAGES[2:])
+    original = build_seeded(Masked)
+    expected = original(image, mask)
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(copy.deepcopy(original), [image.shape, mask.shape], grid)
+            x, m = model.scatter(image), model.scatter(mask, 1)
+            return [
+                model.gather(model(*args, **named)) for args, named in (([x], {"mask": m}), ([], {"mask": m, "x": x}))
+            ]
+
+    for ranks in 1, RANKS:
+        for outputs in loopback.run(ranks, body):
+            for output in outputs:
+                torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"negate": True},
+            "in the order of example_shape, but not negate; set other arguments of its forward in a module",
+        ),
+        ({"scale": 2.0}, "in the order of example_shape, but not scale; set other arguments"),
+        ({"masks": None}, "Masked.forward: got an unexpected keyword argument 'masks'"),
+        ({"mask": None}, "example_shape gives 1 input, but the module got 2; pass a tile per input, and set other"),
+    ],
+)
+def test_other_named_arguments(arguments, message):
+    def body(grid):
+        model = ndt.distribute(build_seeded(Masked), IMAGES, grid)
+        model(model.scatter(draw_tensor(*IMAGES)), **arguments)
+
+    check_rejected(body, message)
+
+
+def test_modules_without_positional_inputs():
+    class Named(nn.Module):
+        def forward(self, **named):
+            return named["x"]
+
+    check_rejected(
+        lambda grid: ndt.distribute(Named(), IMAGES, grid), "too many positional arguments; give one input per"
+    )
 
 
 @pytest.mark.parametrize(
