@@ -163,7 +163,7 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
         If rows and columns are ambiguous; AmbiguousAxesError if no axis has a name.
     """
     names, ambiguity_error = variable.dimensions, partial(_ambiguity_error, where, variable.dimensions, shape)
-    axes = _resolve_candidates(names, [_infer_axis(name, variable, ambiguity_error) for name in names], ambiguity_error)
+    axes = _resolve_conflicts(names, [_infer_axis(name, variable, ambiguity_error) for name in names], ambiguity_error)
     _assign_curvilinear_axes(variable, axes)
     _assign_axes_by_order(axes)
     if "" in axes and not set(axes) >= _ROW_COLUMN_LETTERS:
@@ -188,14 +188,14 @@ def _ambiguity_error(where: str, names: Sequence[str], shape: Sequence[int], why
     return error
 
 
-class _AxisCandidate(NamedTuple):
+class _InferredAxis(NamedTuple):
     """Letter of an axis, '' if unknown, and the kind of evidence for it: 0 is the strongest."""
 
     letter: str
     evidence: int
 
 
-def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable[[str], DataError]) -> _AxisCandidate:
+def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable[[str], DataError]) -> _InferredAxis:
     """Infer the axis of a dimension: by its coordinate (evidence 0), by listed coordinates (1), or by its name (2)."""
     own = variable.coordinates.get(name) if name else None
     own_attributes = own.attributes if own is not None else {}
@@ -215,12 +215,12 @@ def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable
         by_name = {"Y"}
     for evidence, letters in enumerate((declared, listed, by_name)):
         if len(letters) == 1:
-            return _AxisCandidate(next(iter(letters)), evidence)
-    return _AxisCandidate("", 0)
+            return _InferredAxis(next(iter(letters)), evidence)
+    return _InferredAxis("", 0)
 
 
-def _resolve_candidates(
-    names: Sequence[str], candidates: Sequence[_AxisCandidate], ambiguity_error: Callable[[str], DataError]
+def _resolve_conflicts(
+    names: Sequence[str], candidates: Sequence[_InferredAxis], ambiguity_error: Callable[[str], DataError]
 ) -> list[str]:
     """Return the letter of each axis: '-' for an axis that counts as samples, '' if unknown."""
     axes = [candidate.letter for candidate in candidates]

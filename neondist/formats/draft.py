@@ -24,7 +24,7 @@ from .base import AXIS_METADATA_DEFAULTS, TileSink, TileSource, convert_write_er
 
 COMPRESSED_SUFFIX, LOCK_SUFFIX = ".packed", ".lock"
 """suffixes of a draft's compressed copy, and of its lock file for ranks that write to the same chunk"""
-_CREATED_MEANWHILE_MESSAGE = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
+_CREATED_MEANWHILE_MESSAGE = "was created in the meantime; choose another name, or overwrite it (--overwrite)"
 _MAX_NAME_LENGTH, _MAX_LISTED_NAMES = 80, 40
 """limits for messages: length of a metadata name, and number of names"""
 
@@ -119,7 +119,9 @@ class DraftSink(TileSink):
                     )
                 write_text(self._description_path, json.dumps(note | {"resumed": True}))
                 return
-        if not self.path.exists() and _replaced_path(self.path).exists():  # a process was killed meanwhile
+        if (
+            not self.path.exists() and _replaced_path(self.path).exists()
+        ):  # a process was killed while it replaced the folder
             os.rename(_replaced_path(self.path), self.path)
             if not self._overwrite:
                 raise OutputError(f"{self.path}: {_CREATED_MEANWHILE_MESSAGE}")
@@ -136,9 +138,9 @@ class DraftSink(TileSink):
             raise
 
     def _copy_metadata(self, like: TileSource | None, name: str, axes: str = "") -> Any:
-        """Return the `like` image's metadata of a name, for `axes` if it is by axis, and record that it is copied.
+        """Return an entry of the `like` image's metadata, and record that it is copied.
 
-        Missing metadata is None, or {} if it is by axis.
+        Of an entry with a value per axis, return those for `axes`. A missing entry is None, or {} with values per axis.
         """
         value = None if like is None else like.metadata.get(name)
         if like is None or name in like.metadata:

@@ -209,7 +209,7 @@ def _check_bit_depth(path: Path, image: Any) -> None:
     elif tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _SIGNED and tags.get(_SAMPLE_BITS, (16,))[0] <= 8:
         raise DataError(f"{path}: has signed 8-bit values, which would lose their sign; save it as .npy")
     if image.format == "TIFF" and raw.endswith("X"):
-        raise DataError(f"{path}: has {raw} channels, of which those named X would be lost; save it as .npy")
+        raise DataError(f"{path}: has channels {raw}, of which X would be lost on reading; save it as .npy")
 
 
 def _read_exif(image: Any) -> Any:

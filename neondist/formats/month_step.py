@@ -61,7 +61,7 @@ class MonthStep:
         origin, (least, greatest), max_difference = _ORIGINS[self.place]
         numbers, offsets = [], []
         for time in times.tolist():
-            first = self._first_month(time, calendar)
+            first = self._first_month_of_period(time, calendar)
             numbers.append(first)
             offsets.append(time - start_of_month(first, calendar) - origin(self._period_seconds(first, calendar)))
         return (
@@ -77,7 +77,7 @@ class MonthStep:
             return self
         stamps = {(month, days): seconds for month, days, seconds in self.stamps}
         for time in times.tolist():
-            first = self._first_month(time, calendar)
+            first = self._first_month_of_period(time, calendar)
             key = first % 12 + 1, round(self._period_seconds(first, calendar) / _DAY)
             stamps.pop(key, None)  # the latest stamp comes last
             stamps[key] = time - start_of_month(first, calendar)
@@ -90,7 +90,7 @@ class MonthStep:
         latest stamp of any period with the most similar length.
         """
         origin, *_ = _ORIGINS[self.place]
-        first = self._first_month(time, calendar)
+        first = self._first_month_of_period(time, calendar)
         later = first + steps * self.months
         length = self._period_seconds(later, calendar)
         if self.stamps:
@@ -102,7 +102,7 @@ class MonthStep:
             offset = length - _DAY + offset % _DAY
         return start_of_month(later, calendar) + offset
 
-    def _first_month(self, time: float, calendar: str) -> int:
+    def _first_month_of_period(self, time: float, calendar: str) -> int:
         """Return the first month of the period of a time: for longer periods, of the period with the closest middle."""
         month = month_containing(time, calendar)
         if self.period == 1:

@@ -129,7 +129,7 @@ class ConvLayer(Layer):
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
         zeros, weights = self.input.zero_padding_cells, ctx.params["weights"]
-        self.kernels.conv_into(y, view, weights, *self._conv_args, bias, ctx.activate, zeros)
+        self.kernels.conv_into(y, view, weights, *self._stride_dilation_groups, bias, ctx.activate, zeros)
         ctx.save(view=view, y=None if ctx.activation is None or ctx.relu_gradient_left_to_next_layer else y)
         return y
 
@@ -141,7 +141,7 @@ class ConvLayer(Layer):
             ctx.view,
             dy,
             ctx.params["weights"],
-            *self._conv_args,
+            *self._stride_dilation_groups,
             lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
             self.input.zero_padding_cells,
             ctx.needs_weight_gradients,
@@ -161,13 +161,15 @@ class ConvLayer(Layer):
         """Return the gradient of the tile, given the gradient of all outputs whose windows overlap the tile."""
         assert self.gathered_gradient_array is not None
         region, own = self.window.needs(self.gathered_gradient_array.need), self.input.own
-        array = self.kernels.conv_backward_input(gathered_dy, ctx.params["weights"], region.shape, *self._conv_args)
+        array = self.kernels.conv_backward_input(
+            gathered_dy, ctx.params["weights"], region.shape, *self._stride_dilation_groups
+        )
         overlap, dx = own.intersect(region), ctx.xp.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
         dx[(slice(None), *overlap.relative_to(own).slices)] = array[(slice(None), *overlap.relative_to(region).slices)]
         return dx
 
     @property
-    def _conv_args(self) -> tuple[Shape, Shape, int]:
+    def _stride_dilation_groups(self) -> tuple[Shape, Shape, int]:
         return self.window.stride, self.window.dilation, self.groups
 
 

@@ -126,7 +126,7 @@ class DeconvLayer(Layer):
         y = ctx.out if self.scattered_output_array.plan.trivial else ctx.xp.empty(shape, view.dtype)
         weights, kernels = self._swap_channels(ctx.params["weights"]), self.kernels
         kernels.conv_backward_into(
-            y, y, view, weights, *self._conv_args, lambda part: kernels.contiguous(view[part]), None, False
+            y, y, view, weights, *self._stride_dilation_groups, lambda part: kernels.contiguous(view[part]), None, False
         )
         return y
 
@@ -148,16 +148,18 @@ class DeconvLayer(Layer):
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view: a convolution of dy, which includes its halo."""
-        weights = self.kernels.conv_backward_weights(dy, ctx.view, self.output_window.kernel, *self._conv_args)
+        weights = self.kernels.conv_backward_weights(
+            dy, ctx.view, self.output_window.kernel, *self._stride_dilation_groups
+        )
         ctx.grads["weights"] = self._swap_channels(weights)
         if not ctx.needs_input_gradient:
             return None
         dview, weights = ctx.out, self._swap_channels(ctx.params["weights"])
-        self.kernels.conv_into(dview, dy, weights, *self._conv_args, None, self.kernels.copy)
+        self.kernels.conv_into(dview, dy, weights, *self._stride_dilation_groups, None, self.kernels.copy)
         return dview
 
     @property
-    def _conv_args(self) -> tuple[Shape, Shape, int]:
+    def _stride_dilation_groups(self) -> tuple[Shape, Shape, int]:
         return self.output_window.stride, self.output_window.dilation, self.groups
 
     def _swap_channels(self, weights: Any) -> Any:

@@ -81,7 +81,7 @@ class PerBlockFilters(FilterOperator):
         """Return W x."""
         z = self.kernels.xp.empty((len(view), *self.tile_extent, weights.shape[-1]), view.dtype)
         for place, cells, seen in self.block_slices:
-            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._conv_args)
+            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._stride_dilation_groups)
         return z
 
     def correlate_adjoint(self, z: Any, weights: Any, extent: Shape) -> Any:
@@ -90,7 +90,7 @@ class PerBlockFilters(FilterOperator):
         for place, cells, seen in self.block_slices:
             part = dview[seen]
             part += self.kernels.conv_backward_input(
-                _contiguous(z[cells]), weights[place], part.shape[1:-1], *self._conv_args
+                _contiguous(z[cells]), weights[place], part.shape[1:-1], *self._stride_dilation_groups
             )
         return dview
 
@@ -99,13 +99,13 @@ class PerBlockFilters(FilterOperator):
         gradient = self.kernels.xp.zeros_like(weights)
         for place, cells, seen in self.block_slices:
             part = self.kernels.conv_backward_weights(
-                view[seen], _contiguous(dz[cells]), self.window.kernel, *self._conv_args
+                view[seen], _contiguous(dz[cells]), self.window.kernel, *self._stride_dilation_groups
             )
             gradient[place] = part
         return gradient
 
     @property
-    def _conv_args(self) -> tuple[Shape, Shape, int]:
+    def _stride_dilation_groups(self) -> tuple[Shape, Shape, int]:
         return self.window.stride, (1,) * len(self.window.kernel), 1
 
 

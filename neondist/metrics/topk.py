@@ -30,7 +30,7 @@ class TopK(Metric):
         self.name = f"top{self.k}_error"
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Return the number of misses and the number of predictions."""
+        """Return the number of misses and the number of samples, or cells."""
         if (classified := scores_and_labels(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         y, labels = classified

@@ -34,7 +34,7 @@ from ..terminal.console import counted
 from .consistency import replicated_checksums, settings_to_compare
 from .layer_model import LayerModel
 from .passes import ModelPass, to_backend_images
-from .scope import model_class_in_scope
+from .scope import resolve_model_class
 from .targets import are_global_targets, local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import TrainableModel
@@ -122,7 +122,7 @@ class Model(LayerModel):
     vector_parallel = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return super().__new__(model_class_in_scope(cls), *args, **kwargs)
+        return super().__new__(resolve_model_class(cls), *args, **kwargs)
 
     def __init__(
         self,

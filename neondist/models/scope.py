@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-MODEL_CLASS_SELECTOR: ContextVar[Callable[[type], type] | None] = ContextVar("model_class_in_scope", default=None)
+MODEL_CLASS_SELECTOR: ContextVar[Callable[[type], type] | None] = ContextVar("resolve_model_class", default=None)
 """Function from the class of a model to the class to create; set by `distribute_created_models`."""
 
 
-def model_class_in_scope(cls: type) -> type:
+def resolve_model_class(cls: type) -> type:
     """Return the class to create for a model class in the current scope."""
     choose = MODEL_CLASS_SELECTOR.get()
     return cls if choose is None else choose(cls)

@@ -28,7 +28,7 @@ class Schedule(Registered, ABC):
         return None
 
     def check_schedule_covers(self, epochs: int) -> None:
-        """Raise ConfigError if the learning rate is 0 before `epochs` epochs are over."""
+        """Raise ConfigError if the schedule ends before `epochs` epochs are over."""
 
 
 class StepDecay(Schedule):
@@ -65,7 +65,7 @@ class CosineDecay(Schedule):
         self.epochs, self.floor = int(epochs), float(floor)
 
     def check_schedule_covers(self, epochs: int) -> None:
-        """Raise ConfigError if the rate reaches 0 before a run of `epochs` epochs ends."""
+        """Raise ConfigError if the rate reaches 0 before `epochs` epochs are over."""
         if not self.floor:
             _check_schedule_length(self.epochs, epochs)
 
@@ -114,7 +114,7 @@ class OneCycle(Schedule):
     """One-cycle schedule: cosine rise to the learning rate and cosine decay (Smith and Topin 2018).
 
     The curve of `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr, as a function of
-    the epoch: it peaks at `rise * epochs` and ends after `epochs`, where PyTorch's peaks and ends one step earlier.
+    the epoch: it peaks at `rise * epochs` and ends after `epochs`, whereas PyTorch's peaks and ends one step earlier.
 
     Parameters
     ----------
@@ -212,9 +212,9 @@ def _cosine_between(first: float, last: float, progress: float) -> float:
     return last + (first - last) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _check_schedule_length(schedule_epochs: int, run_epochs: int) -> None:
-    if run_epochs > schedule_epochs:
+def _check_schedule_length(schedule_epochs: int, used_epochs: int) -> None:
+    if used_epochs > schedule_epochs:
         raise ConfigError(
-            f"epochs: the learning rate is 0 after {counted(schedule_epochs, 'epoch')}, but the run has {run_epochs};"
-            f" set the schedule's epochs to {run_epochs} as well"
+            f"epochs: the schedule ends after {counted(schedule_epochs, 'epoch')}, but is used for {used_epochs};"
+            f" set its epochs to {used_epochs}"
         )

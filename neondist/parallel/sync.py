@@ -85,10 +85,10 @@ class GradientSync(ABC):
 
     def publish_flags(self) -> None:
         """Sum only the flags, when no gradients need a reduction over all ranks. Collective."""
-        self._write_flag_header()
+        self._put_flags_before_gradients()
         self.reductions.allreduce("world", self.flag_header)
 
-    def _write_flag_header(self) -> None:
+    def _put_flags_before_gradients(self) -> None:
         """Put this rank's flags in front of the gradients."""
         xp = namespace(self.flag_header)
         self.flag_header[...] = xp.asarray(self.flags.own_flags)
@@ -111,7 +111,7 @@ class AllReduce(GradientSync):
         if self.num_world_gradients < len(self.grads):
             self.reductions.allreduce("replicas", self.grads[self.num_world_gradients :])
         self._record_tile_gradient_finiteness()
-        self._write_flag_header()
+        self._put_flags_before_gradients()
         self.reductions.allreduce("world", self.world_message)
 
 
@@ -176,7 +176,7 @@ class Bucketed(GradientSync):
             self._start_sum(bucket)
         self._wait_for_sums("replicas")
         self._record_tile_gradient_finiteness()
-        self._write_flag_header()
+        self._put_flags_before_gradients()
         self._start_sum(self.last_bucket)
         self._wait_for_sums("world")
         self.begin_step()

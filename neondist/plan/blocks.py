@@ -283,9 +283,9 @@ def shrink_blocks_to_fit(
         if halves[axis] == size[axis]:
             raise ConfigError(
                 f"memory: even a block of {' x '.join(map(str, size))} takes"
-                f" {format_bytes(plan.max_block_memory_elements * itemsize)}, most of it for layer"
-                f" '{plan.layer_with_largest_arrays()}', but only"
-                f" {format_bytes(max(0, max_elements) * itemsize)} are available; give more memory, or use fewer ranks"
+                f" {format_bytes(plan.max_block_memory_elements * itemsize)}, but only"
+                f" {format_bytes(max(0, max_elements) * itemsize)} are available; layer"
+                f" '{plan.layer_with_largest_arrays()}' takes the most; give more memory, or use fewer ranks"
             )
         size = [halves[at] if at == axis else n for at, n in enumerate(size)]
 

@@ -33,7 +33,7 @@ def compile_plan(
     Parameters
     ----------
     batch_size : int, optional
-        Global; default: one sample per replica, ignored by planners of segments.
+        Global. Default: one sample per replica; planners of segments then assume no batch size.
 
     Raises
     ------
@@ -87,7 +87,9 @@ def _count_leading_parameterless_nodes(chain: Sequential, graph: Graph) -> int:
 
 
 def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: LayerRegions) -> Plan:
-    """Return the plan, or one with the fastest stream (with given rows per strip, the longest) that fits in memory.
+    """Return the plan if it fits in memory, otherwise one with the fastest stream that fits.
+
+    If the rows per strip are given, the stream that contains the most layers is used, even if the plan fits.
 
     Parameters
     ----------
@@ -117,8 +119,8 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     largest, _ = max(smallest.memory_by_layer(), key=lambda pair: pair[1])
     enough = format_limit_for(count, plan.grid.size, plan.training.backend)
     raise ConfigError(
-        f"memory: a rank may use {format_bytes(limit)}, but needs at least {format_bytes(count)}, most of it for layer"
-        f" '{largest}'; give memory: {enough} or more, or use more ranks or smaller batches"
+        f"memory: a rank may use {format_bytes(limit)}, but needs at least {format_bytes(count)}; layer '{largest}'"
+        f" needs the most; give memory: {enough} or more, or use more ranks or smaller batches"
     )
 
 
@@ -229,7 +231,7 @@ def _fitting_streams(
     ----------
     plan : Plan
         Plan with the stream.
-    stream : Stream
+    stream : StripwisePlan
         Stream without checkpoints.
     limit : int
         Bytes per rank.
@@ -280,7 +282,8 @@ def _stream_with_fewest_strips(
 ) -> StripwisePlan:
     """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory.
 
-    If none is likely to fit, return one that does not; with `exhaustive`, only if none fits, the one in `most` strips.
+    If none is likely to fit, return a stream that does not fit. With `exhaustive`, return the one in `most` strips, and
+    only if none fits.
     """
     if exhaustive and plan.needed_bytes_with(smallest := stream.with_strips(max(most, stream.grid.strips))) > limit:
         return smallest

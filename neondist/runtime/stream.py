@@ -92,7 +92,7 @@ class StripwiseSection:
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
         self.strip_numbers, self.num_steps = planned.strips(tile), len(graph.steps)
-        self._strips_kept_at_cut = planned.strips_kept_at_cut(tile)
+        self._strips_with_kept_gradients = planned.strips_kept_at_cut(tile)
         self._checkpointed_strips = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
         blocks.reserve(planned.max_strip_buffer_elements(tile))
         self._sections: dict[int, Section] = {}
@@ -213,7 +213,7 @@ class StripwiseSection:
             kept, rest, after = [None] * len(passes), group.strip_numbers, []
         else:
             kept = [below.zero_output_gradient(run.samples) for run in passes]
-            rest = [number for number in group.strip_numbers if number not in self._strips_kept_at_cut]
+            rest = [number for number in group.strip_numbers if number not in self._strips_with_kept_gradients]
             after = [_BackwardStrips(below, below.strip_numbers, kept)]
         calls = self._backward_order(group.strip_numbers, passes, parts, group.dys, kept)
         for number, run, partials, dy, total in calls:

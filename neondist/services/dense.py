@@ -60,7 +60,7 @@ class DenseParameters:
             self.values[dtype][...] = array
 
     def set_slots(self, message: Message) -> None:
-        """Set the optimiser's state in a message, if there is any; MessageError if it does not match the optimiser."""
+        """Set the optimiser's state from a message, if it has one; MessageError if it does not match the optimiser."""
         names = set(self._updater.initial_slot_values())
         for dtype, values in self.values.items():
             prefix = f"{SLOTS_PREFIX}{dtype}/"

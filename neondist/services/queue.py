@@ -79,8 +79,8 @@ class Task:
 class TaskQueue:
     """Queue of tasks over the records of a data set, for any number of workers.
 
-    An epoch's order is a function of seed and epoch only. The tasks of a lost worker, or one whose lease has expired,
-    return to the queue from the first unapplied record. All state is in the database: a queue opened at the same path
+    An epoch's order is a function of seed and epoch only. Tasks of a lost worker, and tasks whose lease has expired,
+    return to the queue from their first unapplied record. All state is in the database: a queue opened at the same path
     resumes.
     Methods may be called from several threads and processes.
 
@@ -252,7 +252,7 @@ class TaskQueue:
             self._add_round(kind, self._database.count_begun_rounds(kind), records or self.records)
 
     def restore(self, applied: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
-        """Reset the training tasks to the records missing from restored weights; all leases end.
+        """Reset the training tasks to the records not yet applied to the restored weights; all leases end.
 
         Parameters
         ----------
@@ -318,7 +318,7 @@ class TaskQueue:
         return shuffled_indices(self.records, self.seed, epoch) if self.shuffle else np.arange(self.records)
 
     def _record_numbers_through(self, task: TaskRow) -> np.ndarray:
-        """Return the records at all positions up to a task's end."""
+        """Return the record numbers by position, at least up to a task's end."""
         return self.order(task.epoch) if task.kind == "training" else np.arange(task.end_record)
 
     def _requeue_expired(self) -> None:

@@ -40,7 +40,7 @@ _HOLD_TIMEOUT_SECONDS = 2.0
 """Seconds to hold back gradients while waiting for one that only some servers have; the save is then retried."""
 
 
-class CannotStartError(ServiceError):
+class ServerRestoreError(ServiceError):
     """The servers cannot be restored at the start of a job."""
 
 
@@ -140,7 +140,7 @@ class ServerRecovery(Service):
             try:
                 self.restore_or_save_servers()
                 failures = 0
-            except CannotStartError as error:
+            except ServerRestoreError as error:
                 say(f"error: {error}", sys.stderr)
                 os._exit(2)
             except (ServiceUnavailableError, DivergedServersError):  # resolved by restarts and recomputed minibatches
@@ -186,7 +186,7 @@ class ServerRecovery(Service):
 
         Raises
         ------
-        CannotStartError
+        ServerRestoreError
             No checkpoint can be restored at the start of a job.
         """
         self._master.servers_match_queue = self._master.results_saved = False
@@ -215,7 +215,7 @@ class ServerRecovery(Service):
                     continue
                 if is_start:
                     text = f"{error}; or delete {self._folder} to continue from checkpoint.h5"
-                    raise CannotStartError(text) from error
+                    raise ServerRestoreError(text) from error
                 raise
             self._master.reset_tasks(minibatches, incarnations)
             if count_servers(checkpoint) == len(self._group):  # otherwise, write one that a restarted server can load

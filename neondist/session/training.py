@@ -133,7 +133,7 @@ class TrainingRole:
             if self.position is not None and (size := self.position.advance_past_batch()):
                 totals = state.totals
                 totals.loss += state.loss * size if math.isfinite(state.loss) else 0.0
-                totals.skipped += 0 if math.isfinite(state.loss) else size
+                totals.skipped_samples += 0 if math.isfinite(state.loss) else size
                 totals.seconds += time.perf_counter() - begun
             self._call_hooks(lambda hook: hook.after_step(state))
         state.share_stop_requests()

@@ -60,7 +60,7 @@ def check_channels_and_times(
     time_step_seconds: float,
     coordinate_directions: tuple[str, str],
 ) -> None:
-    """Raise ValueError, with the first difference, if channels or times do not match those recorded in a checkpoint.
+    """Raise ValueError, with the first difference, if channels, times or axes do not match those of a checkpoint.
 
     `time_step_seconds` is 0, and `coordinate_directions` are empty, if unknown.
     """
@@ -114,7 +114,8 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
     Raises
     ------
     ValueError
-        The checkpoint's channels differ (the message names the first difference), or are not recorded.
+        The checkpoint's channels, units, times or axis directions differ (the message names the first difference), or
+        are not recorded.
     """
     recorded = field_metadata_from_texts(texts)
     check_channels_and_times(

@@ -142,12 +142,12 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 credited = master is None or master.finish_minibatch(run.loss)
                 if credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
-                    totals.elsewhere += seen - run.samples_seen - len(batch)  # 0 without other workers
+                    totals.samples_of_other_workers += seen - run.samples_seen - len(batch)  # 0 without other workers
                     run.samples_seen = seen
                     if math.isfinite(run.loss):
                         totals.loss += run.loss * len(batch)
                     else:
-                        totals.skipped += len(batch)
+                        totals.skipped_samples += len(batch)
                 totals.seconds = time.perf_counter() - start
                 totals.sent = model.whole_model.bytes_sent - sent
                 totals.summed = model.whole_model.bytes_summed - summed
@@ -158,7 +158,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
         run.stop = _STOPPED_WHILE_WAITING
     if master is not None and run.stop is not None:
         return
-    totals.elsewhere += len(split) - run.samples_seen
+    totals.samples_of_other_workers += len(split) - run.samples_seen
     run.samples_seen = len(split)
     if remote is not None:  # the values to evaluate
         if run.epoch + 1 < run.epochs:
@@ -248,7 +248,7 @@ def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> 
 
 def record_epoch_and_reset_totals(run: TrainState, evaluation: EpochRecord) -> None:
     """Count the epoch, append its record, with the results of its evaluation, and reset the totals."""
-    totals, trained = run.totals, run.samples_seen - run.totals.elsewhere
+    totals, trained = run.totals, run.samples_seen - run.totals.samples_of_other_workers
     sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
     scaler, scaling = run.model.whole_model.loss_scaler, {}
     if scaler is not None:
@@ -259,7 +259,9 @@ def record_epoch_and_reset_totals(run: TrainState, evaluation: EpochRecord) -> N
         EpochRecord(
             epoch=run.epoch,
             step=run.step,
-            train_loss=totals.loss / (trained - totals.skipped) if trained > totals.skipped else math.nan,
+            train_loss=totals.loss / (trained - totals.skipped_samples)
+            if trained > totals.skipped_samples
+            else math.nan,
             **evaluation,
             seconds=totals.seconds,
             samples_per_second=trained / max(totals.seconds, 1e-9),

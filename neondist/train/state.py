@@ -80,18 +80,18 @@ class EpochTotals:
     seconds : time spent on the epoch
     sent_before_resume, summed_before_resume : bytes that all ranks sent, and reduced, before a resume
     sent, summed : bytes that this rank has sent, and reduced, since then
-    skipped : samples of steps with a non-finite loss, which are not included in `loss`
-    elsewhere : samples of other workers, which are not included in `loss` either
+    skipped_samples : samples of steps with a non-finite loss, which are not included in `loss`
+    samples_of_other_workers : samples of other workers, which are not included in `loss` either
     """
 
     loss: float = 0.0
     seconds: float = 0.0
     sent_before_resume: int = 0
     sent: int = 0
-    skipped: int = 0
+    skipped_samples: int = 0
     summed_before_resume: int = 0
     summed: int = 0
-    elsewhere: int = 0
+    samples_of_other_workers: int = 0
 
     def sent_and_summed_bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
         """Return the bytes that all ranks have sent and reduced. Collective."""

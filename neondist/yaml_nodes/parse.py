@@ -43,7 +43,7 @@ def parse_yaml(text: str, line_location: Locator, path: str = "", max_nodes: int
     return (
         None
         if root is None
-        else _TreeCopier(line_location, max_nodes).copy_node(root, path, line_location(root.start_mark.line))
+        else _AliasExpander(line_location, max_nodes).copy_node(root, path, line_location(root.start_mark.line))
     )
 
 
@@ -73,25 +73,25 @@ def _compose_yaml_graph(text: str, line_location: Locator, path: str) -> yaml.No
 _TOO_DEEP_MESSAGE = f"lists and mappings are nested more than {MAX_DEPTH} deep; flatten them"
 
 
-class _TreeCopier:
+class _AliasExpander:
     """Copies a YAML node graph into a tree, in which each alias is a separate value."""
 
     def __init__(self, line_location: Locator, max_nodes: int) -> None:
         self._locate, self._max_nodes = line_location, max_nodes
         self._num_expanded_nodes = 0
-        self._ancestor_ids: list[int] = []
+        self._ancestor_node_ids: list[int] = []
 
     def copy_node(self, source: yaml.Node, path: str, location: str) -> Node:
         node = Node(None, location)
         self._num_expanded_nodes += 1
         if self._num_expanded_nodes > self._max_nodes:
             raise node_error(node, path, f"aliases expand to more than {self._max_nodes} values; use fewer aliases")
-        if id(source) in self._ancestor_ids:
+        if id(source) in self._ancestor_node_ids:
             raise node_error(node, path, "an alias refers to a value that contains it; remove the alias")
-        if len(self._ancestor_ids) >= MAX_DEPTH:
+        if len(self._ancestor_node_ids) >= MAX_DEPTH:
             raise node_error(node, path, _TOO_DEEP_MESSAGE)
         node.tag = self._custom_tag(source, path, node)
-        self._ancestor_ids.append(id(source))
+        self._ancestor_node_ids.append(id(source))
         if isinstance(source, yaml.MappingNode):
             node.value = self._mapping_fields(source, path, node)
         elif node.tag is not None:
@@ -107,7 +107,7 @@ class _TreeCopier:
             ]
         elif isinstance(source, yaml.ScalarNode):
             node.value = self._scalar_value(source, path, node)
-        self._ancestor_ids.pop()
+        self._ancestor_node_ids.pop()
         return node
 
     def _custom_tag(self, source: yaml.Node, path: str, node: Node) -> str | None:

@@ -285,8 +285,8 @@ def test_plateau_matches_torch():
         (lambda: nd.RMSprop(alpha=1.0), "alpha: .*below 1"),
         (lambda: nd.Plateau(1.0), "factor: .*below 1"),
         (lambda: nd.Warmup(0), "epochs: expected a number above 0"),
-        (lambda: nd.OneCycle(3).check_schedule_covers(4), "the learning rate is 0 after 3 epochs, but the run has 4"),
-        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_schedule_covers(5), "after 3 epochs, but the run has 4"),
+        (lambda: nd.OneCycle(3).check_schedule_covers(4), "the schedule ends after 3 epochs, but is used for 4"),
+        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check_schedule_covers(5), "after 3 epochs, but is used for 4"),
         (lambda: nd.SGD(schedule=nd.SGD()), "schedule: expected"),
         (
             lambda: nd.SGD(schedule=nd.OneCycle(3, momentum=(0.85, 0.95))).check_schedule_covers(3),

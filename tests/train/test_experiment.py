@@ -208,9 +208,9 @@ WRAPPED_CONV_LAYER = ConvLayerDist(4, 3, padding=1, padding_mode="wrap")
 @pytest.mark.parametrize(
     ("dataset", "layer", "message"),
     [
-        (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "needs .* TB, most of it for layer 'fc1'"),
-        (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED_CONV_LAYER, "needs .* TB, most of it for layer 'conv1'"),
-        (Synthetic([8, 8, 1]), FCLayerDist(10**12), "needs .* TB, most of it for layer 'fc1'"),
+        (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "needs .* TB; layer 'fc1' needs the most"),
+        (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED_CONV_LAYER, "needs .* TB; layer 'conv1' needs the most"),
+        (Synthetic([8, 8, 1]), FCLayerDist(10**12), "needs .* TB; layer 'fc1' needs the most"),
         (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "bookkeeping for 10000000000064 samples needs 400 TB"),
     ],
 )
@@ -230,7 +230,7 @@ model: !GBDist
   {field}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
 epochs: 8
 """)
-    message = rf"x\.yaml:6: model\.{field}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but the run has 8"
+    message = rf"x\.yaml:6: model\.{field}\.schedule\.epochs: the schedule ends after 6 epochs, but is used for 8"
     with pytest.raises(ConfigError, match=message):
         _validate_file(tmp_path / "x.yaml")
     _validate_file(tmp_path / "x.yaml", [f"model.{field}.schedule.epochs=8"])

@@ -127,7 +127,7 @@ def batch_norm(
             "evaluation uses the statistics of the batch" if training else "training uses the running statistics"
         )
     if weight is None or bias is None:
-        net.refuse("it has neither weight nor bias (affine=False)")
+        net.refuse("it lacks a weight or a bias")
     tensors = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
     weights = {name: (tensor, None) for name, tensor in tensors.items()}
     y = net.append(layers.BatchNormLayer(momentum=momentum, eps=eps), x, weights)
@@ -160,8 +160,10 @@ def layer_norm(
     net: NetworkBuilder, x: TracedValue, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
 ) -> TracedValue:
     """Only over a whole sample; with weight and bias, only for vectors."""
-    if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.layer_shape) > 1):
-        net.refuse(f"it normalises {tuple(normalized_shape)} of {x.shape[1:]} with elementwise scales")
+    if tuple(normalized_shape) != x.shape[1:]:
+        net.refuse(f"it normalises only {tuple(normalized_shape)} of {x.shape[1:]}")
+    if weight is not None and len(x.layer_shape) > 1:
+        net.refuse("it has a weight for each cell")
     return net.append(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias))
 
 

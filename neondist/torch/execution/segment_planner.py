@@ -43,8 +43,10 @@ class _SegmentDivision:
     """Division of one potential segment at the lowest cost."""
 
     def __init__(self, search: SegmentSearch, segment: OperatorSegment, profile: MachineProfile) -> None:
-        self.search, self.profile, self.operators = search, profile, list(segment.records)
-        self.windows = [at for at, number in enumerate(self.operators) if segment.records[number].needs_halo_exchange]
+        self.search, self.profile, self.operator_numbers = search, profile, list(segment.records)
+        self.windows = [
+            at for at, number in enumerate(self.operator_numbers) if segment.records[number].needs_halo_exchange
+        ]
         computing = {number: record for number, record in segment.records.items() if value_ids_in(record.result)}
         self.flops = {number: _count_flops(record, search.program.values) for number, record in computing.items()}
         self.middle_place = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
@@ -52,7 +54,9 @@ class _SegmentDivision:
 
     @property
     def first_operators(self) -> set[int]:
-        return {self.operators[self.windows[first]] for first, _ in cheapest_ranges(self._seconds, len(self.windows))}
+        return {
+            self.operator_numbers[self.windows[first]] for first, _ in cheapest_ranges(self._seconds, len(self.windows))
+        }
 
     def _seconds(self, first: int, last: int) -> float:
         """Return the seconds per training step of exchanges and redundant computation for a segment of windows.
@@ -72,8 +76,8 @@ class _SegmentDivision:
         return self.seconds_by_range[longer]
 
     def _exchange_and_redundant_seconds(self, first: int, last: int) -> tuple[float, float]:
-        search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.operators)]
-        segment = search.build_segment_of(self.operators[ends[first] : ends[last + 1]])
+        search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.operator_numbers)]
+        segment = search.build_segment_of(self.operator_numbers[ends[first] : ends[last + 1]])
         layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]
         own = ranges_at(layouts, dict(enumerate(self.middle_place)))
         outputs = extend_empty_ranges(own, own)

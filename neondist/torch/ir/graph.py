@@ -266,7 +266,7 @@ class TorchGraph:
         live = [0] * total  # values of earlier steps that are read at or after this step
         for value, first in producers.items():
             for at in range(first + 1, last.get(value, first) + 1):
-                live[at] += total if self._may_be_overwritten(value, last) else 1
+                live[at] += total if self._is_last_read_in_place(value, last) else 1
         return recompute_cuts(live)
 
     def partitioned_parameters(self) -> dict[int, Step]:
@@ -337,7 +337,7 @@ class TorchGraph:
             segments.append(Segment(steps, tuple(read), tuple(returned)))
         return segments
 
-    def _may_be_overwritten(self, value: int, last: Mapping[int, int]) -> bool:
+    def _is_last_read_in_place(self, value: int, last: Mapping[int, int]) -> bool:
         """Return whether a step may overwrite a value, which would then be missing when the step is recomputed."""
         at = last.get(value, len(self.steps))
         return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_VARIANTS

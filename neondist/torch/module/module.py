@@ -46,7 +46,7 @@ R = TypeVar("R")
 def _uncompiled(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Let compiled functions call a method, which exchanges messages, without compiling it.
 
-    PyTorch's decorator for this is applied when a module is distributed: its import would delay that of neondist.
+    PyTorch's decorator for this is applied when a module is distributed, since its import would slow down neondist's.
     """
 
     @wraps(method)
@@ -203,8 +203,8 @@ class DistributedModule(nn.Module):
     def guard(self, seed: int = 0) -> None:
         """Check custom rules and border schemes in subsequent passes; slow, with identical results.
 
-        A HaloError names a step that modifies its inputs or returns a part of its results other than the declared
-        one, or a scheme that leaves cells of other tiles unfilled. Messages are delayed at random.
+        A HaloError names a step that modifies its inputs, or whose result on some rank is not the declared part, or a
+        scheme that leaves cells of other tiles unfilled. Messages are delayed at random.
         """
         self.comm.guard(seed)
         self.programs.clear()

@@ -61,7 +61,7 @@ class ModuleStep(TrainStep):
         return parameters.fetch_loss_and_flags(loss.detach().numpy().reshape(1))
 
     def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
-        """Return the name of the first non-finite gradient on any rank. Collective."""
+        """Describe the first non-finite value on any rank: the loss, a gradient or a sum of gradients. Collective."""
         bad = {"the loss": not self.finite}
         for name, tensor in self.trainable.built_parameters.tensors.items():
             bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()

@@ -298,7 +298,7 @@ REJECTED = {
     "not affine": (lambda: nn.BatchNorm2d(3, affine=False), "affine=False"),
     "no statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), "cannot become a layer"),
     "instances' statistics": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), "cannot become a layer"),
-    "scale for each cell": (lambda: nn.LayerNorm(IMAGES[1:]), "with elementwise scales"),
+    "scale for each cell": (lambda: nn.LayerNorm(IMAGES[1:]), "has a weight for each cell"),
     "frozen": (make_frozen, "'weight' is not trained"),
     "tied": (make_tied, "used twice"),
     "a constant tensor": (lambda: ShiftedInput(None), "a constant or a tensor of another shape"),
