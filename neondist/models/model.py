@@ -480,6 +480,8 @@ class Model(LayerModel):
             layer.assign_names("", counts)
         names = [layer.name for layer in self.leaves]
         repeated = {name for name in names if names.count(name) > 1}
+        if len(set(map(id, self.leaves))) < len(names):
+            raise ConfigError(f"layers: layer '{min(map(str, repeated))}' is used twice; create a layer for each place")
         if repeated:
             raise ConfigError(f"layers: the name '{min(map(str, repeated))}' is given twice; use unique names")
 

@@ -239,6 +239,13 @@ MISTAKES = {
         ConfigError,
         r"backward\(dy\): .*; define backward\(self, ctx, dy\)",
     ),
+    "a layer in two places": (
+        lambda: (
+            (layer := nd.ActivationLayer(nd.RectLin())) and nd.Convnet([layer, [layer, nd.FCLayer(1)]]).plan((5, 5, 1))
+        ),
+        ConfigError,
+        "layers: layer 'activation1' is used twice; create a layer for each place",
+    ),
     "no state": (lambda: build_small_model().load_state(None), ConfigError, "state: expected a mapping, got None"),
     "state without numbers": (
         lambda: (model := build_small_model()).load_state(model.state() | {"fc1/bias": [None] * 3}),
