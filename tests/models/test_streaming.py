@@ -339,7 +339,7 @@ def test_smallest_limit_named_by_the_message_suffices(layers, ranks):
 def test_insufficient_memory_is_rejected():
     convolutions = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap")]
     layers = [*convolutions, nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)]
-    with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs at least .*; layer 'conv2' needs the most"):
+    with pytest.raises(nd.ConfigError, match=r"a rank may use .*, but needs at least .*; layer 'conv2' needs the most"):
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
     with pytest.raises(nd.ConfigError, match="layer 'fc1' needs the most"):
         nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(10**9)], memory="8GiB").plan((12, 12, 3))
