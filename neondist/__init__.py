@@ -8,7 +8,7 @@ from .system import early_setup  # noqa: F401 - before all else
 # isort: split
 from . import strategies
 from .backends import Backend, Kernels, available, get_backend
-from .cluster import ResourceSpec, TaskSpec, TaskSpecDef
+from .cluster import Device, Node, ResourceSpec, SSHConfig, TaskSpec, TaskSpecDef
 from .comm import ProcessGrid, loopback
 from .costs import BCE, MAE, MSE, Cost, CrossEntropy, Dice, DiceCE, Focal, Huber, SoftmaxCrossEntropy, SumSquared
 from .data import CIFAR10, MNIST, ClimateFiles, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
@@ -76,7 +76,6 @@ from .layers import (
     LRNLayerDist,
     MaxPoolingLayer,
     MaxPoolingLayerDist,
-    Node,
     PadLayer,
     PadLayerDist,
     Parameter,
@@ -152,6 +151,7 @@ __all__ = [
     "RMSE",
     "ROCAUC",
     "SGD",
+    "SSHConfig",
     "SSIM",
     "WAIT",
     "Accuracy",
@@ -190,6 +190,7 @@ __all__ = [
     "DebugHalo",
     "DeconvLayer",
     "DeconvLayerDist",
+    "Device",
     "Dice",
     "DiceCE",
     "Dist",

@@ -47,6 +47,13 @@ def test_invalid_specs(name, source, tmp_path):
         assert 1 <= int(line) <= len((tmp_path / "resources.yaml").read_text().splitlines())
 
 
+def test_classes_are_public():
+    spec = nd.ResourceSpec({"nodes": [{"address": "a", "gpus": [0, 2], "chief": True}], "ssh": {"username": "u"}})
+    assert spec.chief == nd.Node("a", (0,), (0, 2), True, "default")
+    assert {nd.Device("a", "gpu", 2), nd.Device("a", "cpu", 0)} < {*spec.devices}
+    assert spec.ssh == {"default": nd.SSHConfig("u")}
+
+
 def test_ssh_settings(tmp_path):
     spec = spec_of(VALID["two_groups"], "file", tmp_path)
     a, b = spec.ssh["a"], spec.ssh["b"]

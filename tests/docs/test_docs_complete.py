@@ -15,6 +15,7 @@ from zoo import ZOO
 
 import neondist as nd
 from neondist import errors
+from neondist.layers import Node
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 
@@ -49,7 +50,7 @@ def test_documented_errors_are_public():
 
 def test_readme_has_every_layer():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    nodes = [name for name in nd.__all__ if inspect.isclass(cls := getattr(nd, name)) and issubclass(cls, nd.Node)]
+    nodes = [name for name in nd.__all__ if inspect.isclass(cls := getattr(nd, name)) and issubclass(cls, Node)]
     public = [name for name in nodes if not inspect.isabstract(getattr(nd, name))]
     missing = [name for name in public if f"`{name}`" not in readme]
     assert not missing, "add them to the table of layers in README.md"
