@@ -46,7 +46,8 @@ POSITIONAL_ARGUMENTS = {
     nd.Window: "kernel stride padding dilation fill mode",
     nd.GlobalArray: "grid global_shape window dtype backend",
     nd.SerialArray: "global_shape window dtype backend",
-    nd.ConvLayerDist: "out_channels kernel_size stride padding dilation groups bias activation padding_mode",
+    nd.ConvLayerDist: "out_channels kernel_size stride padding dilation groups bias activation padding_mode"
+    " scheme name",
     nd.AvgPoolingLayerDist: "kernel_size stride padding count_include_pad",
     nd.FCLayerDist: "out_features bias activation",
     nd.BatchNormLayerDist: "momentum eps",

@@ -174,9 +174,9 @@ class GlobalArray:
             return self._copy_unless_reuse(dview)
         return self._copy_unless_reuse(self.buffer(len(dview)).backward(dview, phase))
 
-    def scatter(self, whole: Any) -> Any:
+    def scatter(self, global_array: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), which must be equal on every rank."""
-        whole = as_real_numbers("array", whole, self.backend.xp)
+        whole = as_real_numbers("array", global_array, self.backend.xp)
         if whole.shape[1:] != self.global_shape[1:]:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")

@@ -58,10 +58,10 @@ class ConvLayer(Layer):
         bias: bool = True,
         activation: Activation | None = None,
         padding_mode: str | Sequence[str] = "zeros",
-        *,
-        weights_init: Initializer | None = None,
         scheme: ExchangePolicy | str | None = None,
         name: str | None = None,
+        *,
+        weights_init: Initializer | None = None,
     ) -> None:
         super().__init__(name=name, scheme=scheme)
         if out_channels % groups:

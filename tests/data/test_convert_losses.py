@@ -88,7 +88,7 @@ REFUSED = {
     "16 bits, RGB, PPM": (b"P6 2 1 65535\n" + bytes(range(12)), "x.ppm", "16 bits per channel"),
     "signed bytes": (tiff_bytes(8, 2), "x.tif", "signed 8-bit values"),
     "large unsigned": (tiff_bytes(32, 1, content=b"\xff" * 24), "x.tif", "above 2147483647"),
-    "a fourth channel": (tiff_bytes(8, 1, 4, 0), "x.tif", "those named X would be lost"),
+    "a fourth channel": (tiff_bytes(8, 1, 4, 0), "x.tif", "X would be lost on reading"),
     "CMYK": (make_image(BYTES).convert("CMYK"), "x.tif", "has CMYK pixels; convert them (--mode RGB)"),
     "YCbCr": (make_image(BYTES).convert("RGB").convert("YCbCr"), "x.tif", "has YCbCr pixels; convert them (--mode"),
 }  # fmt: skip

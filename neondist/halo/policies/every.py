@@ -34,11 +34,9 @@ class Every(ExchangePolicy):
 
     def forward(self, halo: HaloExchange) -> None:
         """Exchange, reuse or fill."""
-        due = not halo.training or halo.step % self.j == 0
-        if not halo.training or self.between != "reuse":
-            halo.exchange() if due else halo.fill(self.between)
-            return
-        due |= "last" not in halo.memory
+        due = not halo.training or halo.step % self.j == 0 or (self.reuses_cells and "last" not in halo.memory)
+        if not (halo.training and self.reuses_cells):
+            return halo.exchange() if due else halo.fill(self.between)
         last = halo.memory["last"] = halo.memory.get("last") or halo.packed()
         if due:
             last.start(halo.outgoing())
