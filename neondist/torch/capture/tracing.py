@@ -38,6 +38,9 @@ SHAPE_REMEDY = (
 )
 _TEXTS_OF_VALUE_READS = "FakeTensor.__format__", ".numpy() is not supported"
 _TEXTS_OF_WRONG_ARGUMENTS = "missing a required argument", "too many positional arguments"
+_TEXTS_OF_DICTIONARIES = (
+    "too many indices for tensor", "invalid data type 'str'", "values expected sparse", "'keys'", "'items'", "'get'"
+)  # fmt: skip
 _TEXTS_OF_TRANSFORMS = "Cannot access data pointer", "Cannot access storage"
 _DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
@@ -171,6 +174,8 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     why = first if isinstance(error, CaptureError) else f"{name}: {first}"
     if isinstance(error, TypeError) and any(text in first for text in _TEXTS_OF_WRONG_ARGUMENTS):
         why = f"{why}; give one input per required argument of forward, or wrap the module"
+    if any(text in first for text in _TEXTS_OF_DICTIONARIES):
+        why = f"{why}; inputs are tensors: if forward takes a dictionary, wrap the module in one that builds it"
     if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first):
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in shapes)
         why = f"{why}; inputs have dtype {dtypes}: if others are needed, pass dtype=, for several inputs a list"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -122,6 +122,11 @@ def distribute(
 
 def _parse_shapes(example_shape: Any) -> list[tuple[int, ...]]:
     """Return the shape of each input, as a list of tuples."""
+    if isinstance(example_shape, Mapping):
+        raise ConfigError(
+            f"example_shape: {example_shape!r}; inputs are tensors: wrap a module whose forward takes a dictionary"
+            " in one that builds it from tensors, and give a list of their shapes"
+        )
     try:
         shapes = [example_shape] if all(isinstance(n, int) for n in example_shape) else list(example_shape)
         result = [tuple(int(n) for n in shape) for shape in shapes]

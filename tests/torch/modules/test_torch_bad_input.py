@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import share_captures  # noqa: E402
+from torch_runs import FunctionModule, share_captures  # noqa: E402
 from torch_training import CELLS, IMAGES, Net, build_seeded, draw_labels, draw_tensor  # noqa: E402
 
 import neondist as nd  # noqa: E402
@@ -93,6 +93,13 @@ def test_missing_inputs():
         ndt.distribute(TwoInputs(), IMAGES, grid)
 
     check_rejected(body, "'mask'; give one input per required argument of forward, or wrap the module")
+
+
+@pytest.mark.parametrize("function", [lambda x: x["a"] * 2, lambda x: sum(x.values()), lambda x: dict(x.items())["a"]])
+def test_dictionaries_of_inputs(function):
+    check_rejected(lambda grid: ndt.distribute(FunctionModule(function), (2, 3, 8, 8), grid), "if forward takes a dict")
+    shapes = {"a": (2, 3, 8, 8)}
+    check_rejected(lambda grid: ndt.distribute(FunctionModule(function), shapes, grid), "give a list of their shapes")
 
 
 class Masked(nn.Module):
