@@ -29,7 +29,7 @@ from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING
 FUNCTION_OPERATOR = "neondist.function.default"
 """Name of the operator in captured graphs; its signature is (tensors, number) -> tensors."""
 _RECORDED_CALLS: ContextVar[list[AutogradFunctionCall] | None] = ContextVar("_RECORDED_CALLS", default=None)
-"""Calls recorded in the module that this thread is capturing."""
+"""Calls recorded so far while this thread captures a module; None: it captures none."""
 
 
 class _TensorPlace:
@@ -51,12 +51,12 @@ class AutogradFunctionCall:
 
     @property
     def name(self) -> str:
-        """Name of the class, with the file and line of its definition."""
+        """Description of the class: its name, with the file and line of its forward if known."""
         source = definition_site(self._cls.forward)
         return f"autograd.Function {self._cls.__qualname__}" + (f" ({source})" if source else "")
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors among the results, with the Function's own gradients."""
+        """Return the tensors among the results; their gradients are those of the Function's own backward."""
         token = _RECORDED_CALLS.set(None)
         try:
             results = _declared_method(Function, "apply", self._cls)(*_fill_places(self._args, tensors))
@@ -147,10 +147,10 @@ _POINTWISE_IF_SAME_SHAPE = {
 
 
 class _UnrecordedFunctionGuard(TorchFunctionMode):
-    """Reject operations of a forward pass that torch.export does not record."""
+    """Mode that rejects or replaces operations of a forward pass that torch.export does not record."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _TENSOR_DATA.__get__ and isinstance(args[0], FakeTensor):  # PyTorch itself reads real ones
+        if func is _TENSOR_DATA.__get__ and isinstance(args[0], FakeTensor):  # of real tensors, PyTorch reads it
             return args[0].detach()
         if func == _TENSOR_DATA.__set__:
             return _assign_data(*args)
@@ -164,17 +164,17 @@ def _reject_unrecorded(func: Any) -> None:
 
 
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Assign Tensor.data; for fake tensors, copy the value, which is recorded."""
-    if not isinstance(tensor, FakeTensor):  # PyTorch itself assigns real ones
+    """Assign Tensor.data; copy the value into a fake tensor instead, since copies are recorded."""
+    if not isinstance(tensor, FakeTensor):  # only PyTorch itself assigns the data of real tensors
         _TENSOR_DATA.__set__(tensor, value)
     elif (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
-        raise CaptureError("assigning Tensor.data in a forward pass is not recorded if it changes the shape or dtype")
+        raise CaptureError("assigning Tensor.data in a forward pass is not recorded if shape, dtype or device change")
     else:
         tensor.detach().copy_(value.detach(), *DATA_ASSIGNMENT_FLAGS)
 
 
 DATA_ASSIGNMENT_FLAGS = (True,)
-"""Further arguments by which recorded copies that stand for assignments of Tensor.data differ from others."""
+"""Extra arguments of the copies that are recorded for assignments of Tensor.data; other copies lack them."""
 _TENSOR_DATA: Any = torch.Tensor.data
 _enter_dual_level: Any = forward_ad.enter_dual_level
 _UNRECORDED_NAMES: dict[Any, str] = {
@@ -205,7 +205,7 @@ def record_autograd_functions() -> Iterator[list[AutogradFunctionCall]]:
     # reads these methods from the class in every call
     for name, read in _PATCHED_METHODS.items():
         setattr(FunctionMeta, name, property(read))
-    forward_ad.enter_dual_level = _reject_dual_level  # no torch function mode sees it
+    forward_ad.enter_dual_level = _reject_dual_level  # torch function modes do not see it
     try:
         with _UnrecordedFunctionGuard():
             yield calls
@@ -222,7 +222,7 @@ def _declared_method(cls: Any, name: str, owner: Any = None) -> Any:
 
 
 def _becomes_operator(cls: Any) -> bool:
-    """Return whether a Function that this thread applies becomes an operator; most of PyTorch's own do not."""
+    """Return whether this thread captures calls of a Function itself: of PyTorch's own, only checkpoints."""
     is_user = not (_declared_method(cls, "forward").__module__ or "").startswith("torch.")
     return _RECORDED_CALLS.get() is not None and (is_user or cls is CheckpointFunction)
 
@@ -234,7 +234,7 @@ def _forward_or_operator_call(cls: Any) -> Any:
         return forward
     has_context = _declared_method(cls, "setup_context") is _declared_method(Function, "setup_context")
 
-    @functools.wraps(forward)  # the signature has the defaults of arguments
+    @functools.wraps(forward)  # PyTorch reads defaults of arguments from the signature
     def recording(*args: Any) -> Any:
         return _apply_as_operator(cls, args[has_context:])
 
@@ -252,7 +252,7 @@ _PATCHED_METHODS = {"forward": _forward_or_operator_call, "setup_context": _setu
 
 
 def _apply_as_operator(cls: Any, args: Sequence[Any]) -> Any:
-    """Record a call of a Function, and return the results of its operator."""
+    """Record a call of a Function as an operator and return its results; for checkpoints, run the function itself."""
     if cls is CheckpointFunction:
         run, _, *call_args = args
         return run(*call_args)

@@ -19,6 +19,7 @@ class UnsupportedOperator(UserError):
     source : str
         The user's file and line.
     why : str
+        The reason; empty: the operator has no rule.
     """
 
     def __init__(self, where: Any, why: str = "", *, action: str = "be distributed", remedy: str = "") -> None:
@@ -54,6 +55,6 @@ def position_text(where: Any) -> str:
 
 
 def definition_site(function: Any) -> str:
-    """Return the file and line of a function, or an empty string."""
+    """Return the file and line of a function's definition, or an empty string if unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

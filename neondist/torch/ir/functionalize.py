@@ -14,11 +14,11 @@ from .errors import CaptureError
 GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 """Operator that runs a subgraph with or without gradients."""
 RUNNING_STATS = "running_mean", "running_var"
-"""Statistics that operators update in training, which their schemas do not declare."""
+"""Arguments that operators update in training, although their schemas do not declare it."""
 _OPS_RETURNING_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 """Operators whose rules return the statistics after the result."""
 _OPS_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
-"""Operators with undeclared writes, which rules or decompositions return as results."""
+"""Operators with undeclared writes whose rules or decompositions return the written values as results."""
 _TRAINING_ARGUMENTS = "training", "train", "use_input_stats"
 _PURE_WORDS = "backward", "functional", "no_training", "no_update"
 _SCATTERS = {
@@ -32,9 +32,9 @@ _SCATTERS = {
 def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bool:
     """Store out-of-place variants of operators in `node.meta`; return whether they can replace all writes.
 
-    This holds if no alias of the memory is read later, and no written memory except buffers is used after the program.
-    A tensor that is written through a slice or an element may be read: the written part is inserted into a copy of it.
-    Otherwise PyTorch's functionalisation is needed, which traces the whole module again.
+    They can if no other alias of written memory is read after the write, and buffers are the only inputs written.
+    Tensors written through a slice, an element or a diagonal may be read: the written part is inserted into a copy.
+    Otherwise, PyTorch's functionalisation is needed, which traces the whole module again.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
 
 
 def _insert_scatters(graph: Any, view_chains: Mapping[Any, Sequence[Any]], positions: Mapping[Any, int]) -> None:
-    """Let later nodes read tensors with the parts that were written through views of them.
+    """Insert parts written through views into copies of the viewed tensors, which later nodes read instead.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def _insert_scatters(graph: Any, view_chains: Mapping[Any, Sequence[Any]], posit
 
 
 def _views_and_bases(target: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the node that created a view, and the node of the tensor that it is a part of, up to the whole tensor."""
+    """Yield (view, viewed tensor) for each view that created the target, from the target to the whole tensor."""
     while target.args and written_values(target) == [target.args[0]]:
         target = target.args[0]
     if target.target in _SCATTERS:
@@ -140,12 +140,12 @@ def has_undeclared_writes(node: Any) -> bool:
 
 
 def clone_aliased_buffer_values(graph: Any) -> None:
-    """Let buffers that are assigned together keep what was assigned, even if it shares memory with another of them.
+    """Clone values assigned to buffers if they share memory with another assigned buffer.
 
     torch.export copies the assigned values to the buffers one after another at the end of the program.
     """
     copies = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
-    copies = [node for node in copies if node.meta is node.args[1].meta]  # of torch.export, not of the module
+    copies = [node for node in copies if node.meta is node.args[1].meta]  # added by torch.export, not the module's own
     storages = {storage_id(node.args[0].meta["val"]) for node in copies}
     for node in copies:
         buffer, value = node.args
@@ -194,7 +194,7 @@ def reject_writes_through_windows(graph: Any) -> None:
 
 
 def store_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:
-    """Store a node's result in `env`, including under the values it overwrites; return the overwritten nodes."""
+    """Store a node's result in `env`, and the new values of the nodes that it overwrites; return these nodes."""
     env[node] = result
     if targets := written_values(node):
         env[node], *values = result if type(result) is tuple else [result] * (1 + len(targets))
@@ -214,7 +214,7 @@ def _out_of_place_variant(node: Any) -> Any:
     variant = next((f for f in overloads if not f._schema.is_mutable and _argument_types(f) == types), None)
     if variant is None:
         return None
-    for argument in schema.arguments[len(node.args) :]:  # the variant may have no default, as bernoulli_ (p=0.5)
+    for argument in schema.arguments[len(node.args) :]:  # the variant may lack a default, such as p=0.5 of bernoulli_
         if argument.name not in node.kwargs and argument.has_default_value():
             node.update_kwarg(argument.name, argument.default_value)
     args, kwargs = pytree.tree_map(

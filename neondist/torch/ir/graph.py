@@ -41,7 +41,7 @@ FRESH_OPS = {
 }  # fmt: skip
 """Operators that return new memory and do not need their results for the backward pass."""
 IN_PLACE_VARIANTS: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
-"""Operators that may overwrite their inputs with their results if the inputs have no other reader."""
+"""In-place functions for operators that may overwrite their input if it has no other reader."""
 UNSHARED_GRADIENT_OPS = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv1d.padding", "aten.conv2d.padding",
     "aten.conv3d.padding",
@@ -96,7 +96,7 @@ class Value:
         Axes of the mesh along which ranks have different parts; along other axes, the value is replicated.
     dtype : torch.dtype
     kind : 'value', 'parameter' (whose gradient is summed at the end), or 'constant' (without a gradient)
-    layout : Layout or None
+    layout_or_none : Layout or None
         Layout of the whole tensor; None: a view, which is used by one operation only.
     shape_at : callable, optional
         Maps a place to the shape of a view there.
@@ -111,7 +111,7 @@ class Value:
     shape_at: Callable[[Place], Shape] | None = None
 
     def at(self, place: Place) -> Value:
-        """Return the value of a block."""
+        """Return the value with the shape and layout that it has in the block at a place."""
         if self.layout_or_none is None:
             return self if self.shape_at is None else replace(self, local=self.shape_at(place))
         return replace(self, local=local_shape(self.layout, place), layout_or_none=layout_of_block(self.layout, place))
@@ -284,14 +284,14 @@ class TorchGraph:
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         functions: dict[Any, Callable[..., Any]] | None = None,
     ) -> list[Segment]:
-        """Return the segments that are recomputed as units, or one segment of all steps.
+        """Return the segments of a forward pass: those of `recomputed_segments` and the last, or one of all steps.
 
         Parameters
         ----------
         compiler : callable, optional
-            Compiles functions of consecutive local steps, each of which becomes a single step.
+            Compiles a function of consecutive local steps, which then become a single step.
         functions : dict, optional
-            Compiled functions of similar plans, which are reused for equal steps on tensors of equal shapes.
+            Compiled functions of similar plans, reused for equal steps on tensors of equal shapes; extended in place.
         """
         cuts = self._recompute_cuts() if self.recompute else [0, len(self.steps)]
         segments, executed = self._split_into_segments(cuts), list[Segment]()
@@ -338,12 +338,12 @@ class TorchGraph:
         return segments
 
     def _is_last_read_in_place(self, value: int, last: Mapping[int, int]) -> bool:
-        """Return whether a step may overwrite a value, which would then be missing when the step is recomputed."""
+        """Return whether the last reader of a value may overwrite it: recomputation could not read the value again."""
         at = last.get(value, len(self.steps))
         return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_VARIANTS
 
     def _find_unaliased_gradients(self) -> set[int]:
-        """Return the weights of single operators that compute their gradient in new memory."""
+        """Return the parameters that only one operator reads, which computes their gradient in new memory."""
         readers: dict[int, list[Step]] = {value: [] for value in self.parameters.values()}
         for step in self.steps:
             for value in step.inputs:
@@ -364,7 +364,7 @@ class TorchGraph:
         return unaliased
 
     def _overwrite_unread_values(self) -> None:
-        """Make steps and gradients of views overwrite values without other readers."""
+        """Make steps overwrite inputs that have no other reader, and find views whose gradient is not shared."""
         readers = Counter(value for step in self.steps for value in step.inputs)
         owned = {step.inputs[0] for step in self.steps if step.op_name in UNSHARED_GRADIENT_OPS and step.inputs}
         fresh = {step.outputs[0] for step in self.steps if step.op_name in FRESH_OPS and step.kind in ("local", "norm")}
@@ -379,14 +379,14 @@ class TorchGraph:
 
 
 class Segment(NamedTuple):
-    """Consecutive steps, the values that they read, and those of their results that other steps read."""
+    """Consecutive steps, the values from outside that they read, and those of their results that are used later."""
 
     steps: list[Step]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     def function(self) -> Callable[..., tuple[Any, ...]]:
-        """Return a function of its own that runs local steps, since torch.compile limits compilations per function."""
+        """Return a new function that runs the local steps, since torch.compile limits compilations per function."""
 
         def run(*tensors: Any) -> tuple[Any, ...]:
             return self.run(*tensors)
@@ -394,7 +394,7 @@ class Segment(NamedTuple):
         return FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
 
     def run(self, *tensors: Any) -> tuple[Any, ...]:
-        """Run local steps."""
+        """Run the steps, all of which are local, and return the outputs."""
         env = dict(zip(self.inputs, tensors, strict=True))
         for step in self.steps:
             assert step.run is not None

@@ -38,7 +38,7 @@ class Mesh:
 
     @classmethod
     def of(cls, grid: GridShape, spatial: int) -> Mesh:
-        """Return the mesh of a grid of images with `spatial` axes; 0: tensors of at most 4 dimensions are no images."""
+        """Return the mesh of a grid for images with `spatial` axes; 0: tensors of up to 4 dimensions are no images."""
         return cls((grid.replicas, *grid.parts(spatial or 3)))
 
     @property
@@ -256,7 +256,7 @@ def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
     minor = atom.extent // major
     if atom.bounds is None:
         return Atom(major), Atom(minor)
-    # the bounds of a block are not known yet, but are multiples of its factor
+    # the bounds of a block are not known yet, but are multiples of the factor in `origin`
     if any(bound % minor for bound in (atom.bounds if atom.origin is None else atom.origin[1:])):
         raise UnalignedPartitionError(atom, minor)
     origin = None if atom.origin is None else (atom.origin[0], atom.origin[1] // minor)

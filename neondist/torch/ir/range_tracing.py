@@ -33,14 +33,14 @@ def trace_ranges(dependences: Sequence[Dependence], outputs: SymbolRanges) -> Sy
     Parameters
     ----------
     dependences : in the order of the calls
-        The range of merged dimensions is a multiple of their symbol's, so that reshaping needs no dependence.
+        Reshaping adds none, since the range of a merged dimension is a multiple of its symbol's range.
     """
     needed = dict(outputs)
     for first_symbol, _, reach, source_atom in reversed(dependences):
         assert reach.out_partition.origin is not None
         symbol, factor = reach.out_partition.origin
         lo, hi = (at * factor for at in needed.get(symbol, (0, 0)))
-        if symbol < first_symbol:  # another argument's, of which earlier calls may need more indices
+        if symbol < first_symbol:  # a symbol of another argument, of which earlier calls may need more
             lo, hi = 0, reach.out_partition.extent
         for indices in reach.view(lo, hi, source_atom.extent).ranges:
             extend_symbol_range(needed, source_atom, *indices)

@@ -17,10 +17,10 @@ class InputDimView(NamedTuple):
 
     Attributes
     ----------
-    ranges : of indices
-        Excluding padding, the ranges begin and end with indices that results depend on.
+    ranges : tuple of Range
+        Ranges of indices; unless the view is padded, they begin and end with indices that results depend on.
     used_cells : the indices that results depend on
-    pads : numbers of indices before and after the tensor
+    pads : numbers of padding indices before and after the ranges
     """
 
     ranges: tuple[Range, ...]
@@ -73,7 +73,7 @@ class Reach(NamedTuple):
 
 @lru_cache(maxsize=256)  # many operators have the same windows
 def dim_request_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Sequence[Range]]:
-    """Return the views of a dimension that the parts of the results need, and the padding of each."""
+    """Return the request for the indices of a dimension that each part of the results needs, and the padding."""
     n, axis = source.extent, reach.out_partition.axis
     ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out_partition.ranges), strict=True)
     if reach.is_whole(source):

@@ -29,7 +29,7 @@ TRACING = threading.Lock()
 """Lock held while PyTorch traces: tracing patches PyTorch's functions, so virtual ranks must take turns."""
 RULES: dict[str, Rule] = {}
 POINTWISE_OPS: set[str] = set()
-"""Operators each of whose results depends on one index of each argument."""
+"""Operators whose results each depend on one index of each argument."""
 CAPTURE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 """PyTorch functions that cannot be captured, or need a check, and the functions captured instead."""
 
@@ -52,7 +52,7 @@ def rule(
     for name in names:
         if not isinstance(name, str) or len(list(filter(None, name.split(".")))) < 3:
             raise ConfigError(
-                f"rule: {name!r} is no operator name; expected NAMESPACE.NAME.OVERLOAD, such as 'mine.energy.default'"
+                f"rule: {name!r} is not an operator name; expected NAMESPACE.NAME.OVERLOAD, as in 'mine.energy.default'"
             )
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

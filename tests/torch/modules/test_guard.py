@@ -81,7 +81,7 @@ def test_rules_that_return_no_value_are_named(register_softplus, result):
 
 @pytest.mark.parametrize("name", ["mine.energy", "energy", "", "mine..default", 3, torch.ops.aten.softplus.default])
 def test_rules_of_invalid_names_are_rejected(name):
-    with pytest.raises(nd.ConfigError, match=r"is no operator name; expected NAMESPACE.NAME.OVERLOAD"):
+    with pytest.raises(nd.ConfigError, match=r"is not an operator name; expected NAMESPACE.NAME.OVERLOAD"):
         ndt.rule(name)
 
 
