@@ -120,7 +120,7 @@ class PlanBuilder(StepListBuilder):
         return self.reshape_local(seen, layout)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
-        """Return a value of another global shape; partition boundaries that do not fit are moved first."""
+        """Return a value of another global shape; partition boundaries that do not fit are first moved or removed."""
         if prod(shape) == 0:
             self.refuse("a tensor without elements is reshaped")
         for _ in range(2 * len(value.layout) + 2):
@@ -132,7 +132,7 @@ class PlanBuilder(StepListBuilder):
                 else:  # no partition fits: gather the value
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
                     value = self.gather(value, dims if axes_of(value.layout[d] for d in dims) else None)
-        return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
+        return self.refuse(f"a reshape of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
     def reshape_local(self, value: Value, layout: Layout) -> Value:
         """Return a value whose local part is reshaped as `layout`, without data movement."""
@@ -171,7 +171,7 @@ class PlanBuilder(StepListBuilder):
         return [self.align_for_broadcast(value, layout, axes_of(layout)) for value in values], layout
 
     def partition_as(self, value: Value, layout: Layout) -> Value:
-        """Return a value of layout `layout`, whatever its atoms."""
+        """Return a value partitioned as `layout`; partitioned dimensions with other atoms are gathered first."""
         if value.kind in ("parameter", "constant") and not value.axes and value.shape == shape_of(layout):
             part = self.dim_parts_of_tiles(layout)
             if part is not None:
@@ -185,9 +185,9 @@ class PlanBuilder(StepListBuilder):
         return DimPart.of(layout) if axes and axes_of(layout) == axes else None
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
-        """Return a layout with these dimensions whole; their axes partition other dimensions that are long enough.
+        """Return a layout with these dimensions whole; their axes partition others that are long enough, if any.
 
-        Each rank then has these dimensions whole for a part of the tensor, and no rank has the whole tensor.
+        Each rank then has these dimensions whole for a part of the tensor, instead of having the whole tensor.
         """
         kept = {dim % len(layout) for dim in dims}
         resharded = list(replicated_along(layout, kept))
@@ -229,7 +229,7 @@ class PlanBuilder(StepListBuilder):
     def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
         """Return values with these dimensions whole and the others partitioned alike, and the layout for the results.
 
-        Along these dimensions, the results are partitioned like the first value.
+        Along these dimensions, results are partitioned like the first value, unless the same axes partition others.
         """
         first, chosen = values[0].layout, set(dims)
         rest = self.pointwise_layout(
@@ -248,7 +248,7 @@ class PlanBuilder(StepListBuilder):
         return self.gather(value, [dim for dim in dims if len(value.layout[dim]) > 1])
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
-        """Return the layout of a pointwise result: each dimension is partitioned as in the first value that does so."""
+        """Return the layout of a pointwise result: dimensions are partitioned as in a value, preferably evenly."""
         rank = max(len(layout) for layout in layouts)
         common_dims: list[Dim] = []
         used: set[int] = set()
@@ -268,7 +268,7 @@ class PlanBuilder(StepListBuilder):
         return tuple(common_dims)
 
     def _merge_view_dims(self, seen: Value, layout: Layout) -> Value:
-        """Return a view of atoms with its dimensions merged as in a layout."""
+        """Return a view, which has one dimension per atom, with its dimensions merged as in a layout."""
         if len(seen.local) == len(layout):
             return seen
         shape_at = partial(local_shape, layout)
@@ -284,7 +284,7 @@ class PlanBuilder(StepListBuilder):
 
 
 def _has_same_atoms(dim: Dim, target: Dim) -> bool:
-    """Return whether a dimension, if partitioned, has atoms of the same extents as another, without broadcasting."""
+    """Return whether a dimension is whole, or has atoms of the same extents as `target`."""
     return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
 
 
@@ -300,7 +300,7 @@ def _align_bounds(dim: Dim, problem: UnalignedPartitionError, mesh: Mesh) -> Dim
 
 
 def _insert_unit_atoms(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
-    """Return the new atoms, with those of the old ones that have one index inserted."""
+    """Return a new atom for each old one: the next of the same extent, or an atom of one index."""
     if len(old) == len(new):
         return list(new)
     matched, rest = [], list(new)

@@ -93,7 +93,7 @@ class PlanCosts:
         return flops
 
     def memory_traffic(self) -> int:
-        """Return the bytes that steps read and write: inputs, outputs and their gradients each once or twice."""
+        """Return the bytes that this rank's steps read and write: inputs once per pass, outputs and gradients once."""
         total = 0
         for step in self.plan.steps:
             inputs, outputs = ([self.plan.values[v] for v in ids] for ids in (step.inputs, step.outputs))
@@ -146,7 +146,7 @@ class PlanCosts:
 
 
 def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
-    """Return the module path of each step name, truncated to at most `limit` distinct paths; others keep their name."""
+    """Return the module path of each step name, or the name if it has none; shortened until at most `limit` differ."""
     full = {name: name.rpartition(":")[0] or name for name in names}
     # the names of operators outside modules contain dots, too
     parts = {name: path.split(".") if ":" in name else [path] for name, path in full.items()}
@@ -158,7 +158,7 @@ def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
 
 
 def last_output_shape(plan: TorchPlan, names: Collection[str]) -> Shape | None:
-    """Return the global shape of the last value that these steps pass to others; None if there is none."""
+    """Return the global shape of the last result of these steps that is used elsewhere; None if there is none."""
     outputs = [
         out for step in plan.steps if step.name in names and step.kind not in IDENTITY_KINDS for out in step.outputs
     ]

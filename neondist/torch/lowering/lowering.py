@@ -158,7 +158,7 @@ class Lowering(PlanBuilder):
         Parameters
         ----------
         target : callable, optional
-            Called with these arguments instead of the operator.
+            Function of the same arguments to return instead of the operator.
         """
         return tensor_call(target or self._current_call[0], *self._current_call[1:])
 
@@ -168,11 +168,11 @@ class Lowering(PlanBuilder):
         Parameters
         ----------
         builtin_only : bool
-            Whether to use PyTorch's own implementation only; entries of the decomposition table may lack gradients.
+            Whether to use only the operator's composite implementation; entries of PyTorch's table may lack gradients.
         """
         target, args, kwargs = self._current_call
         args, kwargs = list(args), dict(kwargs)
-        for argument in target._schema.arguments[len(args) :]:  # the table's entries may have other names
+        for argument in target._schema.arguments[len(args) :]:  # the table's entries may name them differently
             if argument.kwarg_only or argument.name not in kwargs:
                 break
             args.append(kwargs.pop(argument.name))
@@ -255,7 +255,7 @@ class Lowering(PlanBuilder):
         return None
 
     def first_result(self, value: Value) -> Any:
-        """Return the first result of the current operator and, if it has several, None for those not computed."""
+        """Return the first result of the current operator, followed by None for each of its further results."""
         outs = self.fake_out
         return (value, *[None] * (len(outs) - 1)) if isinstance(outs, (tuple, list)) else value
 
@@ -326,7 +326,7 @@ def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:
 
 
 def bind_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name, defaults included; the first tensor is `x`."""
+    """Return the arguments by name, defaults included; `self` and `input` are renamed to `x`."""
     bound = {}
     for at, argument in enumerate(target._schema.arguments):
         name = "x" if argument.name in ("self", "input") else argument.name

@@ -74,7 +74,7 @@ class StepListBuilder:
         outs: Sequence[Any],
         layouts: Any = None,
     ) -> tuple[Value, ...]:
-        """Return several local results with the shapes and dtypes of fake tensors, by default replicated."""
+        """Return several local results with the dtypes of fake tensors, by default replicated with their shapes."""
         layouts = [replicated(out.shape) for out in outs] if layouts is None else layouts
         inside = axes_of_values(args)
         for layout in layouts:
@@ -82,12 +82,12 @@ class StepListBuilder:
         return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], inside, has_several_results=True))
 
     def without_gradient(self, value: Value) -> Value:
-        """Return a new local result, marked as constant."""
+        """Mark a new local result as constant, in place, and return it."""
         value.kind = "constant"
         return value
 
     def detach(self, value: Value) -> Value:
-        """Return a value without its gradient, also on ranks without elements."""
+        """Return a value detached from its gradient, and constant even on ranks without elements."""
         return self.without_gradient(self.local(torch.Tensor.detach, [value], value.layout))
 
     def mark_constants(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
@@ -264,7 +264,7 @@ class StepListBuilder:
 
 
 def shapes_if_empty(results: Sequence[Value]) -> tuple[Shape, ...] | None:
-    """Return the shapes of results if this rank has no indices of some of them."""
+    """Return the shapes of the results on this rank if one is empty here but not globally; otherwise None."""
     # results may have no elements globally, such as the moments of batch norm in evaluation
     known = [value for value in results if value.layout_or_none is not None]
     any_empty = any(not prod(value.local) and prod(value.shape) for value in known)

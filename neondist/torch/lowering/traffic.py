@@ -201,7 +201,7 @@ class BackwardSteps:
 
 
 def ring_keys_sent_by_rank(ring: RingPlan, direction: str) -> np.ndarray:
-    """Return the number of keys that each rank sends in a pass, with their values or gradients, as an array (size,)."""
+    """Return the number of keys, and in a backward pass of their gradients, that each rank sends: an array (size,)."""
     axes = sorted(axes_of([ring.keys]))
     length = RankSubset.all(ring.mesh).element_counts_by_rank(ring.keys)
     # move the axes of each ring to the end, in order

@@ -30,7 +30,7 @@ class _SavedValues:
     extra_bytes_per_byte : float
         Further bytes that are kept, per byte of the first output.
     aliases : dict of int to int
-        Outputs that share memory with an input.
+        For each output that shares memory with an input or an earlier output, that value.
     aliased_grads : set of int
         Inputs whose gradient shares memory with an output's.
     """
