@@ -16,7 +16,7 @@ _REGION_KEY = "autocast of the module on "
 
 
 def mark_autocast_regions(program: Any) -> None:
-    """Mark a module's autocast regions, which `run_decompositions` replaces by casts: autocast has no effect there."""
+    """Mark a module's own autocast regions, since `run_decompositions` replaces them by casts."""
     for node in program.graph.nodes:
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             node.meta["custom"] = (node.meta.get("custom") or {}) | {f"{_REGION_KEY}{node.args[0]}": True}
@@ -34,7 +34,7 @@ def floating_dtypes(values_by_node: Mapping[Any, Any]) -> dict[int, torch.dtype]
     Parameters
     ----------
     values_by_node : mapping of torch.fx.Node to values
-        A value belongs to the first of its nodes.
+        If several nodes have the same value, the first determines its dtype.
     """
     dtypes = dict[int, torch.dtype]()
     for node, result in values_by_node.items():

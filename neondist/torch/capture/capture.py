@@ -52,11 +52,11 @@ RANDOM_KEY_STRIDE = 1000
 
 
 def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device: torch.device | None = None) -> Any:
-    """Return the exported program of a module, with composite operators preserved.
+    """Return the exported program of a module; it keeps composite operators if writes need no functionalisation.
 
-    no_grad, inference_mode and autocast around the call are not captured; they apply when the program runs, autocast
-    except where the module sets it itself. Dtypes are those under autocast around this call. Code that
-    calls `torch.is_grad_enabled()` sees its value around this call.
+    no_grad, inference_mode and autocast around this call are not captured. Those around a run of the program apply to
+    it, except that autocast does not where the module sets it itself. Dtypes are those under autocast around this call,
+    and code that calls `torch.is_grad_enabled()` sees the mode around this call.
 
     Parameters
     ----------
@@ -68,8 +68,8 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
     Raises
     ------
     ConfigError
-        If its control flow depends on tensor values, if it has backward hooks, or if it cannot be traced for another
-        reason.
+        If the module's control flow depends on tensor values, if it has backward hooks, or if it cannot be traced for
+        another reason.
     """
     check_module(module)
     gradients = torch.is_grad_enabled()
@@ -174,7 +174,7 @@ def lower_program(
     unregistered_tensors: dict[str, torch.Tensor] | None = None,
     by_channels: Collection[torch.fx.Node] = (),
 ) -> tuple[TorchPlan, Any]:
-    """Return the plan of a program for one rank, and the tree of its outputs.
+    """Return the plan of a program for one rank, and the tree structure of the program's outputs.
 
     Parameters
     ----------
@@ -318,7 +318,7 @@ class _ProgramInputs:
         for known, value in self.parameters.items():
             if known in program.state_dict and _memory_key(program.state_dict[known]) == _memory_key(constant):
                 return lowering.values[value]
-        # PyTorch may have detached it
+        # PyTorch may have detached a tensor that requires gradients
         trainable = (t for t in (constant, *program.unregistered_tensors) if t.requires_grad)
         parameter = next((t for t in trainable if _memory_key(t) == _memory_key(constant)), None)
         if parameter is None:

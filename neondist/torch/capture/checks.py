@@ -42,7 +42,7 @@ _WRAPPER_REMEDIES = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): _UNWRAP_REMEDY.format("FullyShardedDataParallel"),
     ("torch.distributed.fsdp", "FSDPModule"): "call distribute instead of fully_shard",
 }
-"""Identified by name, since importing the classes is slow."""
+"""Remedies for wrappers, by module and class name, since importing the classes is slow."""
 
 
 def check_module(module: nn.Module) -> None:
@@ -140,7 +140,7 @@ class _BackwardPass:
         self.task_id = -1
         self.output_versions = WeakIdKeyDictionary()
         # gradients that losses, and models that read outputs of others, have sent in this pass, by the output's id;
-        # None: to tensors computed from outputs
+        # the key None is present if they have sent gradients to tensors computed from outputs
         self.sent_gradients: dict[int | None, list[torch.Tensor]] = {}
 
 
@@ -162,7 +162,7 @@ class BackwardEntryCheck:
         self._pass: _BackwardPass = grid.cached_objects.setdefault(_BackwardPass, _BackwardPass())
 
     def alias_of_output(self, output: Any) -> Any:
-        """Return an alias of an output, which receives no gradients of uses of this output within the module."""
+        """Return an alias of an output, to which no gradients flow from uses of the output within the module."""
         return output.view_as(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
 
     def check_gradient_of_output(self, output: torch.Tensor, is_scattered_target: Callable[..., Any]) -> None:
@@ -173,7 +173,7 @@ class BackwardEntryCheck:
             self._pass.output_versions[output] = output._version
 
     def alias_for_model(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input for a model to read; gradients that it sends to outputs of other models are expected."""
+        """Return a tensor for a model to read; gradients that the model sends to outputs of others cause no warning."""
         return tensor if tensor.is_leaf else self.alias_for_loss(tensor)
 
     def check_backward_of_loss(self, loss: torch.Tensor) -> None:
@@ -203,7 +203,7 @@ class BackwardEntryCheck:
             self._pass.sent_gradients.clear()
 
     def _record_loss_gradient(self, gradient: torch.Tensor, key: int | None) -> None:
-        if self._pass.task_id != torch._C._current_graph_task_id():  # gathered output: arrives before any loss's
+        if self._pass.task_id != torch._C._current_graph_task_id():  # of a gathered output, before any loss
             self._check_backward_begins("backward of an output")
         sent = self._pass.sent_gradients.setdefault(key, [])
         if key is not None:

@@ -1,4 +1,4 @@
-"""Constant folding in a capture: values of tensors that depend on shapes, literals and buffers alone."""
+"""Constant folding in a capture: values of tensors that depend on no input, parameter or random number."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _INDEXING_METHODS = _TENSOR.__getitem__, _TENSOR.__setitem__
 _METADATA_GETTERS = frozenset(
     getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
 ) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
-"""Functions that PyTorch calls most often while tracing."""
+"""Functions that read no values; tracing calls them so often that they bypass the tracker."""
 
 
 class ValueReads(NamedTuple):
-    """The tensors from which a forward pass has read numbers; the captured program is valid for these values only.
+    """The tensors from which a forward pass has read numbers; the captured program is valid only for the values read.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class _KnownValue(NamedTuple):
 
 
 class KnownValueTracker(TorchDispatchMode):
-    """Compute the values of fake tensors that depend on no input, parameter or random number.
+    """Mode that computes the values of fake tensors that depend on no input, parameter or random number.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class KnownValueTracker(TorchDispatchMode):
         self._results: Any = WeakIdKeyDictionary()
 
     def record_buffers(self, values: Mapping[str, torch.Tensor], module: nn.Module, _: Any) -> None:
-        """Record the values of a module's buffers, which are fake tensors while it is traced."""
+        """Record the values of a module's buffers, which are fake tensors while the module is traced."""
         for name, fake in module.named_buffers(remove_duplicate=False):
             value = values.get(name)
             if value is not None and value.numel() <= MAX_KNOWN_ELEMENTS and not value.is_meta:
@@ -88,12 +88,12 @@ class KnownValueTracker(TorchDispatchMode):
                     self._known_values[fake] = _KnownValue(value.detach().clone(), {name}, {})
 
     def known_or_none(self, tensor: Any) -> Any:
-        """Return the value of a tensor, or None if it is unknown."""
+        """Return the value of a tensor, or None if the value is unknown."""
         entry = self._known_value(tensor)
         return None if entry is None else entry.value
 
     def read_and_record(self, tensor: Any) -> torch.Tensor | None:
-        """Return the value of a tensor and record the read; None if it is unknown."""
+        """Return the value of a tensor and record the read; None if the value is unknown."""
         entry = None if tensor is None else self._known_value(tensor)
         if entry is None:
             return None
@@ -127,7 +127,7 @@ class KnownValueTracker(TorchDispatchMode):
         outputs = tensors_in(result)
         if func.is_view and any(map(self._outlives_capture, tensors)):
             self._views_outliving_capture.update(dict.fromkeys(outputs))
-        else:  # real tensors where torch.export itself computes the values of literals with one element
+        else:  # real tensors, too: torch.export itself computes the values of literals with one element
             self._results.update(dict.fromkeys(outputs))
         is_known = is_known and all(_is_small_enough_to_track(out) for out in outputs)
         values = _try_compute(func, args, kwargs, items) if is_known else None
@@ -180,7 +180,7 @@ class KnownValueTracker(TorchDispatchMode):
 
 
 class _KnownValueProvider(TorchFunctionMode):
-    """Provide known values to PyTorch functions that read memory, have value-dependent shapes, or index by masks.
+    """Mode that passes known values to functions that read memory, have value-dependent shapes, or index by masks.
 
     Attributes
     ----------
@@ -225,7 +225,7 @@ class _KnownValueProvider(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _fold_to_literals(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of a function of known values as literals, or None if an argument is unknown."""
+        """Return a function's results as literals, or a selection by a known mask or counts; None if unknown."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = {id(leaf): self._values.read_and_record(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         if not values or None in values.values():
@@ -238,7 +238,7 @@ class _KnownValueProvider(TorchFunctionMode):
     def _select_by_known_values(
         self, func: Any, x: Any, selector: Any = None, dim: int | None = None, **options: Any
     ) -> Any:
-        """Return the elements of a tensor selected by a mask or repeat count, or None if this is unknown."""
+        """Return the elements of a tensor selected by a mask or repeat counts; None if these are unknown."""
         is_mask = func in _MASKED_SELECT_FUNCTIONS
         selector = options.get("mask" if is_mask else "repeats", selector)
         value = self._values.read_and_record(selector) if isinstance(selector, torch.Tensor) else None

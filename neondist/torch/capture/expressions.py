@@ -82,7 +82,7 @@ class ValueNumberingMode(TorchDispatchMode):
         return self._value_number(("written", own, write), max(self._dependences[own], self._dependences[write]))
 
     def is_dependent(self, value: Any) -> bool:
-        """Return whether a value depends on inputs, parameters or random numbers, or is not a tensor."""
+        """Return whether a value depends on inputs, parameters, buffers or random numbers, or contains no tensor."""
         tensors = tensors_in(value)
         return not tensors or any(self._dependences[self.expression_number(tensor)] for tensor in tensors)
 

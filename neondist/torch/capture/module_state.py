@@ -328,7 +328,7 @@ class ReachableState:
 
 
 def plain_key(value: Any) -> Any:
-    """Return a comparison key of a value of a built-in type, or of a tuple of them; None for other types."""
+    """Return a comparison key of a value of PLAIN_TYPES, or of a tuple of such values; None for other values."""
     kind = type(value)
     if isinstance(value, PLAIN_TYPES):
         return kind, value
@@ -376,7 +376,7 @@ def _is_library_module(name: str | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_user_class(kind: type) -> bool:
-    """Return whether a class is entirely user-defined, apart from the base classes common to all modules."""
+    """Return whether a class is entirely user-defined, apart from common base classes."""
     return all(cls in _COMMON_BASE_CLASSES or not _is_library_module(cls.__module__) for cls in kind.__mro__)
 
 

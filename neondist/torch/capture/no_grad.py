@@ -1,4 +1,4 @@
-"""Detachment of values that a captured module computes without gradients, since decompositions do not preserve this."""
+"""Detachment of values that a captured module computes under no_grad, since decompositions drop the mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ir.functionalize import GRAD_MODE_REGION, has_undeclared_writes, storage_
 
 
 def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
-    """Detach values computed under no_grad or inference_mode.
+    """Detach values computed under no_grad or inference_mode, and bypass parameter writes that autograd misses.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
     Raises
     ------
     CaptureError
-        If an in-place write is hidden from autograd, or is not declared in the operator's schema.
+        If gradients would ignore an in-place write, its schema does not declare it, or assigned data have aliases.
     """
     graph = program.graph_module.graph
     for node in graph.nodes:
@@ -75,10 +75,10 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
 
 
 def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, Any, bool]]:
-    """Yield nodes that write in place.
+    """Yield (node, outer, first, hidden) for each node that writes in place.
 
-    With each, yields the node of the whole graph that contains it, the first node in its memory, and whether autograd
-    misses the write.
+    `outer` is the node itself, or the node of the region that contains it; `first` is the first node in the written
+    memory; `hidden` tells whether autograd misses the write.
     """
     module = program.graph_module
     first: dict[int, Any] = {}
@@ -135,7 +135,7 @@ def _bypass_writes(module: Any, parameter: Any, last_write: Any) -> bool:
 
     with torch.no_grad():
         with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-            zeros = add(ops.sub.Tensor, parameter, add(ops.detach.default, parameter))  # with a gradient
+            zeros = add(ops.sub.Tensor, parameter, add(ops.detach.default, parameter))  # zeros with a gradient
         with graph.inserting_before(last_write.next):
             result = add(ops.add.Tensor, add(ops.detach.default, parameter), zeros)
     for name in names:
@@ -144,7 +144,7 @@ def _bypass_writes(module: Any, parameter: Any, last_write: Any) -> bool:
 
 
 def _modified_value(module: Any, node: Any) -> Any:
-    """Return the value that a node is after an operator has modified it in place, or None."""
+    """Return the value that a node modifies in place and then stands for; None if it modifies none."""
     if node.target is operator.getitem and node.args[0].target is GRAD_MODE_REGION:
         region, index = node.args
         inner = getattr(module, region.args[1].target).graph

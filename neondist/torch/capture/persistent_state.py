@@ -72,7 +72,7 @@ class _ControlFlowProbe:
 
 
 def _lengthen(collection: Any) -> Any:
-    """Return a collection with many more items like its last."""
+    """Return a collection with many more items, similar to its own."""
     if not isinstance(collection, (dict, set, frozenset)):
         return collection * _LENGTH_FACTOR
     *_, last = collection
@@ -125,7 +125,7 @@ class RestorableState:
         return changes
 
     def lengthened_collections(self) -> list[tuple[ValueContainer, dict[Any, Any]]]:
-        """Return the containers of collections that have grown, and values with which these are much longer."""
+        """Return the containers of collections that have grown, with values that make these collections much longer."""
         grown = []
         for container, before in self._before:
             present = {} if container.in_nn_module else container.read_values()
@@ -138,7 +138,7 @@ class RestorableState:
         return grown
 
     def insert_probe_numbers(self, names: Collection[str], probe: _ControlFlowProbe) -> None:
-        """Replace, under these names, changed numbers by the probe's."""
+        """Replace changed numbers of these names by the probe's; if the probe shifts numbers, shift arrays, too."""
         for container, before in self._before:
             present = container.read_values()
             if container.in_nn_module or all(container.value_name(key) not in names for key in present):
@@ -199,7 +199,7 @@ def _is_fx_wrapper(value: Any, inner: Any) -> bool:
 
 @contextmanager
 def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool]:
-    """Restore a module after its capture; raise CaptureError if its next pass would behave differently.
+    """Restore a module after its capture; raise CaptureError if the module's next pass would behave differently.
 
     Yields whether the module's code depends on whether gradients are computed.
 
@@ -278,7 +278,7 @@ def _reject_state_kept_between_passes(
     expected = passes.run()
     changes = before.changed_values()
     persistent = {name: change for name, change in changes.items() if any(map(passes.recorder.is_dependent, change[1]))}
-    after, first = RestorableState(module), _ControlFlowProbe()  # records comparisons; if any, the last inverts them
+    after, first = RestorableState(module), _ControlFlowProbe()  # `first` records comparisons; another inverts them
     probes, lengthened = [first], list[tuple[ValueContainer, dict[Any, Any]]]()
     for probe in probes:
         after.restore()

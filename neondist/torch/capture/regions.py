@@ -54,7 +54,7 @@ class PartitioningConverter:
             self._partitionings.update((value.id, partitioning) for value in values)
 
     def convert(self, value: Any, node: Node | None = None) -> Any:
-        """Convert a value, or the values in a list, for use in a node; None: for use after the program."""
+        """Convert a value, or the values in a list, for use in `node`; if `node` is None, for use after the program."""
         wanted = Partitioning.TILES if node is None else self._partitioning_of(node)
         if isinstance(value, (tuple, list)):
             return type(value)(self.convert(item, node) for item in value)

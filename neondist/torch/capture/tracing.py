@@ -1,4 +1,4 @@
-"""Context in which PyTorch traces a module, and conversion of its errors."""
+"""Context in which PyTorch traces a module, and conversion of PyTorch's errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
 @contextmanager
 def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
-    """Serialise tracing and neutralise the caller's settings; PyTorch's errors are raised as ConfigError."""
+    """Serialise tracing and neutralise the caller's settings; errors in the context are raised as ConfigError."""
     with (
         TRACING,
         _suppress_logs(),
@@ -80,7 +80,7 @@ def suspend_hooks_and_modes() -> Iterator[None]:
 
 @contextmanager
 def leave_inference_mode() -> Iterator[None]:
-    """Create ordinary tensors even in inference_mode; its tensors allow neither gradients nor in-place changes."""
+    """Create ordinary tensors even in inference_mode: inference tensors allow no gradients or in-place changes."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -90,7 +90,7 @@ def leave_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def _suppress_logs() -> Iterator[None]:
-    """Suppress PyTorch's warnings and log messages, which the error repeats."""
+    """Suppress PyTorch's warnings and log messages; the ConfigError contains the message of the error."""
     loggers_by_name = logging.root.manager.loggerDict
     loggers = [loggers_by_name[name] for name in list(loggers_by_name) if name.partition(".")[0] == "torch"]
     enabled = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
@@ -178,7 +178,7 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
         why = f"{why}; inputs are tensors: if forward takes a dictionary, wrap the module in one that builds it"
     if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first):
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in shapes)
-        why = f"{why}; inputs have dtype {dtypes}: if others are needed, pass dtype=, for several inputs a list"
+        why = f"{why}; inputs have dtype {dtypes}: if the module needs others, pass dtype=, a list for several inputs"
     if "DataDependent" in name or any(text in first for text in _TEXTS_OF_VALUE_READS):
         why = (
             "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"

@@ -121,7 +121,7 @@ class StateWatch:
         ]
 
     def _dtypes_and_devices(self) -> list[Any]:
-        """Return the dtypes and devices of the tensors and, if the code depends on it, `requires_grad`."""
+        """Return the tensors' dtypes and devices and, if the code depends on the gradient mode, `requires_grad`."""
         tensors = [where[at] for _, where, at in self._registered_tensors]
         tensors += self._reachable_tensors
         properties: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
