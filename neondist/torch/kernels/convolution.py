@@ -132,7 +132,7 @@ class _Convolution(torch.autograd.Function):
             )
             if by_weight is not None:
                 by_weight = by_weight.movedim((-1, -2), (0, 1))
-            elif by_bias is not None:  # the kernel computes it only together with the gradient of the weights
+            elif by_bias is not None:  # the kernel computes bias gradients only together with weight gradients
                 by_bias = _as_matrix(slopes).sum(0)
         if dx is not None:
             for axis, (pad, n) in enumerate(zip(padding, cells.shape[1:-1], strict=True), start=1):

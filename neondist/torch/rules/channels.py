@@ -11,7 +11,7 @@ from ..lowering.lowering import Lowering
 
 
 class ChannelOperands(NamedTuple):
-    """Operands of a convolution on this rank.
+    """Operands of a convolution or matrix product on this rank.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ def prefers_partial_sums(inputs: int, outputs: int) -> bool:
 def partition_channel_operands(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, groups: int = 1
 ) -> ChannelOperands:
-    """Return the operands, with weights partitioned so that each rank has those of its own channels.
+    """Return the operands, with weights partitioned by output channels, or by input channels for partial sums.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Creation of tensors from a shape, replicated on every rank, or like another tensor, partitioned as it is."""
+"""Creation of tensors from a shape, replicated on every rank, or like another tensor, partitioned like it."""
 
 from __future__ import annotations
 

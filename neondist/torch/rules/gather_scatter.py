@@ -64,7 +64,7 @@ def traceable_embedding_bag(
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return torch.nn.functional.embedding_bag by embeddings and sums; maxima only of the rows of a matrix."""
+    """Return torch.nn.functional.embedding_bag, by embeddings and reductions where the arguments permit."""
     if (
         (input.dim() == 2) != (offsets is None) or max_norm is not None or scale_grad_by_freq
         or mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum")
@@ -191,7 +191,7 @@ def index_put(
 
 
 def _put_masked(lowering: Lowering, x: Value, index_by_dim: dict[int, Value], values: Value, accumulate: bool) -> Value:
-    """Return x with one value per channel written where a mask is true."""
+    """Return x with one value per channel written, or added if `accumulate`, where a mask is true."""
     ((dim, mask), *others) = index_by_dim.items()
     rest = len(x.shape) - dim - len(mask.shape)
     shape = [1] * (dim + rest + 1 - len(values.shape)) + list(values.shape)
@@ -214,7 +214,7 @@ def searchsorted(
     lowering: Lowering, x: Value, sorted_sequence: Value | None = None, boundaries: Value | None = None,
     sorter: Value | None = None, **options: object,
 ) -> Value:  # fmt: skip
-    """Search locally in a replicated sorted sequence."""
+    """Search locally in sorted rows, each of which is whole on every rank that searches it."""
     sequence = next(value for value in (boundaries, sorted_sequence) if value is not None)
     target, dtype, layout = lowering.target, lowering.fake_out.dtype, x.layout
 

@@ -73,7 +73,7 @@ def slice_dim(
 
 @rule("aten.select.int")
 def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
-    """Select an index; of a partitioned dimension, the rank that owns it sends it to all."""
+    """Select an index; along a partitioned dimension, the rank that owns the index sends its cells to the others."""
     dim %= len(x.shape)
     x = lowering.gather_into_single_atoms(x, [dim])
     layout = (*x.layout[:dim], *x.layout[dim + 1 :])
@@ -106,7 +106,7 @@ def split(lowering: Lowering, x: Value, dim: int = 0, **_: object) -> tuple[Valu
 
 @rule("aten.unbind.int")
 def unbind(lowering: Lowering, x: Value, dim: int = 0) -> tuple[Value, ...]:
-    """Select every index; of a partitioned dimension, the rank that owns it sends it to all."""
+    """Select every index; along a partitioned dimension, the rank that owns an index sends its cells to the others."""
     return tuple(select(lowering, x, dim, at) for at in range(x.shape[dim]))
 
 
@@ -123,7 +123,7 @@ def slice_scatter(
     rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (x, src)])
     x, src = (_gather_if_axis_reused(lowering, value, dim, rest) for value in (x, src))
     if lowering.is_whole(x, dim) and x.kind == "constant" and not lowering.is_whole(src, dim):
-        # partition zeros that are to be overwritten
+        # partition the constant, such as zeros that are to be overwritten
         atom = lowering.mesh.even_atom(x.shape[dim], lowering.axis_of(src, dim))
         x = lowering.partition_as(x, replace_dim(x.layout, dim, atom))
     if lowering.is_whole(x, dim):
@@ -293,7 +293,7 @@ def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Valu
 
 
 def indexed_layout(layout: Layout, index_by_dim: Mapping[int, Value]) -> Layout:
-    """Return the layout of a selection by index tensors, whose dimensions are in place if adjacent, else in front."""
+    """Return the layout of a selection by index tensors: new dimensions replace adjacent indexed ones or come first."""
     dims = list(index_by_dim)
     new = replicated(torch.broadcast_shapes(*(value.shape for value in index_by_dim.values())))
     rest = [atoms for dim, atoms in enumerate(layout) if dim not in dims]

@@ -20,7 +20,7 @@ from ..lowering.lowering import Lowering, tensor_call
 
 
 def _reduce_losses(lowering: Lowering, losses: Value, weights: Value | None, reduction: int) -> Value:
-    """Return the values unreduced (0), their mean, optionally weighted (1), or their sum (2)."""
+    """Return the losses (reduction 0), their sum divided by their number or total weight (1), or their sum (2)."""
     if reduction == 0:
         return losses
     total = lowering.allreduce_local_result(lambda a: a.sum(), [losses], axes_of(losses.layout), ())
@@ -49,7 +49,7 @@ def _class_losses(
     lowering: Lowering, x: Value, target: Value, weight: Value | None, reduction: int, ignore_index: int,
     loss: Callable[..., torch.Tensor],
 ) -> Value:  # fmt: skip
-    """Return the reduced losses of scores of classes, dimension 1 of x (or 0 of a vector)."""
+    """Return the reduced losses of scores x; their classes are dimension 1, or dimension 0 of a vector."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gather(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
@@ -155,7 +155,7 @@ def checked_cross_entropy(input: torch.Tensor, *args: Any, **kwargs: Any) -> tor
     if input.ndim > 1 and input.shape[1] == 1:
         raise CaptureError(
             "the cross entropy over a single class is 0 for any output, so that nothing is trained; use"
-            " BCEWithLogitsLoss for one output of two classes, MSELoss for a number, or give the last layer an output"
+            " BCEWithLogitsLoss for one output and two classes, MSELoss for a number, or give the last layer an output"
             " per class"
         )
     return F.cross_entropy(input, *args, **kwargs)

@@ -82,7 +82,7 @@ def _reshard_matrices_into_batch(lowering: Lowering, batch: Layout, core: Layout
 
 
 def _result_layout(lowering: Lowering, batch: Layout, first_argument: Value, shape: Sequence[int]) -> Layout:
-    """Return the layout of results: those of the argument's shape are partitioned as it is, others along the batch."""
+    """Return the layout of a result: partitioned like the argument if of the same shape, else along the batch."""
     core = replicated(shape[len(batch) :])
     if tuple(shape) == first_argument.shape and not axes_of(first_argument.layout[len(batch) :]) & axes_of(batch):
         core = first_argument.layout[len(batch) :]
@@ -159,7 +159,7 @@ def traceable_covariance(
 
 
 def traceable_correlation(input: torch.Tensor) -> torch.Tensor:
-    """Return torch.corrcoef, as for covariances."""
+    """Return torch.corrcoef; PyTorch's own implementation reads values."""
     covariance = traceable_covariance(input)
     if not covariance.dim():
         return covariance / covariance

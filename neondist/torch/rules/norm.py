@@ -108,7 +108,7 @@ def _update_running_statistics(
     lowering: Lowering, running: Sequence[Value], current: Sequence[Value], momentum: float, group_size: int,
     samples: int = 1,
 ) -> list[Value]:  # fmt: skip
-    """Return running statistics, updated by the statistics of a pass, which are sums over `samples` samples."""
+    """Return the running statistics, updated by those of a pass, `current`, which are sums over `samples` samples."""
     unbiased = group_size / max(1, group_size - 1)
     return [
         lowering.local(partial(_moving_mean, momentum, momentum * factor / samples), [old, new], new.layout, old.dtype)

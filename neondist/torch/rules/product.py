@@ -74,7 +74,7 @@ def matmul(
     lowering: Lowering, x: Value, other: Value | None = None, mat2: Value | None = None, vec: Value | None = None,
     tensor: Value | None = None,
 ) -> Value:  # fmt: skip
-    """Sum partial products over a dimension partitioned alike in both factors; otherwise gather the second factor."""
+    """Sum partial products over a partitioned inner dimension; gather it if its axes also partition the result."""
     a, b = x, next(value for value in (other, mat2, vec, tensor) if value is not None)
     if len(a.shape) < 2 or len(b.shape) < 2:
         one, two = a, b

@@ -45,7 +45,7 @@ def sum_over_dims(
     lowering: Lowering, run: Callable[..., torch.Tensor], args: Sequence[Value], dims: Sequence[int],
     keepdim: bool = True, dtype: torch.dtype | None = None,
 ) -> Value:  # fmt: skip
-    """Return the sum of run(*tensors, dims, keepdim) over dimensions of its first argument."""
+    """Return run(*tensors, dims, keepdim), summed over the ranks that partition `dims` of the first argument."""
     x = args[0]
     layout = layout_after_reduction(x, dims, keepdim)
     return lowering.allreduce_local_result(
@@ -317,7 +317,7 @@ def _products_of_others(a: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 @rule("aten.renorm.default")
 def renorm(lowering: Lowering, x: Value, p: float, dim: int, maxnorm: float) -> Value:
-    """Decompose for long slices only: the others have no gradient of their norm, which may be NaN."""
+    """Decompose for slices longer than maxnorm only; for others, the decomposition's gradient may be NaN."""
     scale, dims = decomposition_table[torch.ops.aten.renorm.default], set(range(len(x.shape))) - {dim % len(x.shape)}
 
     def run(a: torch.Tensor) -> torch.Tensor:

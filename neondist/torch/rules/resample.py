@@ -70,7 +70,7 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
 def spatial_dims_and_result_axes(lowering: Lowering, x: Value, ndim: int) -> tuple[list[int], dict[int, int | None]]:
     """Return the last ndim dimensions, and the mesh axes that partition the results along them.
 
-    An unpartitioned input is partitioned if the mesh has ndim axes, since upsampling may enlarge it to a full image.
+    The result of an unpartitioned input is partitioned if the mesh has ndim axes: it may be an upsampled full image.
     """
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     axes = {dim: lowering.axis_of(x, dim) for dim in dims}
@@ -202,7 +202,7 @@ def upsample(
 @rule("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default",
       "aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")  # fmt: skip
 def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[int]) -> Value:
-    """Sum over tiles; results are replicated, or partitioned if there are many."""
+    """Sum over tiles, for replicated results; if there are many, partition them after a halo exchange."""
     ndim = spatial_ndim(lowering)
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     x = lowering.gather_into_single_atoms(x, dims)
@@ -258,7 +258,7 @@ def _average_pool_dim(lowering: Lowering, x: Value, dim: int, n_out: int) -> Val
 
 
 def _local_cells_of_bins(bins: Sequence[range], first_cell: int, end_cell: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which of the cells [first_cell, end_cell) are in each bin, padded with the next index, and bin sizes."""
+    """Return each bin's local indices of the cells [first_cell, end_cell), padded with their number, and bin sizes."""
     count, width = max(0, end_cell - first_cell), max(map(len, bins), default=0)
     index = torch.full((len(bins), width), count)
     for cells, own in zip(bins, index, strict=True):

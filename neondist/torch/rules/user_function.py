@@ -13,7 +13,7 @@ from ..lowering.lowering import Lowering
 
 @rule(FUNCTION_OPERATOR, applies_if_replicated=True)
 def user_function(lowering: Lowering, tensors: Sequence[Value], number: int) -> Sequence[Value]:
-    """Run an autograd.Function locally; reject it unless its forward and backward are pointwise."""
+    """Run an autograd.Function locally; for partitioned tensors, its forward and backward must be pointwise."""
     function, outs = lowering.autograd_functions[number], lowering.fake_out
     lowering.where = lowering.where._replace(operator=function.name)
     if lowering.has_partial_gradients:

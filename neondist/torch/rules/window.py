@@ -47,11 +47,12 @@ def window_view(
     lowering: Lowering, x: Value, window: Window, extents: Sequence[int], fill: float = 0.0,
     pad_unpartitioned_dims: bool | Sequence[bool] = False,
 ) -> tuple[Value, list[int], list[Atom]]:  # fmt: skip
-    """Return the view for windows along the last dimensions, the remaining padding, and the atoms of the results.
+    """Return the view for windows along the last dimensions, the padding that it lacks, and the atoms of the results.
 
     Parameters
     ----------
-    extents : extents of the results
+    extents : sequence of int
+        Extents of the results along these dimensions.
     fill : float
         Value of cells outside the image.
     pad_unpartitioned_dims : bool or sequence of bool
@@ -113,7 +114,7 @@ def conv(
 
 
 def _slice_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Implement a strided 1 x 1 convolution by slicing its input.
+    """Return a function that computes a strided 1 x 1 convolution by slicing its input.
 
     PyTorch 2.13's backward of strided 1 x 1 convolutions crashes for some channels-last shapes, on some processors.
     """
