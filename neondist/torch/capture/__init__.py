@@ -1,1 +1,1 @@
-"""From a module to a graph of operators, and the state of the module that it depends on; no distribution."""
+"""Capture of a module as a graph of operators, and the state on which the graph depends; no distribution."""

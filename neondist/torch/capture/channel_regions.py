@@ -23,7 +23,7 @@ from ..lowering.lowering import bind_arguments
 from ..rules.channels import prefers_partial_sums
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_MESSAGE = 5e10, 8e9, 1.5e-4
-"""Speed of one core, and latency with waiting: typical rather than measured values, so that ranks agree on regions."""
+"""Speed of one core, bandwidth, and latency with waiting: typical values, not measured, so that ranks agree."""
 BORDER_SECONDS = 4 * SECONDS_PER_MESSAGE
 """Time to gather the inputs of a region and partition its results into tiles, in the forward and backward pass."""
 WEIGHT_PASSES, SUM_PASSES, GATHER_PASSES = 6, 4, 2
@@ -49,7 +49,7 @@ class _NodeEstimate:
     Attributes
     ----------
     saved : float
-        Seconds per training step saved by partitioning by channels; negative if the step takes longer.
+        Seconds per training step that partitioning by channels saves; negative if it costs time.
     is_partitioned : bool
         Whether ranks have different channels of the results; otherwise, every rank has all channels.
     moved : int

@@ -18,7 +18,7 @@ MAX_RELATIVE_WEIGHT_DRIFT = 1e-4
 
 
 def program_digest(plan: Any, program: Any) -> str:
-    """Return a hash of a program, constants included, and of its steps."""
+    """Return a hash of a program, constants included, and of the steps of its plan."""
     digest = hashlib.sha256(plan.digest.encode())
     digest.update(program.graph_module.code.encode())
     for name, value in sorted(program.constants.items()):

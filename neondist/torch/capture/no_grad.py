@@ -25,7 +25,7 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
     Raises
     ------
     CaptureError
-        If gradients would ignore an in-place write, its schema does not declare it, or assigned data have aliases.
+        If gradients would ignore an in-place write, no schema declares it, or assigned Tensor.data has aliases.
     """
     graph = program.graph_module.graph
     for node in graph.nodes:

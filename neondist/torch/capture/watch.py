@@ -55,7 +55,7 @@ class StateWatch:
     def key(self) -> StateKey:
         """Return a key of the current values of closures, containers and objects, and of the dtypes of tensors.
 
-        Keys are equal if nothing has changed, including tensors from which a forward pass has read numbers.
+        Keys are equal if nothing has changed, including the contents of tensors from which a pass has read numbers.
         """
         state = self._current_state_key()
         reads = self._reads_by_state.get(state) if self._reads_by_state else None

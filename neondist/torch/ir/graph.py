@@ -215,9 +215,11 @@ class TorchGraph:
     rank : int
     steps : list of Step
     values : list of Value
-    parameters, buffers, inputs : dict or list of ids
-    outputs : list of id, or of a Python value
-    mutated_tensors : dict of parameter or buffer to id
+    parameters, buffers : dict of name to id
+    inputs : list of id
+    outputs : list of ids, or of objects whose `value` is a Python value
+    mutated_tensors : dict of name of a parameter or buffer to id
+        Values that replace the parameters and buffers that a pass modifies.
     seed_id : int or None
         Id of the random seed.
     recompute : bool

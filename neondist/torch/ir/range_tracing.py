@@ -16,7 +16,7 @@ SymbolRanges = dict[int, Range]
 
 
 class Dependence(NamedTuple):
-    """Reach that a call of a rule declares, the id of its view, and the atom of the argument.
+    """Reach declared in a call of a rule, the id of the resulting view, and the atom of the argument.
 
     Symbols created by the call are at least `first_symbol`.
     """
@@ -32,7 +32,7 @@ def trace_ranges(dependences: Sequence[Dependence], outputs: SymbolRanges) -> Sy
 
     Parameters
     ----------
-    dependences : in the order of the calls
+    dependences : sequence of Dependence, in the order of the calls
         Reshaping adds none, since the range of a merged dimension is a multiple of its symbol's range.
     """
     needed = dict(outputs)

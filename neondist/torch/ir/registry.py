@@ -47,6 +47,11 @@ def rule(
         Whether the rule also applies if all arguments are replicated on every rank.
     whole : sequence of str
         Names of arguments that every rank needs whole, such as weights that a module computes from cells.
+
+    Raises
+    ------
+    ConfigError
+        If a name is not of the form NAMESPACE.NAME.OVERLOAD.
     """
 
     for name in names:

@@ -146,7 +146,7 @@ class Lowering(PlanBuilder):
     def local_call(
         self, run: Callable[..., Any], args: Sequence[Value], layouts: Sequence[Layout] | None = None
     ) -> Any:
-        """Return the result of the current operator, or all of its results, computed locally by `run`."""
+        """Return the result of the current operator, or the tuple of its results, computed locally by `run`."""
         if isinstance(self.fake_out, (tuple, list)):
             return self.local_results(run, args, self.fake_out, layouts)
         (result,) = self.local_results(lambda *tensors: (run(*tensors),), args, [self.fake_out], layouts)
@@ -199,7 +199,7 @@ class Lowering(PlanBuilder):
         )
 
     def trace_and_lower(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
-        """Trace a function of tensors and lower it operator by operator; return None if it cannot be traced."""
+        """Return the results of a function of tensors, traced and lowered by operator; None if it cannot be traced."""
         try:
             with TRACING:
                 fakes = [self.fake_tensor(value) for value in values]
@@ -309,7 +309,7 @@ def tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _run_with_gradients(run: Callable[..., Any], values: Sequence[Value], samples: Sequence[torch.Tensor]) -> Any:
-    """Return the results of an operator for samples of values, which require gradients where the values have them."""
+    """Return the results of an operator for samples of values; those of values with gradients require gradients."""
     for sample, value in zip(samples, values, strict=True):
         sample.requires_grad_(value.kind != "constant" and supports_gradients(value.dtype))
     with torch.enable_grad():

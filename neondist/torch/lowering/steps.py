@@ -236,7 +236,7 @@ class StepListBuilder:
     def _add_local_step(
         self, inputs: Sequence[Value], results: Sequence[Value], run: Callable[..., Any], at: PlaceFunction | None
     ) -> None:
-        """Add local work on tensors; if `at` is given, `run` takes its value at the place of the rank or block."""
+        """Add local work on tensors; `at`, if given, maps a place to the first argument of `run`."""
         for device in self.where.own_autocast:
             run = partial(_run_without_autocast, device, run)
         bind = None if at is None else lambda place: partial(run, at(place))

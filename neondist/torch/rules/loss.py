@@ -20,7 +20,7 @@ from ..lowering.lowering import Lowering, tensor_call
 
 
 def _reduce_losses(lowering: Lowering, losses: Value, weights: Value | None, reduction: int) -> Value:
-    """Return the losses (reduction 0), their sum divided by their number or total weight (1), or their sum (2)."""
+    """Return the losses unreduced (0), summed and divided by their number or total weight (1), or summed (2)."""
     if reduction == 0:
         return losses
     total = lowering.allreduce_local_result(lambda a: a.sum(), [losses], axes_of(losses.layout), ())
@@ -40,7 +40,7 @@ def cross_entropy_loss(
     lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Value:  # fmt: skip
-    """Sum losses over all cells, and divide by their number or total weight."""
+    """Sum losses over all cells, and divide by the number of cells or the total weight."""
     loss = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
     return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss)
 
@@ -94,7 +94,7 @@ def nll_loss(
     lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1,
     ignore_index: int = -100,
 ) -> Value:  # fmt: skip
-    """Sum losses over all cells, and divide by their number or total weight."""
+    """Sum losses over all cells, and divide by the number of cells or the total weight."""
     loss = partial(F.nll_loss, ignore_index=ignore_index)
     return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss)
 
