@@ -311,8 +311,8 @@ class _ProgramInputs:
         reader = node_location(next(iter(node.users), node))
         if isinstance(constant, FakeTensor):
             raise ConfigError(
-                f"{position_text(reader)} receives a tensor that PyTorch could not trace, such as the .data of another;"
-                " use .detach() instead"
+                f"{position_text(reader)} receives a tensor that PyTorch could not trace, such as another's .data; use"
+                " .detach() instead"
             )
         # a parameter read from a list or a dictionary
         for known, value in self.parameters.items():

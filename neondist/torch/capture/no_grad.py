@@ -31,7 +31,7 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
     for node in graph.nodes:
         if has_undeclared_writes(node):
             raise CaptureError(
-                f"{node.target} modifies running statistics, undeclared in its schema; use batch_norm instead",
+                f"{node.target} modifies running statistics, which its schema does not declare; use batch_norm",
                 place(node),
             )
     inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -58,8 +58,8 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
         if not _bypass_writes(program.graph_module, parameter, outer):
             raise CaptureError(
                 f"{node.target} modifies the parameter {inputs[parameter.name].target!r} in place under torch.no_grad()"
-                " or through .detach(), so that gradients ignore the change, after the forward pass has read it; change"
-                " it before it is read, or in the training loop", place(node),
+                " or through .detach(), after the forward pass has read it, so that gradients ignore the change; change"
+                " the parameter before it is read, or in the training loop", place(node),
             )  # fmt: skip
     for node in list(graph.nodes):
         results = list(node.users) if node.target is GRAD_MODE_REGION and node.args[0] is False else []

@@ -150,7 +150,7 @@ class _UnrecordedFunctionGuard(TorchFunctionMode):
     """Mode that rejects or replaces operations of a forward pass that torch.export does not record."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _TENSOR_DATA.__get__ and isinstance(args[0], FakeTensor):  # of real tensors, PyTorch reads it
+        if func is _TENSOR_DATA.__get__ and isinstance(args[0], FakeTensor):  # PyTorch reads real tensors' data
             return args[0].detach()
         if func == _TENSOR_DATA.__set__:
             return _assign_data(*args)
@@ -164,7 +164,7 @@ def _reject_unrecorded(func: Any) -> None:
 
 
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Assign Tensor.data; copy the value into a fake tensor instead, since copies are recorded."""
+    """Assign Tensor.data; for a fake tensor, copy the value into it instead, since copies are recorded."""
     if not isinstance(tensor, FakeTensor):  # only PyTorch itself assigns the data of real tensors
         _TENSOR_DATA.__set__(tensor, value)
     elif (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):

@@ -103,7 +103,7 @@ def _insert_scatters(graph: Any, view_chains: Mapping[Any, Sequence[Any]], posit
 
 
 def _views_and_bases(target: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (view, viewed tensor) for each view that created the target, from the target to the whole tensor."""
+    """Yield the nodes (view, viewed tensor) of each view on the way from the target to the whole tensor."""
     while target.args and written_values(target) == [target.args[0]]:
         target = target.args[0]
     if target.target in _SCATTERS:

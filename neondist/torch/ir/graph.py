@@ -78,7 +78,7 @@ class DimPart(NamedTuple):
         return cls(*divided[0]) if len(divided) == 1 and is_contiguous_on_every_rank(divided[0][1]) else None
 
     def select(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
-        """Return the part of the rank at a place, as a view."""
+        """Return the part of a tensor on the rank at a place, as a view of the tensor."""
         lo, hi = range_at(self.atoms, place)
         return tensor.narrow(self.dim, lo, hi - lo)
 

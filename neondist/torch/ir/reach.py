@@ -46,7 +46,7 @@ class Reach(NamedTuple):
     with_padding: bool = False
 
     def view(self, lo: int, hi: int, n: int) -> InputDimView:
-        """Return the view of n indices for the results [lo, hi)."""
+        """Return the view, along a dimension of n indices, for the results [lo, hi)."""
         if lo >= hi:
             return InputDimView(((0, 0),), (), (0, 0))
         if self.window is SAME_INDEX_WINDOW:

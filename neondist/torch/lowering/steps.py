@@ -182,7 +182,7 @@ class StepListBuilder:
         return self._new_value(local_shape(layout, self._place), axes_of(layout), dtype, kind, layout)
 
     def passed_image_and_tile(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
-        """Return the value passed as a module's input, and the input's tile; they differ in some schemes."""
+        """Return the value passed as a module's input, and the input's tile; they differ if the former is widened."""
         tile = self.new_input(layout, dtype)
         return tile, tile
 

@@ -110,7 +110,7 @@ CAPTURE_REPLACEMENTS[torch.Tensor.fill_diagonal_] = traceable_fill_diagonal
 
 
 def traceable_combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
-    """Return torch.combinations, by constant indices."""
+    """Return torch.combinations, computed by indexing with constants."""
     choose = combinations_with_replacement if with_replacement else combinations
     return input[torch.tensor(list(choose(range(len(input)), r)), dtype=torch.int64).reshape(-1, r)]
 

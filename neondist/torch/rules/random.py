@@ -146,7 +146,7 @@ def _draw_like(lowering: Lowering, x: Value | None, run: Callable[[torch.Tensor]
 
 
 def traceable_random(x: torch.Tensor, *bounds: int | None, generator: Any = None, **named: int | None) -> torch.Tensor:
-    """Draw integers in place, as torch.Tensor.random_ does, whose argument `from` torch.export cannot record."""
+    """Draw integers in place, like torch.Tensor.random_, whose argument `from` torch.export cannot record."""
     interval = (*bounds, *named.values())
     if not interval:
         return x.random_(generator=generator)

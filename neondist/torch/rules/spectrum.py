@@ -17,14 +17,14 @@ from ..lowering.lowering import Lowering
 
 @rule("aten.view_as_real.default")
 def view_as_real(lowering: Lowering, x: Value) -> Value:
-    """Separate real and imaginary part locally, in a new last dimension."""
+    """Separate real and imaginary parts locally, in a new last dimension."""
     layout = (*x.layout, (Atom(2),))
     return lowering.local(lambda a: torch.view_as_real(a.resolve_conj()), [x], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.view_as_complex.default")
 def view_as_complex(lowering: Lowering, x: Value) -> Value:
-    """Combine real and imaginary part, the last dimension, locally."""
+    """Combine real and imaginary parts, the indices of the last dimension, locally."""
     x = lowering.gather(x, [-1])
     run = lambda a: torch.view_as_complex(a.contiguous())  # noqa: E731  (strides may differ from those in one process)
     return lowering.local(run, [x], x.layout[:-1], lowering.fake_out.dtype)

@@ -27,7 +27,7 @@ _CONV_TRANSPOSE_BY_NDIM: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_tran
 
 
 def spatial_ndim(lowering: Lowering) -> int:
-    """Return the number of spatial dimensions of the current operator: 2 for aten.max_pool2d."""
+    """Return the number of spatial dimensions of the current operator, such as 2 for aten.max_pool2d."""
     return next(n for n in (1, 2, 3) if f"{n}d" in str(lowering.target))
 
 
