@@ -196,7 +196,7 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
 
 
 def user_frames(text: str) -> list[str]:
-    """Return 'file:line' of the frames outside PyTorch and neondist, the innermost last."""
+    """Return 'file:line' of the frames outside PyTorch, neondist and the standard library, the innermost last."""
     package = os.path.dirname(os.path.dirname(__file__))
     others = (_TORCH_FOLDER, package, "<")
     return [

@@ -131,7 +131,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def has_undeclared_writes(node: Any) -> bool:
-    """Return whether an operator updates statistics unknown to PyTorch's functionalisation."""
+    """Return whether an operator updates statistics without declaring it, and has no rule that returns them."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _OPS_WITH_RULES:
         return False

@@ -34,7 +34,7 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
 
 @rule("aten.bilinear.default", whole=("weight", "bias"))
 def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Value:
-    """Compute locally, with features that are not partitioned."""
+    """Gather the features of both inputs, and compute locally."""
     one, two = (lowering.gather(value, [-1]) for value in (input1, input2))
     rest = lowering.pointwise_layout([one.layout[:-1], two.layout[:-1]])
     args = [lowering.partition_as(value, (*rest, value.layout[-1])) for value in (one, two)]

@@ -21,7 +21,7 @@ from .window import spatial_ndim
 
 
 class Taps(NamedTuple):
-    """Cells that contribute to each result, and their weights, both of shape (results, taps)."""
+    """Cells that contribute to each result, and their weights (None: 1), both of shape (results, taps)."""
 
     cells: torch.Tensor
     weights: torch.Tensor | None
