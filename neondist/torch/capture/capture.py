@@ -55,8 +55,8 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
     """Return the exported program of a module; it keeps composite operators if writes need no functionalisation.
 
     no_grad, inference_mode and autocast around this call are not captured. Those around a run of the program apply to
-    it, except that autocast does not where the module sets it itself. Dtypes are those under autocast around this call,
-    and code that calls `torch.is_grad_enabled()` sees the mode around this call.
+    the run, but autocast does not apply where the module sets it itself. Dtypes are those under autocast around this
+    call, and code that calls `torch.is_grad_enabled()` sees the mode around this call.
 
     Parameters
     ----------
@@ -311,8 +311,8 @@ class _ProgramInputs:
         reader = node_location(next(iter(node.users), node))
         if isinstance(constant, FakeTensor):
             raise ConfigError(
-                f"{position_text(reader)} receives a tensor that PyTorch could not trace, such as another's .data; use"
-                " .detach() instead"
+                f"{position_text(reader)} receives a tensor that PyTorch could not trace, such as x.data; use"
+                " x.detach() instead"
             )
         # a parameter read from a list or a dictionary
         for known, value in self.parameters.items():

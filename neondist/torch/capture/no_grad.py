@@ -25,7 +25,7 @@ def detach_no_grad_values(program: Any, place: Callable[[Any], str]) -> None:
     Raises
     ------
     CaptureError
-        If gradients would ignore an in-place write, no schema declares it, or assigned Tensor.data has aliases.
+        If gradients would ignore a write, an operator does not declare a write, or assigned Tensor.data has aliases.
     """
     graph = program.graph_module.graph
     for node in graph.nodes:
@@ -144,7 +144,7 @@ def _bypass_writes(module: Any, parameter: Any, last_write: Any) -> bool:
 
 
 def _modified_value(module: Any, node: Any) -> Any:
-    """Return the value that a node modifies in place and then stands for; None if it modifies none."""
+    """Return the value that a node modifies in place and returns; None if it modifies none."""
     if node.target is operator.getitem and node.args[0].target is GRAD_MODE_REGION:
         region, index = node.args
         inner = getattr(module, region.args[1].target).graph

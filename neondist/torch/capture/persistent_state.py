@@ -138,7 +138,7 @@ class RestorableState:
         return grown
 
     def insert_probe_numbers(self, names: Collection[str], probe: _ControlFlowProbe) -> None:
-        """Replace changed numbers of these names by the probe's; if the probe shifts numbers, shift arrays, too."""
+        """Replace changed numbers with these names by the probe's; if the probe shifts numbers, shift arrays, too."""
         for container, before in self._before:
             present = container.read_values()
             if container.in_nn_module or all(container.value_name(key) not in names for key in present):

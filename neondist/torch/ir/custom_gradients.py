@@ -222,7 +222,7 @@ def _declared_method(cls: Any, name: str, owner: Any = None) -> Any:
 
 
 def _becomes_operator(cls: Any) -> bool:
-    """Return whether this thread captures calls of a Function itself: of PyTorch's own, only checkpoints."""
+    """Return whether this thread replaces calls of a Function in a capture: users' Functions and checkpoints."""
     is_user = not (_declared_method(cls, "forward").__module__ or "").startswith("torch.")
     return _RECORDED_CALLS.get() is not None and (is_user or cls is CheckpointFunction)
 

@@ -345,7 +345,7 @@ class TorchGraph:
         return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_VARIANTS
 
     def _find_unaliased_gradients(self) -> set[int]:
-        """Return the parameters that only one operator reads, which computes their gradient in new memory."""
+        """Return the parameters read by a single operator that computes their gradient in new memory."""
         readers: dict[int, list[Step]] = {value: [] for value in self.parameters.values()}
         for step in self.steps:
             for value in step.inputs:

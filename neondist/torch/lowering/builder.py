@@ -248,7 +248,7 @@ class PlanBuilder(StepListBuilder):
         return self.gather(value, [dim for dim in dims if len(value.layout[dim]) > 1])
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
-        """Return the layout of a pointwise result: dimensions are partitioned as in a value, preferably evenly."""
+        """Return the layout of a pointwise result: each dimension as in one of the values, preferably split evenly."""
         rank = max(len(layout) for layout in layouts)
         common_dims: list[Dim] = []
         used: set[int] = set()
