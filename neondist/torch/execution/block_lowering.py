@@ -53,7 +53,7 @@ class BlockMesh(Mesh):
         return self.blocked_axes
 
     def even_atom(self, extent: int, axis: int | None) -> Atom:
-        """Return an atom with a new symbol, as its range may be smaller than the ranges of the operator's arguments."""
+        """Return an atom, with a new symbol along a blocked axis: its range may be smaller than the arguments'."""
         return Atom(extent, axis, (0, extent), (next(self.symbol_ids), 1)) if axis in self.axes else Atom(extent)
 
 
@@ -111,7 +111,7 @@ class _Slicer:
 
 
 def identity_view(a: torch.Tensor) -> tuple[torch.Tensor]:
-    """Return a view of the whole value."""
+    """Return the value itself as its only view."""
     return (a,)
 
 
@@ -121,7 +121,7 @@ class BlockLowering(Lowering):
     Parameters
     ----------
     axes : frozenset of int, optional
-        Axes that are partitioned into the blocks of one pass; default: all spatial axes, and each block is a pass.
+        Axes that one pass divides into blocks; default: all spatial axes, and each block is a pass of its own.
     """
 
     mesh: BlockMesh
@@ -234,7 +234,7 @@ class TracedPart:
     inputs : list of Value
         Values from outside the part: images, parameters and others.
     outputs : list of Value
-        Results of the part, of which each dimension must be a single atom.
+        Results of the part; each of their dimensions must be a single atom.
 
     Attributes
     ----------

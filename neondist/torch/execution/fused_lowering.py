@@ -51,12 +51,12 @@ class FusedLowering(ProgramLowering):
         self.program_values = dict[int, Value]()  # values of the program that segments read or return
         self.subdivides_tiles = any(segment.rows for segment in segments)
         self._segments = segments
-        # by input of a norm: samples and cells that belong to this rank, and enter its sums
+        # by id of a norm's input: this rank's own samples and cells, which enter the norm's sums
         self._own_cells: dict[int, tuple[Range, tuple[slice, ...]]] = {}
         self._needed_ranges = {segment.first: self._input_ranges(segment.parts) for segment in segments}
         self.widened_ranges = [self._widened_ranges(image) for image in image_value_ids]
         self._remaining_ranges = iter(self.widened_ranges)
-        self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # by tile: the passed value and its ranges
+        self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # by tile id: the passed value and its ranges
 
     @property
     def group_description(self) -> str:  # type: ignore[override]
@@ -74,7 +74,7 @@ class FusedLowering(ProgramLowering):
         )
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the values of an operator, or placeholders until the last operator of its segment is reached."""
+        """Return an operator's values; in a segment, return placeholders, and add the steps at the last operator."""
         segment = self._segment_of_operator.get(self.operator_number)
         if segment is None:
             return self.lower_by_rule(target, args, kwargs)
@@ -95,12 +95,12 @@ class FusedLowering(ProgramLowering):
         self.where = OperatorPosition("tile", "", "")
         passed = self._new_value(_restrict_shape(local_shape(layout, self._place), ranges), axes, dtype, "value")
         (tile,) = self._add_local(partial(_narrow_dims, ranges=own, held=ranges), [passed], [layout], [dtype], axes)
-        self.steps[-1].kind_args = None  # the same step on a rank without cells
+        self.steps[-1].kind_args = None  # ranks without cells run the same step
         self._widened_values[tile.id] = passed, needed
         return passed, tile
 
     def _input_ranges(self, parts: Sequence[TracedPart]) -> dict[int, NeededRanges]:
-        """Return, for each input by its id in the parts, the ranges needed by the tiles of each part of an axis."""
+        """Return, by id of each input, the ranges that the ranks at each coordinate of a mesh axis need."""
         inputs = {value.id: even_layout(value, self.mesh) for part in parts for value in part.inputs}
         needs = {
             axis: [self._source_ranges(parts, {axis: part}) for part in range(self.mesh.parts[axis])]
@@ -133,7 +133,7 @@ class FusedLowering(ProgramLowering):
         return ranges_at(layouts, own_coordinates if mesh_coordinates is None else mesh_coordinates)
 
     def _widened_ranges(self, image: int) -> NeededRanges:
-        """Return the ranges of an image that each rank gets: its tile, and margins that segments read locally."""
+        """Return the ranges of an image that each rank gets, with the margins of segments; {} without margins."""
         widened: NeededRanges = {}
         for segment in self._segments:
             if segment.has_margin and image in segment.inputs:
@@ -174,7 +174,7 @@ class FusedLowering(ProgramLowering):
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
-        """Return x, normalised; other ranks may also have some of its cells."""
+        """Return x, normalised, and its statistics; other ranks may also have some of the cells of x."""
         if x.id in self._own_cells:
             (first, last), own = self._own_cells[x.id]
             moments = moments._replace(own_cells=own, has_placeholder_sample=first == last)
@@ -221,7 +221,7 @@ class FusedLowering(ProgramLowering):
             has_several_results=True,
             partial=layouts is not None,
         )
-        self.steps[-1].kind_args = None  # this rank may have no index of some outputs
+        self.steps[-1].kind_args = None  # the step also runs if this rank has no index of some outputs
         self.steps[-1].blocks = blocks
         return [*self.mark_constants(results, [out.kind != "constant" for out in outputs])]
 
@@ -252,7 +252,7 @@ class FusedLowering(ProgramLowering):
         """Return this rank's tile of a value, given a block that may have more cells."""
         run = partial(part_of_block, layout=block.layout, ranges=ranges)
         (tile,) = self._add_local(run, [value], [layout], [value.dtype], self.mesh.axes)
-        self.steps[-1].kind_args = None  # the same step on a rank without cells
+        self.steps[-1].kind_args = None  # ranks without cells run the same step
         return tile
 
     def _lower_norm(
@@ -279,7 +279,7 @@ class FusedLowering(ProgramLowering):
 
         result = self.lower_by_rule(record.target, *pytree.tree_map(substitute, (record.args, record.kwargs)))
         y, *_ = pytree.tree_leaves(result)
-        y.layout_or_none = None  # the result also has more cells than the tile
+        y.layout_or_none = None  # like x, the result has more cells than the tile
         self.program_values.update(pair_ids_with_values(record.result, result))
         return y
 

@@ -35,8 +35,8 @@ class TracedImage(TracedPart):
     Raises
     ------
     UnsupportedOperator
-        An operator depends on more than a bounded neighbourhood; the message names it, the module's path, and the file
-        and line.
+        An operator depends on more than a bounded neighbourhood (the message names the operator, the module's path,
+        and the file and line), or the first output is not an image or does not depend on the input.
     """
 
     def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], remedy: str) -> None:
@@ -50,7 +50,7 @@ class TracedImage(TracedPart):
         super().__init__(first, [first.values[at] for at in (*plan.inputs, *named)], [output])
         if [value.id for value in self.inputs[:1]] != plan.inputs:
             first.refuse("the output does not depend on the image")
-        #: names of the parameters and buffers among the inputs, in their order
+        #: names of the parameters and buffers among the inputs, in the order of `inputs`
         self.state_input_names = [named[value.id] for value in self.inputs[1:]]
 
     @property

@@ -52,7 +52,7 @@ class ExecutionOptions:
         strips: Strips,
         memory: int | None,
     ) -> ExecutionOptions:
-        """Return the options for a module; raise ConfigError if a path in `gather_at` is not one of its modules."""
+        """Return the options for a module; raise ConfigError for an invalid scheme, or a path without a module."""
         check_gather_at_paths(module, gather_at)
         schemes = parse_schemes(scheme, dict(module.named_modules()))
         return cls(tuple(gather_at), recompute, schemes, strips, memory)
@@ -74,7 +74,7 @@ class ExecutionOptions:
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
     ) -> tuple[TorchPlan, Any, Lowering | None]:
-        """Return a rank's plan of a program, the tree of its outputs, and the lowering in blocks or segments."""
+        """Return a rank's plan of a program, the tree of outputs, and the lowering in blocks or segments, if any."""
         args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None = None
         is_exact = all(policy_of_module(path, self.schemes) is None for path in self.schemes)
@@ -95,14 +95,14 @@ class ExecutionOptions:
     def _find_segments(
         self, program: Any, mesh: Mesh, layouts: Sequence[Layout]
     ) -> tuple[SegmentSearch | None, list[OperatorSegment]]:
-        """Return the segments that the options require, and the search that found them; None if none is required."""
+        """Return the search for segments, None if no option needs it, and the segments that the options require."""
         fusing = mesh.axes and any(isinstance(policy, FusionScheme) for policy in self.schemes.values())
         args = program, mesh, layouts, self.gather_at, self.schemes
         if fusing or self.strips is not None:
             try:
                 search = SegmentSearch(*args, self.strips)
                 return search, plan_segments(search)
-            except UnsupportedOperator:  # rejected without segments too, or only because rows cannot be partitioned
+            except UnsupportedOperator:  # raised again below, unless only rows cannot be partitioned
                 if self.tiles_may_have_margins:
                     raise
         return (None if self.memory is None else SegmentSearch(*args, None)), []

@@ -154,7 +154,7 @@ class BlockMoments(RecomputedBlocks):
         return (block_moments[:, 0] * block_moments[:, 2]).sum(0).view(-1)
 
     def sum_of_squared_deviations(self, block_moments: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return the sums of squared deviations from a mean over all blocks."""
+        """Return the sums, over all blocks, of squared deviations from a given mean."""
         difference = block_moments[:, 0] - mean.view(block_moments.shape[2:])
         return (block_moments[:, 1] + difference**2 * block_moments[:, 2]).sum(0).view(-1)
 
@@ -207,7 +207,7 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
             if need
             else None
             for t, value, need in zip(tensors, blocks.traced.inputs, needed, strict=True)
-        ]  # in float32 where each of many blocks contributes to all elements
+        ]  # 16-bit dtypes are summed in float32 if every block contributes to all elements
         for block in blocks.nonempty_blocks:
             views = blocks.narrow_inputs(block, tensors)
             leaves = [t.detach().requires_grad_(need) for t, need in zip(views, needed, strict=True)]

@@ -28,13 +28,13 @@ from .saved_tensors import SavedTensors
 class PlanRunner:
     """Executor of one plan on this rank, with the plan's channels.
 
-    The bytes that a pass sends are compared with the planned number.
+    The bytes that a forward pass sends are compared with the planned number.
 
     Parameters
     ----------
-    deferred_gradients : mapping of int to list of tensors, or None
-        By id(), the parameters whose gradients are not summed over the ranks in a backward pass, each with a list that
-        receives this rank's parts of the gradient, or None.
+    deferred_gradients : mapping of int to (list of torch.Tensor, or None), optional
+        By id(), the parameters whose gradients are not summed over the ranks in a backward pass, each with a list to
+        which this rank's parts of the gradient are added, or with None.
     compiler, functions : see TorchPlan.executed_segments
     """
 
@@ -124,7 +124,8 @@ class PlanRunner:
                 env.update(zip(segment.outputs, outputs, strict=True))
                 for value in {value for step in segment.steps for value in step.freed_ids}:
                     env.pop(value, None)
-        with self._saved_tensors.record_saved_tensors():  # others must be recomputed from tensors of the same strides
+        # earlier segments must be recomputed from tensors with unchanged strides
+        with self._saved_tensors.record_saved_tensors():
             self._run_steps(last.steps, env)
 
     def _run_segment(self, segment: Segment, phases: list[Phase], *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -179,7 +180,8 @@ class PlanRunner:
         return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
     def _check_sent_bytes(self, sent: int) -> None:
-        if sent != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_dtypes())):  # changes dtypes
+        # autocast changes dtypes
+        if sent != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_dtypes())):
             raise RuntimeError(
                 f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_sent_bytes} were planned;"
                 " this is a bug in neondist, or in a custom rule: model.guard() names the step"
@@ -255,7 +257,7 @@ class PlanRunner:
 
 
 def _empty_results(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:
-    """Return the results of a local step of which this rank has no indices."""
+    """Return the results of a local step on a rank that has no indices of them."""
     differentiable, empty = [tensor for tensor in tensors if supports_gradients(tensor.dtype)], list[torch.Tensor]()
     for shape, output in zip(step.kind_args, (values[out] for out in step.outputs), strict=True):
         if differentiable and output.kind == "value":

@@ -34,7 +34,7 @@ class SavedTensors:
         self._has_large_views = any(value.nbytes >= training_memory.MIN_DEDUPLICATED_BYTES for value in views)
 
     def record_saved_tensors(self) -> AbstractContextManager[Any]:
-        """Return a context that records saved tensors; a null context if other saved-tensor hooks are active."""
+        """Return a context that records saved tensors; a null context if other hooks are active or no view is large."""
         self._holders_by_address.clear()
         has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if has_hooks or not (self._has_large_views and torch.is_grad_enabled()):

@@ -62,7 +62,7 @@ class _SegmentDivision:
         """Return the seconds per training step of exchanges and redundant computation for a segment of windows.
 
         This method is called for increasingly long segments with the same end. Redundant computation grows with length:
-        once it costs more than separate exchanges, no longer segment is better.
+        once it costs more than separate exchanges, the result is inf for this segment and all longer ones.
         """
         longer, shorter = (first, last), (first + 1, last)
         if self.seconds_by_range.get(shorter) == inf:

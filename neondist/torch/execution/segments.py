@@ -36,9 +36,9 @@ class SegmentBuilder(BlockLowering):
     segment_values : dict of int to Value
         Values of the segment by their number in the program: inputs, and results of operators.
     window_depth_by_value : dict of int to int
-        Number of windows of the segment between its inputs and each result.
+        Largest number of consecutive windows of the segment between its inputs and each result.
     program_inputs : dict of int to Value
-        Values of the segment by the number of an input in the program.
+        Inputs of the segment by their number in the program.
     norms : dict of int to InputNorm
         Input norms by the number of their operator; at most `max_norms`.
     refusal : UnsupportedOperator or None
@@ -61,7 +61,7 @@ class SegmentBuilder(BlockLowering):
         return not self.window_depth_by_value.keys().isdisjoint(record.read_ids)
 
     def window_depth_with(self, record: OperatorRecord) -> int:
-        """Return the number of windows of the segment up to and including an operator."""
+        """Return the largest number of consecutive windows of the segment up to and including an operator."""
         return record.needs_halo_exchange + max(
             (self.window_depth_by_value.get(value, 0) for value in record.read_ids), default=0
         )
@@ -72,7 +72,7 @@ class SegmentBuilder(BlockLowering):
         Parameters
         ----------
         inside : bool
-            False: the operator stays outside the segment, which only recomputes results that it reads.
+            False: the operator is not part of the segment, which recomputes the operator's results that it needs.
         """
         before = dict(self.program_inputs), dict(self.segment_values), list(self.input_norms), self.seed
         try:
@@ -92,7 +92,7 @@ class SegmentBuilder(BlockLowering):
         return True
 
     def add_input(self, number: int, value: Value, layout: Layout) -> Value:
-        """Return an input of the segment for a value of the program, partitioned as in a layout."""
+        """Add an input of the segment for a value of the program, partitioned as in a layout, and return it."""
         layout = tuple((self.mesh.even_atom(atom.extent, atom.axis),) for (atom,) in layout)
         self.program_inputs[number] = self.new_input(layout, value.dtype, value.kind)
         return self.program_inputs[number]
@@ -153,7 +153,7 @@ class OperatorSegment:
     inputs : dict of int to Value
         Values of `traced` by the number of the program's values that the operators read.
     outputs : list of int
-        Results of the operators that the rest of the program reads.
+        Numbers of the results that the rest of the program reads, or that the program returns.
     segment_values : dict of int to Value
         Values of `traced` by their number in the program.
     traced : TracedPart

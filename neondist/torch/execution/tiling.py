@@ -78,7 +78,7 @@ class Tiling:
         return [at for at, tensor in enumerate(tensors) if self.layout_of(tensor) is None]
 
     def layout_of(self, tensor: torch.Tensor) -> Layout | None:
-        """Return the layout of a tensor that a model or `scatter` has returned, or of its detach(); None for others."""
+        """Return the layout of a tensor returned by a model, `scatter` or a loader, or of its detach(); else None."""
         reference, layout = self._layouts_by_id.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             return layout
@@ -119,7 +119,7 @@ class Tiling:
         return self._runner(layout, self.input_layouts[index], tile.dtype)([tile], {}, {})[0]
 
     def local_part(self, whole: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
-        """Return this rank's part of a replicated tensor or, if `ranges` is given, the larger range along each axis."""
+        """Return this rank's part of a replicated tensor; if `ranges` is not empty, its part by these ranges."""
         if tuple(whole.shape) != shape_of(layout):
             raise ShapeError(
                 f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(whole.shape)}"
@@ -139,7 +139,7 @@ class Tiling:
         return part
 
     def training_target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
-        """Return the layout of an output with the target's spatial extents; if there is none, partition the batch."""
+        """Return a target's layout: as an output with the same spatial extents; if there is none, split the batch."""
         mesh, layouts = self.comm.mesh, self._output_and_input_layouts(outputs)
         for layout in layouts:
             if shape == shape_of(layout):
@@ -215,7 +215,7 @@ class Tiling:
         return fitting
 
     def _has_same_parts(self, layout: Layout, other: Layout) -> bool:
-        """Return whether every rank has the same indices in two layouts, unless these have different global shapes."""
+        """Return whether two layouts have different global shapes, or give every rank the same indices."""
         places = map(self.comm.mesh.place, range(self.comm.mesh.size))
         return (
             layout == other

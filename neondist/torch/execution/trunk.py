@@ -40,7 +40,7 @@ from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentBuilder, Segmen
 COPIES_OF_WEIGHTS_IN_TRAINING = 4
 """Copies of the weights in training: values, gradients, and an optimiser state of two arrays."""
 MANY_BLOCKS = 256
-"""Number of blocks of a rank from which a step may be slow, since each block has overhead and overlaps others."""
+"""Number of blocks of a rank above which a step may be slow, since each block has overhead and overlaps others."""
 TRUNK_STEP_NAME = "blocks"
 """Name of the step that computes the trunk."""
 
@@ -143,7 +143,7 @@ class TrunkLowering(FusedLowering):
         if self.trunk.norms:
             text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms"
         if prod(self.block_counts) > MANY_BLOCKS:
-            text += ", so many that a step may be slow: more memory or more ranks need fewer"
+            text += ", so many that a step may be slow: with more memory or more ranks, fewer suffice"
         if self.trunk.refusal is not None:
             text += f", up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
         return text
@@ -155,7 +155,7 @@ class TrunkLowering(FusedLowering):
         record = self.trunk.records.get(self.operator_number)
         if record is None:
             return super().lower_program_call(target, args, kwargs)
-        if self.operator_number in self.trunk.norms and isinstance(record.result, tuple):  # its running statistics
+        if self.operator_number in self.trunk.norms and isinstance(record.result, tuple):  # updates running statistics
             norm = self.trunk.norms[self.operator_number]
             x = self.new_input(even_layout(norm.x, self.mesh), norm.x.dtype)
             self._norm_moments[x.id] = self._trunk_input_views[norm.mean.id], self._trunk_input_views[norm.variance.id]
@@ -208,7 +208,7 @@ def create_trunk_lowering(
     module: nn.Module,
     plan_without_blocks: TorchPlan | None = None,
 ) -> FusedLowering | None:
-    """Return a lowering, if possible without blocks, whose pass fits in a rank's memory; None if it has no segments.
+    """Return a lowering, if possible without blocks, whose pass fits in a rank's memory; None: the default lowering.
 
     The plan of the first rank, whose tiles are the largest, determines the lowering of all ranks.
 
@@ -217,7 +217,7 @@ def create_trunk_lowering(
     segments : sequence of OperatorSegment
         Segments of the whole program.
     lower : callable
-        Returns the first rank's plan of the program with a lowering.
+        Returns the first rank's plan of the program with a lowering, and the tree of its outputs.
     plan_without_blocks : TorchPlan, optional
         The first rank's plan without blocks, if it is known.
 
@@ -273,7 +273,7 @@ def create_trunk_lowering(
 def _divide_trunk_to_fit_memory(
     lowering: TrunkLowering, peak: Callable[[], int], limit: int
 ) -> dict[tuple[int, ...], int]:
-    """Divide a lowered trunk until a pass fits in `limit` bytes or the peak stops falling; return peaks by parts."""
+    """Divide a trunk until a pass fits in `limit` bytes or its peak stops falling; return peaks by block counts."""
     extents, parts = lowering.blocks[-1].max_own_extents(), list(lowering.block_counts)
     parts[0], peaks, previous = extents[0], dict[tuple[int, ...], int](), inf
     while True:
@@ -287,6 +287,6 @@ def _divide_trunk_to_fit_memory(
 
 
 def _peak_with_few_blocks(peaks: Mapping[tuple[int, ...], int]) -> int:
-    """Return the smallest peak of at most MANY_BLOCKS blocks, or of as few as need little more than the minimum."""
+    """Return the smallest near-minimal peak with at most MANY_BLOCKS blocks; if there is none, with the fewest."""
     sufficient = {prod(parts): peak for parts, peak in peaks.items() if peak <= 1.25 * min(peaks.values())}
     return min(peak for count, peak in sufficient.items() if count <= max(MANY_BLOCKS, min(sufficient)))

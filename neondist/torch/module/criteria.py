@@ -66,7 +66,7 @@ class CriterionCache:
         """Record that a criterion may be called directly: it returns a scalar and draws no random numbers."""
         entry = self._entries[criterion_key(criterion)].rebind(criterion)
         state = entry.watch.key()
-        if state != entry.state:  # such as a criterion that counts its calls
+        if state != entry.state:  # for example, the criterion counts its calls
             state = entry.watch.exclude_changed_values(entry.state)
             entry.runners.update(
                 {(state, inputs): run for (earlier, inputs), run in entry.runners.items() if earlier == entry.state}
@@ -175,7 +175,7 @@ def check_returns_scalar(plan: TorchPlan, tree: Any) -> None:
 
 
 def criterion_key(criterion: Any) -> Hashable:
-    """Return a key shared by criteria with the same code, such as a lambda created in a loop."""
+    """Return a key that functions with the same code share, such as lambdas created in a loop."""
     if isinstance(criterion, functools.partial):
         return functools.partial, criterion_key(criterion.func)
     if isinstance(criterion, MethodType):
@@ -184,7 +184,7 @@ def criterion_key(criterion: Any) -> Hashable:
 
 
 class CriterionModule(nn.Module):
-    """A criterion as a module of tensors; other leaves of the output and target are constants."""
+    """A criterion as a module that takes only tensors; other leaves of the output and target are constants."""
 
     def __init__(self, criterion: Any, spec: Any, leaves: Sequence[Any], positions: Sequence[int]) -> None:
         super().__init__()

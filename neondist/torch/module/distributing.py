@@ -94,7 +94,7 @@ def distribute(
     UnsupportedOperator
         If an operator has no rule; the message names the operator, the module's path and the user's file and line.
     ConfigError
-        If the module cannot be captured, or differs between ranks.
+        If an argument is invalid, or the module cannot be captured or differs between ranks.
     """
     check_value("strips", strips, Count | Literal["auto"] | None)
     check_value("transport", transport, Literal["mpi", "torch"])
