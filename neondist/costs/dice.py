@@ -60,7 +60,7 @@ class Dice(Cost):
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
-        """Raise UserError if the outputs do not match the classes, or if there is only one."""
+        """Raise UserError if the outputs do not match the classes, or if there is only one output."""
         super().check_output_shape(y_shape, classes)
         self.check_softmax_outputs(y_shape[-1])
 

@@ -96,7 +96,7 @@ class MSE(Regression):
     ----------
     weights : str, optional
         Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a
-        variable of a file, 'FILE.nc:NAME'.
+        variable of a file, 'FILE.nc:NAME'. Default: uniform.
     """
 
     def elementwise_costs(self, difference: Any) -> Any:

@@ -46,7 +46,7 @@ def part_factors_and_denominators(
 def mean_cost(
     cost: Any, totals: Iterable[float], weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> float:
-    """Return the mean cost, given its parts' sums and weighted denominators over all ranks; NaN if one is 0."""
+    """Return the mean cost from its parts' sums and weighted denominators over all ranks; NaN if a denominator is 0."""
     terms = part_factors_and_denominators(cost, weighted_denominators, samples, y_shape)
     means = [factor * (total / n) if n else math.nan for total, (factor, n) in zip(totals, terms, strict=True)]
     return float(sum(means))

@@ -14,7 +14,7 @@ from ..registry import Registered
 from .output_layout import OutputLayout
 
 MetricValue: TypeAlias = "float | list[Any]"
-"""A number, a list with one value per class, or a table; NaN if all cells are ignored."""
+"""A number, a list with one value per class or channel, or a table; NaN if all cells are ignored."""
 
 
 class Metric(Registered, ABC):
@@ -51,7 +51,7 @@ class Metric(Registered, ABC):
         """Raise UserError if the metric cannot be used with the metadata of the output fields."""
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
-        """Return the accumulator of one evaluation, for metrics that are not sums over cells."""
+        """Return the accumulator of one evaluation; overridden by metrics that are not sums over cells."""
         return Meter(self, outputs)
 
 

@@ -90,7 +90,7 @@ class ClassScore(ConfusionMatrix):
         """Return numerator and denominator, given the numbers of correct, predicted and true cells of each class."""
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
-        """Return the mean, and the score of each class."""
+        """Return the mean and the score of each class; for 'micro', only the score of the summed counts."""
         table = _as_square_matrix(sums)
         counts = np.stack([np.diag(table), table.sum(axis=0), table.sum(axis=1)])
         if self.average == "micro":

@@ -18,7 +18,7 @@ from .output_layout import OutputLayout
 class PerChannelMetric(Metric):
     """Base class of metrics of each output channel.
 
-    Fields give one value per variable, such as 'rmse_t2m'; other outputs a list, or a number for one channel.
+    Results for fields are one value per variable, such as 'rmse_t2m'; for other outputs, a list, or a single number.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class PerChannelMetric(Metric):
         """Return sums (k, C) over samples and cells for outputs and targets (n, *tile, C) in float64."""
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
-        """Return the metric (C,) from global sums (k, ..., C); default: the first sum over the second."""
+        """Return the metric (C,) from global sums (k, ..., C); default: the first sum divided by the second."""
         return np.asarray(sums[0] / sums[1])
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
@@ -194,7 +194,7 @@ class ACC(PerChannelMetric):
         return np.asarray(sums[0] / np.sqrt(sums[1] * sums[2]))
 
     def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
-        """Raise UserError unless there is a climatology."""
+        """Raise UserError unless weights fit, and there is a climatology of the outputs' extent."""
         super().check_field_metadata(y_shape, fields)
         if fields is None:
             raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave ACC out")

@@ -22,8 +22,8 @@ class OutputLayout:
     grid : ProcessGrid
     shape : tuple of int
         (*spatial, C), global.
-    allreduce : callable
-        Function that sums counts over all ranks; None on a single rank.
+    allreduce : callable, optional
+        Function that sums counts over all ranks. Default: no reduction, for a single rank.
     owns_outputs : bool
         Whether this rank counts its outputs; False if another rank already counts these outputs.
     fields : FieldMetadata, optional
@@ -71,7 +71,7 @@ class OutputLayout:
         return self._view_arrays[key].get_fprop_view(tile)
 
     def _is_tile_shape(self, shape: Sequence[int]) -> bool:
-        """Return whether outputs of a local shape are a tile and not whole."""
+        """Return False for a single tile or vectors, else True; raise ShapeError if a local shape is not the tile's."""
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False

@@ -1,9 +1,9 @@
 """Models: layers, a cost and an optimiser.
 
 model: the chain. train_step: a training step. trainable: the interface to the training loop. passes: a forward pass and
-its backward. dist: the distributed models. distribute: conversion of serial models. gb, autoencoder, reconstruction:
-the sparse autoencoder. script: training steps of a user's script. stimulus: optimal stimuli of units. targets: a rank's
-part of the targets.
+its backward pass. dist: the distributed models. distribute: conversion of serial models. gb, autoencoder,
+reconstruction: the sparse autoencoder. script: training steps of a user's script. stimulus: optimal stimuli of units.
+targets: a rank's part of the targets.
 """
 
 from .autoencoder import Autoencoder

@@ -65,7 +65,7 @@ class Autoencoder:
         return f"Autoencoder of '{self.name}'"
 
     def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:
-        """Create the optimiser's slots, if the stage is new."""
+        """Create the optimiser's slots if there are none; before step 0, orthonormalise the filters if requested."""
         if not self.slots:
             self.slots = self.optimizer.create_slots(self._weights.reshape(-1))
         if self.orthonormal and not self.step:

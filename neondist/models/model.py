@@ -440,7 +440,7 @@ class Model(LayerModel):
 
     @type_checked
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load arrays returned by `state`; before the first build, keep them until then."""
+        """Load arrays returned by `state`; before the first build, keep them, and load them in `build`."""
         if self.parameters is None:
             self.pending_state = {
                 name: as_real_numbers(f"state: '{name}'", array).copy() for name, array in state.items()

@@ -33,6 +33,7 @@ def optimal_stimulus(
     norm : float
         Euclidean norm of an input.
     steps : int
+        Number of gradient steps.
 
     Returns
     -------
@@ -44,7 +45,7 @@ def optimal_stimulus(
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.node_ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # with other ranks' cells in a segment
+    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # in a segment, has other ranks' cells
     # boxes of other ranks' units are empty; a vector is whole on every rank
     boxes = [own.intersect(Box.from_ranges([(at, at + 1) for at in unit[:-1]])).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]

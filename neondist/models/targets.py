@@ -13,7 +13,7 @@ from ..terminal.console import counted
 
 
 def random_batch(model: Any, dataset: Any) -> tuple[Any, Any]:
-    """Return this rank's part of a batch of random images with classes, of images or cells, for a model of layers.
+    """Return this rank's part of a batch of random images, with random classes of the images or of their cells.
 
     The time of a step does not depend on the values, so no data set has to be read.
     """
@@ -59,11 +59,11 @@ def are_global_targets(targets: Any, output: GlobalArray, batch_size: int) -> bo
     if len(targets) != batch_size or spatial != extent:
         return False
     tiles = output.tiles.boxes() if extent and output.grid.shape.tiles > 1 else []
-    # otherwise a tile covers the whole image, and the targets may be local
+    # if a tile covers the whole image, the targets may be local
     return all(box.shape != extent for box in tiles)
 
 
 def own_slices_in_tile(images: GlobalArray, own: Box) -> tuple[slice, ...]:
     """Return the slices of this rank's cells in the tile that it reads, which may be larger."""
-    starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: none before
+    starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0 if the tile begins later
     return tuple(slice(at, at + n) for at, n in zip(starts, own.shape, strict=True))

@@ -78,7 +78,7 @@ class Trainable(Protocol):
         """Begin an epoch, counted from 0, or resume it after `samples_seen` samples."""
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
-        """Run one step, and return the mean cost over the global batch; NaN if it was skipped."""
+        """Run one step, and return the mean cost over the global batch; NaN if the step was skipped."""
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float | list[float]]:
         """Return this rank's outputs, targets, and part of the cost summed over samples, in inference mode.
@@ -192,7 +192,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     def exchanged_arrays(self) -> Mapping[str, Sequence[GlobalArray]]:
-        """The arrays, by layer, whose border schemes may have a memory that is checkpointed."""
+        """The arrays, by layer, whose border schemes may have state to checkpoint."""
         return {}
 
     @property
@@ -247,7 +247,7 @@ class TrainableModel(Registered, Trainable, ABC):
         """Return the plan for every rank of a grid, without communication; raise the errors of `build`."""
 
     def fit_plan_to_memory(self, plan: Any) -> Any:
-        """Return the plan adapted to `memory`, if `plan` does not do so itself."""
+        """Return the plan adapted to `memory`; unchanged if the method `plan` has already adapted it."""
         return plan
 
     @abstractmethod
@@ -271,7 +271,7 @@ class TrainableModel(Registered, Trainable, ABC):
         """Restrict the cost to the output cells that this rank owns; call it after `build`."""
 
     def per_cell_cost(self) -> Any:
-        """Return a cost whose values for boxes of an image's cells add up."""
+        """Return a cost whose values for boxes that divide an image add up to its value for the image."""
         return self.cost
 
     def summary(
@@ -282,7 +282,7 @@ class TrainableModel(Registered, Trainable, ABC):
         Parameters
         ----------
         input_shape : (*spatial, C), global
-            Not needed once the model is built; the default is the plan that runs.
+            Default: as built; the table is then that of the plan in use.
         grid, batch_size : optional
             As in `plan`.
 
@@ -326,7 +326,7 @@ class TrainableModel(Registered, Trainable, ABC):
     @property
     @abstractmethod
     def bytes_summed(self) -> int:
-        """Bytes contributed to reductions, or sent to redistribute vectors."""
+        """Bytes contributed to reductions, or sent in redistributions, since `build`."""
 
     @abstractmethod
     def ledger(self) -> Ledger:

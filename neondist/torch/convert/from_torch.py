@@ -63,6 +63,8 @@ def from_torch(
     ------
     UnsupportedOperator
         No layer corresponds to an operator; the message names the operator, the module, and the user's file and line.
+    ConfigError
+        The module has several inputs or outputs, modes or dtypes, or its evaluation differs in unsupported ways.
     """
     shape = tuple(example_shape)
     kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
@@ -90,7 +92,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[NetworkBuilder, TracedValue]:
-    """Return the network of training mode and its output; in evaluation, only what depends on the mode may differ."""
+    """Return the network in training mode and its output; only dropout and batch norms may differ in evaluation."""
     mismatched = [name for name, part in module.named_modules() if part.training != module.training]
     if mismatched:
         raise ConfigError(
@@ -135,7 +137,7 @@ def _convert_module(
 
 
 def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, TracedValue]:
-    """Add the operators of a program to a network, and return its output."""
+    """Add the operators of a program to a network; return the network and its output."""
     signature = program.graph_signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     (output,) = (node for node in program.graph.nodes if node.op == "output")

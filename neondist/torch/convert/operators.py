@@ -94,7 +94,7 @@ def transposed_convolution(
 
 @converts_to("FCLayer", "linear.default")
 def linear(net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any) -> TracedValue:
-    """Only of a vector or a flattened image; rows of the weight are reordered."""
+    """Only of a vector or a flattened image; the input features of the weight are reordered."""
     if len(x.shape) != 2 or x.shape[0] != net.batch:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
     out, *extent = net.parameter_shape(weight)[0], *x.layer_shape[-1:], *x.layer_shape[:-1]
@@ -148,7 +148,7 @@ def batch_norm_composite(
 def group_norm(
     net: NetworkBuilder, x: TracedValue, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any
 ) -> TracedValue:
-    """With weight and bias, or without either."""
+    """With both weight and bias, or with neither."""
     _count_spatial_axes(net, x)
     return net.append(
         layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _norm_weights(net, weight, bias)
@@ -348,7 +348,7 @@ def crop(net: NetworkBuilder, x: TracedValue, dim: int, start: int | None, end: 
 
 @converts_to("Sum", "add.Tensor")
 def add(net: NetworkBuilder, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
-    """Only of values of the same shape."""
+    """Only of two values of the same shape, with alpha=1."""
     if alpha != 1 or not isinstance(other, TracedValue) or (x.shape, x.layer_shape) != (other.shape, other.layer_shape):
         net.refuse("it adds a constant or a tensor of another shape")
     return net.join_values(layers.Sum, [x, other])

@@ -199,11 +199,11 @@ def _group_pieces_by_peer(pieces: Iterable[Piece]) -> _Pieces:
 
 
 CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory format of images and volumes, by the number of dimensions of their tensors."""
+"""The channels-last memory format, by the number of dimensions of a tensor."""
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last if a tensor, or the one it is sliced from, is in this format only; otherwise contiguous."""
+    """Return channels-last if only this format fits a tensor, or the tensor it is a slice of; otherwise contiguous."""
     if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
         if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():

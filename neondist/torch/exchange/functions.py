@@ -31,8 +31,8 @@ def save_recompute_trigger(ctx: Any) -> None:
 def trigger_recompute(ctx: Any) -> Any:
     """Return the saved tensors, so that an enclosing checkpoint recomputes its forward pass before any send.
 
-    A checkpoint recomputes when the first saved tensor is unpacked. Without this, that tensor could differ between
-    ranks, whose local work differs, and they would order the messages of the two passes differently.
+    A checkpoint recomputes when the first saved tensor is unpacked. Without this call, ranks with different local work
+    could unpack the first tensor at different places, and order the messages of the two passes differently.
     """
     return ctx.saved_tensors
 
@@ -44,7 +44,7 @@ class ExchangeView(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, channel: TransferChannel, pads: Any, fill: float, has_unaliased_gradient: bool
     ) -> torch.Tensor:
-        """Return the view of this rank; `has_unaliased_gradient`: its gradient shares no memory with others."""
+        """Return this rank's view; `has_unaliased_gradient`: whether the view's gradient may be modified."""
         ctx.channel, ctx.options = channel, (tensor.shape, pads, has_unaliased_gradient)
         save_recompute_trigger(ctx)
         with channel.observe("forward"):
@@ -203,13 +203,13 @@ class SumParameterGradients(torch.autograd.Function):
 
 
 MAX_BUCKET_BYTES = 1 << 22
-"""Maximum size of gradients that are summed together: the allocator would not reuse the memory of larger arrays."""
+"""Bytes above which no gradient is added to a bucket: the allocator would not reuse the memory of larger arrays."""
 MIN_SINGLE_BYTES = 1 << 18
 """Size from which a gradient is summed alone, in place if possible, instead of being joined with others."""
 
 
 def _group_into_buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Return groups of the gradients with these indices: large ones alone, others joined up to MAX_BUCKET_BYTES.
+    """Return groups of the gradients with these indices: large ones alone, others joined to about MAX_BUCKET_BYTES.
 
     `sizes` are those of whole gradients: all ranks need the same groups, although their parts may differ.
     """

@@ -21,7 +21,7 @@ def run_step_with_checks(
     """Run a step; raise HaloError if it modifies its arguments or returns an undeclared shape or dtype."""
     originals = [tensor.detach().clone() for tensor in tensors]
     results = run(step, tensors)
-    if step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have no other readers
+    if step.run not in IN_PLACE_VARIANTS.values():  # no other step reads what in-place variants modify
         for index, (tensor, copy) in enumerate(zip(tensors, originals, strict=True)):
             if not _is_equal(tensor.detach(), copy):
                 raise _step_check_error(

@@ -141,7 +141,7 @@ class MeshComm:
         op: Any = "sum",
         in_place: bool = False,
     ) -> Any:
-        """Return the sum, or maximum, over axes as a new tensor, or possibly in place. Collective over the axes."""
+        """Return the sum, or maximum, over axes: a new tensor unless `in_place` is set. Collective over the axes."""
         groups = self._sum_groups.get(axes)
         if groups is None:  # created by all ranks, including those without elements
             groups = self._sum_groups[axes] = list(map(self.group_for_sums, self.mesh.reduction_axes(axes)))
@@ -175,7 +175,7 @@ Flats = dict[int, torch.Tensor]
 
 
 class StagedExchange:
-    """Exchange of flat tensors by the peer's rank, staged through the host if the transport does not support devices.
+    """Exchange of flat tensors by the peer's rank, staged through the host if the transport cannot send device memory.
 
     Parameters
     ----------

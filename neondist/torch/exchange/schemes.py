@@ -155,7 +155,7 @@ def parse_schemes(schemes: Schemes, names: Collection[str]) -> dict[str, Exchang
 
 
 def assign_schemes(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> None:
-    """Set the scheme of each window to the scheme of the innermost module that has one."""
+    """Set the scheme of each window to that of the innermost module that has one; None for a fusing scheme."""
     for step in steps:
         if step.is_window_view:
             module, _, _ = step.name.rpartition(":")

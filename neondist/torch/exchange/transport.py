@@ -222,7 +222,7 @@ class TorchTransport(Transport):
         tensor.copy_(reduce(combine, rows))
 
     def _can_allreduce(self, dtype: str, op: ReduceOp) -> bool:
-        """Return whether the process group can reduce arrays of a dtype; it loses NaN in the maximum of floats."""
+        """Return whether the process group can reduce arrays of a dtype; gloo's maximum of floats loses NaN."""
         return self._is_whole_group and dtype in ALLREDUCE_DTYPES and (op == "sum" or not dtype.startswith("float"))
 
     def _start_reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:

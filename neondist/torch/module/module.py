@@ -46,7 +46,7 @@ R = TypeVar("R")
 def _uncompiled(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Let compiled functions call a method, which exchanges messages, without compiling it.
 
-    PyTorch's decorator for this is applied when a module is distributed, since its import would slow down neondist's.
+    PyTorch's decorator is applied when a module is distributed, as importing it would slow down importing neondist.
     """
 
     @wraps(method)
@@ -190,7 +190,7 @@ class DistributedModule(nn.Module):
         Parameters
         ----------
         record : bool
-            Whether passes on this rank's tiles record their gradient contributions in the returned lists.
+            Whether passes on this rank's tiles add their gradients to the returned lists, one per parameter.
         """
         gradients: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
         self._deferred_gradients.update(gradients if record else dict.fromkeys(gradients))
@@ -233,7 +233,7 @@ class DistributedModule(nn.Module):
 
     @property
     def plan(self) -> TorchPlan:
-        """The compiled plan for the module's current mode."""
+        """The compiled plan for the module's current state and input shapes."""
         return self.programs.current.runner.plan
 
     @property
@@ -294,7 +294,7 @@ class DistributedModule(nn.Module):
 
     @_uncompiled
     def gather(self, tile: Any) -> Any:
-        """Return the whole tensor, given this rank's tile of an output, an input or its gradient. Collective."""
+        """Return whole tensors, given this rank's tiles of outputs, inputs or gradients, also in a tree. Collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
         values = {
@@ -327,7 +327,7 @@ class DistributedModule(nn.Module):
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in positions]
         unknown = self.tiling.indices_without_layout(tensors)
-        if unknown:  # all ranks must agree on their layouts
+        if unknown:  # all ranks must agree on the layouts of these tensors
             self.grid.check("loss", {"the model": self._name, "the list of tensors not from the model": unknown})
         layouts = self.tiling.layouts_of(tensors, self._output_layouts, outputs)
         error, digest = None, ""
@@ -426,7 +426,7 @@ class DistributedModule(nn.Module):
         names = list(own)
         for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
-            if tensor.numel() and not tensor.is_meta:  # no values yet
+            if tensor.numel() and not tensor.is_meta:  # meta tensors have no values yet
                 checksum = zlib.crc32(as_bytes_tensor(tensor).cpu().numpy().data)
             own[name] = f"{tuple(tensor.shape)} {checksum}"
         all_values = self.grid.world.allgather(own)

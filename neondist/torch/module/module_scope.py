@@ -38,7 +38,7 @@ class ModuleScope:
         """Context that records each module to which a parameter or a submodule is added."""
 
         def record_module(module: nn.Module, name: str, value: Any) -> None:
-            if threading.get_ident() == self._thread and not self._is_distributing:  # virtual ranks create their own
+            if threading.get_ident() == self._thread and not self._is_distributing:  # not of other virtual ranks
                 self._is_submodule.setdefault(module, False)
                 if isinstance(value, nn.Module):
                     self._is_submodule[value] = True
@@ -58,7 +58,7 @@ class ModuleScope:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the models that require gradients, by name; with several models, after the model's number."""
+        """Parameters of the models that require gradients, by name; with several models, after 'NUMBER.'."""
         models, parameters = self.models, dict[str, nn.Parameter]()
         for number, model in enumerate(models):
             start = f"{number}." if len(models) > 1 else ""
@@ -68,7 +68,7 @@ class ModuleScope:
 
     @contextmanager
     def distribute(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Context that distributes calls of these modules, and rejects calls of trained modules created elsewhere."""
+        """Context that distributes calls of these modules, and rejects calls of trainable modules created elsewhere."""
 
         def check(module: nn.Module, inputs: Any) -> None:
             if not self._calls_distributed or threading.get_ident() != self._thread or module in self._is_submodule:

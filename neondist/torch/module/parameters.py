@@ -202,7 +202,7 @@ class ModuleParameters(Parameters):
         self.broadcast_from_owners(before)
 
     def _owned_parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of the parts that this rank owns in the flat buffer, each with the tensor of its optimiser."""
+        """Yield views of the parts that this rank owns in the flat buffer, each with the optimiser's tensor."""
         for name, (_, share) in self.shards.items():
             if share is not None:
                 yield self.part(share, self._values[name]), self.optimizer_parameters[name].data
@@ -239,7 +239,7 @@ class ModuleParameters(Parameters):
             )
 
     def partition_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Replace the module's parameters, in an optimiser's groups and state, by this rank's parts; return it.
+        """Replace parameters in an optimiser's groups and state by this rank's parts; return the optimiser.
 
         An optimiser is created with whole parameters, since its groups may depend on their shapes and identities.
         """
@@ -262,7 +262,7 @@ class ModuleParameters(Parameters):
         return self.part(share, value).clone(memory_format=torch.contiguous_format)
 
     def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
-        """Return an optimiser's state for `updated`: this rank's part if shaped like a parameter, others whole."""
+        """Return an optimiser's state: this rank's parts of slots shaped like parameters, and other slots whole."""
         slots = []
         for full_name, tensor in optimizer_state_tensors(self.optimizer_parameters, optimizer).items():
             name, _, slot = full_name.rpartition("/")
@@ -275,7 +275,7 @@ class ModuleParameters(Parameters):
         return slots
 
     def _copy_and_mark_ready(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
-        """Move a complete gradient into the flat buffer."""
+        """Move a complete gradient into the flat buffer, and mark its span as ready to be summed."""
         self._copy_gradient_to_buffer(name)
         self.sync.mark_ready(span)
 

@@ -1,4 +1,4 @@
-"""Compiled programs of a module, one for each state of the module and for each shape of its inputs."""
+"""Compiled programs of a module, one for each combination of the module's state and input shapes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CompiledProgram:
     widened_ranges : sequence of NeededRanges
         Ranges of the inputs that ranks receive, if larger than their tiles.
     has_single_sample_norm : bool
-        Whether a norm sees a single sample, whose gradients need a workaround.
+        Whether a norm sees a single sample, so that its gradients need a workaround.
     """
 
     runner: PlanRunner

@@ -132,7 +132,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
             scatter_from_root(world, pieces, lambda piece, place: read_array(piece.name)[place])
         except DataError as problem:
             error = problem
-        except Exception as problem:  # the file has changed meanwhile
+        except Exception as problem:  # the file has changed since it was opened
             error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or specify another file")
         raise_if_any_failed(world, error)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's and an optimizer's state by name, not copied unless partitioned."""
+    """Return the tensors of a module's and an optimizer's state by name; only partitioned state is copied."""
     tensors = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):

@@ -44,7 +44,7 @@ class ModelDefinition:
     Raises
     ------
     ConfigError
-        A name is missing or not callable; the message lists the names that the file defines.
+        A name is missing or not callable, several classes could be the model, or loss takes other arguments.
     """
 
     def __init__(self, module: ModuleType, path: str, names: Mapping[str, str] | None = None) -> None:
@@ -102,12 +102,12 @@ class ModelDefinition:
         )
 
     def check_loss(self, output_shape: Sequence[int], images: np.ndarray, labels: np.ndarray | None) -> None:
-        """Check the type of the loss for predictions of this shape, channels last, which are 0.
+        """Check the type of the loss for predictions that are 0 and of this shape, channels last.
 
         Raises
         ------
         ConfigError
-            It is not a scalar tensor with a gradient.
+            The loss is not a scalar tensor with a gradient.
         """
         shape = len(images), output_shape[-1], *output_shape[:-1]
         predictions = torch.zeros(shape, requires_grad=True)

@@ -114,7 +114,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         if self.parameters.names_with_owners:
             self.grid.check("DistributedOptimizer.step")
         if self._overflow_parameter is not None:
-            self._overflow_parameter.grad = None  # has no state
+            self._overflow_parameter.grad = None  # so that the optimizer creates no state for it
         with self.parameters.optimizer_update():
             self.optimizer.step()
         return loss
@@ -155,7 +155,7 @@ class DistributedOptimizer(PartitionedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the unpartitioned state, as an optimizer in a single process would. Collective.
 
-        Compressors add 'synchronisation', the error feedback of all ranks; its first axis is the rank.
+        Compressors add their arrays as 'synchronisation'; arrays that differ between ranks get a first axis of ranks.
         """
         self.grid.check("DistributedOptimizer.state_dict")
         result = self._as_state_dict(self.gather_slots())

@@ -69,13 +69,13 @@ class TorchModel(TrainableModel):
         `overlap_tile` the tile includes a margin, which the loss ignores. Default: move channels first, and convert
         integer labels to int64.
     weights : path, optional
-        A safetensors file with a state_dict of initial weights.
+        A file of safetensors or torch.save with a state_dict of initial weights.
     gather_at : sequence of str
         Paths of modules that every rank computes on whole arrays.
     seed : int
         Seed for the initial weights, the module's random numbers and the order of samples.
     dtype : {'float32', 'float64'}
-        Dtype of the module, also of parameters that the factory creates with another.
+        Dtype to which the module is converted, including parameters that the factory creates with another dtype.
     precision : {'float32', 'tf32', 'bfloat16', 'float16'}
         With bfloat16 and float16 the module and its loss run under `torch.autocast`; parameters stay float32. With
         float16 the loss is scaled, and steps with overflowing gradients are skipped.
@@ -198,7 +198,7 @@ class TorchModel(TrainableModel):
         return self._create_plan(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
     def set_image_extent(self, input_shape: Sequence[int]) -> None:
-        """Set the image extent in `shape`, if there is one; plans are not changed."""
+        """Set the spatial extents in `shape`, if it was given; plans are not changed."""
         if self.shape is not None:
             self.shape = [self.shape[0], *input_shape[:-1]]
 
@@ -267,7 +267,7 @@ class TorchModel(TrainableModel):
         self.output: Any = OwnedOutputTotals(self.grid, owns)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
-        """Run one training step and return the loss of the whole batch, NaN if it was skipped. Collective."""
+        """Run one training step and return the loss of the whole batch, NaN if the step was skipped. Collective."""
         with self._attribute_errors_to_model():
             return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
 
@@ -286,14 +286,14 @@ class TorchModel(TrainableModel):
         return (output, labels), loss if loss.dtype == TORCH_DTYPES[str(self.dtype)] else loss.float()
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
-        """Return this rank's outputs and labels, channels last, and the loss times the samples (0 except on rank 0)."""
+        """Return this rank's outputs and labels, channels last, and the loss times `batch_size` (0 if not rank 0)."""
         with self.grid.observers.observe("cost"), torch.no_grad(), self._attribute_errors_to_model():
             (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
     def per_cell_cost(self) -> CellLoss:
-        """Return the loss as a sum over cells, to be accumulated over boxes; ConfigError if it is not such a sum."""
+        """Return the loss as a sum over cells, to be added over boxes; ConfigError if it is no mean over cells."""
         if self._arguments["feed"] is not None:
             raise ConfigError(
                 "feed: computes labels from whole images; evaluate without block, and with enough memory for whole"
@@ -320,7 +320,7 @@ class TorchModel(TrainableModel):
             model.guard(seed)
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
-        """Return this rank's tile of the first output, channels last."""
+        """Return this rank's tile of the first output, channels last. Collective."""
         batch = batch_size or self.batch_size
         model = self._module_for(batch, training)
         with (
@@ -344,12 +344,12 @@ class TorchModel(TrainableModel):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of messages that this rank has sent since `build`."""
+        """Bytes of halo messages that this rank has sent since `build`."""
         return self._count_bytes(halo=True)
 
     @property
     def bytes_summed(self) -> int:
-        """Bytes that this rank has contributed to reductions or sent in redistributions since `build`."""
+        """Bytes that this rank has contributed to reductions, or sent in redistributions and rings, since `build`."""
         return self._count_bytes(halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
 
     def ledger(self) -> Ledger:
@@ -435,7 +435,7 @@ class TorchModel(TrainableModel):
 
     @contextmanager
     def _seed_generators(self) -> Iterator[None]:
-        """Seed the global generator with the seed and the step, and restore it afterwards."""
+        """Seed the global generators with the seed and the step; afterwards, restore the CPU's generator."""
         if self.grid.rank and self.grid.world.shares_process:
             yield
             return

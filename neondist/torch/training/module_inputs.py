@@ -27,9 +27,9 @@ def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch
 
 
 def expected_ndim_and_channels(module: nn.Module) -> tuple[int, int | None]:
-    """Return the number of spatial axes and channels of a module's images, from its first convolution.
+    """Return the numbers of spatial axes and of channels of a module's images, from its first convolution.
 
-    This is the first in registration order; the result is (2, None) for a module without convolutions.
+    Convolutions are in registration order; the result is (2, None) for a module without convolutions.
     """
     for layer in module.modules():
         kernel, channels = getattr(layer, "kernel_size", None), getattr(layer, "in_channels", None)

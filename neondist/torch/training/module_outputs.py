@@ -42,7 +42,7 @@ def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np
 
 
 class CellLoss:
-    """A mean loss of outputs and labels (n, *cells, C), as a sum over cells and a denominator."""
+    """A mean loss of outputs (n, *cells, C) and their labels, as a sum over cells and a denominator."""
 
     has_weighted_mean = True
 
@@ -71,7 +71,7 @@ class CellLoss:
             raise
 
     def local_denominator(self, shape: Sequence[int], targets: np.ndarray) -> float:
-        """Return the total weight of the labels that are not ignored; for other targets, the number of elements."""
+        """Return the weight of labels not ignored, the number of cells for class probabilities, else of elements."""
         if self.ignore_index is None:
             return float(prod(shape))
         if targets.ndim == len(shape):

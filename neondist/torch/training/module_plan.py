@@ -109,7 +109,7 @@ class ModulePlan:
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
         slots = 0 if optimizer is None else optimizer.slots_per_parameter
         parameters = ParameterPlan(_updated_parameters(module, steps), grid, dtype, slots, strategy)
-        if precision.has_16_bit_operands:  # weights are also copied
+        if precision.has_16_bit_operands:  # autocast also copies the weights
             steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
         note, overlaps = (lowering.group_description, lowering.widened_ranges) if lowering else ("", ())
         wide = _tiles_with_overlap(overlaps, input_shape[:-1], mesh)

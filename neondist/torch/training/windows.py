@@ -21,7 +21,7 @@ MAX_CELLS_PER_BATCH = 1 << 21
 
 
 class WindowScores(OutputBlocks):
-    """Scores of a module for windows of an image, computed block by block; the counterpart of `blocks.ModuleBlocks`.
+    """Scores of a module for windows of an image, computed block by block; the counterpart of `ModuleBlocks`.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class WindowScores(OutputBlocks):
         Number of cells along each axis of a window, and distance between neighbouring windows. Windows that are not
         entirely inside the image are left out.
     size : (*spatial,)
-        Extents of a block of the map; the last blocks along an axis may be smaller.
+        Extents of a block of the map of scores; the last blocks along an axis may be smaller.
 
     Attributes
     ----------
