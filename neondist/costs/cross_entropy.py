@@ -42,7 +42,7 @@ class CrossEntropy(Cost):
         self.has_weighted_mean = class_weights is not None or ignore_index is not None
 
     def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
-        """Return the weighted sum of -log p over the local cells, summed in float64."""
+        """Return the weighted sum of -log p over the local cells, in float64."""
         xp, shifted = namespace(y), _subtract_maximum(y)
         if self._has_equal_weights(y, targets):
             label_terms, weight = value_at_label(shifted, targets)[..., 0], 1.0

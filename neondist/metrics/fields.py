@@ -18,7 +18,7 @@ from .output_layout import OutputLayout
 class PerChannelMetric(Metric):
     """Base class of metrics of each output channel.
 
-    Results for fields are one value per variable, such as 'rmse_t2m'; for other outputs, a list, or a single number.
+    The result has one value per variable if outputs are fields ('rmse_t2m'), else a list, or a number for one channel.
 
     Parameters
     ----------

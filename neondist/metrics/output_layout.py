@@ -71,7 +71,7 @@ class OutputLayout:
         return self._view_arrays[key].get_fprop_view(tile)
 
     def _is_tile_shape(self, shape: Sequence[int]) -> bool:
-        """Return False for a single tile or vectors, else True; raise ShapeError if a local shape is not the tile's."""
+        """Return whether outputs are tiles; raise ShapeError if they should be, but have another local shape."""
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False

@@ -54,7 +54,7 @@ class ModelPass:
         Raises
         ------
         PassOrderError
-            The weights have changed since the pass, or the pass was closed.
+            The weights have changed since the pass, the pass was closed, or the model was planned for inference.
         """
         parameters, (images, output) = self._parameters, self._input_and_output
         if not self._executor.compiled.training.backward:

@@ -282,7 +282,7 @@ class TrainableModel(Registered, Trainable, ABC):
         Parameters
         ----------
         input_shape : (*spatial, C), global
-            Default: as built; the table is then that of the plan in use.
+            Default: that of the built model, whose plan is then shown.
         grid, batch_size : optional
             As in `plan`.
 

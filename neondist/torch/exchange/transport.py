@@ -246,7 +246,7 @@ class TorchTransport(Transport):
         return gathered
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Send an array to every rank, and return what every rank sent to this one, without pickling."""
+        """Send each rank its array, and return the arrays that the ranks sent to this rank, without pickling."""
         received = [np.empty(shape, sends[0].dtype) for shape in receive_shapes]
         received[self.rank][...] = sends[self.rank]
         outgoing = [(peer, as_uint8_tensor(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]

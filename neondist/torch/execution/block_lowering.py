@@ -310,7 +310,7 @@ def _single_rank_plan(
 
 
 def part_of_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> torch.Tensor:
-    """Return these ranges of a block's output, which may have more cells."""
+    """Return the given ranges of an output, from a block that may have more cells."""
     return narrow_to_ranges(y, ranges, first_indices(layout))
 
 

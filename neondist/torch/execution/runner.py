@@ -108,7 +108,7 @@ class PlanRunner:
         for step in steps:
             outputs = run(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, outputs, strict=True):
-                # an operator of several steps does not follow autocast's rule for the operator
+                # autocast does not cast the result of an operator that is lowered to several steps
                 env[value] = tensor.to(dtypes[value]) if value in dtypes else tensor
             for value in step.freed_ids:
                 del env[value]

@@ -151,7 +151,7 @@ class OperatorSegment:
     records : dict of int to OperatorRecord
         The operators, by number in the program.
     inputs : dict of int to Value
-        Values of `traced` by the number of the program's values that the operators read.
+        Values of `traced` by their number in the program, for the values that the operators read.
     outputs : list of int
         Numbers of the results that the rest of the program reads, or that the program returns.
     segment_values : dict of int to Value

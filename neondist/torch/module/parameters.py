@@ -151,7 +151,7 @@ class ModuleParameters(Parameters):
             tensor.grad = None
 
     def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients over all ranks, or only at their owners with `to_owners`, and scale them. Collective."""
+        """Sum gradients over all ranks (`to_owners`: at their owners only), and divide by `loss_scale`. Collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
                 self._views[name].zero_()

@@ -293,7 +293,7 @@ class TorchModel(TrainableModel):
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
     def per_cell_cost(self) -> CellLoss:
-        """Return the loss as a sum over cells, to be added over boxes; ConfigError if it is no mean over cells."""
+        """Return the loss as a sum over cells, to be added over boxes; ConfigError unless it is a mean over cells."""
         if self._arguments["feed"] is not None:
             raise ConfigError(
                 "feed: computes labels from whole images; evaluate without block, and with enough memory for whole"

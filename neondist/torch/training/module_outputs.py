@@ -71,7 +71,7 @@ class CellLoss:
             raise
 
     def local_denominator(self, shape: Sequence[int], targets: np.ndarray) -> float:
-        """Return the weight of labels not ignored, the number of cells for class probabilities, else of elements."""
+        """Return the weight of labels not ignored, or the count of cells (class probabilities) or elements (others)."""
         if self.ignore_index is None:
             return float(prod(shape))
         if targets.ndim == len(shape):
