@@ -201,7 +201,7 @@ class TrainableModel(Registered, Trainable, ABC):
         return self
 
     def check_targets(self, plan: Any, classes: int | None, target_shape: tuple[int, ...] | None) -> None:
-        """Raise UserError if outputs cannot be compared with targets of this shape of a sample (None: unknown)."""
+        """Raise UserError if outputs cannot be compared with targets of this shape per sample (None: unknown)."""
         if isinstance(self.cost, Cost):
             self.cost.check_target_shape(plan.output_shape, target_shape)
 

@@ -30,7 +30,7 @@ class SchemeChannel:
         assert step.scheme is not None
         self.comm, self.grid, self.name, self.transfer = comm, comm.grid, step.name, step.transfer
         self.policy = step.scheme
-        #: channels-last array of each batch, and the number of runs of its exchanges recorded in the ledger
+        #: by batch size: channels-last array and, for each of its exchanges, the number of runs already in the ledger
         self._arrays: dict[Any, tuple[GlobalArray, list[int]]] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
@@ -79,7 +79,7 @@ class SchemeChannel:
     def _array_for(self, tensor: torch.Tensor, fill: float) -> tuple[GlobalArray, list[int]]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._arrays:
-            self._arrays = {of: kept for of, kept in self._arrays.items() if of[:2] == key[:2]}  # for one batch
+            self._arrays = {of: kept for of, kept in self._arrays.items() if of[:2] == key[:2]}  # of one size
             plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _as_channels_last(tensor[:0]).dtype
             array = GlobalArray(self.grid, (len(tensor), *plan.extent, tensor.shape[1]), dtype=str(dtype), reuse=True)
             array.set_halo_plan(plan)

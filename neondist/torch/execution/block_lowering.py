@@ -68,7 +68,7 @@ class InputNorm(NamedTuple):
 
 
 class _BlockView(NamedTuple):
-    """View that a block needs of a value; `dims`: dimensions, with the results' reach and the dimension's atom."""
+    """View of a value that a block needs; `dims`: dimensions, each with the results' reach and the value's atom."""
 
     layout: Layout
     dims: Sequence[tuple[int, Reach, Atom]]

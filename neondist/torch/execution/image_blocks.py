@@ -103,7 +103,7 @@ class ModuleBlocks(OutputBlocks):
         return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._peak_bytes_by_block)
 
     def layer_with_largest_arrays(self) -> str:
-        """Return the step at which memory use peaks."""
+        """Return the name of the step at which memory use peaks."""
         return max(self._peak_bytes_by_block)[2]
 
     @cached_property

@@ -193,7 +193,7 @@ class SegmentSearch:
     ----------
     program, layouts, gather_at : see RecordedProgram
     schemes : dict of path to ExchangePolicy
-        A window with a fusing scheme joins the segment of the windows before it.
+        A window with a fusing scheme joins the segment of the windows before it, up to the scheme's `layers`.
     strips : int or 'auto', optional
         Rows of a strip; None: whole tiles, and only segments that replace several exchanges.
     """

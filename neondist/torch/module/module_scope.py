@@ -58,7 +58,7 @@ class ModuleScope:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the models that require gradients, by name; with several models, names begin 'NUMBER.'."""
+        """Parameters of the models that require gradients, by name; with several models, names begin with 'NUMBER.'."""
         models, parameters = self.models, dict[str, nn.Parameter]()
         for number, model in enumerate(models):
             start = f"{number}." if len(models) > 1 else ""

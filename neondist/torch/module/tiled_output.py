@@ -61,7 +61,7 @@ class TiledOutput(torch.Tensor):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the whole tensor has been gathered; it may have been modified since."""
+        """Whether the whole tensor has been gathered; user code may have modified it since."""
         return self._gathered is not None
 
     @classmethod

@@ -286,7 +286,7 @@ class TorchModel(TrainableModel):
         return (output, labels), loss if loss.dtype == TORCH_DTYPES[str(self.dtype)] else loss.float()
 
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
-        """Return this rank's outputs and labels, channels last, and the loss times `batch_size` (0 if not rank 0)."""
+        """Return this rank's outputs and labels, channels last, and the loss times `batch_size` (0 on ranks > 0)."""
         with self.grid.observers.observe("cost"), torch.no_grad(), self._attribute_errors_to_model():
             (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)
