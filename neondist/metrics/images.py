@@ -107,7 +107,7 @@ class SSIM(PerSampleMetric):
         return sums[:, 0] / sums[:, 1]
 
     def check_output_shape(self, y_shape: tuple[int, ...]) -> None:
-        """Raise ShapeError unless outputs are images, and larger than a window."""
+        """Raise ShapeError unless outputs are images, at least as large as a window."""
         super().check_output_shape(y_shape)
         if min(y_shape[:-1]) < len(self._window_weights):
             raise ShapeError(

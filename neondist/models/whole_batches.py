@@ -20,7 +20,7 @@ from .scope import MODEL_CLASS_SELECTOR
 def distribute_created_models(
     grid: ProcessGrid, strategy: StrategyBuilder | Strategy, created: list[Model]
 ) -> Iterator[None]:
-    """Distribute the serial models that this thread creates over a grid with a strategy; append them to `created`."""
+    """Context that distributes serial models created by this thread over a grid, and adds them to `created`."""
     token = MODEL_CLASS_SELECTOR.set(partial(_whole_batch_class, grid, strategy, created))
     try:
         yield

@@ -231,7 +231,7 @@ def avg_pool(
     *(f"adaptive_{kind}_pool{n}d.default" for kind in ("avg", "max") for n in (1, 2, 3)),
 )
 def adaptive_pool(net: NetworkBuilder, x: TracedValue, output_size: Any) -> Any:
-    """Windows must be of equal size. A flattened global mean becomes GlobalAvgPoolingLayer."""
+    """Windows must be of equal size and evenly spaced. A flattened global mean becomes GlobalAvgPoolingLayer."""
     _count_spatial_axes(net, x)
     windows: list[tuple[int, ...]] = []
     for n, m in zip(x.layer_shape, net.out.shape[2:], strict=False):

@@ -173,9 +173,9 @@ class _MessageBuffers:
                 places += zip(parts, (part.view(shape) for part, shape in flat), strict=True)
             return flats, places
 
-        out, back = (channel.outgoing, channel.incoming) if is_forward else (channel.incoming, channel.outgoing)
-        outgoing, self.outgoing = allocate(out)
-        incoming, self.incoming = allocate(back)
+        sent, received = (channel.outgoing, channel.incoming) if is_forward else (channel.incoming, channel.outgoing)
+        outgoing, self.outgoing = allocate(sent)
+        incoming, self.incoming = allocate(received)
         self.staged = StagedExchange(channel.comm, channel.group, outgoing, incoming, channel.first)
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:

@@ -71,13 +71,13 @@ class RingChannel:
 
         In the backward pass, the first half of the tensors finally returns to its owner, and is yielded again.
         """
-        number, back = len(self.ranks), direction == "backward"
+        number, is_backward = len(self.ranks), direction == "backward"
         shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of the data of one key
         ends = [prod(shape) for shape in shapes]
         key = direction, (tensors[0].dtype, tensors[0].device), tuple(shapes)
         if key not in self._planned_exchanges:
             self._planned_exchanges = {k: kept for k, kept in self._planned_exchanges.items() if k[1] == key[1]}
-            self._planned_exchanges[key] = self._plan(sum(ends), back, tensors[0])
+            self._planned_exchanges[key] = self._plan(sum(ends), is_backward, tensors[0])
         flats, exchanges = self._planned_exchanges[key]
 
         def tensors_at(hop: int) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ class RingChannel:
 
         for part, tensor in zip(tensors_at(0), tensors, strict=True):
             part.copy_(tensor)
-        for hop in range(number + back):
+        for hop in range(number + is_backward):
             yield (self.own_position - hop) % number, tensors_at(hop)
             if hop < len(exchanges):
                 for message in exchanges[hop].exchange.sends:
@@ -104,11 +104,13 @@ class RingChannel:
             scores.masked_fill_(self.query_indices.to(q.device)[:, None] < columns, -torch.inf)
         return scores
 
-    def _plan(self, elements: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[StagedExchange]]:
+    def _plan(
+        self, elements: int, is_backward: bool, like: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[StagedExchange]]:
         """Return two buffers and the exchanges between them; `elements` is the number of elements per key."""
         count, sizes = len(self.ranks), [elements * len(columns) for columns in self.key_indices]
         flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
-        for hop in range(count - 1 + back):
+        for hop in range(count - 1 + is_backward):
             outgoing, incoming = (sizes[(self.own_position - step) % count] for step in (hop, hop + 1))
             if hop == count - 1:  # only gradients return to their owner
                 outgoing, incoming = outgoing // 2, incoming // 2
