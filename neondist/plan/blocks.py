@@ -271,7 +271,7 @@ def shrink_blocks_to_fit(
     itemsize: int = 1,
     periods: Sequence[int] | None = None,
 ) -> Any:
-    """Return `blocks(size)` for the largest size, at most this one, that needs at most `max_elements` elements."""
+    """Return `blocks(size)`, halving extents until a block needs at most `max_elements`; ConfigError if none fits."""
     periods = periods or [1] * len(extent)
     size = [_round_down(*axis) for axis in zip(size, extent, periods, strict=True)]
     while True:
@@ -291,7 +291,7 @@ def shrink_blocks_to_fit(
 
 
 def _round_down(size: int, extent: int, period: int) -> int:
-    """Return the nearest smaller multiple of the network's period and, if large, of the extent of a file's chunks."""
+    """Return a multiple of the period of at most `size` (or one period), of a file's chunks if large; or `extent`."""
     if size >= extent:
         return extent
     steps = (lcm(period, chunk) for chunk in (_FILE_CHUNK_EXTENT, 1))

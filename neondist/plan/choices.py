@@ -31,10 +31,10 @@ class SchemeChoice:
 
     Attributes
     ----------
-    layer : name of the layer
-    scheme : the scheme as text
-    seconds : time of its exchange and redundant computation in a training step
-    halo_scheme_seconds : the same time with the scheme `halo`
+    layer, scheme : str
+        Name of the layer, and its scheme as text.
+    seconds, halo_scheme_seconds : float
+        Time of its exchange and redundant computation in a training step, and the same time with the scheme `halo`.
     """
 
     layer: str
@@ -98,7 +98,7 @@ def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
 
 
 def _runs_of_joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int]]:
-    """Yield the indices of layers with halos that may be in one segment."""
+    """Yield the indices of layers with halos, grouped into runs within which segments may be formed."""
     halo_layers: list[int] = []
     for at, (node, shape) in enumerate(links):
         if windowed_layer(node, shape, grid) is not None:

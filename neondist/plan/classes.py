@@ -37,7 +37,7 @@ class TileClasses(NamedTuple):
 
 
 def tile_classes(tiles: int, kinds: Iterable[PartClassKeys], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
-    """Group tiles, numbered row-major, into the fewest classes whose members have the same kinds.
+    """Group tiles, numbered row-major, into the fewest classes whose members have the same keys.
 
     Parameters
     ----------

@@ -96,7 +96,7 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     compile_stream : callable
         Returns the plan with a stream.
     regions : dict of layer's id to pair of Partition or None
-        Input and output cells that each layer of a segment computes, as `find_regions` returns them.
+        Cells of the input and output of each layer in a segment, as `find_regions` returns them.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def _can_run_nodes_in_strips(graph: Graph, num_nodes: int, grid: GridShape, regi
 
 
 def _can_run_step_in_strips(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
-    """Return whether a step has a bounded window or a reduction, and position-dependent weights only at the end."""
+    """Return whether a step can run in strips: exact scheme, bounded window, partitioned weights only if last."""
     layer, shape = step.layer, graph.shapes[step.inputs[0]]
     if len(graph.shapes[step.output_value]) < 2 and not last:
         return False
@@ -282,8 +282,8 @@ def _stream_with_fewest_strips(
 ) -> StripwisePlan:
     """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory.
 
-    If none is likely to fit, return a stream that does not fit. With `exhaustive`, return the one in `most` strips, and
-    only if none fits.
+    If none is likely to fit, return a stream that does not fit. With `exhaustive`, a stream that does not fit is
+    returned only if none fits.
     """
     if exhaustive and plan.needed_bytes_with(smallest := stream.with_strips(max(most, stream.grid.strips))) > limit:
         return smallest
@@ -295,14 +295,14 @@ def _stream_with_fewest_strips(
             break
         previous = strips, size
         strips = min(most, 8 * strips, max(strips + 1, int(strips * size / room)))
-        strips = -(-stream.rows // (stream.rows // strips))  # the fewest of this length
+        strips = -(-stream.rows // (stream.rows // strips))  # the fewest strips of this length
         stream = stream.with_strips(strips)
     return stream
 
 
 @contextmanager
 def _prefix_errors_with_layer(chain: Sequential, layer: Layer | None = None) -> Iterator[None]:
-    """Prefix errors with the layer that they concern, by default their subject."""
+    """Prefix errors with `layer`; default: the `subject` of the error, if any."""
     try:
         yield
     except UserError as error:

@@ -22,7 +22,8 @@ class Step(NamedTuple):
         Computes the output from one value.
     join : Branches or None
         Combines several values, if there is no layer.
-    inputs, output_value : values
+    inputs : tuple of int
+    output_value : int
     """
 
     layer: Layer | None
@@ -66,11 +67,11 @@ class Graph:
         intermediate value does not exist.
     deferred_relu_gradients : dict of step to step
         Steps with a ReLU whose gradient the following step applies (a pooling, which stores no position of non-positive
-        maxima, or a convolution, whose view holds the ReLU's output), so that the first step need not reread it.
+        maxima, or a convolution, whose view holds the ReLU's output), so that the first step need not.
     input_recomputation_steps : dict of step to step
         Readers of a normalisation's output, each with the step that recomputes this output in the backward pass.
     always_replicated_value : int
-        The vector that stays replicated even if its readers need only a shard.
+        The vector that stays replicated even if its readers need only a shard; 0: none.
     sharded_vectors : set of int
         Vectors of which each rank of a replica holds only its own range, because no reader needs more.
     """

@@ -23,18 +23,18 @@ _MAX_ARRAY_ELEMENTS = 1 << 48  # far beyond any machine; larger products could o
 
 @dataclass(frozen=True)
 class TrainingCosts:
-    """Costs of layers, or of steps of a module, in one training step; kinds, sums and flops are those of modules.
+    """Costs of layers, or of steps of a module, in one training step.
 
     Attributes
     ----------
     message_kinds : tuple of str
-        Kinds of messages: 'halo', 'redistribution', 'ring' or 'sum'.
+        Kinds of messages of a module: 'halo', 'redistribution', 'ring' or 'sum'.
     max_sent_bytes, total_sent_bytes : int
         Bytes of messages (of layers: halos), forward and backward, of the busiest rank and of all ranks.
     max_summed_bytes : int
-        Bytes that the busiest rank contributes to reductions over ranks, excluding parameter gradients.
+        Bytes that the busiest rank contributes to a module's reductions over ranks, excluding parameter gradients.
     flops : int
-        Floating-point operations of products, forward and backward, on the plan's rank.
+        Floating-point operations of a module's products, forward and backward, on the plan's rank.
     parameters : int
         Parameter elements; those of a module count in the first step that reads them, if they are trained.
     memory : int
@@ -207,7 +207,7 @@ class LayerPlan:
         return sum(p.elements_on(self.grid, tile) for p in self.trained_parameters.values())
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartClassKeys]:
-        """Return the keys that distinguish tiles: by messages and parameters, by extents of arrays, or by both."""
+        """Return the keys that distinguish tiles: outputs, parameters, and messages, extents of arrays, or both."""
         arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         arrays += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
         extents = [extent for p in self.trained_parameters.values() if (extent := p.layout.partitioned_extent(p.shape))]
@@ -252,7 +252,7 @@ class LayerPlan:
 
     @cached_property
     def halo_cells_by_tile(self) -> list[int]:
-        """Cells that each tile receives in a forward pass, without channels."""
+        """Number of halo cells of each tile in all exchanged arrays, without channels."""
         return self.classes.per_tile(lambda tile: sum(exchange.plan(tile).halo_volume for exchange in self._exchanges))
 
     def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
@@ -275,7 +275,7 @@ class LayerPlan:
         return self.classes.per_tile(lambda tile: self.halo_bytes_of(tile, samples, itemsize, gradient, forwards))
 
     def halo_bytes_of(self, tile: int, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> float:
-        """Return the bytes of halos that a tile sends in a training step, by its scheme's formula.
+        """Return the bytes of halos that a tile sends in a training step, by the layer's scheme.
 
         Parameters
         ----------

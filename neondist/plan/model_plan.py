@@ -100,7 +100,7 @@ class ModelPlan(Protocol):
         """Return the table row of a layer or step; other names have their own rows."""
 
     def settings_equal_on_all_ranks(self) -> list[str]:
-        """Return the settings, except the strategy, that all ranks must agree on, one per line."""
+        """Return the settings, except the strategy, that all ranks must agree on, as one string each."""
 
     def bytes(self, rank: int) -> int:
         """Return the bytes of halos that a rank sends in a training step, averaged if steps differ."""

@@ -100,7 +100,7 @@ class ParameterPlan:
 
     @cached_property
     def num_split_parameters(self) -> int:
-        """Number of parameters that several ranks update in parts."""
+        """Number of parameters that are partitioned over the tiles or have owners."""
         return sum(map(self.is_tiled, self.parameters.values())) + len(self.shares)
 
     @cached_property
@@ -123,7 +123,7 @@ class ParameterPlan:
         Parameters
         ----------
         norms : int
-            Elements that the optimiser sums over the ranks.
+            Number of norms that the optimiser sums over the ranks.
         """
         tile = rank % self.grid.tiles
         shared, own = (

@@ -73,7 +73,7 @@ class Plan(Sequence[LayerPlan]):
     training : TrainingSettings
     pretraining_elements_sent : dict of name to list
         For each pretraining stage, the elements per sample that each tile sends in a step.
-    stream : Stream or None
+    stream : StripwisePlan or None
         Leading nodes, which read the image and are executed in strips so that the step fits in memory.
     num_nodes_without_backward : int
         Number of leading nodes that the backward pass skips, because they have no parameters.
@@ -131,7 +131,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def min_extent(self) -> int:
-        """Smallest extent of any layer's input image along the last two axes; 1 if the model has no input image."""
+        """Smallest extent of a layer's input along the last two spatial axes; 1 if the model's input has fewer axes."""
         images = [plan.input_shape for plan in self]
         least = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
         return least if len(images[0]) > 2 else 1
@@ -155,7 +155,7 @@ class Plan(Sequence[LayerPlan]):
         return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
 
     def settings_equal_on_all_ranks(self) -> list[str]:
-        """Return the settings, except the strategy, that all ranks must agree on, one per line."""
+        """Return the settings, except the strategy, that all ranks must agree on, as one string each."""
         arrays = (
             f"'{plan.name}/{name}': {parameter.shape}, {parameter.layout}"
             for plan in self

@@ -48,7 +48,8 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
 
     Parameters
     ----------
-    costs : for each of the n steps the cost of a cut before it; inf: impossible
+    costs : sequence of float
+        For each of the n steps, the cost of a cut before it; inf: impossible.
     """
     total, cuts = len(costs), [0]
     size = max(1, isqrt(total))

@@ -30,7 +30,7 @@ PER_RANK_LEGEND = "\nparameters/rank: maximum over ranks; each rank keeps the pa
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its header, one cell per layer, and the footer."""
+    """A column: its header, one cell per row, and the footer."""
 
     head: str
     cells: list[str]
@@ -82,8 +82,8 @@ def layer_table(
         Maximum bytes for views and gradients on a rank.
     sums : dict of text to dict of name to int
         Bytes per layer on a rank of the largest replica, by heading.
-    pretraining : tuples of name, int, int
-        Bytes that the busiest rank and all ranks send in a step of each stage.
+    pretraining : iterable of (str, int, int)
+        Name of each pretraining stage, and the bytes that the busiest rank and all ranks send in one of its steps.
     streamed : str
         Description of the stream, if there is one.
     """
@@ -112,9 +112,9 @@ def module_costs_table(
 
     Parameters
     ----------
-    rows : tuples of name, costs, text
-        The text is the shape of the output.
-    total : costs
+    rows : sequence of (str, TrainingCosts, str)
+        Name, costs and output shape of each module.
+    total : TrainingCosts
         Totals; each is the maximum over ranks.
     """
     from rich.console import Group

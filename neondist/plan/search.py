@@ -54,7 +54,7 @@ class GridChoice:
 
     @property
     def sort_key(self) -> tuple[float, str, tuple[int, ...]]:
-        """Sort key: seconds, then builder, then the grid with fewer replicas, then plain halos."""
+        """Sort key: seconds, then builder, then grid (fewer replicas first), then the number of planned schemes."""
         grid, schemes = self.plan.grid, len(self.strategy.schemes or ())
         return self.step_seconds, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
 
@@ -135,7 +135,7 @@ def choose_fastest_grid(
     Parameters
     ----------
     limit : int or None
-        Bytes per rank.
+        Bytes per rank; None: no limit.
     fit_plan : callable, optional
         Returns a plan in strips that fits in memory; called if no choice fits.
     backend : str, optional

@@ -77,7 +77,8 @@ class PlannedSection:
 
         Parameters
         ----------
-        cells : cells of every value that each part needs
+        cells : sequence of Partition
+            Cells of every value that each part needs.
         """
         regions, placed = {0: cells[0]}, dict[int, LayerPlan | Segment]()
         for step in graph.steps:
@@ -278,7 +279,7 @@ INSIDE_SEGMENT = (-1, -1)  # end of a node in the middle of a segment
 
 
 def _is_stripable(plan: LayerPlan) -> bool:
-    """Return whether a layer can run in strips: at most one window, no reduction, other halo or local weights."""
+    """Return whether a layer can run in strips: no reduction, state, or exchange other than for one window."""
     layer, shape = plan.layer, plan.input_shape
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (

@@ -48,7 +48,7 @@ class StripwisePlan:
     num_strips_kept_at_cut : int, optional
         Number of strips, at the end of a tile, whose gradients are kept; default: all.
     extended_output : Partition or None
-        Cells of the last value on each tile, if more than its own: below a cut, all cells that the steps above read.
+        Cells of the last value on each tile, if more than the tile's: below a cut, all cells that the steps above read.
     precomputed_strip_cells : list of Partition, optional
         Precomputed `strip_cells` of the same strips.
     """
@@ -194,7 +194,7 @@ class StripwisePlan:
     @property
     def _backward_sweep_ends_without_cuts(self) -> list[int]:
         stops = self.reduction_steps("backward")[::-1]
-        return [*stops[self.extended_output is not None :], -1]  # below a cut, the sweep from above has done one
+        return [*stops[self.extended_output is not None :], -1]  # the sweep across a cut includes the first below it
 
     def possible_cuts(self) -> dict[int, int]:
         """Return the possible cuts: numbers of nodes, and the elements per sample kept at each."""
@@ -287,7 +287,7 @@ class StripwisePlan:
             for at, step in enumerate(graph.steps)
             if step.layer is not None and step.layer.reduces_over_image(graph.shapes[step.inputs[0]])
         }
-        # such a layer reduces all own cells, even those that no other step reads
+        # a reduction over the image includes all own cells of a strip, even those that no other step reads
         counted = {s.output_value for at, s in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
         traced = trace_needed_cells(graph, outputs, self._needed_cells, {value: own[value] for value in counted})
         return [hull_partition(traced[0], own[0]), *traced[1:]]  # cells outside all windows have an owner, too
@@ -333,7 +333,7 @@ class StripwisePlan:
         return OverlappingPartition(cells.extent, grid.parts(len(cells.extent)), grid.tiles, tuple(map(tuple, ranges)))
 
     def strips(self, tile: int) -> list[int]:
-        """Return a tile's strips with cells of the output or of a reduction."""
+        """Return a tile's strips with cells of the output or of a reduction's input; at least one."""
         shapes, graph = self.graph.shapes, self.graph
         counted = {graph.steps[at].inputs[0] for at in self.reduction_steps("forward")}
         node_ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
@@ -353,7 +353,7 @@ class StripwisePlan:
         return max(self.section.memory_plan(at).num_elements for at in self._distinct_strips(tile))
 
     def _distinct_strips(self, tile: int, only_largest: bool = False) -> list[int]:
-        """Return one strip per geometry; `only_largest`: only those that no other strip contains."""
+        """Return one strip per geometry; `only_largest`: only strips that no other strip exceeds in all values."""
         parts, strips = self._first_axis_parts(tile), self.strips(tile)
         own = [parts[at] for at in strips]
         cells_of = {value: cells for value, cells in enumerate(self.strip_cells) if cells.extent}
