@@ -15,7 +15,7 @@ from ..plan.memory import MemoryPlan
 
 
 class BlockPool:
-    """Pool of memory blocks, one for each workspace in use at the same time, shared by all sections.
+    """Pool of memory blocks, one for each workspace in use at the same time, shared by sections.
 
     Parameters
     ----------

@@ -106,7 +106,7 @@ class Executor:
         return self.forward_together([x], [phase], num_nodes)[0]
 
     def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[Pass]:
-        """Return passes, of micro-batches that share statistics, which execute each step at the same time."""
+        """Return passes of micro-batches that share statistics; each step is executed for all passes together."""
         num_nodes = self.sections[-1].stop_node if num_nodes is None else num_nodes
         checkpoints: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:
@@ -144,7 +144,7 @@ class Executor:
         on_layer_done: Callable[[Layer], None] | None = None,
         close: bool = True,
     ) -> list[Any]:
-        """Return the input gradient of each pass of `forward_together`; a pass can be run backward once.
+        """Return the input gradients of passes of `forward_together`, or Nones; each can be run backward only once.
 
         Parameters
         ----------

@@ -80,7 +80,7 @@ class LayerTask(Task):
         return [self.finish_forward(ctx, view) for ctx, view in calls]
 
     def begin_forward(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
-        """Return the ctx and view of a new call; the view is None if there is no tile."""
+        """Return the ctx and view of a new call; the view is None if there is no input."""
         layer, space, samples, activation_step = self.layer, run.workspace, run.samples, self.fused_activation(run)
         x = x if self.input_gather is None or x is None else x[..., self.input_gather.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_array, self.result_value(run), samples))
@@ -135,7 +135,7 @@ class LayerTask(Task):
         """Return the activated outputs in memory that stays reserved until they are read."""
         layer = self.layer
         if y is not ctx.accessed_out and ctx.accessed_out is not None:
-            ctx.copy_saved_arrays_sharing_memory(ctx.accessed_out)  # a parent's method may have saved this array
+            ctx.copy_saved_arrays_sharing_memory(ctx.accessed_out)  # a superclass's method may have saved this array
         if ctx.activation is not None and not ctx.activated:
             if y is ctx.accessed_out:
                 ctx.copy_saved_arrays_sharing_memory(y)
@@ -144,7 +144,7 @@ class LayerTask(Task):
             ctx.activation_output = y = ctx.activation.fprop(y)
         elif y is not ctx.accessed_out and view is not None and layer.kernels.xp.may_share_memory(y, view):
             y = self._copy_to_out(ctx, y)
-        if view is not None and not layer.saves_input:  # no view: only sums of a strip are needed
+        if view is not None and not layer.saves_input:  # no view: forward has read only `ctx.reduced`
             ctx.copy_saved_arrays_sharing_memory(view)
         elif ctx.view_to_rebuild is not None:
             ctx.copy_saved_arrays_sharing_memory(view, unless=view)
@@ -221,7 +221,7 @@ class LayerTask(Task):
 
     @contextmanager
     def _initial_state(self, ctx: StepContext) -> Iterator[None]:
-        """Replace the layer's state by copies of the state before the pass, because another call has updated it."""
+        """Temporarily replace the layer's state, which another call has updated, by copies from before the pass."""
         layer, state = self.layer, self.layer.state
         layer.state = {name: array.copy() for name, array in ctx.initial_state.items()}
         ctx.state_already_updated = False  # the copies may be updated
@@ -291,7 +291,7 @@ class LayerTask(Task):
         return partials
 
     def _check_result(self, method: str, array: Any, shape: tuple[int, ...] | None) -> None:
-        """Raise PlanMismatchError if the result of `forward` or `backward` has another shape, or a narrower dtype."""
+        """Raise PlanMismatchError if the result of `forward` or `backward` has a wrong type, shape or dtype."""
         dtype = self.layer.context.dtype
         if not hasattr(array, "dtype"):
             fault = f"an object of type {type(array).__name__}; return an array"
@@ -334,7 +334,7 @@ class LayerTask(Task):
     # Vectors, replicated or sharded over the ranks of a replica.
 
     def _allgather_of(self, shape: tuple[int, ...]) -> Redistribution | None:
-        """Return the allgather of a sharded vector; None on one rank."""
+        """Return the allgather of a sharded vector; None if there is only one tile."""
         grid = self.layer.context.grid.shape
         if grid.tiles == 1:
             return None

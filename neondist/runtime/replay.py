@@ -68,7 +68,7 @@ class PassGraphCache:
         self._graphs: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
 
     def get_or_capture(self, kind: Hashable, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
-        """Return the graphs of a kind, captured by `capture` after WARMUP_PASSES passes; None before then."""
+        """Return the graphs of a kind, captured by `capture` after WARMUP_PASSES passes; None if not captured."""
         if not self.is_usable:
             return None
         kind = kind, *(getattr(part, name) for part, name in self._user_settings)

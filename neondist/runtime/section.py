@@ -26,7 +26,7 @@ class Section:
     Parameters
     ----------
     tile : int
-        Number of this rank's tile, or of the strip.
+        Number of this rank's tile, or of a strip or block.
     blocks : BlockPool
         Memory shared with other sections.
     layer_replacements : dict of id to layer
@@ -91,7 +91,7 @@ class Section:
         reduced: Sequence[Any] | None = None,
         initial_states: Sequence[InitialStates] = (),
     ) -> list[SectionPass]:
-        """Return passes through the first `nodes` nodes (default: all), which execute each step at the same time."""
+        """Return passes through the first `nodes` nodes (default: all); each step runs for all passes together."""
         nodes = self.stop_node - self.first_node if nodes is None else nodes
         known = [None] * len(xs) if reduced is None else reduced
         end = self.graph.node_ends[nodes]
@@ -112,7 +112,8 @@ class Section:
 
         Parameters
         ----------
-        saved : result of `saved_states` for an earlier pass; the steps in it are skipped and have no values
+        saved : dict of step to state, optional
+            Result of `saved_states` for an earlier pass; these steps are skipped, and their values are missing.
         """
         run.saved_states_by_step = saved or {}
         self._run([run], [x])

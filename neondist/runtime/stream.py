@@ -122,7 +122,7 @@ class StripwiseSection:
         return checkpoints
 
     def forward(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[StripwisePass]:
-        """Return passes that execute each step at the same time."""
+        """Return one pass for each input; each step is executed for all passes together."""
         if num_nodes not in (None, self.stop_node):
             raise PassOrderError(
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
@@ -169,7 +169,7 @@ class StripwiseSection:
     def _run_to_reduction(self, passes: Sequence[StripwisePass], reduction_step: int) -> None:
         """Run all strips up to a step's `reduce`, and combine the results.
 
-        If the step is the last of a stream with a vector output, its outputs are computed as well.
+        If the step is the last of a stream with a vector output, this output is computed as well.
         """
         is_last = reduction_step == self.num_steps - 1 and self._output_box is None
         parts: list[list[Any]] = [[] for _ in passes]
@@ -234,7 +234,7 @@ class StripwiseSection:
         return self.context.backend.xp.zeros((samples, *self._image_shape), self.context.dtype)
 
     def _add_gradient_at_cut(self, number: int, below: StripwiseSection, total: Any, dy: Any) -> None:
-        """Add a strip's gradient of the output of `below`."""
+        """Add a strip's gradient of the output of `below` to the total gradient of this output."""
         cells = self.planned.strip_cells[below.planned.graph.output_value].box(number)
         total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
 

@@ -90,7 +90,7 @@ def section_of_strip_or_block(
 
 
 def layer_on_strip(layer: Layer, placed: Any, strip: int, context: ModelContext) -> Layer:
-    """Return a copy of a layer for a strip, which shares the layer's arrays (of position-dependent weights, a part)."""
+    """Return a copy of a layer for a strip, which shares the layer's arrays (of partitioned ones, a part)."""
     clone = copy.copy(layer)
     clone.context, clone.regions, clone.gathered_gradient_array = context, placed.regions, None
     create = partial(GlobalArray, context.grid, dtype=str(context.dtype), backend=context.backend, reuse=True)

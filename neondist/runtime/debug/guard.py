@@ -138,7 +138,7 @@ class GuardedLayerTask(LayerTask):
         return y
 
     def compute_partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
-        """Call reduce with the same copy of the view as forward."""
+        """Call reduce with the copy of the view that forward receives, or reduce_backward."""
         return super().compute_partial_result(
             direction, ctx, self._guarded_copy(ctx, array) if direction == "forward" else array
         )

@@ -45,6 +45,6 @@ class GuardedCopy:
 
 
 def _byte_range_from_origin(array: Any) -> tuple[int, int]:
-    """Return the bytes that the cells occupy before and after the first one's address."""
+    """Return the bytes that the cells occupy before the address of the first cell, and from it on."""
     spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
     return -sum(span for span in spans if span < 0), sum(span for span in spans if span > 0) + array.itemsize

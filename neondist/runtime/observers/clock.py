@@ -43,7 +43,7 @@ class Clock(Observer):
         self._stack.pop()
 
     def on_value(self, layer: Any, name: str, array: object) -> None:
-        """Switch a module's step to backward when its gradient arrives: autograd reports no events."""
+        """Switch a module's step to backward when its output's gradient arrives: autograd reports no events."""
         if name == OUTPUT_GRADIENT_VALUE_NAME and self._stack:
             self._charge_elapsed_time()
             self._stack[-1] = str(layer.name), "backward"

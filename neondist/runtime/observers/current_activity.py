@@ -41,7 +41,7 @@ class CurrentActivity(Observer):
         return any(what == "wait" for what, *_ in [*self._stack])
 
     def __str__(self) -> str:
-        """Return the current layer, or other part of a step, and its wait; '' outside passes."""
+        """Return the current layer, or other part of a step, and what this rank waits for; '' outside passes."""
         place, doing, before = "", "", ""
         for what, name, direction, subject in [*self._stack]:
             if what == "layer":
@@ -71,7 +71,7 @@ class CurrentActivity(Observer):
 def innermost_calls(thread: int) -> str:
     """Return the innermost calls of a thread, one per line, as faulthandler writes them; '' if it has ended."""
     inlet, outlet = os.pipe()
-    os.set_blocking(outlet, False)  # a full pipe drops the write: no waiting, and no disk
+    os.set_blocking(outlet, False)  # text beyond the pipe's capacity is dropped instead of blocking
     try:
         faulthandler.dump_traceback(outlet)
         text = os.read(inlet, 1 << 20).decode(errors="replace")

@@ -15,8 +15,8 @@ class MessageLedgerKey(NamedTuple):
 
     Attributes
     ----------
-    kind : 'halo', 'sum' or 'redistribution'; of PyTorch's modules also 'ring'
-    layer : its name; for sums also 'loss' and 'gradients'
+    kind : 'halo', 'sum' or 'redistribution'; for PyTorch modules also 'ring'
+    layer : name of the layer; for sums also 'loss' or 'gradients', for redistributions also 'gradients'
     direction : 'forward' or 'backward'
     peer : the world rank that a halo or a part of a vector was sent to; for a sum its group, one of `comm.GROUP_NAMES`
     nbytes : bytes of one message; for a sum those of the array, once, whatever algorithm is used
@@ -30,13 +30,13 @@ class MessageLedgerKey(NamedTuple):
 
 
 Ledger: TypeAlias = "Counter[MessageLedgerKey]"
-"""Number of messages by account."""
+"""Number of messages, reductions and redistributions by key."""
 
 
 def collect_message_counts(
     layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first_rank: int
 ) -> Ledger:
-    """Return the number of messages and sums of this rank since its layers were built, by account.
+    """Return the number of messages, reductions and redistributions of this rank since its layers were built, by key.
 
     Parameters
     ----------
@@ -54,10 +54,10 @@ def collect_message_counts(
         for array in layer.arrays:
             for direction, exchange in array.recorded_exchanges:
                 for message in exchange.sends if exchange.run_count else ():
-                    account = MessageLedgerKey(
+                    key = MessageLedgerKey(
                         "halo", str(layer.name), direction, first_rank + message.peer, message.nbytes
                     )
-                    counts[account] += exchange.run_count
+                    counts[key] += exchange.run_count
     for name, sums in reductions:
         for (direction, group, nbytes), count in sums.reduction_counts.items():
             counts[MessageLedgerKey("sum", name, direction, group, nbytes)] += count

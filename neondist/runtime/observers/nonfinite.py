@@ -27,7 +27,7 @@ class NonFiniteMonitor:
     Attributes
     ----------
     last_skipped_step : number of the last skipped step, from 0; -1: none
-    nonfinite_value : description of the value for which it was skipped
+    nonfinite_value : description of the value because of which that step was skipped
     consecutive_skips : number of consecutive skipped steps
     """
 
@@ -74,7 +74,7 @@ class _FinitenessLog(Observer):
 
 
 def find_first_nonfinite(grid: ProcessGrid, x: Any, recompute: Callable[[], object]) -> str:
-    """Run `recompute`, which repeats the gradients, and return the name of the first non-finite value. Collective."""
+    """Rerun a step's passes by `recompute`, and return the name of the first non-finite value. Collective."""
     log = _FinitenessLog()
     with np.errstate(all="ignore"), grid.observers.watched_by(log):
         if not isinstance(x, LazyTile):

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 class Trace(Observer):
-    """Recorder of the begin and end of events.
+    """Recorder of the start and end of events.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
 
 
 def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> None:
-    """Write a trace of all ranks of a grid during `work`, on rank 0. Collective."""
+    """Run `work` on all ranks of a grid, and write its trace from rank 0. Collective."""
     trace = Trace(grid.rank)
     with grid.observers.watched_by(trace):
         work()
