@@ -93,8 +93,8 @@ class LayerDescription(Node):
         Border scheme of the views; None until the model sets it.
     layout : type
         Layout of vectors that the layer receives: Replicate, the whole vector on each rank, or Shard, a range of its
-        features on each rank. With Shard, `forward` must work feature by feature. A class with its own
-        `forward` must declare its layout again.
+        features on each rank. With Shard, the layer must work feature by feature, or sum over features in `reduce`. A
+        class with its own `forward` must declare its layout again.
     """
 
     scheme: ExchangePolicy | None
@@ -158,7 +158,7 @@ class LayerDescription(Node):
         return [] if window is None else [(input_shape, window)]
 
     def gathered_gradient_shape_and_window(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
-        """Return shape and window of the array whose halo is gathered in bprop; None: the input's is scattered."""
+        """Return shape and window of the array whose halo is gathered in bprop; None if the input's is scattered."""
         if self.scheme is not None and self.scheme.gradients == "gather" and self.window_for(input_shape) is not None:
             raise ConfigError(
                 "scheme: backward 'gather' needs a convolution padded with zeros; use 'auto' or 'scatter'"

@@ -81,7 +81,7 @@ class Sequential(Container):
 
 
 def as_node(layer: Any) -> Node:
-    """Return the layer; a list of layers becomes a Sequential. ConfigError for other objects."""
+    """Return a layer or container itself, a list as a Sequential; raise ConfigError for other objects."""
     if isinstance(layer, (list, tuple)):
         return Sequential(layer)
     if not isinstance(layer, Node):

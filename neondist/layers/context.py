@@ -84,11 +84,11 @@ class StepContext:
     view_shape: Shape | None = None
     #: whether `forward` has applied the layer's activation itself
     activated = False
-    #: whether the following pooling layer applies the activation's gradient, so that `backward` needs no output
+    #: whether the following layer applies the activation's gradient, so that `backward` needs no output
     relu_gradient_left_to_next_layer = False
-    #: whether this layer is a pooling layer that applies the gradient of the preceding activation
+    #: whether this layer's `backward` also applies the gradient of the preceding activation
     applies_input_relu_gradient = False
-    #: the view, if its memory is reused before the backward pass
+    #: the view, if it must be rebuilt for the backward pass
     view_to_rebuild: Any = None
     #: output of the activation, if the layer did not apply it
     activation_output: Any = None
@@ -202,7 +202,7 @@ class StepContext:
         return entry.own.intersect(entry.need)  # in a strip, `own` may be larger: other strips read it too
 
     def owned(self, array: Any, cells: Box | None = None) -> Any:
-        """Return the part of an array over the view, or over other cells, that no other call or rank owns."""
+        """Return the part of an array over the view, or over `cells`, that this rank's tile or strip owns."""
         layer, extent = self._layer, self._layer.input_shape[:-1]
         own, region = layer.context.grid.tile_box(extent), cells or layer.input.need
         if not extent or own == region:

@@ -74,7 +74,7 @@ class DeconvLayer(Layer):
         return Window(self.kernel_size, self.stride, self.padding, dilation=self.dilation, ndim=len(input_shape) - 1)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the extent of which a convolution has the input's extent, and out_channels."""
+        """Return an extent that the corresponding convolution maps to the input's extent, and out_channels."""
         window = self.output_window_for(input_shape)
         extra = self.output_padding
         extras = (extra,) * window.ndim if isinstance(extra, int) else tuple(extra)
@@ -119,7 +119,7 @@ class DeconvLayer(Layer):
             self.scattered_output_array.repartition(outputs, inputs)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return the contributions of this rank's windows to the outputs, including those of other tiles."""
+        """Return the contributions of this rank's windows to the outputs, including outputs of other tiles."""
         assert self.scattered_output_array is not None
         ctx.save(view=view)
         shape = len(view), *self.scattered_output_array.need.shape, self.out_channels

@@ -101,7 +101,7 @@ class LCNLayer(Layer):
         return next((window for _, window in self.local_window.halos_by_method(input_shape).get("wide", [])), None)
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> HaloShapesAndWindows:
-        """Return the halos of the given method, or of the method that sends fewer bytes."""
+        """Return the halos of the method `halo`; for 'auto', of the method that sends fewer bytes."""
         method = self.local_window.least_sending_method(input_shape, grid) if self.halo == "auto" else self.halo
         return self.local_window.halos_by_method(input_shape)[method]
 

@@ -51,8 +51,8 @@ class LCNWindow:
     def least_sending_method(self, input_shape: Shape, grid: GridShape) -> str:
         """Return the method that sends fewer elements; if both send the same number, 'twice', which computes less.
 
-        A halo of twice the radius includes the halo of the radius, so with two or more channels 'twice' never sends
-        more; with one channel it does if tiles are so narrow that the image's border cuts off the wide halo.
+        The halo of twice the radius includes that of one stage, so with two or more channels 'twice' never sends more;
+        with one channel it does if tiles are so narrow that the image's border cuts off the wide halo.
         """
         elements = {
             method: sum(shape[-1] * total_halo_volume(grid.partition(shape[:-1]), window) for shape, window in halos)

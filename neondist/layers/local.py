@@ -31,7 +31,7 @@ class LocalFilteringLayer(Layer):
     kernel_size, stride : int or one per axis
     padding : int, one per axis, or ((before, after), ...) per axis
     bias : bool
-        Whether to add 'bias' (*spatial', out_channels), which is unshared as well.
+        Whether to add 'bias' (*spatial', out_channels), which is unshared even with `shared`.
     activation : Activation, optional
     weights_init : Initializer, optional
         Default FanInUniform.
@@ -141,4 +141,4 @@ class LocalFilteringLayer(Layer):
 
 
 class LocalFilteringLayerDist(Dist, LocalFilteringLayer):
-    """Unshared convolution over tiles; each rank stores the weights of its own tile."""
+    """Locally connected layer over tiles; each rank stores the unshared weights of its own tile."""
