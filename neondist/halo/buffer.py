@@ -98,7 +98,7 @@ class HaloBuffer:
         return (slice(0, self.samples), *spatial, slice(0, self.owner.channels))
 
     def fill_prefilled_cells(self) -> None:
-        """Set cells outside the image, and cells that the scheme may not send, to the window's fill value."""
+        """Set cells outside the image, and halo cells if some of them are unused, to the window's fill value."""
         for cells in self.prefilled:
             cells.fill(self.plan.window.fill)
 

@@ -96,7 +96,7 @@ class HaloExchange:
 
     Parameters
     ----------
-    buffer : Buffer
+    buffer : ExchangeBuffer
     direction : 'forward' or 'backward'
         The pass.
     adds : bool

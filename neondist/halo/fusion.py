@@ -64,7 +64,7 @@ class DeepHalo(FusionScheme):
     Parameters
     ----------
     layers : int
-        Number of windowed layers that share an exchange.
+        Maximum number of windowed layers that share an exchange.
     """
 
     formula = "each way n c (2 R (h + w) + 4 R²) elements once for all layers of a segment; R is the sum of their radii"
@@ -94,7 +94,7 @@ class OverlapTile(FusionScheme):
         self.statistics = statistics
 
     def forward(self, halo: HaloExchange) -> None:
-        """Do nothing: the tile already contains these cells."""
+        """Do nothing: the tile already contains the halo cells."""
 
     backward = forward
 
@@ -106,8 +106,9 @@ class OverlapTile(FusionScheme):
 class Auto(DeepHalo):
     """`deep_halo` with segments chosen by a planner for the grid: the higher the latency, the longer the segments.
 
-    The planner adds the cost of an inner tile's exchanges and of its redundant computation, and chooses the cheapest
-    division of a chain into segments by dynamic programming. The result is only as good as the machine profile.
+    The planner adds the cost of an inner tile's exchanges and of the largest tile's redundant computation, and chooses
+    the cheapest division of a chain into segments by dynamic programming. The result is only as good as the machine
+    profile.
 
     Parameters
     ----------

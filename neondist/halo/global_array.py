@@ -103,7 +103,7 @@ class GlobalArray:
         self.set_halo_plan(HaloPlan.of(self.tiles, window, grid.tile, outputs))
 
     def set_halo_plan(self, plan: HaloPlan) -> None:
-        """Use the tile and the view of a plan, before first use."""
+        """Take the tile and the view from a plan, and discard the buffers."""
         self.plan, grid = plan, self.grid
         self.own, self.need = plan.own, plan.need
         lo, hi = grid.sample_range(self.global_shape[0])
@@ -194,12 +194,12 @@ class GlobalArray:
         return self._redistribute(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
 
     def redistribute(self, tile: Any, other: GlobalArray) -> Any:
-        """Return this rank's tile of another partition, given its tile of this array; one all-to-all.
+        """Return this rank's tile of another array, given its tile of this one, by an all-to-all. Collective.
 
         Parameters
         ----------
         tile : array (n, *own.shape, C)
-            This rank's tile, with any number of samples, in the order of the replicas.
+            This rank's tile, with any number of samples; the batch consists of the samples of all replicas, in order.
         other : GlobalArray
             Array of the same shape, apart from the number of samples, over the same ranks; windows are ignored.
 
@@ -231,7 +231,7 @@ class GlobalArray:
         return self._redistribute(tile, other, boxes)
 
     def owned_part(self, tile: Any) -> Any:
-        """Return the part of an array on this rank's tile that no other rank also holds."""
+        """Return the part of an array on this rank's tile, which may overlap other tiles, that this rank owns."""
         return tile[(slice(None), *self.grid.tile_box(self.extent).relative_to(self.own).slices)]
 
     def sum_over_ranks(self, array: Any, replicas: bool = False) -> Any:

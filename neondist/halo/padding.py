@@ -18,7 +18,7 @@ Index = Callable[[Box | Lattice], tuple[slice, ...]]
 
 
 def fill_padding(buffer: Any, plan: HaloPlan) -> None:
-    """Fill the cells outside the image from cells inside."""
+    """Fill the cells outside the image along axes with the mode 'reflect' or 'replicate' from cells inside."""
     for target, source in _padding_index_pairs(plan):
         buffer[target] = buffer[source]
 

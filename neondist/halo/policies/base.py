@@ -37,7 +37,7 @@ class ExchangePolicy(Registered, ABC):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether a training pass depends on the step: it cannot be repeated in another one."""
+        """Whether the exchanges of a training pass depend on its step, and so cannot be repeated in another step."""
         return bool(self.state_names) or type(self).get_state is not ExchangePolicy.get_state
 
     @property
@@ -63,7 +63,7 @@ class ExchangePolicy(Registered, ABC):
     def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Restore `halo.memory` from a result of `get_state` on the same grid; may start messages.
 
-        No messages are pending when this method is called. If `arrays` is empty, so is the state.
+        No messages are pending when this method is called. If `arrays` is empty, clear the state.
         """
         for name in self.state_names:
             halo.memory.pop(name, None)

@@ -20,7 +20,7 @@ class Quantised(ExchangePolicy):
     ----------
     bits : {16, 8}
     feedback : bool
-        Error feedback: the rounding error of a gradient is added to the next one (Seide et al. 2014).
+        Error feedback: the rounding errors of gradients are added to the next step's gradients (Seide et al. 2014).
     """
 
     formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) elements"
@@ -30,7 +30,7 @@ class Quantised(ExchangePolicy):
         self.state_names = ("rest",) if feedback else ()
 
     def forward(self, halo: HaloExchange) -> None:
-        """Send quantised cells or gradients, and keep the rounding error of gradients."""
+        """Send quantised cells or gradients; with `feedback`, keep the rounding errors of gradients."""
         flat_cells, memory = [cells.ravel() for cells in halo.outgoing()], halo.memory
         xp = namespace(halo.array)
         if halo.training and "rest" in memory:

@@ -194,6 +194,6 @@ def mark_unowned_cells(buffer: Any) -> None:
     """
     tile = buffer.tile.copy()
     fill_with_mark(buffer.cells)
-    buffer.prefilled = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # without gaps, from now on
-    buffer.fill_prefilled_cells()  # once
+    buffer.prefilled = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # unused halo cells stay marked
+    buffer.fill_prefilled_cells()
     buffer.tile[...] = tile
