@@ -129,7 +129,7 @@ class LossScaler:
         return {"scale": self.scale, "good": self.finite_steps, "skipped": self.skipped_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`; ValueError with the reason if it is invalid."""
+        """Restore the result of `state`; raise ValueError with the reason if `state` is invalid."""
         if set(state) != {"scale", "good", "skipped"}:
             raise ValueError("'loss_scale' must have exactly the fields 'scale', 'good' and 'skipped'")
         scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))

@@ -75,7 +75,7 @@ class TileStripGrid(GridShape):
         return GridShape(self.replicas, self.rows, self.cols, self.planes)
 
     def partition(self, extent: Sequence[int]) -> Partition:
-        """Return the partition of an image into strips, whose union is each tile."""
+        """Return the partition of an image into the strips of all tiles."""
         return _partition_strips(self, tuple(extent))
 
     def strip_numbers_of(self, tile: int, ndim: int) -> list[int]:
@@ -108,7 +108,7 @@ def grid_shape(
     Raises
     ------
     GridError
-        If the product of the factors is not `ranks`; the message lists valid factors.
+        If a factor is not a positive integer, or the product is not `ranks`; the message then lists valid factors.
     """
     for field, value in {"replicas": replicas, "rows": rows, "cols": cols, "planes": planes}.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -17,7 +17,7 @@ Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
 
 
 def part_range(extent: int, parts: int, part: int) -> Range:
-    """Return the half-open range of one of `parts` parts of `extent` cells; the first parts have one cell more."""
+    """Return the half-open range of one of `parts` parts of `extent` cells; the first extent % parts have one more."""
     base, extra = divmod(extent, parts)
     lo = part * base + min(part, extra)
     return lo, lo + base + (part < extra)

@@ -87,7 +87,7 @@ class HaloPlan(TransferPlan):
 
     @property
     def prefilled(self) -> list[Box]:
-        """Parts of the buffer to fill before the exchange: `outside`, or everything outside the tile's own cells."""
+        """Parts of the buffer to fill before the exchange: `outside` or, with unused cells, all but the tile's own."""
         return self.buffer.difference(self.own) if self.has_unused_cells else self.outside
 
     @property
@@ -138,7 +138,7 @@ class HaloPlan(TransferPlan):
     def kinds(
         cls, cells: Partition, window: Window, outputs: Partition | None = None, level: KeyDetail = "all"
     ) -> PartClassKeys:
-        """Return the kinds of parts: tiles whose parts have the same kinds have equal plans.
+        """Return the kinds of parts: tiles whose parts have the same kinds have plans that agree as `level` says.
 
         Parameters
         ----------
@@ -300,7 +300,7 @@ def needed_cells_along(outputs: Partition, window: Window, axis: int) -> list[Ra
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> Range:
-    """Return the cells of an axis of n from which the cells [lo, hi) are filled; with 'wrap', modulo n."""
+    """Return the range of an axis of n cells from which the cells [lo, hi) are filled; with 'wrap', modulo n."""
     if mode == "wrap" or lo >= hi:
         return lo, hi
     if mode == "zeros":

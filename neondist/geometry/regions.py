@@ -62,7 +62,7 @@ def needed_image_cells(
     window : Window
         Window without the padding mode 'wrap'.
     owners : Partition, optional
-        Owners of the image's cells, which are included in the result.
+        Partition of the image; the result for each part then includes the part's own cells.
     """
     ranges = []
     for axis, (n, views) in enumerate(zip(extent, view_cells(outputs, window, extent).ranges, strict=True)):

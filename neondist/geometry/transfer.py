@@ -103,12 +103,12 @@ class DimRequest:
 
     @property
     def needs_exchange(self) -> bool:
-        """Whether a part needs cells of another part; defined for at most one axis."""
+        """Whether a part needs cells of another part; valid only if `axes` has at most one axis."""
         return self.source.axis is not None and any(part != overlap.part for part, overlap in self.needed)
 
     @cached_property
     def overlaps_by_sender(self) -> list[list[AxisOverlap]]:
-        """For each part, its cells that other parts (or itself) need, by that part; defined for at most one axis."""
+        """For each part, its cells that parts (itself included) need; valid only if `axes` has at most one axis."""
         sent: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
         for part, overlap in self.needed:
             owner = part if self.source.axis is None else overlap.part  # a whole dimension is on every rank
@@ -117,9 +117,9 @@ class DimRequest:
 
     @cached_property
     def sent_received_kept_counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Number of cells that each part sends, receives (itself included) and keeps; defined for at most one axis.
+        """Number of cells that each part sends, receives (itself included) and keeps.
 
-        If all parts need the same cells, the cost is linear in the number of parts.
+        Valid only if `axes` has at most one axis. If all parts need the same cells, the cost is linear in the parts.
         """
         sent, received, own = ([0] * self._parts for _ in range(3))
         for part in range(len(self.ranges)):
@@ -134,7 +134,7 @@ class DimRequest:
 
     @property
     def needed(self) -> Iterator[tuple[int, AxisOverlap]]:
-        """Pairs of a part and cells that it needs; defined for at most one axis."""
+        """Pairs of a part and cells that it needs; valid only if `axes` has at most one axis."""
         for part in range(self._parts):
             for overlap in self.overlaps(part if self.axis is not None else 0):
                 yield part, overlap
@@ -173,7 +173,7 @@ class ViewTransfer:
     requests: tuple[DimRequest, ...]
 
     def receives(self, rank: int) -> list[Piece]:
-        """Return the pieces that a rank needs, ordered by owner; the rank itself is included."""
+        """Return the pieces that a rank needs, ordered by owner, including pieces that the rank itself owns."""
         place = coords_of(self.parts, rank)
         needed = [list(request.overlaps(request.part(place))) for request in self.requests]
         return self._pieces(place, needed)
@@ -223,7 +223,7 @@ class ViewTransfer:
 
     @cached_property
     def is_separable(self) -> bool:
-        """Whether each dimension depends on at most one axis, and no two dimensions on one: pieces are products."""
+        """Whether each dimension depends on at most one axis, and no two on the same one: pieces are products."""
         axes = [axis for request in self.requests for axis in request.axes]
         return all(len(request.axes) < 2 for request in self.requests) and len(axes) == len(set(axes))
 

@@ -25,7 +25,7 @@ class Window:
     Parameters
     ----------
     kernel, stride, dilation : int or tuple of int
-        An int applies to all axes. The number of axes is the length of the longest tuple given, or 2.
+        An int applies to all axes. The number of axes is `ndim`, or else the length of the tuples given, or else 2.
     padding : int, (int, ...) per axis, or ((before, after), ...) per side
         Negative values crop the image; they are allowed only for a kernel of 1.
     fill : float

@@ -41,7 +41,7 @@ class ScheduledOptimizer:
         return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
 
     def check_schedule_covers(self, epochs: int) -> None:
-        """Raise ConfigError if the rate is 0 before `epochs` epochs are over, or a scheduled momentum is not used."""
+        """Raise ConfigError if the schedule ends before `epochs` epochs, or there is no momentum for it to change."""
         if isinstance(self.schedule, Schedule):
             with set_error_subject(self.schedule):
                 self.schedule.check_schedule_covers(epochs)
@@ -188,7 +188,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
         """Update all parameters after `apply` has processed all blocks, for rules that need whole parameters."""
 
     def num_reduced_norms(self, num_partitioned_parameters: int) -> int:
-        """Return the number of float64 values that a step reduces over the tiles."""
+        """Return the number of float64 values that a step reduces over ranks."""
         return num_partitioned_parameters * (self.clip_norm is not None)
 
     def _multiply_in_place(self, array: Any, layout: FlatLayout, factor: Any) -> None:

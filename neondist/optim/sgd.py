@@ -27,7 +27,7 @@ class SGD(Optimizer):
     Raises
     ------
     ConfigError
-        If a value is out of range.
+        If a value is out of range, or `nesterov` is set without momentum.
     """
 
     def __init__(
