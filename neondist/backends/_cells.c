@@ -193,14 +193,14 @@ static int describe(Job *job, const Py_buffer *views) {
 
 PyDoc_STRVAR(run_doc,
              "run(kernel, arrays, coefficients, sums, low, threads, start)\n--\n\n"
-             "Run a kernel; return False if the arrays are none that it can work on.\n\n"
+             "Run a kernel; return False if the arrays are not supported.\n\n"
              "Parameters\n----------\n"
              "kernel : str\n"
              "arrays : tuple of array (N, *spatial, C)\n    Inputs and outputs, of one shape and dtype.\n"
              "coefficients : array (count, groups, C), or None\n    Of the same dtype.\n"
-             "sums : array (groups, count, C) of float64, or None\n    Where they are wanted.\n"
-             "low : float\n    The least output; where a kernel goes back, what gave no more has no gradient.\n"
-             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+             "sums : array (groups, count, C) of float64, or None\n    Receives the sums.\n"
+             "low : float\n    Lower bound of the outputs; backward kernels pass no gradient to outputs at this bound.\n"
+             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 /* Acquire the arrays' buffers, writable if the array's bit in `written` is set; return how many were acquired. */
 static int hold(PyObject *const *arrays, Py_buffer *views, int count, unsigned written) {

@@ -109,7 +109,7 @@ static void (*const NAME(kernels)[KERNELS])(const NAME(Rows) *) = {
     NAME(normalise_back),
 };
 
-/* Let a kernel work on the first `cells` cells of piece `i` of a group; return how many these are. */
+/* Run a kernel on the first `cells` cells of piece `i` of a group; return the number of cells processed. */
 static Py_ssize_t NAME(piece)(const Job *job, int kernel, NAME(Rows) * q, Py_ssize_t group, Py_ssize_t i,
                               Py_ssize_t cells) {
     const Py_ssize_t start = i % job->pieces * job->chunk, n = MIN(cells, job->cells - start);

@@ -72,7 +72,7 @@ static int run_each(Each *job, const Py_buffer *w, char *gradient, const char *b
 
 PyDoc_STRVAR(depthwise_doc,
              "depthwise(what, x, weights, y, bias, stride, dilation, before, threads, start)\n--\n\n"
-             "Convolve each channel by itself; return False if these are no arrays for it.\n\n"
+             "Convolve each channel by itself; return False if the arrays are not supported.\n\n"
              "Parameters\n----------\n"
              "what : int\n    0: y = the valid convolution of x; 1: the gradient of weights from that of y; 2: y = the\n"
              "    gradient of the input from that of the output, x.\n"
@@ -80,8 +80,8 @@ PyDoc_STRVAR(depthwise_doc,
              "weights : array (*kernel, 1, C)\n"
              "bias : array (C,), or None\n"
              "stride, dilation : tuple of int\n    Of planes, rows and columns.\n"
-             "before : tuple of int\n    Of the input's first planes, rows and columns, how many y does not have.\n"
-             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+             "before : tuple of int\n    Numbers of the input's first planes, rows and columns that y omits, if what is 2.\n"
+             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 static PyObject *depthwise(PyObject *self, PyObject *args) {
     PyObject *arrays[4];

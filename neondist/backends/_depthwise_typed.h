@@ -17,7 +17,7 @@ INLINE void NAME(taps)(const int cells, const int count, const T *const *x, cons
         for (int t = 0; t < count; t++) {
             const VEC factor = SEEN(w[t] + z);
             const T *at = x[t] + offset + z;
-            if (t >= count - 3) { /* of a window's last row: the ones before have brought theirs */
+            if (t >= count - 3) { /* only of a window's last row: earlier windows have fetched the others */
 #pragma GCC unroll 4
                 for (int r = 0; r < cells; r++)
                     __builtin_prefetch(at + (r + 8) * x_step);

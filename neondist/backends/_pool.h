@@ -67,15 +67,15 @@ static int describe_pool(Pool *job, const Py_buffer *x, const Py_buffer *y, cons
 
 PyDoc_STRVAR(max_pool_doc,
              "max_pool(back, clears, x, y, places, kernel, stride, threads, start)\n--\n\n"
-             "Write the maxima of windows and their places, or go back; return False if these are no arrays for it.\n\n"
+             "Write the maxima of windows and their positions, or the gradient of x; return False if unsupported.\n\n"
              "Parameters\n----------\n"
-             "back : bool\n    Whether x is to become the gradient of x, and y is that of y.\n"
-             "clears : bool\n    Whether a maximum that is not positive has no place, so that no gradient goes there.\n"
+             "back : bool\n    Whether to write the gradient of x into x, given that of y as y.\n"
+             "clears : bool\n    Whether maxima that are not positive have no position, and so no gradient.\n"
              "x : array (N, *extent, C)\n"
              "y : array (N, *out, C)\n    Of the same dtype.\n"
-             "places : array (N, *out, C) of uint8\n    The first maximum's, in row-major order; the last NaN's, if any.\n"
+             "places : array (N, *out, C) of uint8\n    Position of the first maximum, row-major, or of the last NaN, if any.\n"
              "kernel, stride : tuple of int\n    For up to three axes; up to 256 cells.\n"
-             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 static PyObject *max_pool(PyObject *self, PyObject *args) {
     PyObject *arrays[3], *sizes[2];
@@ -103,7 +103,7 @@ static PyObject *max_pool(PyObject *self, PyObject *args) {
         job.places = views[2].buf;
         for (int a = 0; a < LAST; a++)
             job.rows[a] = job.back ? job.extent[a] : job.out[a];
-        if (job.back) /* rows that begin with a window's, as far as one window's stride */
+        if (job.back) /* groups of `stride` rows, each beginning with the first row of a window */
             job.rows[2] = (job.extent[2] + job.stride[2] - 1) / job.stride[2];
         else if (job.out[LAST] == 0)
             job.rows[0] = 0;

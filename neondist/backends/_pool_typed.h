@@ -53,7 +53,7 @@ static inline void NAME(better)(T *best, INT *place, const T *x, Py_ssize_t gap,
         }
 }
 
-/* The maxima of cells lo to hi of a row of outputs, or of some channels of one cell. */
+/* The maxima of `cells` adjacent cells of a row of outputs, or of some channels of one cell. */
 CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigned char *places, Py_ssize_t cells,
                                 Py_ssize_t channels) {
     const Py_ssize_t size = sizeof(T), elements = cells * channels, step = job->stride[LAST] * job->x_step[LAST] / size;
@@ -118,7 +118,7 @@ CLONES static void NAME(give)(T *dx, Py_ssize_t to_step, Py_ssize_t gap, const T
     }
 }
 
-/* Write row (n, d, h) of the gradient of x, between columns z and end, from cells lo to hi of those of y. */
+/* Write row (n, d, h) of the gradient of x, as far as the windows of the cells lo to hi of y determine it. */
 static void NAME(pull)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py_ssize_t hi, Py_ssize_t first,
                               Py_ssize_t channels) {
     const Py_ssize_t size = sizeof(T), k = job->kernel[LAST], s = job->stride[LAST], step = job->x_step[LAST] / size;

@@ -36,12 +36,12 @@ static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, con
 
 PyDoc_STRVAR(weights_doc,
              "weights(x, dy, gradient, stride, dilation, threads, start)\n--\n\n"
-             "Write the gradient of a valid convolution's weights; return False if these are no arrays for it.\n\n"
+             "Write the gradient of a valid convolution's weights; return False if the arrays are not supported.\n\n"
              "Parameters\n----------\n"
              "x, dy : array (N, *extent, C), (N, *out, C')\n    Of two or three axes, C' filling vectors.\n"
              "gradient : array (*kernel, C, C')\n"
-             "stride, dilation : tuple of int\n    Of planes, rows and columns; that of columns' dilation is 1.\n"
-             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+             "stride, dilation : tuple of int\n    For planes, rows and columns; the dilation of columns must be 1.\n"
+             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 static PyObject *weights(PyObject *self, PyObject *args) {
     PyObject *arrays[3];
@@ -105,14 +105,14 @@ static int describe_convolution(Rows *job, const Py_buffer *x, const Py_buffer *
 
 PyDoc_STRVAR(convolve_doc,
              "convolve(x, weights, y, bias, stride, dilation, before, threads, start)\n--\n\n"
-             "Write a convolution plus bias; return False if these are no arrays for it.\n\n"
+             "Write a convolution plus bias; return False if the arrays are not supported.\n\n"
              "Parameters\n----------\n"
-             "x, y : array (N, *extent, C), (N, *out, C')\n    Of two or three axes; what windows see outside x is 0.\n"
+             "x, y : array (N, *extent, C), (N, *out, C')\n    Of two or three axes; cells outside x count as 0.\n"
              "weights : array (*kernel, C, C')\n"
              "bias : array (C',), or None\n"
              "stride, dilation, before : tuple of int\n"
-             "    Of planes, rows and columns; how many cells before x the first window begins.\n"
-             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+             "    For planes, rows and columns; before: number of cells before x at which the first window begins.\n"
+             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 static PyObject *convolve(PyObject *self, PyObject *args) {
     PyObject *arrays[4];

@@ -34,7 +34,7 @@ typedef struct {
     Py_ssize_t n, d, h, w;
 } Place;
 
-/* Where a row begins, counted over all planes and samples. */
+/* Position of the first cell of a row, which is counted over all planes and samples. */
 static inline Place row_at(const Cells *all, Py_ssize_t row) {
     const Py_ssize_t plane = row / all->extent[2];
     return (Place){plane / all->extent[1], plane % all->extent[1], row % all->extent[2], 0};
@@ -44,7 +44,7 @@ static inline char *line_at(const Cells *all, Py_ssize_t n, Py_ssize_t d, Py_ssi
     return all->at + n * all->step[0] + d * all->step[1] + h * all->step[2];
 }
 
-/* Where tile t's outputs begin; at first, or behind the tile before. */
+/* Set the position of tile t's first output; unless `first`, `at` is the position of tile t - 1. */
 static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first) {
     at->w += 2;
     if (!first && at->w < job->y.extent[3])
@@ -56,7 +56,7 @@ static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first
     at->n = plane / job->y.extent[1];
 }
 
-/* The addresses of `side` x `side` cells `d` planes, `h` rows and `w` columns behind a place; `none` outside. */
+/* The addresses of `side` x `side` cells `d` planes, `h` rows and `w` columns after a place, or `none` outside. */
 static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssize_t h, Py_ssize_t w, const int side,
                          char *none, char **found) {
     char *plane = all->at + at->n * all->step[0] + (at->d + d) * all->step[1];
@@ -71,7 +71,7 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
     }
 }
 
-/* What _rows.h does. A window's row is one piece of memory, or each of its cells is; a piece has `length` elements. */
+/* A job of _rows.h. A window's row is one piece of memory, or each of its cells is; a piece has `length` elements. */
 typedef struct {
     Cells x, y; /* y, or its gradient */
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], inner, outer, length, pieces;
@@ -87,7 +87,7 @@ typedef struct {
 
 enum { PIECES = 128 };
 
-/* What _depthwise.h does: y is a sum over the taps of a window of x, or of what comes back from y. */
+/* A job of _depthwise.h: y is the convolution of x or, if `back`, the input's gradient, given the output's as x. */
 typedef struct each {
     Cells x, y;
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], channels, wide, taps; /* wide: elements of w for a tap */
@@ -201,7 +201,7 @@ static int run_winograd(Winograd *job, Py_ssize_t size, int threads, Start start
     job->m_row = job->u_row = (job->outer + lanes - 1) / lanes * lanes;
     job->longest = MAX(job->v_row, job->m_row);
     const Py_ssize_t fit = SCRATCH / parts / (job->v_row + job->m_row) / size, even = job->all / threads / 2 + 1;
-    job->block = MIN(MAX(24, MIN(MOST, fit / 12 * 12)), even); /* 12 divides by all ROWS */
+    job->block = MIN(MAX(24, MIN(MOST, fit / 12 * 12)), even); /* 12 is a multiple of all ROWS */
     job->shares = job->back ? threads : (job->all + job->block - 1) / job->block;
     job->v_apart = job->block * job->v_row + lanes;
     job->m_apart = job->block * job->m_row + lanes;
@@ -270,16 +270,15 @@ static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer 
 
 PyDoc_STRVAR(winograd_doc,
              "winograd(back, x, weights, y, bias, before, threads, start)\n--\n\n"
-             "Write a convolution of stride 1, or the gradient of its weights; return False if these are no arrays for "
-             "it.\n\n"
+             "Write a convolution of stride 1, or its weights' gradient; return False if the arrays are not supported.\n\n"
              "Parameters\n----------\n"
-             "back : bool\n    Whether weights is to become the gradient of the weights, and y is that of y.\n"
-             "x : array (N, *extent, C)\n    Of two or three axes; beyond its ends are zeros.\n"
+             "back : bool\n    Whether to write the gradient of the weights into weights, given that of y as y.\n"
+             "x : array (N, *extent, C)\n    Of two or three axes; cells outside it count as 0.\n"
              "weights : array (k, k, C, C') or (depth, k, k, C, C'), k being 3 or 5\n"
              "y : array (N, *out, C')\n    x, weights and y are of one dtype.\n"
              "bias : array (C',), or None\n"
-             "before : tuple of int\n    How far in front of x its first windows begin, for planes, rows and columns.\n"
-             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+             "before : tuple of int\n    Numbers of planes, rows and columns before x at which the first window begins.\n"
+             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 static PyObject *winograd(PyObject *self, PyObject *args) {
     PyObject *arrays[4];

@@ -52,7 +52,7 @@ class Backend:
         return self.xp.array(array, dtype, order="C")
 
     def as_real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
-        """Return a caller's array as a contiguous array of this backend; without a copy if it already is one.
+        """Return a caller's array as a contiguous array of this backend; without `copy`, itself if it already is one.
 
         Raises
         ------
@@ -65,7 +65,7 @@ class Backend:
         return self.xp.ascontiguousarray(source, dtype)
 
     def in_precision(self, precision: ComputePrecision) -> Backend:
-        """Return the backend for products with operands of a precision; ConfigError if it is unsupported."""
+        """Return the backend for products with operands of a precision; raise ConfigError if unsupported."""
         kernels = self.kernels.in_precision(precision)
         return self if kernels is self.kernels else Backend(self.name, kernels)
 
@@ -96,8 +96,8 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     ----------
     name : str or Backend
         'auto': 'cupy' if a GPU is found, else 'torch' if installed, else 'numpy'. A name with a dot refers to a
-        module with an attribute `backend`. The module must have been imported, by `import` or `--import`: names in
-        files import nothing.
+        module with an attribute `backend`. The module must have been imported, by `import` or `--import`; its name
+        in an experiment file does not import it.
     """
     if isinstance(name, Backend):
         return name

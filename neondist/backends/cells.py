@@ -122,7 +122,7 @@ class CellKernels:
     def normalise_backward_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group, (groups, C).
 
-        dz is the gradient before clipping.
+        dz is the gradient of the normalised cells before the fused ReLU, if any.
         """
         dz, by_sample = self._gradient_before_relu(x, dy, norm), len(norm.mean) != 1
         products = dz * (x - self._broadcast_over_cells(norm.mean, x.ndim))

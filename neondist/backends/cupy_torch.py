@@ -29,7 +29,7 @@ class CupyTorchKernels(TorchKernelMixin, CupyKernels):
     max_pool_backward_into = CupyKernels.max_pool_backward_into
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels with operands of a precision; TF32 requires a GPU."""
+        """Return kernels with operands of a precision; TF32 is replaced by float32."""
         return HalfPrecisionCupyTorchKernels(self.xp, precision) if precision.has_16_bit_operands else self
 
     def matmul(self, a: Any, b: Any) -> Any:
@@ -97,7 +97,7 @@ class CudaTorchKernels(CupyTorchKernels):
         """Return a function's result and PyTorch's graph, which owns a part of the pool."""
         graph, pool = self._cuda.CUDAGraph(), None if pool_graph is None else pool_graph.library_graph.pool()
         with ExitStack() as during:
-            during.enter_context(self._cuda.graph(graph, pool, capture_error_mode="relaxed"))  # of this thread alone
+            during.enter_context(self._cuda.graph(graph, pool, capture_error_mode="relaxed"))  # permits all calls
             during.enter_context(self.xp.cuda.ExternalStream(self._cuda.current_stream().cuda_stream))
             return function(), graph
 

@@ -79,7 +79,7 @@ class HostKernels(CompiledConvolution):
         return super().separable_filter_adjoint(dy, extent, taps) if dx is None else dx
 
     def _try_filter(self, x: np.ndarray, windows: Sequence[FilterWindow]) -> np.ndarray | None:
-        """Return the valid correlation of every channel with one window after the other; None if not compiled."""
+        """Return the valid correlation of every channel with one window after the other; None if no kernel applies."""
         for window, stride in windows:
             out = output_extent(x.shape[1:-1], window.shape, stride, (1,) * len(stride))
             y = self.filter_with_shared_window(FORWARD, x, window, stride, out)

@@ -114,9 +114,9 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
     def capture_graph(
         self, function: Callable[[], Any], pool_graph: CapturedCudaGraph | None = None
     ) -> tuple[Any, CapturedCudaGraph]:
-        """Return a function's result and a graph of its launches; none runs before `replay`.
+        """Return a function's result and a graph of its launches, which run only in `replay`.
 
-        Arrays that the function reads must stay in place while the graph exists; numbers on the host are frozen.
+        Arrays that the function reads must stay in place while the graph exists; numbers keep their captured values.
         Waiting for the device, or reading an array of the host, raises an exception.
 
         Parameters
@@ -225,7 +225,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
     def _relu_gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
-        """Return a function that writes a part of a gradient into dx, zero where x is not positive."""
+        """Return a function that writes a part of a gradient into dx; if x is given, zero where x is not positive."""
         if x is None:
             return lambda part, index: self.copy(part, dx[index])
         return lambda part, index: self.relu_backward(x[index], part, dx[index])

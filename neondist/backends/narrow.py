@@ -1,7 +1,7 @@
 """Products with operands of 16 bits, emulated in float32: the same results, but slower.
 
-Operands are rounded to bfloat16 or float16, products are exact, and sums are float32; results of convolutions are
-rounded again. `matmul`, which other kernels use for sums, rounds nothing.
+Operands are rounded to bfloat16 or float16, products are exact, and sums are float32; outputs and input gradients of
+convolutions are rounded again. `matmul`, which other kernels use for sums, rounds nothing.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class HalfPrecisionKernels(Kernels):
         return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
 
     def conv_into(self, *args: Any) -> None:
-        """Write the convolution plus bias into y by `write_output`, through the functions above."""
+        """Write the convolution plus bias into y by `write_output`, through the methods above."""
         Kernels.conv_into(self, *args)
 
     def conv_backward_into(self, *args: Any) -> tuple[Any, Any]:
-        """Return the gradients of weights and bias, and write the gradient of x, through the functions above."""
+        """Return the gradients of weights and bias, and write the gradient of x, through the methods above."""
         return Kernels.conv_backward_into(self, *args)
 
     def product(self, a: Any, b: Any) -> Any:

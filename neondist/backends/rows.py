@@ -25,7 +25,7 @@ class RowKernels(CompiledCells, Kernels):
     """Compiled convolutions of any stride and dilation, and matrix products; the base class is the fallback.
 
     A row of a window is contiguous in memory, so that a row of outputs is a product of matrices. Strided gradients of
-    the input are convolutions of stride 1, one for each place between the outputs, with part of the weights.
+    the input are convolutions of stride 1, one for each phase of the stride, with part of the weights.
     """
 
     def conv_forward(
@@ -133,7 +133,7 @@ class RowKernels(CompiledCells, Kernels):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, and write the gradient of x into dx.
 
-        Each row of dx is computed once: a strip begins with those rows of the previous strip that it still needs.
+        Each row of dx is computed once: a strip includes the previous output gradients on which its rows depend.
         """
         kernel, args = weights.shape[:-2], (stride, dilation, groups)
         pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
@@ -193,13 +193,13 @@ class RowKernels(CompiledCells, Kernels):
         return y if done else None
 
     def has_compiled_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Return whether a compiled kernel applies to a convolution of, or back to, x with weights of this shape."""
+        """Return whether a compiled kernel applies to an input, or output gradient, and weights of this shape."""
         return groups == 1 and x.ndim > 3 and x.strides[-1] == x.itemsize and hasattr(self.compiled, "convolve")
 
     def _try_convolve(
         self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: ConvArgs, pad: Ints = ()
     ) -> bool:
-        """Write a convolution into y; windows extend `pad` zero cells before x.
+        """Write a convolution into y; the first window begins `pad` zero cells before x.
 
         Return False if these arrays are not supported.
         """
@@ -208,7 +208,7 @@ class RowKernels(CompiledCells, Kernels):
         return done
 
     def _try_grad_input(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: ConvArgs, crop: Ints) -> bool:
-        """Write the gradient of x, without its first `crop` cells, into dx; False: these arrays are not supported."""
+        """Write the gradient of x, without its first `crop` cells, into dx; return False if unsupported."""
         stride, dilation, _ = args
         joined = dilation[-1] == 1 and dy.strides[-2] == dy.shape[-1] * dy.itemsize
         many = prod(weights.shape[: -3 if joined else -2]) > _MAX_WINDOW_PIECES  # checked before anything is written
@@ -226,7 +226,7 @@ class RowKernels(CompiledCells, Kernels):
         return True
 
     def _try_grad_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: ConvArgs) -> bool:
-        """Write the gradient of the weights; False: another kernel is faster, or these arrays are not supported."""
+        """Write the gradient of the weights; return False if another kernel is faster, or arrays are not supported."""
         (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, args
         if prod(kernel) * prod(stride) == 1:
             if has_vector_aligned_channels(x) and not has_vector_aligned_channels(dy):

@@ -57,7 +57,7 @@ class TorchKernelMixin(Kernels):
         return TorchKernelModules(torch_conv, torch_pool, matmul, torch_narrow)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return the matrix product: NumPy's uses one thread if other kernels use several (`HostKernels`)."""
+        """Return the product, by torch if large: NumPy uses one thread if other kernels use several (`HostKernels`)."""
         if a.size * b.shape[-1] < self.min_threaded_products or default_thread_count() == 1 or self.torch_calls is None:
             return super().matmul(a, b)
         return self.torch_calls.matmul(a, b)
@@ -242,7 +242,7 @@ class HalfPrecisionTorchMixin(HalfPrecisionKernels, TorchKernelMixin):
 
     @cached_property
     def half_precision_calls(self) -> Any:
-        """Functions that call PyTorch's 16-bit kernels; None if these would be slow."""
+        """Functions that call PyTorch's 16-bit kernels; None if these would be slow, or without PyTorch."""
         calls = None if self.torch_calls is None else self.torch_calls.half_precision
         return calls if calls is not None and self._has_fast_instructions(calls) else None
 

@@ -22,7 +22,7 @@ _BLOCK_ELEMENTS = 1 << 19  # gathered elements per block; measured best of 2^17 
 
 
 def onednn_supports(x: np.ndarray) -> bool:
-    """Return whether oneDNN supports such arrays of the host."""
+    """Return whether x is an array of the host that oneDNN supports."""
     return isinstance(x, np.ndarray) and x.dtype == np.float32 and torch.backends.mkldnn.is_available()
 
 
@@ -62,7 +62,7 @@ def backward_input(
 def backward_weights(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
 ) -> np.ndarray:
-    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the memory order of `reorder_for_onednn`.
+    """Return the gradient of the weights (*kernel, C_in / groups, C_out), maybe in the order of `reorder_for_onednn`.
 
     PyTorch uses slow kernels for 1 x 1 with one thread and few samples, so rows are passed as samples.
     """

@@ -38,7 +38,7 @@ def unreached_cells(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) ->
 
 
 def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
-    """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), read-only."""
+    """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), whose overlapping cells must not be written."""
     out = output_extent(x.shape[1:-1], kernel, stride, dilation)
     spatial = x.strides[1:-1]
     steps = [b * step for factors in (stride, dilation) for b, step in zip(spatial, factors, strict=True)]
