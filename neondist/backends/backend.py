@@ -90,7 +90,7 @@ def available() -> list[BackendAvailability]:
 
 @type_checked
 def get_backend(name: str | Backend = "auto") -> Backend:
-    """Return the backend with a name; a ConfigError lists the choices.
+    """Return the backend with a name; raise ConfigError if there is none, or it is unusable here.
 
     Parameters
     ----------

@@ -156,7 +156,8 @@ def weight_gradient_by_gemm(
 
     Parameters
     ----------
-    zeros : numbers of first and last rows of x that are zero, and are skipped
+    zeros : (int, int)
+        Numbers of first and last rows of x that are zero, and are skipped.
     """
     (first, *_), step, row_dilation = kernel, stride[0], dilation[0]
     channels, length = dy.shape[-1], prod(kernel[1:]) * x.shape[-1]

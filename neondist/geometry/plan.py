@@ -211,9 +211,12 @@ class _AxisPlan:
 
     Attributes
     ----------
-    needs : for each part, the range of cells in the windows of its outputs, including those outside the image
-    sources : for each part, the range of cells, inside the image or modulo its extent (wrap), that it needs from owners
-    used : for each part, the cells, inside the image or not, that its outputs depend on
+    needs : list of Range
+        For each part, the range of cells in the windows of its outputs, including cells outside the image.
+    sources : list of Range
+        For each part, the range of cells, inside the image or modulo its extent (wrap), that it needs from owners.
+    used : list of AxisCells
+        For each part, the cells, inside the image or not, that its outputs depend on.
     """
 
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:

@@ -45,11 +45,13 @@ class DimRequest:
         Partition of the dimension.
     axis : int or None
         Mesh axis whose parts need these cells; None: all ranks need the same cells, `ranges[0]`.
-    ranges : for each part, its ranges [lo, hi)
-        Ranges within the tensor, consecutive in the part's view. The same cell may occur more than once.
-    used : for each part, the positions in its view that results depend on; None: all
-        Other cells are not sent; their places in the view have undefined values.
-    starts : for each part, the first position in its view; None: 0
+    ranges : tuple of tuple of Range
+        For each part, ranges within the tensor, consecutive in the part's view. The same cell may occur more than once.
+    used : tuple of AxisCells, optional
+        For each part, the positions in its view that results depend on; None: all. Other cells are not sent; their
+        places in the view have undefined values.
+    starts : tuple of int, optional
+        For each part, the first position in its view; None: 0.
     """
 
     dim: int

@@ -60,7 +60,7 @@ def check_declarations(layer: Layer, input_shape: Shape) -> None:
         if direction not in ("forward", "backward") or group not in (None, *GROUP_NAMES):
             raise ConfigError(
                 f"reductions_for returns a reduction in direction {direction!r} over {group!r}; expected 'forward'"
-                f" or 'backward', and one of {', '.join(GROUP_NAMES)}"
+                f" or 'backward', and one of {', '.join(GROUP_NAMES)}, or None"
             )
         for field, hint in resolve_type_hints(Reduction).items():
             check_value(f"reductions_for: {field}", getattr(reduction, field), hint)

@@ -116,8 +116,8 @@ class Parameter:
 
     `layout` determines the part that each rank stores: Replicate, the whole array; Tiled, the part of its output tile;
     Shard, the part that multiplies its input tile; OutputShard, the part for its range of outputs. Shapes, names and
-    initial values of whole arrays do not depend on the layout. `decays`: whether weight decay applies; by default only
-    to arrays with several axes, which are neither biases nor scales of norms. `max_rows_per_sample`: largest number of
+    initial values of whole arrays do not depend on the layout. `decays`: whether weight decay without `decay_all`
+    applies; None: if there are several axes, as biases and scales have one. `max_rows_per_sample`: largest number of
     rows (first axis) that a sample changes, if few: nonzero rows of gradients are sent with their ids; 0: dense.
     """
 

@@ -34,7 +34,7 @@ class NormLayer(Layer):
     def view_gradient(self, ctx: StepContext, dy: Any, dy_factor: Any, statistics: Sequence[Any] | None) -> Any:
         """Return the gradient of the view: dy_factor * dy, plus the gradient through the statistics.
 
-        With `statistics` (a, b), the latter is a * (view - mean) + b in the cells that they cover; without, it is 0.
+        With `statistics` (a, b), the second term is a * (view - mean) + b in the cells that they cover; else it is 0.
         """
         x, dx = ctx.view, ctx.out
         own = [ctx.owned(array) for array in (x, dy, dx)]

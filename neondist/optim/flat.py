@@ -23,7 +23,7 @@ class FlatLayout:
     spans : tuple of (start, stop)
         Span of each parameter, in order.
     decays : tuple of bool
-        Whether weight decay applies by default: False for biases and normalisation parameters.
+        Whether weight decay applies without `decay_all`: False for biases and normalisation parameters.
     num_replicated_parameters : int
         Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
     sum_over_parts : callable, optional

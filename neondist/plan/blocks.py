@@ -291,7 +291,7 @@ def shrink_blocks_to_fit(
 
 
 def _round_down(size: int, extent: int, period: int) -> int:
-    """Return a multiple of the period of at most `size` (or one period), of a file's chunks if large; or `extent`."""
+    """Return `size` rounded down to a multiple of `period` and, if large, of a file's chunks; in [period, extent]."""
     if size >= extent:
         return extent
     steps = (lcm(period, chunk) for chunk in (_FILE_CHUNK_EXTENT, 1))

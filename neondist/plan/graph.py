@@ -66,8 +66,8 @@ class Graph:
         Activation layers fused into the step before them, which applies them in its own pass over memory; the
         intermediate value does not exist.
     deferred_relu_gradients : dict of step to step
-        Steps with a ReLU whose gradient the following step applies (a pooling, which stores no position of non-positive
-        maxima, or a convolution, whose view holds the ReLU's output), so that the first step need not.
+        Steps with a ReLU whose gradient the following step applies, so that they need not reread their output: a
+        pooling, which stores no position of non-positive maxima, or a convolution, whose view holds the ReLU's output.
     input_recomputation_steps : dict of step to step
         Readers of a normalisation's output, each with the step that recomputes this output in the backward pass.
     always_replicated_value : int

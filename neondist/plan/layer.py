@@ -207,7 +207,7 @@ class LayerPlan:
         return sum(p.elements_on(self.grid, tile) for p in self.trained_parameters.values())
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartClassKeys]:
-        """Return the keys that distinguish tiles: outputs, parameters, and messages, extents of arrays, or both."""
+        """Return keys that distinguish tiles by outputs, parameters and, as `level` says, messages, extents or both."""
         arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         arrays += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
         extents = [extent for p in self.trained_parameters.values() if (extent := p.layout.partitioned_extent(p.shape))]

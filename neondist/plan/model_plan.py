@@ -25,7 +25,7 @@ class Workload:
     memory_traffic : float
         Bytes that layers read and write, excluding the parameter update.
     message_count, sent_bytes : float
-        Number and bytes of messages of halos and redistributions.
+        Number and bytes of messages, without reductions; for layer models, of halos only.
     reduction_count, reduction_bytes : float
         Number of reductions over ranks, and the bytes contributed to them.
     parameters : ParameterPlan

@@ -131,7 +131,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def min_extent(self) -> int:
-        """Smallest extent of a layer's input along the last two spatial axes; 1 if the model's input has fewer axes."""
+        """Smallest extent of any layer's image along its last two axes; 1 if the model's input has fewer than two."""
         images = [plan.input_shape for plan in self]
         least = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
         return least if len(images[0]) > 2 else 1

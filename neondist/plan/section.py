@@ -279,7 +279,7 @@ INSIDE_SEGMENT = (-1, -1)  # end of a node in the middle of a segment
 
 
 def _is_stripable(plan: LayerPlan) -> bool:
-    """Return whether a layer can run in strips: no reduction, state, or exchange other than for one window."""
+    """Return whether a layer can run in strips: no reduction, state, partitioned weights or halo but its window's."""
     layer, shape = plan.layer, plan.input_shape
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (

@@ -186,7 +186,7 @@ class StripwisePlan:
     def backward_sweep_stops(self) -> list[int]:
         """Step at which each backward sweep stops; -1: the image.
 
-        The last sweep crosses the next cut, if any, and continues to the layer with a reduction below it.
+        The last sweep crosses the next cut, if any, and continues to the nearest layer with a reduction below that cut.
         """
         stops, below = self._backward_sweep_ends_without_cuts, self.stream_below_cut
         return stops if below is None else [at for at in stops if at >= below.reduction_steps("backward")[-1]]
@@ -353,7 +353,7 @@ class StripwisePlan:
         return max(self.section.memory_plan(at).num_elements for at in self._distinct_strips(tile))
 
     def _distinct_strips(self, tile: int, only_largest: bool = False) -> list[int]:
-        """Return one strip per geometry; `only_largest`: only strips that no other strip exceeds in all values."""
+        """Return one strip per geometry; `only_largest`: only if no other has at least as many rows of every value."""
         parts, strips = self._first_axis_parts(tile), self.strips(tile)
         own = [parts[at] for at in strips]
         cells_of = {value: cells for value, cells in enumerate(self.strip_cells) if cells.extent}

@@ -103,7 +103,7 @@ class JoinTask(Task):
         return outputs
 
     def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
-        """Return parts of dy, or dy itself."""
+        """Return parts of dy, or dy itself; zeros in cells of inputs that are not joined."""
         gradients: list[Any] = [
             list(self.join.split(self._dy_of_join(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
         ]

@@ -26,9 +26,10 @@ class NonFiniteMonitor:
 
     Attributes
     ----------
-    last_skipped_step : number of the last skipped step, from 0; -1: none
-    nonfinite_value : description of the value because of which that step was skipped
-    consecutive_skips : number of consecutive skipped steps
+    last_skipped_step, consecutive_skips : int
+        Number of the last skipped step, from 0 (-1: none), and count of consecutive steps skipped up to it.
+    nonfinite_value : str
+        Description of the value because of which that step was skipped.
     """
 
     last_skipped_step: int = -1
