@@ -199,7 +199,7 @@ PyDoc_STRVAR(run_doc,
              "arrays : tuple of array (N, *spatial, C)\n    Inputs and outputs, of one shape and dtype.\n"
              "coefficients : array (count, groups, C), or None\n    Of the same dtype.\n"
              "sums : array (groups, count, C) of float64, or None\n    Receives the sums.\n"
-             "low : float\n    Lower bound of the outputs; backward kernels pass no gradient to outputs at this bound.\n"
+             "low : float\n    Lower bound of the outputs; backward kernels drop the gradients of outputs at this bound.\n"
              "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 /* Acquire the arrays' buffers, writable if the array's bit in `written` is set; return how many were acquired. */
@@ -233,7 +233,7 @@ static PyObject *run(PyObject *self, PyObject *args) {
     while (kernel < KERNELS && strcmp(KINDS[kernel].name, name) != 0)
         kernel++;
     if (kernel == KERNELS || PyTuple_Size(arrays) != KINDS[kernel].inputs + KINDS[kernel].outputs)
-        return PyErr_Format(PyExc_ValueError, "kernel '%s' is unknown, or works on other arrays", name);
+        return PyErr_Format(PyExc_ValueError, "kernel '%s' is unknown, or takes another number of arrays", name);
     Job job = {.kernel = kernel, .low = low, .groups = 1};
     job.arrays = (int)PyTuple_Size(arrays);
     job.coefficients = KINDS[kernel].coefficients;

@@ -52,7 +52,7 @@ class Backend:
         return self.xp.array(array, dtype, order="C")
 
     def as_real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
-        """Return a caller's array as a contiguous array of this backend; without `copy`, itself if it already is one.
+        """Return a caller's array as a contiguous array of this backend: itself if it already is one, unless `copy`.
 
         Raises
         ------

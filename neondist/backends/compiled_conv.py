@@ -27,7 +27,7 @@ class CompiledConvolution(RowKernels):
     """
 
     def has_compiled_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Return whether a compiled kernel applies to an input, or output gradient, and weights of this shape."""
+        """Return whether a compiled kernel applies to x (an input, or an output gradient) and weights of this shape."""
         return super().has_compiled_kernel(x, shape, groups) or self.uses_depthwise_kernel(x, shape, groups)
 
     def uses_depthwise_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:

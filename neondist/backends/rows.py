@@ -193,7 +193,7 @@ class RowKernels(CompiledCells, Kernels):
         return y if done else None
 
     def has_compiled_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Return whether a compiled kernel applies to an input, or output gradient, and weights of this shape."""
+        """Return whether a compiled kernel applies to x (an input, or an output gradient) and weights of this shape."""
         return groups == 1 and x.ndim > 3 and x.strides[-1] == x.itemsize and hasattr(self.compiled, "convolve")
 
     def _try_convolve(

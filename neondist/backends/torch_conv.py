@@ -62,7 +62,7 @@ def backward_input(
 def backward_weights(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
 ) -> np.ndarray:
-    """Return the gradient of the weights (*kernel, C_in / groups, C_out), maybe in the order of `reorder_for_onednn`.
+    """Return the gradient of the weights (*kernel, C_in / groups, C_out), possibly in `reorder_for_onednn`'s order.
 
     PyTorch uses slow kernels for 1 x 1 with one thread and few samples, so rows are passed as samples.
     """

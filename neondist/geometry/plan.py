@@ -87,7 +87,7 @@ class HaloPlan(TransferPlan):
 
     @property
     def prefilled(self) -> list[Box]:
-        """Parts of the buffer to fill before the exchange: `outside` or, with unused cells, all but the tile's own."""
+        """Parts of the buffer to fill before the exchange: `outside` or, if cells are unused, all except own cells."""
         return self.buffer.difference(self.own) if self.has_unused_cells else self.outside
 
     @property

@@ -22,7 +22,7 @@ class DeconvLayer(Layer):
     """Transposed convolution, the adjoint of a convolution from the output to the input (Zeiler et al. 2010).
 
     The window slides over the OUTPUT, so the halo is added in fprop and gathered in bprop. Input (N, *spatial, C),
-    output (N, *spatial', out_channels) with extent (n - 1) stride - padding + dilation (kernel - 1) + 1 +
+    output (N, *spatial', out_channels) with extent (n - 1) stride - both paddings + dilation (kernel - 1) + 1 +
     output_padding, both per tile, as in torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups,
     out_channels) and 'bias'.
 

@@ -144,7 +144,7 @@ class Executor:
         on_layer_done: Callable[[Layer], None] | None = None,
         close: bool = True,
     ) -> list[Any]:
-        """Return the input gradients of passes of `forward_together`, or Nones; each can be run backward only once.
+        """Return each pass's input gradient (None without `need_dx`); a pass can be run backward only once.
 
         Parameters
         ----------

@@ -48,7 +48,7 @@ def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
     for key in values:
         if key not in parameters:
             raise ConfigError(
-                f"scheme '{scheme}': {name} has no argument '{key}'{suggest(key, parameters) or '; it has none'}"
+                f"scheme '{scheme}': {name} has no argument '{key}'{suggest(key, parameters) or '; it takes none'}"
             )
     return choices[name](**values)
 

@@ -163,7 +163,7 @@ class GuardedLayerTask(LayerTask):
 
     def call_backward(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
-        ctx.check_views_unmodified("backward", "found its view modified after its forward; work on a copy")
+        ctx.check_views_unmodified("backward", "its view was modified after its forward pass; work on a copy")
         copied = GuardedCopy(dy)
         dview = self.layer.backward(ctx, copied.array)
         if copied.changed:

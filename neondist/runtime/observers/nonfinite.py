@@ -27,7 +27,7 @@ class NonFiniteMonitor:
     Attributes
     ----------
     last_skipped_step, consecutive_skips : int
-        Number of the last skipped step, from 0 (-1: none), and count of consecutive steps skipped up to it.
+        Number of the last skipped step, from 0 (-1: none), and count of consecutive steps skipped up to now.
     nonfinite_value : str
         Description of the value because of which that step was skipped.
     """

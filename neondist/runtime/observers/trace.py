@@ -77,7 +77,7 @@ def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
 
 
 def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> None:
-    """Run `work` on all ranks of a grid, and write its trace from rank 0. Collective."""
+    """Run `work`, and write a trace of all ranks of a grid into one file, from rank 0. Collective."""
     trace = Trace(grid.rank)
     with grid.observers.watched_by(trace):
         work()
