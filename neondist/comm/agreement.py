@@ -14,7 +14,7 @@ from .. import errors
 from .transport import Transport
 
 CALL_KEY = "the call"
-"""Name of the first value of a collective call."""
+"""Key of the first value passed to `check_equal_on_ranks`: the name of the collective call."""
 ROWS_PER_CHECKSUM, ROW_BYTES = 16, 8192
 
 
@@ -52,7 +52,7 @@ def checksum_of(array: np.ndarray, start: int = 0) -> int:
 
 @contextmanager
 def all_or_none(world: Transport, root_only: bool = False) -> Iterator[None]:
-    """Run a block without communication, then raise on all ranks if any rank raised. Collective.
+    """Run a block that does not communicate, then raise on all ranks if any rank raised. Collective.
 
     Parameters
     ----------

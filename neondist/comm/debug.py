@@ -18,8 +18,8 @@ MAX_MESSAGE_DELAY_SECONDS = 0.002
 class DebugTransport(Transport):
     """Wrapper around a transport that delays messages and checks their buffers between `start` and `finish`.
 
-    Messages are copied: receive boxes are poisoned until `finish`, and modifying either end between `start` and
-    `finish` is an error. Results are bit-for-bit those of the wrapped transport.
+    Messages are copied: receive boxes are poisoned until `finish`, and `finish` raises HaloError if a send or receive
+    box has been modified since `start`. Results are bit-for-bit those of the wrapped transport.
 
     Parameters
     ----------

@@ -38,18 +38,18 @@ class ProcessGrid:
     Parameters
     ----------
     comm : mpi4py communicator or Transport, optional
-        Default: MPI.COMM_WORLD, looked up here rather than at import.
-    replicas : int, optional
+        Default: MPI.COMM_WORLD, looked up when the grid is created.
+    replicas : int or None, default: 1
         None: as many as the ranks allow, with rows and cols defaulting to 1.
     rows, cols : int, optional
         Default: the most square factorisation of size / replicas.
-    planes : int
+    planes : int, default: 1
         Number of parts of the first spatial axis of volumes (N, D, H, W, C).
 
     Raises
     ------
     GridError
-        If replicas x planes x rows x cols is not the number of ranks. Later calls raise it after `close`.
+        If replicas x planes x rows x cols is not the number of ranks. After `close`, methods that communicate raise it.
     """
 
     _tile_partition: Partition | None = None
@@ -156,7 +156,7 @@ class ProcessGrid:
 
     @staticmethod
     def from_handle(handle: int) -> ProcessGrid:
-        """Return the grid with this handle, which must still be referenced."""
+        """Return the grid with this handle; KeyError if the grid has been garbage-collected."""
         return _GRID_BY_HANDLE[handle]
 
     @classmethod

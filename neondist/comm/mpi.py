@@ -300,7 +300,7 @@ def _create_sub_comms_keyval() -> int:
     from mpi4py import MPI
 
     def free(comm: Any, key: int, sub_comms_by_tiles: dict[int, list[_SharedSubComm]]) -> None:
-        if comm != MPI.COMM_WORLD:  # whose parts are freed with MPI itself
+        if comm != MPI.COMM_WORLD:  # the subcommunicators of COMM_WORLD are freed with MPI itself
             for part in (part for cut in sub_comms_by_tiles.values() for part in cut):
                 part.free()
 

@@ -73,7 +73,7 @@ class ExceptionAndExitHooks(ChainedHook):
 def abort_with_error(transport: Transport, error: BaseException) -> None:
     """Print the error of this rank and end the job on all ranks."""
     if transport.rank and isinstance(error, UserError) and error.raised_on_all_ranks:
-        time.sleep(REPORT_DELAY_SECONDS)  # unless rank 0 catches the error, it ends this rank
+        time.sleep(REPORT_DELAY_SECONDS)  # rank 0 reports the error and ends the job first, unless it catches the error
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     stderr = own_stderr()
     stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")

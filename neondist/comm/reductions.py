@@ -87,7 +87,7 @@ class Reductions:
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
-        """Begin to replace the array by its sum over one of GROUP_NAMES. Collective in this group, in equal order."""
+        """Begin to replace the array by its sum over one of GROUP_NAMES. Collective, in the same order on all ranks."""
         transport = self._record(group, array)
         if transport.size == 1:
             return CompletedRequest()
@@ -100,7 +100,7 @@ class Reductions:
             request.wait()
 
     def gather(self, group: str, array: Any) -> Any:
-        """Return all ranks' arrays, stacked in their order. Collective over one of GROUP_NAMES."""
+        """Return all ranks' arrays, stacked in rank order. Collective over one of GROUP_NAMES."""
         transport = self._record(group, array)
         if transport.size == 1:
             return array[None]

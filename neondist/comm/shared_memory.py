@@ -23,10 +23,10 @@ _LAUNCHER_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD"
 
 @contextmanager
 def mpi_start_folder() -> Iterator[None]:
-    """Start MPI inside the block in the folder of the job, or, without a launcher, in a temporary folder."""
+    """Set the folder for the files of an MPI started in the block: the job's or, with no launcher, a temporary one."""
     folder = Path(os.environ.get(BACKING_DIR_VARIABLE, ""))
-    machines = os.environ.get("OMPI_COMM_WORLD_SIZE") != os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if folder.name.startswith(JOB_FOLDER_PREFIX) and machines:
+    spans_machines = os.environ.get("OMPI_COMM_WORLD_SIZE") != os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if folder.name.startswith(JOB_FOLDER_PREFIX) and spans_machines:
         folder.mkdir(mode=0o700, exist_ok=True)  # the launcher has created it on mpirun's machine only
     if any(name in os.environ for name in _LAUNCHER_VARIABLES):
         yield

@@ -162,7 +162,7 @@ class CompletedRequest(Request):
 
 
 class Transport(ABC):
-    """A group of ranks. All methods but `abort` are collective.
+    """A group of ranks. All methods that communicate are collective, except `abort`.
 
     Attributes
     ----------

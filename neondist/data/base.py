@@ -291,7 +291,7 @@ class Dataset(Registered, ABC):
 
 
 def count_named_classes(classes: int | None, names: Sequence[str] | None) -> int | None:
-    """Return the number of classes, by default the number of names; ConfigError if the two differ."""
+    """Return the number of classes, by default the number of names; ConfigError if these differ or names repeat."""
     if names is None:
         return classes
     if not names or len({*names}) < len(names):

@@ -65,6 +65,8 @@ class TileSource(ABC):
     ------
     DataError
         If the array does not contain numbers, is empty, or has chunks larger than 1 GiB.
+    ConfigError
+        If `axes` has a repeated letter, or does not have one letter per axis.
     """
 
     max_chunk_bytes = MAX_CHUNK_BYTES
@@ -72,7 +74,7 @@ class TileSource(ABC):
     class_values: Sequence[int] = ()
     """Stored value of each class; `read` returns classes, and values that are not listed are an error."""
     ignored_value: int | None = None
-    """Stored value that `read` returns in addition to classes."""
+    """Stored value that `read` returns unchanged, besides the classes."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class TileSource(ABC):
         Raises
         ------
         DataError
-            If the file is damaged, or has changed.
+            If the file is damaged, has changed, or contains a value that is not in `class_values`.
         ShapeError
             If the box extends beyond the array.
         """

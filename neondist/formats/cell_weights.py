@@ -38,7 +38,7 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMet
 
     Raises
     ------
-    DataError, ConfigError
+    DataError, ConfigError, ShapeError
         As from `check_cell_weights`, or if weights are negative or all zero.
     """
     if weights == COSINE:

@@ -52,7 +52,7 @@ def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "st
     Raises
     ------
     DataError
-        If the units do not count a fixed length of time since a date, the calendar is unknown, or a time is missing.
+        If the units are not a fixed length of time since a valid date, the calendar is unknown, or a time is missing.
     """
     kind = _calendar_kind(where, calendar)
     match = _TIME_UNITS_PATTERN.fullmatch(units.strip())
@@ -67,7 +67,7 @@ def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "st
         number = int(np.flatnonzero(~np.isfinite(np.ravel(times)))[0]) + 1
         raise DataError(f"{where}: value {number} is missing; give every time a value, or remove that time")
     year = int(match["year"])
-    year += year < 0 and kind in ("standard", "julian")  # these have no year 0
+    year += year < 0 and kind in ("standard", "julian")  # these calendars have no year 0
     date = year, int(match["month"]), int(match["day"])
     hours = int(match["hour"] or 0), int(match["minute"] or 0), float(match["second"] or 0)
     if not _is_valid_date(kind, *date, *hours):
@@ -82,7 +82,7 @@ def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "st
 
 
 def are_comparable_calendars(where: str, calendar: str, other_calendar: str) -> bool:
-    """Return whether two calendars agree on all dates since 1582; DataError for unknown calendars."""
+    """Return whether seconds since the epochs of two calendars are comparable; DataError for unknown calendars."""
     classes = {"gregorian": "standard", "julian": "standard"}
     a, b = (_calendar_kind(where, name) for name in (calendar, other_calendar))
     return classes.get(a, a) == classes.get(b, b)

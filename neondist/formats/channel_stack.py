@@ -17,7 +17,7 @@ from .conventions import AuxiliaryVariable
 
 
 def split_stack_name(text: str) -> list[str]:
-    """Return the files of an image 'FILE,FILE,...' whose channels are stacked; one if the whole text is a file."""
+    """Return the files of an image 'FILE,FILE,...' whose channels are stacked; only the text itself if it is a file."""
     return [text] if os.path.exists(text) else [part for part in text.split(",") if part]
 
 

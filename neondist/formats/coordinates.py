@@ -54,7 +54,7 @@ def times_in_seconds(where: str, coord: AuxiliaryVariable) -> np.ndarray:
     Raises
     ------
     DataError
-        If the coordinate has no units of time.
+        If the coordinate has no units of time, or a time is missing.
     """
     _require_readable_attributes(where, coord, "units", "calendar")
     units = text_attribute(coord.attributes, "units")

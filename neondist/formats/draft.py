@@ -119,9 +119,8 @@ class DraftSink(TileSink):
                     )
                 write_text(self._description_path, json.dumps(note | {"resumed": True}))
                 return
-        if (
-            not self.path.exists() and _replaced_path(self.path).exists()
-        ):  # a process was killed while it replaced the folder
+        # a process was killed while it replaced the folder
+        if not self.path.exists() and _replaced_path(self.path).exists():
             os.rename(_replaced_path(self.path), self.path)
             if not self._overwrite:
                 raise OutputError(f"{self.path}: {_CREATED_MEANWHILE_MESSAGE}")

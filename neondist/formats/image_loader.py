@@ -47,7 +47,7 @@ class ImageLoader:
     Attributes
     ----------
     mode : 'L', 'RGB', 'RGBA', or None to keep the mode of the image
-    size : (H, W) to which images are scaled, or None if all have the same size
+    size : (H, W) to which images are scaled, or None to keep their sizes
     """
 
     mode: str | None = None
@@ -71,7 +71,7 @@ class ImageLoader:
             return _to_array(self._convert_image(path, image))
 
     def load_labels(self, path: Path) -> np.ndarray:
-        """Return a class map (H, W): the stored values, or palette indices."""
+        """Return a class map (H, W): the stored values, or palette indices; DataError if reading would change them."""
         from PIL import Image
 
         with _open_pillow_image(path, self.size) as image:
@@ -108,7 +108,7 @@ class ImageLoader:
             return image.size if transposed else image.size[::-1]
 
     def shape_and_dtype(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
-        """Return the shape and dtype of an unscaled image as returned by `load`, without decoding it."""
+        """Return the shape and dtype of the result of `load` without `mode` and `size`; only TIFF files are decoded."""
         with _open_pillow_image(path, None) as image:
             if image.format != "TIFF":
                 _check_bit_depth(path, image)
@@ -193,7 +193,7 @@ def _raw_mode(image: Any) -> str:
 
 
 def _check_bit_depth(path: Path, image: Any) -> None:
-    """Reject pixels that Pillow would truncate, before they are decoded."""
+    """Raise DataError for pixels whose values Pillow would truncate."""
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
     arguments = image.tile[0].args if image.tile else ()
     most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0

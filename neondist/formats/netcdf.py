@@ -32,7 +32,7 @@ _DIMENSION_IDS, _DIMENSION_ID, _USERS_LIST = ("_Netcdf4Coordinates", "_Netcdf4Di
 _OWN_ATTRIBUTES = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS_LIST}
 _NO_COORDINATES_TEXT = "This is a netCDF dimension but not a netCDF variable."
 _MAX_NESTING = 100  # limit of nested groups, each of which is searched for dimensions
-_NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of a variable named like a dimension that is not its own
+_NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of variables with the name of another dimension
 
 
 class NetCDFSource(HDF5Source):
@@ -184,7 +184,7 @@ class NetCDFSource(HDF5Source):
         return self._scales_by_group[group]
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
-        """Return the file as '/', the variable as '', variables it refers to, and the names of unreadable ones."""
+        """Return the file as '/', the variable as '', the variables it refers to, and the names of unreadable items."""
         array, unreadable = self._array, list[str]()
         with convert_hdf5_errors(Path(self.path)):
             variables = [AuxiliaryVariable("/", (), None, _storable_attributes(self._file, "", unreadable))]
@@ -230,7 +230,7 @@ class NetCDFSink(HDF5Sink):
     name : str
         Name of the variable, default 'predictions'.
     variables : sequence of (str, mapping), optional
-        Instead of one variable, one per channel: its name and its attributes, numbers or text.
+        If given, the file has one variable per channel: names, and attributes with numbers or text as values.
 
     Attributes
     ----------
@@ -265,9 +265,8 @@ class NetCDFSink(HDF5Sink):
         file, names, variables = arrays[0].file, dict[str, str](), list[AuxiliaryVariable]()
         if like is not None:
             variables, self.lost_metadata = like.auxiliary_variables()
-            self._copied_metadata = {
-                name: set() for name in list_metadata_names(variables, self.lost_metadata)
-            }  # others are in `lost_metadata`
+            # nothing is left for `_list_lost_metadata`: `lost_metadata` is complete at the end of this method
+            self._copied_metadata = {name: set() for name in list_metadata_names(variables, self.lost_metadata)}
             stored = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
             names = {letter: name for letter, name in stored if name}
         sizes = self._dimension_sizes(names)

@@ -56,7 +56,7 @@ class NIfTISource(TileSource):
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         import nibabel
 
-        with convert_read_errors(path), nibabel.imageglobals.LoggingOutputSuppressor():  # of unusual files
+        with convert_read_errors(path), nibabel.imageglobals.LoggingOutputSuppressor():  # nibabel logs unusual files
             nibabel.imageglobals.logger.addHandler(_SILENT_HANDLER)  # otherwise Python prints warnings
             check_regular(path)
             with open_regular(path) as file:
@@ -164,7 +164,7 @@ class NIfTISink(InPlaceSink):
 
 
 def _volume_metadata(header: Any, kept_axes: list[int], axes: str, default_axes: str) -> dict[str, Any]:
-    """Return the metadata of a volume: voxel sizes and units by axis, and the header for other metadata."""
+    """Return the metadata of a volume: voxel sizes and units by axis; the value of all others is the header."""
     zooms, code = header.get_zooms(), int(header["xyzt_units"])
     names = {number: unit for unit, number in _UNIT_CODES.items()}
     space, time = names.get(code % _FIRST_TIME_UNIT_CODE), names.get(code - code % _FIRST_TIME_UNIT_CODE)

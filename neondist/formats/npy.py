@@ -48,7 +48,7 @@ class NPYSource(TileSource):
 
 
 class NPYSink(InPlaceSink):
-    """New .npy file; if `channels` is False, a single channel axis is dropped."""
+    """New .npy file; if `channels` is False, a channel axis of extent 1 is dropped."""
 
     default_options: ClassVar[dict[str, Any]] = {"channels": True}
 

@@ -27,7 +27,7 @@ _OME_UNITS = {
 """OME-XML symbols: OME-Zarr name, base unit, and size in metres or seconds"""
 _UNIT_NAMES = {symbol: name for symbol, (name, _, _) in _OME_UNITS.items()} | {"um": "micrometer", "μm": "micrometer"}
 _UNIT_SYMBOLS = {name: symbol for symbol, (name, _, _) in _OME_UNITS.items()}
-_REFERENCE_FRAME_UNIT = "reference frame"  # OME-XML's unit of uncalibrated sizes; its default unit is micrometres
+_REFERENCE_FRAME_UNIT = "reference frame"  # OME-XML's unit of uncalibrated sizes; the default unit is the micrometre
 _SIZE_ATTRIBUTES = {**{axis: f"PhysicalSize{axis}" for axis in "XYZ"}, "T": "TimeIncrement"}
 _LAYOUT_ATTRIBUTES = {
     "Image": {"ID", "Name"},
@@ -197,7 +197,7 @@ def format_multiscale(
     translation: Mapping[str, float],
     units: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the 'multiscales' entry of an image; coarse cells are the first merged cell (`nearest`) or a mean."""
+    """Return the 'multiscales' entry of an image; coarse cells are the first (`nearest`) or mean of merged cells."""
     kinds = {"T": "time", "C": "channel"}
     datasets = []
     for level in range(levels):

@@ -23,9 +23,9 @@ PACKING_ATTRIBUTES = frozenset(
 class Packing:
     """Conversion of the stored numbers of a variable to values.
 
-    Packed integers become floats of the type of `scale_factor` and `add_offset`; packed floats become floats of at
-    least their own type; missing values become NaN. Integers without a scale are not converted, and their missing
-    values are kept.
+    Packed numbers become floats of the dtype to which NumPy promotes their dtype and those of `scale_factor` and
+    `add_offset`; missing values become NaN. Integers with neither of these attributes are not converted, and their
+    missing values are kept.
 
     Parameters
     ----------

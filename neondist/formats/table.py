@@ -46,7 +46,7 @@ class Format:
     package: str = ""
 
     def import_factory(self, role: str, path: Path) -> Callable[..., Any]:
-        """Return the factory of a 'source' or a 'sink'; MissingPackageError if its library is not installed."""
+        """Return the factory of a 'source' or a 'sink'; ConfigError or MissingPackageError if it is not available."""
         factory = self.source if role == "source" else self.sink
         if factory is None:
             verb = "read" if role == "source" else "written"
@@ -97,6 +97,8 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     ------
     DataError
         If the file is missing, damaged or of an unknown type, or has no such array or level.
+    ConfigError
+        If the format can only be written, or `axes` do not fit the array.
     MissingPackageError
         If a library is not installed.
 

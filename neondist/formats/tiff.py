@@ -46,7 +46,7 @@ _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints tifffile's wa
 class TIFFSource(TileSource):
     """Image of a TIFF file: the first, or the one whose number follows the colon; levels are those of its pyramid.
 
-    Cells of floating-point images that have GDAL's nodata value or are excluded by a mask (in the file, or FILE.msk)
+    In floating-point images, cells that have GDAL's nodata value, or are excluded by a mask (in the file, or FILE.msk),
     become NaN, as in NetCDF; integers are not converted. Images are rotated according to their orientation tag.
     """
 
@@ -297,7 +297,7 @@ class TIFFSink(InPlaceSink):
 
 
 def _mask_numbers(images: Any, image_number: int) -> list[int]:
-    """Return the numbers of the masks of an image: mask pages of the same size that follow it directly."""
+    """Return the numbers of the masks of an image: masks of its size that follow it, up to an image of its size."""
     key, masks = images[image_number].keyframe, list[int]()
     for at, image in enumerate(images[image_number + 1 :], image_number + 1):
         if (image.keyframe.imagelength, image.keyframe.imagewidth) == (key.imagelength, key.imagewidth):
@@ -308,7 +308,7 @@ def _mask_numbers(images: Any, image_number: int) -> list[int]:
 
 
 def _value_of_unwritten_cells(missing: float | None, dtype: np.dtype) -> Any:
-    """Return GDAL's value of unwritten cells: nodata, rounded to integers and clipped to their range."""
+    """Return GDAL's value of unwritten cells: 0, or given nodata as NaN or as a rounded and clipped integer."""
     if dtype.kind == "f":
         return 0 if missing is None else np.nan
     if dtype.kind == "b" or missing is None or np.isnan(missing):
@@ -319,7 +319,7 @@ def _value_of_unwritten_cells(missing: float | None, dtype: np.dtype) -> Any:
 
 
 def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
-    """Return a mask of the cells that GDAL treats as nodata: equal to it in 7 digits, in the image's precision."""
+    """Return a mask of the cells that GDAL treats as nodata: equal to `missing` in 7 digits, in their precision."""
     kind = np.result_type(cells.dtype, np.float32).type
     with np.errstate(over="ignore", invalid="ignore"):
         number, values = kind(missing), cells.astype(kind, copy=False)

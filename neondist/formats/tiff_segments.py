@@ -38,7 +38,7 @@ class SegmentDecoder:
     Raises
     ------
     DataError
-        If tifffile cannot decompress the segments.
+        If LERC is combined with a predictor, or with big-endian cells of several bytes.
     """
 
     def __init__(self, path: str | Path, page: Any, dtype: np.dtype) -> None:

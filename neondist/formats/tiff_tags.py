@@ -79,7 +79,7 @@ def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict
 
 
 def pixel_sizes_from_resolution(resolution_tags: tuple[Any, Any, int | None] | None) -> dict[str, float]:
-    """Return the pixel sizes in micrometres for a resolution per centimetre (slide scanners); {} for one per inch."""
+    """Return the pixel sizes in micrometres for a resolution per centimetre (slide scanners); {} for other units."""
     if resolution_tags is None or resolution_tags[2] != CENTIMETER_UNIT_CODE:
         return {}
     counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution_tags[:2]]

@@ -67,7 +67,7 @@ def variable_metadata(array_path: Path, array: Any) -> VariableMetadata:
 
 
 def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
-    """Return the variables that an array refers to, the array itself as '', and the names of unreadable ones."""
+    """Return the variables that an array refers to, the array itself as '', and the names of unreadable items."""
     unreadable = list[str]()
 
     def load(name: str) -> AuxiliaryVariable:
@@ -95,7 +95,7 @@ def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVar
 
 
 def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
-    """Return the only array, or, of the variables to which no other refers, the one with the most dimensions."""
+    """Return the only array, or the variable with the most dimensions to which no other refers; DataError otherwise."""
     candidates = dict(arrays)
     if all(dimension_names(array) or not array.ndim for array in arrays.values()):
         auxiliary = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}
@@ -111,7 +111,7 @@ def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
 
 
 def _find_in_scope(array_path: Path, name: str) -> Any:
-    """Return an array by name from the same group or the nearest one above, or None."""
+    """Return an array by name from its group or the nearest enclosing group that has it, or None."""
     import zarr
 
     from .zarr_store import FolderStore
@@ -151,7 +151,7 @@ def _decode_attribute(value: Any) -> Any:
 
 
 def _decode_fill_value(text: str) -> Any:
-    """Return the number that xarray encodes as base64 of a double, or None."""
+    """Return the number that xarray stores as NaN, an infinity, or base64 of a double; None for other texts."""
     if text in _SPECIAL_NUMBERS:
         return np.asarray(_SPECIAL_NUMBERS[text])
     try:

@@ -124,8 +124,8 @@ class ZarrSink(DraftSink):
     ome : {'0.5', '0.4'}
         Version of OME-Zarr, which implies Zarr 3 or 2.
     nearest : bool, optional
-        Whether a cell of a lower resolution is one of 2 x 2 cells, as class maps require, or else their mean. Default:
-        True for integers.
+        Whether a cell of a lower resolution is one of the 2 x 2 (x 2) cells that it replaces, as class maps require;
+        otherwise, it is their mean. Default: True unless cells are floating-point.
     classes : int
         Number of classes of an OME-Zarr label image, in which each class has a colour, and class 0 is transparent.
         0 for other images.
@@ -200,7 +200,7 @@ class ZarrSink(DraftSink):
             shape=tuple(shape),
             chunks=tuple(chunks),
             dtype=self.dtype,
-            fill_value=0 if version == 3 else None,  # in Zarr 2, xarray treats it as missing
+            fill_value=0 if version == 3 else None,  # in Zarr 2, xarray treats a fill value as missing
             zarr_format=version,
             chunk_key_encoding={"name": "v2" if version == 2 else "default", "separator": "/"},
             **names,

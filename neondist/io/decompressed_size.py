@@ -21,7 +21,7 @@ _ZSTD_MAGIC, _ZSTD_SKIPPABLE_MAGIC = 0xFD2FB528, 0x184D2A50
 
 
 def decompressed_size(codec: str, compressed: bytes | memoryview, limit: int) -> int | None:
-    """Return the size after decompression, or any number above `limit` if the size exceeds it.
+    """Return the size after decompression (for zstd without sizes, an upper bound), or any size above `limit`.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def decompressed_size(codec: str, compressed: bytes | memoryview, limit: int) ->
 
 
 def deflate_fits_limit(compressed_size: int, limit: int) -> bool:
-    """Return whether deflate decompresses to at most `limit` bytes, or to an always accepted size."""
+    """Return whether deflated data of this size cannot exceed `limit`, or an accepted size, when decompressed."""
     return _MAX_DEFLATE_RATIO * compressed_size <= max(limit, _ALWAYS_ACCEPTED_BYTES)
 
 

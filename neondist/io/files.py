@@ -183,7 +183,7 @@ def has_matplotlib() -> bool:
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
     """Write a matplotlib figure in the format of the suffix, and clear it; OutputError if that fails."""
-    image = BytesIO()  # drawing is slow: a process that is killed meanwhile leaves no partial file
+    image = BytesIO()  # drawing is slow: a process that is killed while drawing leaves no partial file
     figure.savefig(image, dpi=dpi, format=path.suffix[1:])
     with atomic_replacement(path) as file:
         file.write(image.getbuffer())

@@ -59,7 +59,7 @@ class ProgressJournal:
         Raises
         ------
         OutputError
-            If the journal belongs to another job; the message names the values that differ.
+            If the journal belongs to another job and `overwrite` is False; the message names the values that differ.
         """
         expected = json.loads(json.dumps(job))
         recorded = expected if self.recorded_job is None else self.recorded_job

@@ -53,7 +53,7 @@ RUN_FILES = (
     "worst.npz",
     "report.html",
 )
-"""All files of a run; * is the number of a stage or step."""
+"""Patterns of all files of a run."""
 
 
 def prepare_run_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> None:

@@ -84,14 +84,14 @@ class Compressor(ABC):
 
 
 class HalfPrecisionCompressor(Compressor):
-    """Base of compressors to 16-bit numbers; each rank sums a slice in full precision.
+    """Base of compressors that send 16-bit numbers; each rank sums a slice in full precision.
 
     Attributes
     ----------
     precision : ComputePrecision
-        The 16-bit numbers.
+        Format of the 16-bit numbers.
     largest : float
-        Their largest; numbers out of range become the largest or smallest.
+        Largest finite 16-bit number; numbers outside [-largest, largest] are clipped.
     """
 
     precision: ComputePrecision
@@ -111,7 +111,7 @@ class HalfPrecisionCompressor(Compressor):
         return self.decode(total), gradients
 
     def encode(self, array: np.ndarray) -> np.ndarray:
-        """Return the nearest numbers in 16 bits (uint16)."""
+        """Return the codes (uint16) of the nearest 16-bit numbers."""
         return self.precision.encode(array.clip(-self.largest, self.largest))
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -132,7 +132,10 @@ class BFloat16Compressor(HalfPrecisionCompressor):
 
 
 class TopK(Compressor):
-    """The largest share of each gradient, as indices and values (Aji and Heafield 2017; Stich et al. 2018)."""
+    """Largest entries of each gradient, as indices and values (Aji and Heafield 2017; Stich et al. 2018).
+
+    Entries are compared by magnitude.
+    """
 
     @staticmethod
     def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
@@ -157,7 +160,7 @@ class TopK(Compressor):
 
 
 class PowerSGD(Compressor):
-    """A low-rank matrix, computed by one step of subspace iteration (Vogels, Karimireddy and Jaggi 2019).
+    """Low-rank matrix approximation, by one step of subspace iteration (Vogels, Karimireddy and Jaggi 2019).
 
     Attributes
     ----------
@@ -181,7 +184,7 @@ class PowerSGD(Compressor):
         return min(int(share_or_rank), rows, cols) * (rows + cols) * itemsize
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of the projections on the common left factor, and this rank's residual."""
+        """Return the sum of the projections onto the common left factor, and this rank's residual."""
         parts = self.split_by_parameter(gradients)
         shares = {name: part.reshape(_matrix_shape(part.shape)) for name, part in parts}
         lefts = self._sum_factors_over_ranks(
@@ -208,7 +211,7 @@ class PowerSGD(Compressor):
 
     @staticmethod
     def _sum_factors_over_ranks(reductions: Reductions, factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the sum of each factor over all ranks, in one message."""
+        """Return the sum of each factor over all ranks, using one allreduce for all factors."""
         flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in factors.values()]))
         ends = pairwise(accumulate((factor.size for factor in factors.values()), initial=0))
         return {

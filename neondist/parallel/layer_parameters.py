@@ -72,7 +72,7 @@ class AccumulatedGradients(BufferViews):
         self.names_to_zero: set[str] = set()
 
     def reset(self) -> None:
-        """Set all gradients to zero; the zeros are written only when an array is read without an assignment."""
+        """Set all gradients to zero; zeros are written only into arrays that are read before they are assigned."""
         self.names_to_zero.update(self)
 
     def __setitem__(self, name: str, values: Any) -> None:
@@ -91,7 +91,7 @@ class AccumulatedGradients(BufferViews):
         return array
 
     def zero_unassigned(self) -> None:
-        """Set the arrays that have not been assigned to zero."""
+        """Zero the arrays that have not been assigned since `reset`."""
         for name in list(self.names_to_zero):
             self[name]
 
@@ -99,15 +99,15 @@ class AccumulatedGradients(BufferViews):
 class LayerParameters(Parameters):
     """The arrays of all layers.
 
-    Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in initial values, which
-    depend only on the seed, the layer's name and the shard's index.
+    Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in initial values. They depend
+    only on the seed, the names of layer and array, the initialiser, and an element's index in the whole array.
 
     Attributes
     ----------
     untrained_values : flat array
         State that is kept but not trained.
     version_of_gradients : int
-        `version` of the values whose gradients `ModelPass.backward` last computed; -1 before the first.
+        `version` of the values whose gradients `ModelPass.backward` last computed; -1 before its first call.
     """
 
     version_of_gradients = -1
@@ -148,7 +148,7 @@ class LayerParameters(Parameters):
             self._fill_initial_values(shard, value)
 
     def check_layers_not_rebuilt(self) -> None:
-        """Raise ConfigError if a layer has been built into another model since."""
+        """Raise ConfigError if a layer has been built into another model since this model was built."""
         for name, layer in self.layers.items():
             if layer.context is not self.context:
                 raise ConfigError(
@@ -169,7 +169,7 @@ class LayerParameters(Parameters):
             self.sync.mark_ready(span)
 
     def zero_unassigned(self) -> None:
-        """Set the gradients that have not been assigned to zero."""
+        """Zero the gradients that have not been assigned since `reset_gradients`."""
         for layer in self.layers.values():
             layer.grads.zero_unassigned()
 
@@ -179,7 +179,7 @@ class LayerParameters(Parameters):
             layer.grads.names_to_zero.clear()
 
     def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients over all ranks; of parameters partitioned over tiles, over replicas only."""
+        """Sum the gradients over all ranks; those of parameters partitioned over tiles, over replicas only."""
         self.zero_unassigned()
         super().sum_gradients(to_owners, loss_scale)
 

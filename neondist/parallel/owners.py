@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 class _OwnedPart(NamedTuple):
-    """One rank's part of one parameter: the parameter's span in the flat arrays, and the part in it."""
+    """One rank's part of one parameter: the parameter's span in the flat arrays, and the part's slices within it."""
 
     parameter_start: int
     parameter_stop: int
@@ -37,7 +37,8 @@ class OwnedParts:
     shares : sequence of OwnerBoxes
         Owners' boxes of the parameters, which are contiguous in the flat arrays.
     sparse_row_lengths : sequence of int, optional
-        Row length of each sparse parameter; 0 for dense ones. Only rows that are not 0, or have changed, are sent.
+        Row length of each parameter; 0 if it is dense. Of sparse parameters, only rows of gradients that are not 0, and
+        rows of values that have changed, are sent.
 
     Attributes
     ----------
@@ -106,7 +107,7 @@ class OwnedParts:
         return self._row_exchange.copy_own_ranges(values)
 
     def broadcast_from_owners(self, values: Any, previous_sparse_parts: Sequence[Any] | None = None) -> None:
-        """Receive the parts of a flat array that other ranks own. Collective.
+        """Send this rank's parts of a flat array to all ranks, and receive the parts of the others. Collective.
 
         Parameters
         ----------
@@ -124,7 +125,7 @@ class OwnedParts:
                     _copy_into_parts(part, values, parts)
 
     def _parts_by_round(self) -> Iterator[list[list[_OwnedPart]]]:
-        """Yield the parts of each rank that are sent in one round."""
+        """Yield, for each round of messages, the parts of each rank that are sent in it."""
         for at in range(max(map(len, self._chunks))):
             yield [chunks[at] if at < len(chunks) else [] for chunks in self._chunks]
 

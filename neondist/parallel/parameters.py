@@ -24,7 +24,7 @@ from .sync import AllReduce, GradientSync, are_all_finite
 
 
 class Parameters:
-    """The trained arrays of a model of either kind, their gradients, and their order in memory.
+    """The trained arrays of a model (of layers, or a PyTorch module), their gradients, and their order in memory.
 
     The order is: arrays that every rank updates identically, with compressed ones at their end; this rank's parts of
     arrays partitioned over the tiles; and, starting at `owned_start`, whole arrays whose parts have owners.
@@ -103,12 +103,13 @@ class Parameters:
         return parts
 
     def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
-        """Sum the gradients over all ranks; of parameters partitioned over tiles, over replicas only.
+        """Sum the gradients over all ranks; those of parameters partitioned over tiles, over replicas only.
 
         Parameters
         ----------
         to_owners : bool
-            Whether only `update` needs the sums: parameters with owners are then summed only on their owners.
+            Whether only `update` needs the sums: if so, gradients of parameters with owners are summed only on their
+            owners, and compressors are used; otherwise, every rank receives uncompressed sums.
         loss_scale : float
             Factor that the gradients contain and the sums must not.
         """
@@ -133,7 +134,7 @@ class Parameters:
                 self.compressed.sum_over_ranks()
 
     def _needs_compressed_sums(self) -> bool:
-        """Return whether there are compressed gradients and all other gradients are finite; equal on every rank."""
+        """Return whether there are gradients to compress and all gradients are finite; equal on every rank."""
         sync = self.sync
         return bool(
             self.compressed.gradients.size
@@ -149,7 +150,7 @@ class Parameters:
         rate_factor: float,
         update_mask: Sequence[bool] | None = None,
     ) -> None:
-        """Update all values, or the values of `update_mask`, using gradients. Collective if parameters have owners."""
+        """Update all values, or those in `update_mask`, from the gradients. Collective if parameters have owners."""
         self.version += 1
         if self.owned_start == self.values.size:
             optimizer.update(self.values, self.grads, slots, step, rate_factor, self.flat_layout(update_mask))
@@ -204,7 +205,7 @@ class Parameters:
         return FlatLayout(tuple(spans), decays, len(spans) - len(parts), partial(self._sum_parts_over_ranks, parts))
 
     def _sum_parts_over_ranks(self, is_tiled: Sequence[bool], sums: Any) -> Any:
-        """Return sums of parts over all ranks with parts; parts of a tile are counted in the first replica only."""
+        """Return each parameter's `sums` added over its parts; a tile's part counts once, not in every replica."""
         if all(is_tiled):
             return self.reductions.allreduce("tiles", sums)
         if self.grid.replica:
@@ -224,7 +225,7 @@ class Parameters:
         return float(message[-1]), bool(message[FLAG_HEADER_LENGTH]) and not nonfinite_ranks
 
     def slot_arrays(self, flat_slots: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
-        """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
+        """Return an optimiser's flat slots as arrays, with shards named '<layer name>/<parameter>/<slot>'."""
         shards, ends = list(zip(self.trained_shards, self._shares, strict=True)), [0]
         for shard, share in shards:
             ends.append(ends[-1] + (prod(shard.local_shape) if share is None else shard.slot_shard("", share).box.size))
@@ -242,7 +243,10 @@ def gather_arrays(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any
 
 
 def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], source: str) -> None:
-    """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if names, shapes or dtypes differ."""
+    """Copy this rank's parts of the whole `values` into `arrays`.
+
+    If names or shapes differ, or values are not real numbers, ShapeError is raised before anything is copied.
+    """
     shards = {shard.full_name: shard for shard, _ in arrays}
     missing, unknown = sorted(shards.keys() - values.keys()), sorted(values.keys() - shards.keys())
     if missing or unknown:

@@ -1,7 +1,7 @@
-"""Sparse parameters: rows of a table are sent with their ids, never the whole table.
+"""Sparse parameters: some rows of a table are sent with their ids, instead of the whole table.
 
-A row is sent if it has a gradient, or if its values have changed. Ranks hold ranges of the flat table, whose ends may
-lie within a row.
+A row of gradients is sent if it is not 0; a row of values, if it has changed or the old values are not given. Ranks
+hold ranges of the flat table, whose ends may lie within a row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SparseTable(NamedTuple):
     def nonzero_or_changed_rows(
         self, part: np.ndarray, rank: int, previous_part: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and values of the rows of a rank's range that are not 0, or differ from `previous_part`."""
+        """Return ids and values of the rows of a rank's range that differ from `previous_part` (None: from 0)."""
         lo, _ = self.ranges_by_rank[rank]
         ids = (np.flatnonzero(part if previous_part is None else part != previous_part) + lo) // self.row_length
         ids = ids[np.diff(ids, prepend=-1) > 0]
@@ -90,7 +90,7 @@ class RowExchange:
         return [np.array(to_host(table.rank_view(values, self.rank))) for table in self.tables]
 
     def broadcast_rows(self, values: Any, previous_own_ranges: Sequence[np.ndarray] | None) -> None:
-        """Receive the rows of other ranks' ranges that differ from `previous_own_ranges`, or all rows. Collective."""
+        """Send the rows that differ from `previous_own_ranges` (None: all), and receive those of others. Collective."""
         if previous_own_ranges is None:
             previous_own_ranges = [np.full(1, np.nan)] * len(self.tables)  # nothing equals NaN
         own_rows = [

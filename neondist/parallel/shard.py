@@ -81,7 +81,7 @@ class ParameterShard:
         return whole.reshape(self.unflattened_shape)[self.box.slices].reshape(self.local_shape)
 
     def slot_shard(self, slot_name: str, share: OwnerBoxes | None = None) -> ParameterShard:
-        """Return the shard of an optimiser's array for this parameter; `share`: the owners' parts, if it is divided."""
+        """Return the shard of an optimiser's array for this parameter; `share`: the owners' parts, if any."""
         return ParameterShard(self.layer_name, f"{self.name}/{slot_name}", self.parameter, self.grid, share)
 
     def gather(self, array: Any) -> Any:

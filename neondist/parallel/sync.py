@@ -63,7 +63,7 @@ class GradientSync(ABC):
         self.reductions.direction = "backward"
         self.flag_header, self.grads = buffer[:FLAG_HEADER_LENGTH], buffer[FLAG_HEADER_LENGTH:]
         self.num_world_gradients, self.num_uncompressed_gradients = num_world_gradients, num_uncompressed_gradients
-        #: the flags and the shared gradients
+        #: the flags, and the uncompressed gradients that are summed over all ranks
         self.world_message = buffer[: FLAG_HEADER_LENGTH + num_uncompressed_gradients]
         self.own_gradients_finite: Any = True
 
@@ -81,10 +81,10 @@ class GradientSync(ABC):
 
     @abstractmethod
     def finish_sums(self) -> None:
-        """Wait until all gradients and the flags in front of them have been summed. Collective."""
+        """Complete the sums of all uncompressed gradients and of the flags in front of them. Collective."""
 
     def publish_flags(self) -> None:
-        """Sum only the flags, when no gradients need a reduction over all ranks. Collective."""
+        """Sum only the flags, if gradients need no sum or were summed without the flags. Collective."""
         self._put_flags_before_gradients()
         self.reductions.allreduce("world", self.flag_header)
 

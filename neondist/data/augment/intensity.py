@@ -16,7 +16,7 @@ class Brightness(Transform):
     Parameters
     ----------
     amount : float
-        In units of the network's input: standard deviations, if the data set divides images by its own.
+        Largest change, in units of the network's input: standard deviations, if the data set divides images by them.
     """
 
     def __init__(self, amount: NotNegative = 0.2) -> None:
@@ -29,7 +29,7 @@ class Brightness(Transform):
 
 
 class Contrast(Transform):
-    """Random contrast: scales the deviation of all cells from `level` by a factor, uniform in 1 - amount to 1 + amount.
+    """Random contrast: scales the deviation of all cells from `level` by a factor, uniform in [1 - amount, 1 + amount].
 
     Parameters
     ----------

@@ -116,8 +116,8 @@ class Shift(Transform):
     max : int
         Shifts are uniform in [-max, max].
     mode : {'reflect', 'replicate', 'zeros'}
-        Padding: the image mirrored at its edge cells, the nearest cell, or 0, the normalised value of the data set's
-        `mean`; label maps are padded with class 0.
+        Padding: the image mirrored at its edge cells, the nearest cell, or 0, which is the normalised value of the data
+        set's `mean`, and class 0 in label maps.
     """
 
     moves_cells = True

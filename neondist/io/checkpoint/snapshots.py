@@ -79,7 +79,7 @@ class SnapshotStore:
         return self.folder / f"{self.node}-{step:010d}.h5"
 
     def steps_and_node_ranks(self) -> list[tuple[int, int]]:
-        """Return (step, rank of a node that has it) of all snapshots, the newest first."""
+        """Return (step, first rank of a node that has it) of all snapshots, the newest first."""
         own_steps = (
             [int(path.stem[-10:]) for path in self._snapshot_files_of_node()]
             if self.world.rank in self._first_rank_of_nodes

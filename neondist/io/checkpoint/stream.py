@@ -1,4 +1,4 @@
-"""Transfer of arrays between rank 0 and the others in blocks, so that rank 0 never holds a whole array."""
+"""Transfer of arrays between a root rank and the others in blocks, so that no rank holds a distributed array whole."""
 
 from __future__ import annotations
 

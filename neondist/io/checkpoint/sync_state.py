@@ -30,7 +30,9 @@ def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[Arra
 
 
 def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
-    """Restore the states from a checkpoint; missing ones become 0, or are unchanged if replicated. Collective.
+    """Restore states from a checkpoint; replicated ones that do not match stay unchanged, other missing ones become 0.
+
+    Collective.
 
     Returns
     -------
@@ -40,7 +42,7 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
     Raises
     ------
     DataError
-        On every rank, if the shape of an array does not match the model's parameter.
+        On every rank, if the shape of a state that is not replicated does not match the model's parameter.
     """
     shapes = file.contents.group(SYNC_GROUP)
     names = {state.name for state in states}

@@ -98,14 +98,13 @@ class CheckedArray:
         Raises
         ------
         ValueError
-            If the checksum of a block is wrong.
+            If a chunk is damaged, or the checksum of a block is wrong.
         """
         if self._tile_checksums is None:
             self._read_unverified(out, (slice(first_sample, first_sample + len(out)), *self.tile))
             return
-        if (
-            self._block_aligned_tile == self.tile and self.block[0] == 1 and len(out) * out[0].nbytes <= _BATCH_BYTES
-        ):  # blocks have no cells outside the tile
+        # blocks have no cells outside the tile
+        if self._block_aligned_tile == self.tile and self.block[0] == 1 and len(out) * out[0].nbytes <= _BATCH_BYTES:
             self._read_unverified(out, (slice(first_sample, first_sample + len(out)), *self.tile))
             for sample, cells in enumerate(out, start=first_sample):
                 for place, cut in self._tile_blocks:

@@ -1,6 +1,6 @@
 """Checks of compressed chunks before HDF5 decompresses them, since it neither limits nor verifies their size.
 
-If a chunk decompresses to fewer bytes than its size, HDF5 reads the memory behind them; if to more, only the first.
+If a chunk decompresses to fewer bytes than expected, HDF5 reads memory beyond them; if to more, it ignores the rest.
 HDF5 crashes on missing checksums, allocates any size that a filter returns, and leaves memory uninitialised for cells
 that were never written and have no fill value.
 """
@@ -56,7 +56,7 @@ class ChunkCheck:
             self._file_bytes = os.stat(array.file.filename).st_size if os.path.isfile(array.file.filename) else None
 
     def check(self, cells: Sequence[slice] = ()) -> None:
-        """Raise ValueError if a chunk of these cells (default: all) does not have the expected size."""
+        """Raise ValueError if a chunk of these cells (default: all) is damaged, unwritten or of unexpected size."""
         if self._reads_uninitialised and not self._array.chunks and not self._array.id.get_storage_size():
             raise ValueError(f"{self._name}: {_NEVER_WRITTEN}")
         if not self._array.chunks or not (self._filters or self._reads_uninitialised):

@@ -111,7 +111,7 @@ def find_object(file: Any, name: str) -> Any:
 
 
 def iter_arrays(group: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the array of each hard link in a group; other links are not followed."""
+    """Yield the name and the array of each hard link to an array in a group; other links are not followed."""
     import h5py
 
     for name in group:
