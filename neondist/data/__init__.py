@@ -1,4 +1,4 @@
-"""Data sets that give every rank its tile of each image, and whole labels.
+"""Data sets that give every rank its tile of each image and label map, and all other labels.
 
 base: base class. split: samples and their targets. datasets: the data sets included in neondist. cache: tiles cached
 between runs. convert: conversion to HDF5. split_source, chunks: sources of a conversion, and chunk shapes.

@@ -1,4 +1,4 @@
-"""Data sets: splits of samples; a rank holds its tile of every image, and all targets."""
+"""Data sets: splits of samples; a rank holds its tile of every image and label map, and all other targets."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def fill_missing(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray
 
 
 def normalise(raw: ArrayLike, factor: Sequence[float], subtrahend: Sequence[float], dtype: DTypeLike) -> np.ndarray:
-    """Return `raw` (n, *tile, C) times `factor` minus `subtrahend` (both one number or one per channel), contiguous."""
+    """Return raw (n, *tile, C) * factor - subtrahend, contiguous; the two are one number, or one per channel, each."""
     raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
     scale, shift = np.asarray(factor, out.dtype), np.asarray(subtrahend, out.dtype)
     rows, target = raw, out

@@ -45,8 +45,8 @@ class Split:
         This rank's tile of every sample, local shape (N, *tile, C), of integers or floating-point numbers. An object
         that computes the tiles is indexed by an array of sample numbers, which may be empty.
     labels : array or TileArray
-        Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
-        Classes are stored as int64.
+        Target of every sample: classes (N,) or numbers (N, K), whole on every rank, or this rank's tile of target
+        images (N, *tile). Classes are stored as int64.
     mean, std : float or one per channel
         `images` returns (x / scale - mean) / std.
     scale : float, optional
@@ -155,11 +155,11 @@ class Split:
 
     @property
     def factor_and_subtrahend(self) -> tuple[list[float], list[float]]:
-        """Factor and offset, one or one per channel: `images` returns raw values times factor minus offset."""
+        """Factor and subtrahend, one number or one per channel: `images` returns raw * factor - subtrahend."""
         return np.ravel(self._factor).tolist(), np.ravel(self._offset).tolist()
 
     def targets(self, indices: ArrayLike) -> np.ndarray:
-        """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
+        """Return the targets of some samples: classes (n,), numbers (n, K), or tiles of target images (n, *tile)."""
         sample_numbers = _as_index_array(indices)
         tile = self._augmented
         if tile is not None and tile.moves_cells and are_label_maps(self.labels, tile.box):
@@ -182,7 +182,7 @@ class Split:
             yield self.lazy_images(part, dtype) if lazy else self.images(part, dtype), self.targets(part)
 
     def bytes_to_be_cached(self, epochs: int) -> int:
-        """Return the bytes that reading all samples of these epochs adds to caches of this split."""
+        """Return the bytes that reading all samples of the first `epochs` epochs adds to caches of this split."""
         return 0
 
     def describe_sample(self, number: int) -> str:

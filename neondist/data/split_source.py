@@ -23,7 +23,7 @@ class SplitSource:
     count : number of samples
     shape : (*spatial, C) of a sample
     dtype : dtype of the images
-    label_shape : shape of a sample's label: () for classes, or the shape of a map
+    label_shape : shape of a sample's label: () for classes, (K,) for K targets, or the shape of a map
     label_dtype : dtype of the labels
     read_blocks : called once; yields images (n, *spatial, C) and labels (n, ...)
     class_names : names of the classes, if any

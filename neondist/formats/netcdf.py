@@ -32,7 +32,7 @@ _DIMENSION_IDS, _DIMENSION_ID, _USERS_LIST = ("_Netcdf4Coordinates", "_Netcdf4Di
 _OWN_ATTRIBUTES = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS_LIST}
 _NO_COORDINATES_TEXT = "This is a netCDF dimension but not a netCDF variable."
 _MAX_NESTING = 100  # limit of nested groups, each of which is searched for dimensions
-_NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of variables with the name of another dimension
+_NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of a variable with a dimension's name that is not its coordinate
 
 
 class NetCDFSource(HDF5Source):

@@ -297,7 +297,7 @@ class TIFFSink(InPlaceSink):
 
 
 def _mask_numbers(images: Any, image_number: int) -> list[int]:
-    """Return the numbers of the masks of an image: masks of its size that follow it, up to an image of its size."""
+    """Return the numbers of the masks of an image: masks of its size before the next image of its size."""
     key, masks = images[image_number].keyframe, list[int]()
     for at, image in enumerate(images[image_number + 1 :], image_number + 1):
         if (image.keyframe.imagelength, image.keyframe.imagewidth) == (key.imagelength, key.imagewidth):
@@ -308,7 +308,7 @@ def _mask_numbers(images: Any, image_number: int) -> list[int]:
 
 
 def _value_of_unwritten_cells(missing: float | None, dtype: np.dtype) -> Any:
-    """Return GDAL's value of unwritten cells: 0, or given nodata as NaN or as a rounded and clipped integer."""
+    """Return GDAL's value of unwritten cells: 0 without nodata; otherwise NaN, or nodata as an integer in range."""
     if dtype.kind == "f":
         return 0 if missing is None else np.nan
     if dtype.kind == "b" or missing is None or np.isnan(missing):

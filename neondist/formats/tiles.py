@@ -12,7 +12,7 @@ _MAX_CHUNK_BYTES = 1 << 23  # bytes
 
 
 def default_chunks(shape: Sequence[int], axes: str, dtype: Any, target_bytes: int = 0) -> tuple[int, ...]:
-    """Return chunks of 65536, 256 x 256 or 64 x 64 x 64 cells with all channels, or of fewer cells if over 8 MiB.
+    """Return chunks of 65536, 256 x 256 or 64 x 64 x 64 cells with all channels, or of fewer if larger than 8 MiB.
 
     Chunks are enlarged up to `target_bytes` bytes.
     """

@@ -163,7 +163,7 @@ INCONSISTENT = {
     "gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: has a gap .* is 18 hours after .* 6 hours"),
     "gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap .* time 1 of .*1\.nc is 1 day after"),
     "same times": (lambda d: make_weather(0, 10), {}, r"1\.nc: times .* increasing: time 1 .*last of .*0\.nc; sort"),
-    "different units": (convert_to_celsius, {}, r"1\.nc: t2m is in 'degC', but in .*0\.nc in 'K'; convert"),
+    "different units": (convert_to_celsius, {}, r"1\.nc: t2m has units 'degC', but 'K' in .*0\.nc; convert"),
     "other grid": (lambda d: d.isel(lat=slice(0, 5)), {}, r"1\.nc:t2m: has the grid lat 5 x lon 8, but .* 6 x lon 8"),
     "reversed axis": (lambda d: d.isel(lat=np.arange(6)[::-1]), {}, r"1\.nc:t2m: its coordinate lat .*; reverse that"),
     "different dimensions": (
@@ -181,7 +181,7 @@ INCONSISTENT = {
     "missing time": (
         lambda d: d.assign_coords(time=d.time.where(d.time != d.time[3])), {}, r"1\.nc:time: value 4 is missing; give",
     ),
-    "no units": (lambda d: d.assign(t2m=d.t2m.drop_attrs()), {}, r"1\.nc: t2m is in '', but in .*0\.nc in 'K'; conv"),
+    "no units": (lambda d: d.assign(t2m=d.t2m.drop_attrs()), {}, r"1\.nc: t2m has units '', but 'K' in .*0\.nc; conv"),
     "text": (lambda d: d.assign(t2m=d.t2m.astype(str)), {}, r"1\.nc:t2m: holds text, .*; specify a variable of"),
     "no such variable": (lambda d: d.drop_vars("t2m"), {}, r"1\.nc: has no array 't2m'; it has"),
     "no such level": (

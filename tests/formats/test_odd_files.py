@@ -193,7 +193,7 @@ def test_links_out_of_image_folders_are_refused(tmp_path):
     assert open_split_sources([tmp_path / "in"], ImageLoader())["train"].count == 3
     Image.new("L", (4, 4)).save(tmp_path / "secret.png")
     (tmp_path / "in" / "a" / "z.png").symlink_to(tmp_path / "secret.png")
-    with pytest.raises(nd.DataError, match=r"z\.png: is a link to a file outside .* and is not followed"):
+    with pytest.raises(nd.DataError, match=r"z\.png: is a link to a file, possibly outside .*, and is not followed"):
         open_split_sources([tmp_path / "in"], ImageLoader())
 
 

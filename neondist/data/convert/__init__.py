@@ -36,6 +36,8 @@ def open_split_sources(
     ------
     DataError
         If the format is unknown, or a file is damaged.
+    ConfigError
+        If an option does not apply to the sources.
     """
     paths = [Path(os.path.expanduser(source)) for source in sources]
     for path in (*paths, *(extra for extra in (labels, maps) if extra is not None)):
@@ -105,7 +107,7 @@ def convert(
     Raises
     ------
     DataError
-        If a source is damaged, or its samples differ in shape.
+        If a source is damaged, its samples differ in shape, or it has invalid values or labels.
     OutputError
         If the file cannot be written.
     """

@@ -187,7 +187,7 @@ def walk_files(folder: Path) -> Iterator[Path]:
     Raises
     ------
     DataError
-        If a folder cannot be read, or is a link out of `folder`, which may lead to private files.
+        If a folder cannot be read, or is a link, which may lead to private files outside `folder`.
     """
 
     def raise_error(error: OSError) -> None:
@@ -218,7 +218,8 @@ def _require_inside(root: Path, path: Path) -> None:
 
 
 def _reject_link(root: Path, path: Path, what: str = "folder") -> None:
-    raise DataError(f"{path}: is a link to a {what} outside {root} and is not followed; copy the {what} to {root}")
+    problem = f"is a link to a {what}, possibly outside {root}, and is not followed"
+    raise DataError(f"{path}: {problem}; replace it by the {what}")
 
 
 def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:

@@ -323,7 +323,7 @@ class FieldSplit(PrefetchingSplit):
 
 
 def factor_and_subtrahend(fields: FieldMetadata) -> tuple[list[float], list[float]]:
-    """Return the factor and the offset of each channel: normalised values are raw values times factor minus offset."""
+    """Return factor and subtrahend of each channel: normalised values are raw * factor - subtrahend."""
     return (1 / fields.std).tolist(), (fields.mean / fields.std).tolist()
 
 

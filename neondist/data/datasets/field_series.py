@@ -161,7 +161,7 @@ class FieldSeries:
         if x is None or x.ndim > 1 or len(x) < 2:
             return False
         step = 360 / len(x)
-        distances = np.abs([*np.diff(x), x[-1] - x[0]])  # the last tells a repeated column apart
+        distances = np.abs([*np.diff(x), x[-1] - x[0]])  # the last distance detects a repeated column
         return bool(np.allclose(distances, [*[step] * (len(x) - 1), 360 - step], rtol=0, atol=0.01 * step))
 
     def _file_index(self, time_index: int) -> int:
@@ -247,8 +247,8 @@ class FieldSeries:
         for channel, first in zip(channels, self.channels, strict=True):
             if channel.units != first.units:
                 raise DataError(
-                    f"{name}: {channel.variable} is in '{channel.units}', but in {self.file_names[0]} in"
-                    f" '{first.units}'; convert one of the files, so that all have the same units"
+                    f"{name}: {channel.variable} has units '{channel.units}', but '{first.units}' in"
+                    f" {self.file_names[0]}; convert one of the files, so that all have the same units"
                 )
             if channel.level != first.level:
                 raise DataError(

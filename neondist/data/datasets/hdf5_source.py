@@ -16,7 +16,7 @@ from ...io.hdf5.reader import array_names, convert_hdf5_errors, find_object, is_
 from ...system.memory import require_memory
 from ...terminal.console import counted
 
-MAX_CHUNK_BYTES = 1 << 30  # maximum bytes that one read decodes in excess; typical chunks have a few MiB
+MAX_CHUNK_BYTES = 1 << 30  # maximum bytes of a chunk, which is decoded whole; typical chunks have a few MiB
 _MAX_COMPRESSION_RATIO = 1032  # maximum compression ratio of deflate
 
 
@@ -107,7 +107,7 @@ def _read_hdf5_array_infos(
         raise DataError(
             f"{path}: {y.name} declares {counted(y.shape[0], 'label')}, more than fit in the file; write it again"
         )
-    require_memory(2 * find_object(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
+    require_memory(2 * find_object(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more memory")
     return x, y, read_verified_array(file, y.name)
 
 

@@ -113,7 +113,7 @@ class RandomCropTileReader:
         return self.images[number].name
 
     def bytes_to_be_cached(self, epochs: int) -> int:
-        """Return the bytes of decoded chunks that reading all crops of these epochs adds to the cache."""
+        """Return the bytes of decoded chunks that reading all crops of the first `epochs` epochs adds to the cache."""
         current, chunks, total = self.crops.epoch, set[Hashable](), 0
         try:
             for chunk, nbytes in self._chunks_of_epochs(epochs):
@@ -126,7 +126,7 @@ class RandomCropTileReader:
         return max(0, min(self._cache.capacity_bytes, total) - self._cache.nbytes)
 
     def _chunks_of_epochs(self, epochs: int) -> Iterator[tuple[Hashable, int]]:
-        """Yield the chunks that are cached when all crops of these epochs are read, and their bytes."""
+        """Yield the chunks, with their bytes, that are cached when all crops of the first `epochs` epochs are read."""
         names = dict.fromkeys(item.name for item in self.images if not is_picture(item.name))
         sources = {name: self._open_image_file(name) for name in names}
         sources = {name: source for name, source in sources.items() if source.cache is not None}
@@ -204,5 +204,5 @@ class CropSplit(PrefetchingSplit):
         self._positions.epoch = epoch
 
     def bytes_to_be_cached(self, epochs: int) -> int:
-        """Return the bytes that reading all crops of these epochs adds to the caches of decoded chunks."""
+        """Return the bytes that reading all crops of the first `epochs` epochs adds to the caches of decoded chunks."""
         return sum(part.bytes_to_be_cached(epochs) for part in self._crop_tiles)

@@ -46,8 +46,8 @@ class ImageFiles(Dataset):
 
     With `crop`, images may have different sizes: every sample is a crop of that size at a random position. The position
     is redrawn in each epoch and depends only on seed, epoch and sample, so it is the same on every grid. Each rank
-    reads only its tile of a crop if the format allows. Validation crops are fixed. Images along axes of a file before
-    the spatial ones (time, samples; depth, if crops have two axes) are separate samples.
+    reads only its tile of a crop if the format allows. Validation and test crops are fixed. Images along axes of a file
+    before the spatial ones (time, samples; depth, if crops have two axes) are separate samples.
 
     Parameters
     ----------
@@ -79,6 +79,7 @@ class ImageFiles(Dataset):
         once from up to 64 boxes of the training images, with up to 256 cells per side (64 for volumes); checkpoints
         store these values.
     percentiles : (float, float)
+        Percentages of the percentiles p and q. Default: 1 and 99.
     mean, std : float or one per channel, optional
         Values that override the computed ones.
     fill : float, optional
@@ -92,8 +93,8 @@ class ImageFiles(Dataset):
     ahead : bool
         Prefetch the next batch in a thread.
     cache : int or str
-        Maximum size of each cache of decoded chunks: 128MiB, 4GiB or a number of bytes; 0 disables caching. A rank has
-        one cache for the images and one for the masks of each split.
+        Maximum size of each cache of decoded chunks: 128MiB, 4GiB or a number of bytes; 0 disables caching. For each
+        split, a rank has one cache for the images and one for the masks.
 
     Raises
     ------
@@ -270,7 +271,7 @@ class ImageFiles(Dataset):
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **normalisation)
 
     def _fit_normalisation(self, image_numbers: np.ndarray) -> dict[str, Any]:
-        """Return the mean and std of each channel, computed from random boxes of the training images."""
+        """Return mean and std, or p and q - p, of each channel, computed from random boxes of the training images."""
         overrides = {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
         if self.normalise == "none" or len(overrides) == 2:
             return {"mean": 0.0, "std": 1.0, **overrides}
@@ -318,7 +319,7 @@ def _files_of_split(
 
 
 def _check_class_values(values: Sequence[int], classes: int, ignore_index: int | None) -> None:
-    """Raise ConfigError unless there is one value for each class."""
+    """Raise ConfigError unless there is one value for each class, and `ignore_index` is neither class nor value."""
     if len({*values}) < len(values) or len(values) != classes:
         raise ConfigError(
             f"class_values: {list(values)} is invalid; expected {counted(classes, 'different value')}, one per class"

@@ -63,7 +63,8 @@ def match_files(field: str, pattern: str) -> list[str]:
 def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list[str]:
     """Return the files that match a pattern, except masks: a.png and a_mask.png may be in one folder.
 
-    With several patterns, an image is one file per pattern, joined by commas, with equal text for the wildcards.
+    With several patterns, an image has one file per pattern, matched by the varying parts of their paths; the paths are
+    joined by commas.
     """
     columns = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -124,7 +125,7 @@ def list_images(names: Sequence[str], num_axes: int | None, masks: bool = False)
 
 
 def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], whole_images: bool) -> None:
-    """Raise DataError if images differ in dtype or channels, or are too small for a crop."""
+    """Raise DataError if images differ in dtype, channels or (for `whole_images`) shape, or are smaller than a crop."""
     first = items[0]
     for item in items:
         if (item.shape[-1], item.dtype, len(item.shape)) != (first.shape[-1], first.dtype, len(first.shape)):
@@ -147,7 +148,7 @@ def read_labels(
 ) -> tuple[np.ndarray, int | None, Sequence[str]]:
     """Return the class or target of each image (from its folder or a table), the number of classes, and their names.
 
-    `names`: the class names of the training split, whose numbers a test split shares.
+    `names`: the class names of the training split, whose numbers the other splits share.
     """
     if labels == "folders":
         folders = [Path(split_stack_name(item.name)[0]).parent.name for item in items]
@@ -231,7 +232,8 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
 def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
     """Return the mask of each image, matched by name up to the first dot, or by the full name if that is ambiguous.
 
-    Otherwise, masks match by the varying part of their paths: 'case1/case1_t1.nii' and 'case1/case1_seg.nii'.
+    If no names match, or masks have equal names, masks are matched by the varying part of their paths:
+    'case1/case1_t1.nii' and 'case1/case1_seg.nii'.
     """
     is_unique = len({_stem_without_suffixes(name).partition(".")[0] for name in images}) == len(images)
 

@@ -32,6 +32,8 @@ def open_records(source: str, role: str = "training") -> RecordReader:
     ------
     DataError
         If the source is missing or damaged.
+    MissingPackageError
+        If a table is read and SQLAlchemy is not installed.
     """
     if not source.strip():
         raise DataError("the name of the records is empty; specify a CSV, RecordIO or HDF5 file, or a table's URL")
