@@ -39,11 +39,11 @@ class ProcessGrid:
     ----------
     comm : mpi4py communicator or Transport, optional
         Default: MPI.COMM_WORLD, looked up when the grid is created.
-    replicas : int or None, default: 1
-        None: as many as the ranks allow, with rows and cols defaulting to 1.
+    replicas : int or None
+        Default: 1. None: as many as the ranks allow, with rows and cols defaulting to 1.
     rows, cols : int, optional
-        Default: the most square factorisation of size / replicas.
-    planes : int, default: 1
+        Default: the most square factorisation of size / (replicas x planes).
+    planes : int
         Number of parts of the first spatial axis of volumes (N, D, H, W, C).
 
     Raises

@@ -312,7 +312,7 @@ def _create_sub_comms_keyval() -> int:
 def _as_ordered_integers(array: np.ndarray) -> Iterator[np.ndarray]:
     """Context in which the memory of floats contains integers in the same order, with NaN largest.
 
-    MPI leaves the maximum of NaN undefined; Open MPI ignores it on some ranks.
+    MPI leaves the maximum of NaN undefined; Open MPI ignores NaN on some ranks.
     """
     if array.dtype.kind != "f":
         yield array

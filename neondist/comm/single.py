@@ -46,7 +46,7 @@ class SingleTransport(Transport):
         return array[None].copy()
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Return a copy of the one array."""
+        """Return a list with a copy of the array."""
         return [array.copy() for array in sends]
 
     def allgather(self, value: Any) -> list[Any]:

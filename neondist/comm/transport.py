@@ -210,7 +210,7 @@ class Transport(ABC):
         return self.split(color(self.rank), self.rank)
 
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return this rank's group of `tiles` consecutive ranks, and the group of its position in all such groups."""
+        """Return this rank's group of `tiles` consecutive ranks, and the ranks at its position in all such groups."""
         replica, tile = divmod(self.rank, tiles)
         return self.split(replica, tile), self.split(tile, replica)
 

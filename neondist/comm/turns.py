@@ -116,7 +116,7 @@ class _GeneratorStates:
 
 
 def _read_numpy_raw_state() -> bytes | None:
-    """Return the raw memory of NumPy's generator, read 100 times faster than its state; None for other generators."""
+    """Return the raw memory of NumPy's generator, 100 times faster than `get_state`; None for other generators."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return None

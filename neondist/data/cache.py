@@ -228,7 +228,7 @@ def check_path_template(template: object) -> None:
 
 
 def resolve_cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
-    """Return the path of this rank's cache; ConfigError if ranks would share one, even ranks of different replicas."""
+    """Return the path of this rank's cache; ConfigError if ranks, even of different replicas, would share a file."""
     check_path_template(template)
     text = os.fspath(template)
     if grid.size > 1 and "rank" not in _template_field_names(text):

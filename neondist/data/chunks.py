@@ -7,7 +7,7 @@ from math import ceil, log, prod
 
 from ..geometry import part_range
 
-_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 14, 1 << 20  # small chunks cost overhead, large ones excess reads
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 14, 1 << 20  # small chunks cause overhead, large ones excess reads
 _CHUNKS_PER_IMAGE = 256  # target chunks per image, within these bounds
 _SMALL_IMAGE_BYTES = 1 << 16  # up to this size, four tiles along one axis are not considered
 # by number of tiles along an axis: maximum of the cells read by all tiles, relative to the axis; 2 x 2 tiles: 1.19

@@ -25,14 +25,12 @@ def fill_missing(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray
     if not missing.any():
         return cells
     if fill is None:
-        raise DataError(
-            f"{name}: has missing values (NaN); replace them in the file, or set the fill of an experiment's data set"
-        )
+        raise DataError(f"{name}: has missing values (NaN); replace them in the file, or set the data set's fill")
     return np.where(missing, fill, cells).astype(cells.dtype)
 
 
 def normalise(raw: ArrayLike, factor: Sequence[float], subtrahend: Sequence[float], dtype: DTypeLike) -> np.ndarray:
-    """Return raw (n, *tile, C) * factor - subtrahend, contiguous; the two are one number, or one per channel, each."""
+    """Return raw * factor - subtrahend, contiguous: `raw` is (n, *tile, C), the others have 1 or C numbers."""
     raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
     scale, shift = np.asarray(factor, out.dtype), np.asarray(subtrahend, out.dtype)
     rows, target = raw, out

@@ -171,7 +171,7 @@ class Split:
     ) -> Generator[tuple[Any, np.ndarray]]:
         """Yield `images` and `targets` of consecutive batches; a split on disk prefetches the next batch.
 
-        Close the generator (`contextlib.closing`) if it may not be exhausted.
+        Close the generator (`contextlib.closing`) unless it is certain to be exhausted.
 
         Parameters
         ----------

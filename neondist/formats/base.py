@@ -27,7 +27,7 @@ AXIS_METADATA_DEFAULTS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translat
 
 
 class TileSource(ABC):
-    """Reader of boxes of an array in a file; each rank opens its own, and the threads of a rank take turns.
+    """Reader of boxes of an array in a file; each rank opens its own reader, and the threads of a rank take turns.
 
     A subclass passes a description of the stored array to the constructor, and implements `_read`.
 
@@ -44,7 +44,7 @@ class TileSource(ABC):
         Number of resolution levels.
     metadata : dict, optional
         Metadata of the image by name. 'scale', 'translation' and 'units' are mappings by axis: {'X': 0.5}; units are
-        named as in OME-Zarr. A sink lists metadata that it cannot store in `lost_metadata`.
+        named as in OME-Zarr. Metadata that a sink cannot store are listed in its `lost_metadata`.
     axes_given : bool
         Whether the axes are given by the file or the caller; otherwise they are guessed.
 
@@ -63,10 +63,8 @@ class TileSource(ABC):
 
     Raises
     ------
-    DataError
-        If the array does not contain numbers, is empty, or has chunks larger than 1 GiB.
-    ConfigError
-        If `axes` has a repeated letter, or does not have one letter per axis.
+    DataError, ConfigError
+        If the array does not contain numbers, is empty, or has chunks larger than 1 GiB, or if `axes` do not fit it.
     """
 
     max_chunk_bytes = MAX_CHUNK_BYTES
@@ -294,7 +292,7 @@ class TileSink(ABC):
                 self._write(cells, array.astype(self.dtype, copy=False))
 
     def commit(self) -> None:
-        """Give the file its final name after all boxes are written. Collective over the sink's grid, if any."""
+        """Give the file its final name; call after all boxes are written. Collective over the sink's grid, if any."""
         self._require_incomplete()
         with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             self.flush()

@@ -78,7 +78,7 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
 
 
 class _CellWeightVariable:
-    """A variable of weights (Y, X), or (Y,) for all columns."""
+    """A variable of weights, broadcast along spatial axes that it lacks or on which it has extent 1."""
 
     def __init__(self, name: str, extent: Sequence[int]) -> None:
         self._source, self._extent = open_source(name), tuple(extent)

@@ -22,7 +22,7 @@ def split_stack_name(text: str) -> list[str]:
 
 
 class ChannelStack(TileSource):
-    """Image with the channels of several sources of the same extents, whose metadata are those of the first source.
+    """Image with the channels of several sources of the same extents (else DataError), and the first one's metadata.
 
     Parameters
     ----------

@@ -120,7 +120,7 @@ def list_metadata_names(variables: Sequence[AuxiliaryVariable], unreadable: Sequ
 def load_auxiliary_variables(
     own_attributes: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
 ) -> list[AuxiliaryVariable]:
-    """Return an entry named '' with a variable's attributes, its dimensions, and the variables to which they refer.
+    """Return an entry named '' for a variable's attributes, then its dimensions and all variables these refer to.
 
     References of these variables are followed as well.
     """

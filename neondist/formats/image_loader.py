@@ -174,7 +174,7 @@ def image_files_in(folder: Path) -> list[Path]:
         nested = next((path for path in folder.glob("*/*") if path.suffix.lower() in IMAGE_SUFFIXES), None)
         remedy = "give a folder with images"
         if nested is not None:
-            remedy = f"give a subfolder, or as images of a data set the pattern '{folder}/*/*{nested.suffix}'"
+            remedy = f"give a subfolder or, for the images of a data set, the pattern '{folder}/*/*{nested.suffix}'"
         raise DataError(f"{folder}: has no images ({', '.join(IMAGE_SUFFIXES)}); {remedy}")
     return paths
 

@@ -97,10 +97,8 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     ------
     DataError
         If the file is missing, damaged or of an unknown type, or has no such array or level.
-    ConfigError
-        If the format can only be written, or `axes` do not fit the array.
-    MissingPackageError
-        If a library is not installed.
+    ConfigError, MissingPackageError
+        If the format cannot be read, `axes` do not fit the array, or a library is not installed.
 
     Examples
     --------

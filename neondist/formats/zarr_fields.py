@@ -151,7 +151,7 @@ def _decode_attribute(value: Any) -> Any:
 
 
 def _decode_fill_value(text: str) -> Any:
-    """Return the number of a fill value that xarray stores as text: NaN, an infinity, or a double in base64; or None."""
+    """Return the number of a fill value that xarray stores as text: NaN, an infinity, or a base64 double; or None."""
     if text in _SPECIAL_NUMBERS:
         return np.asarray(_SPECIAL_NUMBERS[text])
     try:

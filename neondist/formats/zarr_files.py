@@ -268,7 +268,7 @@ class ZarrSink(DraftSink):
 
 
 def _find_image(name: str, group: Any, level: int) -> tuple[Any, MultiscaleImage]:
-    """Return the group of an image and its description; for a group with one array, describe that array."""
+    """Return the group of an image and the image's description; for a group with one array, describe that array."""
     for node in (group, *([group["0"]] if "0" in group else [])):
         attributes = dict(node.attrs)
         ome = attributes.pop("ome", attributes)

@@ -1,6 +1,6 @@
 """Exclusive locks on run folders and output files.
 
-A lock is a kernel lock (flock) on a file, which is released when its process ends, so it never becomes stale. NFS
+A lock is a kernel lock (flock) on a file; the kernel releases it when its process ends, so it never gets stale. NFS
 forwards locks to the server, so that other machines see them too; with the mount options nolock or local_lock, a lock
 excludes only processes of the same machine. On file systems without locks (ENOLCK, ENOSYS), the content of the file
 decides: a process of this machine that has ended holds no lock, and one of another machine is assumed to be alive.

@@ -26,7 +26,7 @@ GENERATIONS = "generations.jsonl"
 CLASS_NAMES = "classes.json"
 LOG_LINES_BEFORE_TRAINING = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """Epoch logs, and the number of records that each has before the first resumable state."""
-MAX_READ_LINE_BYTES = 1 << 24  # maximal number of bytes that are read of a line
+MAX_READ_LINE_BYTES = 1 << 24  # maximum number of bytes read from a line
 RUN_FILES = (
     "experiment.yaml",
     "environment.json",
@@ -71,7 +71,7 @@ def prepare_run_folder(world: Transport, folder: Path, resume: bool | str = Fals
 
 @contextmanager
 def lock_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
-    """Lock the folder for this run while the block runs. Collective. Raises as `prepare_run_folder` does."""
+    """Lock the folder for this run while the block runs. Collective. Raises the errors of `prepare_run_folder`."""
     lock: FolderLock | None = None
     created: list[Path] = []
     with all_or_none(world):

@@ -132,10 +132,7 @@ class BFloat16Compressor(HalfPrecisionCompressor):
 
 
 class TopK(Compressor):
-    """Largest entries of each gradient, as indices and values (Aji and Heafield 2017; Stich et al. 2018).
-
-    Entries are compared by magnitude.
-    """
+    """Entries of largest magnitude, as indices and values (Aji and Heafield 2017; Stich et al. 2018)."""
 
     @staticmethod
     def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
@@ -143,7 +140,7 @@ class TopK(Compressor):
         return ceil(share_or_rank * prod(shape)) * (np.dtype(_index_dtype(prod(shape))).itemsize + itemsize)
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of all ranks' largest entries, in rank order, and the other entries of this rank."""
+        """Return the sum, in rank order, of all ranks' largest entries, and the other entries of this rank."""
         index = _index_dtype(gradients.size)
         chosen = [start + self._indices_of_largest_magnitudes(gradients[start:stop]) for start, stop in self.spans]
         indices = np.concatenate(chosen).astype(index)

@@ -243,10 +243,7 @@ def gather_arrays(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any
 
 
 def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], source: str) -> None:
-    """Copy this rank's parts of the whole `values` into `arrays`.
-
-    If names or shapes differ, or values are not real numbers, ShapeError is raised before anything is copied.
-    """
+    """Copy whole `values` into `arrays`; before that, ShapeError for wrong names or shapes, or non-real dtypes."""
     shards = {shard.full_name: shard for shard, _ in arrays}
     missing, unknown = sorted(shards.keys() - values.keys()), sorted(values.keys() - shards.keys())
     if missing or unknown:

@@ -182,7 +182,7 @@ class Bucketed(GradientSync):
         self.begin_step()
 
     def _start_sum(self, bucket: Bucket) -> None:
-        """Start the sum of a bucket, unless it has started."""
+        """Start the sum of a bucket, unless the sum has started."""
         if bucket.request is None:
             bucket.request = self.reductions.iallreduce(bucket.group, bucket.array)
             self.sent_buckets.append(bucket)

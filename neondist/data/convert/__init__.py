@@ -34,10 +34,8 @@ def open_split_sources(
 
     Raises
     ------
-    DataError
-        If the format is unknown, or a file is damaged.
-    ConfigError
-        If an option does not apply to the sources.
+    DataError, ConfigError
+        If the format is unknown, a file is damaged, or an option does not apply to the sources.
     """
     paths = [Path(os.path.expanduser(source)) for source in sources]
     for path in (*paths, *(extra for extra in (labels, maps) if extra is not None)):
@@ -125,7 +123,7 @@ def convert(
                 _write_split(new, new.file.create_group(name), name, part, compress, report)
     except OSError as error:
         raise OutputError(
-            f"{target}: cannot be written ({error.strerror or error}); the existing file is unchanged; free disk"
+            f"{target}: cannot be written ({error.strerror or error}); any existing file is unchanged; free disk"
             " space, or choose another path"
         ) from error
     except MemoryError as error:

@@ -120,7 +120,7 @@ def npy_splits(paths: list[Path]) -> dict[str, SplitSource]:
 
 
 def split_of_arrays(images: ArrayFile, labels: ArrayFile) -> SplitSource:
-    """Return the part of images (N, H, W), (N, H, W, C) or (N, D, H, W, C) and their labels."""
+    """Return the source of a split of images (N, H, W), (N, H, W, C) or (N, D, H, W, C) and their labels."""
     (shape, dtype), (label_shape, label_dtype) = images.shape_and_dtype(), labels.shape_and_dtype()
     sample = add_channel_axis(images.path, shape[1:])
     if not shape[0]:

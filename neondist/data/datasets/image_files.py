@@ -319,7 +319,7 @@ def _files_of_split(
 
 
 def _check_class_values(values: Sequence[int], classes: int, ignore_index: int | None) -> None:
-    """Raise ConfigError unless there is one value for each class, and `ignore_index` is neither class nor value."""
+    """Raise ConfigError unless there is one value for each class, and `ignore_index` is another value."""
     if len({*values}) < len(values) or len(values) != classes:
         raise ConfigError(
             f"class_values: {list(values)} is invalid; expected {counted(classes, 'different value')}, one per class"

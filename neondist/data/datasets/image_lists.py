@@ -63,8 +63,7 @@ def match_files(field: str, pattern: str) -> list[str]:
 def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list[str]:
     """Return the files that match a pattern, except masks: a.png and a_mask.png may be in one folder.
 
-    With several patterns, an image has one file per pattern, matched by the varying parts of their paths; the paths are
-    joined by commas.
+    With several patterns, an image is one file per pattern, joined by commas, with the same varying part of the path.
     """
     columns = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

@@ -13,7 +13,7 @@ from ...errors import DataError
 
 
 class BadRecordError(DataError):
-    """A record that cannot be read; `record_number` is its number, from 0."""
+    """Error of a record that cannot be read; `record_number` is the record's number, from 0."""
 
     record_number: int
 

@@ -20,7 +20,7 @@ _NUM_RECORDS_CHECKED = 2
 
 
 class Mode(str, Enum):
-    """Purpose of the records passed to `feed`; equal to its text."""
+    """Purpose of the records passed to `feed`; a member equals its text."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"

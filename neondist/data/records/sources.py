@@ -30,10 +30,8 @@ def open_records(source: str, role: str = "training") -> RecordReader:
 
     Raises
     ------
-    DataError
-        If the source is missing or damaged.
-    MissingPackageError
-        If a table is read and SQLAlchemy is not installed.
+    DataError, MissingPackageError
+        If the source is missing or damaged, or a table is read and SQLAlchemy is not installed.
     """
     if not source.strip():
         raise DataError("the name of the records is empty; specify a CSV, RecordIO or HDF5 file, or a table's URL")

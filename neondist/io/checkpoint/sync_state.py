@@ -30,9 +30,7 @@ def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[Arra
 
 
 def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
-    """Restore states from a checkpoint; replicated ones that do not match stay unchanged, other missing ones become 0.
-
-    Collective.
+    """Restore the states; replicated ones that do not match stay unchanged, other missing ones become 0. Collective.
 
     Returns
     -------

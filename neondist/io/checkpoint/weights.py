@@ -70,7 +70,7 @@ def load_weights(
     Raises
     ------
     DataError
-        On every rank, if the file has none of the arrays, or not all of them if `strict`.
+        On every rank, if no array matches in name and shape, or if `strict` and not all arrays of the model do.
     """
     shapes = file.contents.group("model")
     match = WeightMatch()

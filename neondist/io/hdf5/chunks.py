@@ -1,4 +1,4 @@
-"""Checks of compressed chunks before HDF5 decompresses them, since it neither limits nor verifies their size.
+"""Checks of compressed chunks before HDF5 decompresses them, since HDF5 neither limits nor verifies their size.
 
 If a chunk decompresses to fewer bytes than expected, HDF5 reads memory beyond them; if to more, it ignores the rest.
 HDF5 crashes on missing checksums, allocates any size that a filter returns, and leaves memory uninitialised for cells
