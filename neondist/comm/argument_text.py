@@ -10,7 +10,7 @@ import numpy as np
 from ..registry import Registered
 from .agreement import checksum_of
 
-_MAX_WRITTEN_ELEMENTS = 10  # arrays with fewer elements are written out
+_MIN_HASHED_ELEMENTS = 10  # arrays with fewer elements are written out
 
 
 def format_arguments(arguments: Mapping[str, object]) -> str:
@@ -38,7 +38,7 @@ def _format_value(value: object) -> str:
         array = np.asarray(value)
         return (
             _format_value(array.tolist())
-            if array.size < _MAX_WRITTEN_ELEMENTS
+            if array.size < _MIN_HASHED_ELEMENTS
             else f"{array.shape} of hash {checksum_of(array):08x}"
         )
     return describe_object(value, value.arguments()) if isinstance(value, Registered) else type(value).__name__

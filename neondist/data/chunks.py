@@ -42,7 +42,7 @@ def _chunk_extent(extent: int, target: float, max_read_ratios: dict[int, float])
     allowed = [
         c
         for c in {*candidates, ceil(extent / 2), max(1, extent // 16)}
-        if all(count_cells_read(extent, c, p) <= excess * extent for p, excess in max_read_ratios.items())
+        if all(count_cells_read(extent, c, p) <= ratio * extent for p, ratio in max_read_ratios.items())
     ]
 
     def cost(chunk: int) -> float:

@@ -118,7 +118,7 @@ class MonthStep:
 
 
 def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
-    """Return the constant step in months of times in seconds; None if there is none, or fewer than two times."""
+    """Return the constant step of times in seconds, as calendar months; None if there is none, or one time or none."""
     if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())

@@ -197,7 +197,7 @@ def format_multiscale(
     translation: Mapping[str, float],
     units: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the 'multiscales' entry of an image; coarse cells are the first (`nearest`) or mean of merged cells."""
+    """Return the 'multiscales' entry of an image; a coarse cell is the first (`nearest`) or mean of merged cells."""
     kinds = {"T": "time", "C": "channel"}
     datasets = []
     for level in range(levels):

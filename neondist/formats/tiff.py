@@ -319,7 +319,7 @@ def _value_of_unwritten_cells(missing: float | None, dtype: np.dtype) -> Any:
 
 
 def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
-    """Return a mask of the cells that GDAL treats as nodata: equal to `missing` in 7 digits, in their precision."""
+    """Return a mask of the cells that GDAL treats as nodata: equal to `missing` to 7 digits, in at least float32."""
     kind = np.result_type(cells.dtype, np.float32).type
     with np.errstate(over="ignore", invalid="ignore"):
         number, values = kind(missing), cells.astype(kind, copy=False)

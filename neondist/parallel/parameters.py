@@ -200,9 +200,9 @@ class Parameters:
             if included:
                 spans.append(span)
                 chosen_shards.append(shard)
-        parts = [part.is_tiled for part in chosen_shards if part.is_tiled or part.full_name in self.names_with_owners]
+        tiled = [part.is_tiled for part in chosen_shards if part.is_tiled or part.full_name in self.names_with_owners]
         decays = tuple(shard.decays for shard in chosen_shards)
-        return FlatLayout(tuple(spans), decays, len(spans) - len(parts), partial(self._sum_parts_over_ranks, parts))
+        return FlatLayout(tuple(spans), decays, len(spans) - len(tiled), partial(self._sum_parts_over_ranks, tiled))
 
     def _sum_parts_over_ranks(self, is_tiled: Sequence[bool], sums: Any) -> Any:
         """Return each parameter's `sums` added over its parts; a tile's part counts once, not in every replica."""
