@@ -333,5 +333,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names, without those of modules that have been imported."""
+    """Return the public and the dunder names; imported submodules are left out."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

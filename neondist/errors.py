@@ -13,7 +13,7 @@ from typing import TypeVar
 MAX_MESSAGE_LENGTH = 4000
 """maximum number of characters of a message"""
 REPORT_DELAY_SECONDS = 3.0
-"""delay before a rank after the first reports an error, since rank 0 usually reports the same one and ends the job"""
+"""delay before a rank other than 0 reports an error, since rank 0 usually reports the same error and ends the job"""
 _UserErrorType = TypeVar("_UserErrorType", bound="UserError")
 
 
@@ -25,7 +25,7 @@ class UserError(NeondistError):
     """Invalid input; the message says where it is, what is wrong, and how to fix it.
 
     `subject` is the object at fault, if any: the command line adds its file and line. `raised_on_all_ranks`: every rank
-    raises this error, so that any one of them can report it (comm.raise_if_any_failed).
+    raises this error, so that a single rank can report it for all (comm.raise_if_any_failed).
     """
 
     subject: object = None
@@ -81,7 +81,7 @@ class OutputError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient is NaN or infinite; the message names the step and the first such value; weights are kept."""
+    """A loss or gradient is NaN or infinite, or the loss scale is too small; the step has not changed the weights."""
 
 
 class PassOrderError(UserError):
@@ -109,7 +109,7 @@ class HaloError(UserError):
 
 
 class PlanMismatchError(UserError):
-    """A layer or scheme sends messages that differ from its declaration; the error names it."""
+    """A layer or scheme sends messages that differ from its declaration; the message names the layer or scheme."""
 
 
 class RemoteError(NeondistError):

@@ -16,8 +16,8 @@ _PR_SET_PDEATHSIG = 1
 def python_command(module: str, *words: object, ends_with_parent: bool = False) -> list[str]:
     """Return the command line that runs a module of neondist, or neondist itself, in a new process.
 
-    With `ends_with_parent` the child gets SIGTERM when this process is killed (Linux). It requests that itself: a
-    `preexec_fn` occasionally crashes or hangs between fork and exec if this process has gRPC threads.
+    With `ends_with_parent` the child gets SIGTERM when this process is killed (Linux). The child requests the signal
+    itself: a `preexec_fn` occasionally crashes or hangs between fork and exec if this process has gRPC threads.
     """
     parent = [f"{_PARENT_PID_OPTION}{os.getpid()}"] if ends_with_parent else []
     return [sys.executable, __file__, *parent, module, *map(str, words)]
@@ -31,7 +31,7 @@ def terminate_with_parent(parent: int) -> None:
     import signal
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # the parent died in the meantime
+    if os.getppid() != parent:  # the parent died before the call to prctl
         os._exit(1)
 
 

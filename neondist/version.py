@@ -64,17 +64,17 @@ def installed_distributions(name: str) -> dict[str, str]:
 
 @cache  # queried by every run; a lookup takes tens of milliseconds
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package without importing it."""
+    """Return the version of a package, or a note if only a module is found; None: not installed."""
     for version in installed_distributions(name).values():
         return version
     return "not installed as a package" if find_module_spec(name) else None
 
 
 def find_module_spec(name: str) -> ModuleSpec | None:
-    """Return the specification of a module that can be imported, if any; import hooks may raise for other modules."""
+    """Return the specification of a module; None if it cannot be imported, even where an import hook raises."""
     from importlib.util import find_spec
 
     try:
         return find_spec(name)
-    except (ImportError, ValueError):  # ValueError: a module without a specification is loaded under the name
+    except (ImportError, ValueError):  # ValueError: a loaded module of this name has no specification
         return None

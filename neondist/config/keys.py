@@ -15,7 +15,7 @@ from ..yaml_nodes.tree import Node, join_path
 
 
 def settable_keys(path: str) -> list[str]:
-    """Return 'epochs=', 'model.layers.0.kernel_size=', ...: all fields of a file, set or not; [] for an invalid one."""
+    """Return 'epochs=', 'model.layers.0.kernel_size=', ...: all fields of a file, set or not; [] if it is not valid."""
     try:
         root = parse_yaml(read_bytes(path, MAX_FILE_BYTES).decode(), str)
     except (OSError, UnicodeDecodeError, UserError):

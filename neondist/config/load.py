@@ -32,7 +32,7 @@ def load_experiment(
     path : the file; shown in messages as given
     overrides : 'key.path=value' strings, applied to the file before anything is built
     text : the file's content, if already read
-    top : name of the class of the top object
+    top : name of the class of the top object, or of one of its base classes
     modules : names of imported modules whose functions the file may name as MODULE:NAME
 
     Raises

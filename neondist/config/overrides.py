@@ -71,7 +71,7 @@ def _check_field_name(node: Node, name: str, path: str, error_origin: Node) -> N
     if name in node.value:
         return
     if node.tag is None:
-        # any name is allowed in a plain mapping; only one similar to an existing name is an error
+        # a plain mapping allows any name, except a likely misspelling of an existing name
         near = suggest(name, node.value)
         if near.startswith("; did"):
             raise node_error(error_origin, join_path(path, name), f"there is no '{name}'{near}")

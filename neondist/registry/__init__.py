@@ -89,7 +89,7 @@ def registered_classes(base: type = Registered) -> dict[str, type]:
 
 
 def serial_class(cls: type) -> type:
-    """Return the serial counterpart of a distributed class, or a serial class itself."""
+    """Return the serial counterpart of a distributed class; return a serial class unchanged."""
     if not issubclass(cls, DistributedMixin):
         return cls
     return next(base for base in cls.__mro__ if not issubclass(base, DistributedMixin) and base is not cls)

@@ -21,16 +21,17 @@ from .type_hints import cache_by_hint, describe_hint, ranges_in_hint, registered
 Predicate = Callable[[Any], bool]
 _NUMBER_TYPES: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
 _TYPES_WITHOUT_FURTHER_CHECK = frozenset((float, bool, str, type(None)))
-"""types of which any value needs no further check"""
+"""types whose values match a hint of the same type without a further check"""
 _INTEGER_RANGE = range(-(2**63), 2**63)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the type of an argument does not match the constructor's hints.
+    """Raise ConfigError if the type or range of an argument does not match the constructor's hints.
 
-    NumPy's numbers and sequences count as numbers and lists; hints without an equivalent in files are ignored.
+    NumPy's numbers and sequences count as numbers and lists; hints that are not classes, such as a TypeVar, accept any
+    value.
     """
     class_fields = constructor_fields(cls)
     for name, value in arguments.items():
@@ -39,7 +40,7 @@ def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
 
 
 def check_fields(value: Any) -> None:
-    """Raise ConfigError if the type of a field of a dataclass does not match its hint."""
+    """Raise ConfigError if a field of a dataclass does not match its hint."""
     fields = dataclasses.fields(value)
     check_arguments(type(value), {field.name: getattr(value, field.name) for field in fields})
 

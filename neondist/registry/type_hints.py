@@ -1,4 +1,4 @@
-"""Descriptions of type hints, for messages."""
+"""Members, ranges and classes of type hints, and descriptions of hints for messages."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class AutoDist:
 
     AutoDist joins an existing MPI job; otherwise `python script.py` reruns the script on all devices of the resource
     spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec a single process is used.
-    Ranks start with rank 0's random states of Python, NumPy and PyTorch, and only rank 0 prints. Invalid input, if the
-    error is not caught, ends the script on all ranks with one message and exit code 2.
+    On entry to the scope all ranks take rank 0's random states of Python, NumPy and PyTorch. Only rank 0 prints.
+    Invalid input, if the error is not caught, ends the script on all ranks with one message and exit code 2.
 
     Parameters
     ----------
@@ -47,7 +47,8 @@ class AutoDist:
     strategy : StrategyBuilder, Strategy or str
         A builder of `nd.strategies`, its name, or the path of a strategy file.
     grid : ProcessGrid or mapping, optional
-        Replicas and tiles, such as {'replicas': 2, 'rows': 2}. Default: one replica per rank.
+        Replicas and tiles, such as {'replicas': 2, 'rows': 2}. Default: the grid of a planned strategy, if it has one;
+        otherwise one replica per rank.
 
     Attributes
     ----------
@@ -148,7 +149,7 @@ class AutoDist:
 
     @property
     def strategy(self) -> StrategyBuilder | Strategy:
-        """The strategy built for the models of the scopes so far; the builder itself if there are no models."""
+        """The strategy built for the PyTorch modules of the scopes so far; without modules, the `strategy` argument."""
         planned = self._plan_module_parameters()
         return self._given_strategy if planned is None else planned.strategy
 
@@ -164,7 +165,7 @@ class AutoDist:
         Raises
         ------
         ConfigError
-            If the scope has no model, or several models or optimisers of modules.
+            If the scope has no model, or its PyTorch modules are not one model with one optimiser.
         """
         parts: list[Any] = list(self._scoped_models)
         if self._module_scope is not None and self._module_scope.models:
@@ -191,7 +192,7 @@ class AutoDist:
             self._inside_function = False
 
     def _plan_module_parameters(self) -> Any:
-        """Return the plan of the modules' parameters; None if there are none."""
+        """Return the plan of the modules' parameters; None if there are no parameters."""
         parameters = {} if self._module_scope is None else self._module_scope.parameters
         if not parameters:
             return None
@@ -200,7 +201,7 @@ class AutoDist:
         return plan_parameters(parameters, self.grid.shape, self._given_strategy)
 
     def _divide_steps_among_owners(self) -> None:
-        """At the first call of a function, divide optimiser steps among owners if the strategy requires it."""
+        """Divide optimiser steps among owners if the strategy requires it; do nothing after the first call."""
         if self._has_divided_steps:
             return
         self._has_divided_steps = True
@@ -250,10 +251,8 @@ def scope(
 
     Raises
     ------
-    ConfigError
-        If the resource spec is invalid or the strategy is unknown.
-    LaunchError
-        If the job cannot be started.
+    ConfigError, GridError, LaunchError
+        As for AutoDist.
 
     Examples
     --------
@@ -268,7 +267,7 @@ def scope(
 
 
 def _grid_factors(grid: object, strategy: StrategyBuilder | Strategy) -> dict[str, Any]:
-    """Return the factors of a grid; default: one replica per rank."""
+    """Return the factors of a grid; default: those of a planned strategy, or else one replica per rank."""
     if not (grid is None or isinstance(grid, Mapping)):
         raise ConfigError(f"grid: expected a ProcessGrid or a mapping such as {{'replicas': 2}}, got {grid!r}")
     for name in grid or {}:

@@ -40,7 +40,7 @@ class UnevaluatedCheckpoint:
     Attributes
     ----------
     path : the file
-    file_identity : inode number and modification time, which distinguish it from a later file of the same name
+    file_identity : inode number and modification time, which distinguish the file from a later one of the same name
     """
 
     path: Path
@@ -82,12 +82,12 @@ class CheckpointFollower:
         self._is_waiting = False
 
     def wait_for_next(self) -> UnevaluatedCheckpoint | None:
-        """Wait for the next checkpoint; None once a complete job has no more checkpoints, or at the time limit."""
+        """Return the next checkpoint, once there is one; None if the job is complete, or at the time limit."""
         while True:
             result: tuple[UnevaluatedCheckpoint | None, bool] = (None, False)
             with all_or_none(self.world):
                 if self.world.rank == 0:
-                    complete = (self.folder / COMPLETE).exists()  # read before the list: nothing is written later
+                    complete = (self.folder / COMPLETE).exists()  # before listing: a complete job writes no more files
                     result = self._find_next(), complete or self.clock() >= self.deadline
                     if result[0] is None and self.last_step < 0 and not (complete or self._is_waiting):
                         say(f"waiting for the first checkpoint in {self.folder}", sys.stderr)
@@ -156,7 +156,7 @@ def _step_in_name(path: Path) -> int | None:
 
 
 class EvaluationRecorder:
-    """Recorder of evaluation results, which hooks receive like those of epochs: metrics.jsonl, loggers by step.
+    """Recorder of evaluation results in metrics.jsonl; hooks are called as after an epoch, and loggers plot by step.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ class EvaluationRecorder:
             hook.before_run(self.run)
 
     def add_result(self, progress: RunProgress, results: Mapping[str, Any], seconds: float) -> EpochRecord:
-        """Pass the results of a checkpoint to the hooks. Collective."""
+        """Record the results of a checkpoint, call the hooks, and return the record. Collective."""
         run = self.run
         run.epoch, run.samples_seen = progress.epoch, progress.samples_seen
         run.history.append(EpochRecord(epoch=progress.epoch, step=progress.step, **results, seconds=seconds))
@@ -236,8 +236,9 @@ def follow_checkpoints(
 
     Returns
     -------
-    list of Record
-        One record per checkpoint: epoch, step, losses and metrics of the validation and the test split, seconds.
+    list of EpochRecord
+        One record per checkpoint evaluated by this call: epoch, step, losses and metrics of the validation and the test
+        split, seconds.
 
     Raises
     ------

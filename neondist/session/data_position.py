@@ -44,7 +44,7 @@ class DataPosition:
         state.batch_size = batch_size
 
     def remaining_batches(self) -> list[tuple[int, np.ndarray]]:
-        """Return, for each remaining batch of the epoch, its size over all replicas and this rank's sample numbers."""
+        """Return, for each remaining batch of the epoch, its size over all replicas and this rank's sample indices."""
         state, grid = self.state, self.state.grid
         order = self.dataset.train.order(self.seed, state.epoch)
         starts = range(state.samples_seen, state.epoch_size, self.batch_size)
@@ -56,7 +56,7 @@ class DataPosition:
         return [(len(batch), batch[slice(*grid.sample_range(len(batch)))]) for batch in batches]
 
     def batches(self) -> Generator[tuple[Any, Any]]:
-        """Yield this rank's images and targets until the end of the epoch."""
+        """Yield this rank's images and targets until the end of the epoch, or until the session stops."""
         state, split = self.state, self.dataset.train
         split.epoch = state.epoch
         model = state.model if isinstance(state.model, TrainableModel) else None

@@ -33,9 +33,9 @@ class DistributedSession:
 
     In a cluster with parameter servers each worker trains independently: it sends gradients to the servers, which apply
     them on arrival, and receives updated values. The master initialises the servers with the model or a checkpoint, and
-    writes the checkpoints; other workers wait for it on entry. `global_step` counts the updates of all workers. When
-    the master ends its session, all workers end theirs after the current step, and then the servers exit. The job's
-    token is in NEONDIST_TOKEN. The optimiser's arrays exist only on the servers.
+    writes the checkpoints; on entry the other workers wait until the servers are initialised. `global_step` counts the
+    updates of all workers. When the master ends its session, all workers end theirs after the current step, and then
+    the servers exit. The job's token is read from NEONDIST_TOKEN. The optimiser's arrays exist only on the servers.
 
     In an evaluator task the same loop evaluates: `should_stop` waits for the next checkpoint of the job and loads it,
     and `run` calls an evaluation function and writes its result to 'evaluation/metrics.jsonl'.
@@ -55,12 +55,12 @@ class DistributedSession:
     chief_only_hooks : sequence of Hook
         Called only on the first rank of the master task; they must not communicate.
     save_checkpoint_secs, save_checkpoint_steps : optional
-        Intervals between checkpoints; the first to elapse applies. The newest is checkpoint.h5; the last five are kept
-        as checkpoint-STEP.h5.
+        Intervals between checkpoints; the first to elapse applies. Default: 600 seconds. The newest is checkpoint.h5;
+        the last five are kept as checkpoint-STEP.h5.
     save_summaries_steps, save_summaries_secs : optional
         Intervals at which mean loss and speed are written to summaries.jsonl and loggers. Default: never.
     stop_grace_period_secs : float
-        Time to wait at the end for ranks still in their loop, or for other workers, before the job is aborted.
+        Time to wait at the end for ranks still in their loop, after which the job is aborted, and for other workers.
     log_step_count_steps : int, optional
         Interval in steps for printing step, loss and speed; None: never.
 
@@ -72,7 +72,7 @@ class DistributedSession:
     DataError
         On entry: the checkpoint is damaged or belongs to another model.
     OutputError
-        On entry: another job is writing to `checkpoint_dir`, or it is not writable.
+        On entry: another job is writing to `checkpoint_dir`, or the folder is not writable.
     ServiceError
         The servers or the master are not reachable, or exit before this worker.
 
@@ -170,7 +170,7 @@ class DistributedSession:
         return self._require_training().batch_size
 
     def should_stop(self) -> bool:
-        """Whether the loop should end; the same on every rank.
+        """Return whether the loop should end; the same on every rank.
 
         In an evaluator: waits for the next checkpoint and loads it. Collective.
         """
@@ -202,7 +202,7 @@ class DistributedSession:
     def batches(
         self, dataset: Dataset, batch_size: Count, epochs: Count | None = None, seed: Index | None = None
     ) -> Generator[tuple[Any, Any]]:
-        """Yield images and targets of this rank, one batch per `run`, from a checkpoint's position until `should_stop`.
+        """Yield images and targets of this rank, one per `run`, from the restored position until the session stops.
 
         Samples of an epoch are ordered as in an experiment. For a neondist model, its optimiser's schedule is applied.
 
@@ -216,12 +216,19 @@ class DistributedSession:
         epochs : int, optional
             Default: until a hook or `request_stop` ends the session.
         seed : int, optional
-            Seed of the order. Default: that of the model, or 0.
+            Seed of the order. Default: the model's seed, or 0.
 
         Yields
         ------
         x : array (n, *tile, C), local
         targets : array
+
+        Raises
+        ------
+        ConfigError
+            In an evaluator, or if `batch_size` is not a multiple of the number of replicas that read shards.
+        DataError
+            If the data set has another number of samples than the data set of the restored epoch.
         """
         self._require_open()
         return self._require_training().batches(dataset, batch_size, epochs, seed)

@@ -21,7 +21,7 @@ from .hooks import StopAtTimeHook
 from .state import SessionState
 
 POLL_INTERVAL = 1.0
-"""seconds between two looks for a new checkpoint"""
+"""seconds between two checks for a new checkpoint"""
 _RECORD_FIELDS = "epoch", "step", "seconds"
 
 
@@ -53,7 +53,7 @@ class EvaluatorRole:
             self._stack = stack.pop_all()
 
     def should_stop(self) -> bool:
-        """Wait for the next checkpoint and load it; return True if the job is complete and none is left. Collective."""
+        """Wait for and load the next checkpoint unless one is loaded; return True if no more will come. Collective."""
         while self.state.stop is None and self.loaded_position is None:
             checkpoint = self.follower.wait_for_next()
             if checkpoint is None:
@@ -66,7 +66,7 @@ class EvaluatorRole:
         self.state.model.step, self.loaded_position = progress.step, progress
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function with the weights of the next checkpoint, and write its result. Collective.
+        """Call the function on the loaded checkpoint, or else the next one, and record the result. Collective.
 
         Parameters
         ----------
@@ -77,6 +77,8 @@ class EvaluatorRole:
         ------
         ConfigError
             The function returns anything else, or a name that each record has.
+        NotReadyError
+            There are no more checkpoints.
         """
         if self.should_stop() or self.loaded_position is None:
             raise NotReadyError(

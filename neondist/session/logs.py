@@ -64,7 +64,7 @@ class SummaryLog(Hook):
         self.last_step, self.last_time, self.losses = step, time.perf_counter(), list[float]()
 
     def before_run(self, run: TrainState) -> None:
-        """Keep the summaries up to the step from which the session resumes."""
+        """Discard the summaries after the step from which the session resumes."""
         with all_or_none(run.grid.world):
             if run.is_first_rank and self.path is not None:
                 kept = [

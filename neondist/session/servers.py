@@ -29,13 +29,13 @@ class SessionUpdate(ServerUpdate):
     Attributes
     ----------
     first_step : int
-        Number of steps before the first update that servers count.
+        Number of steps before the first update that the servers count.
     """
 
     first_step = 0
 
     def set_step(self) -> None:
-        """Set the step of the model to that of its values."""
+        """Set the model's step to the number of updates that its values contain."""
         self._model.step = self.first_step + self.version
         self._model.steps_without_optimizer = self.first_step
 
@@ -168,6 +168,6 @@ class JobServersClient:
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
             for client in self._clients:
-                with suppress(ServiceError, ValueError):  # the client is closed
+                with suppress(ServiceError, ValueError):  # the server is unreachable, or the client is closed
                     if client.call("alive", {"worker": self._worker_spec.name}, timeout=10.0).flag("stopping"):
                         self._stop_requested.set()

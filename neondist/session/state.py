@@ -82,7 +82,7 @@ class SessionState(TrainState):
         self._epoch_size = samples
 
     def request_stop(self, reason: str) -> None:
-        """Request, on one or several ranks, that all ranks stop after the current or next step; one rank stops now."""
+        """Request a stop of all ranks after the current or next step; a session of one rank stops at once."""
         self.stop_reason = self.stop_reason or reason
         if self.grid.size == 1:
             self.share_stop_requests()
@@ -153,7 +153,7 @@ def create_session_state(model: Any) -> SessionState:
     Raises
     ------
     ConfigError
-        If there are several models, or one that is not distributed or not built.
+        If there are several models, a model is not distributed or not built, or an object has no `state_dict`.
     """
     parts = list(model) if isinstance(model, (list, tuple)) else [] if model is None else [model]
     models: list[Any] = [part for part in parts if isinstance(part, TrainableModel | TrainingScriptAdapter)]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .servers import JobServersClient
 
 KEPT_CHECKPOINTS = 5
-"""Number of older checkpoints kept under names with their steps, so that an evaluator can lag behind."""
+"""Number of recent checkpoints kept under names with their steps, so that an evaluator can lag behind."""
 RESUME_REMEDY = "start the script again to continue from here"
 
 
@@ -46,7 +46,7 @@ class TrainingRole:
         Folder of the checkpoints.
     writes_checkpoints : bool
         Whether the ranks of this grid write checkpoints; others only read them.
-    log_every, summary_intervals : as in DistributedSession
+    log_every, summary_intervals : log_step_count_steps and save_summaries_(steps, secs) of DistributedSession
     grace_seconds : float
         Seconds to wait at the end for ranks still in their loop.
     servers : JobServersClient, optional
@@ -90,7 +90,9 @@ class TrainingRole:
             if folder is not None:
                 if self.writes_checkpoints:
                     stack.enter_context(lock_folder(world, folder, "auto"))
-                restores = self.servers is None or self.writes_checkpoints  # others pull the values from the servers
+                restores = (
+                    self.servers is None or self.writes_checkpoints
+                )  # other workers pull the values from the servers
                 if restores and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore_checkpoint(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
                     state.start_messages.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
@@ -113,7 +115,7 @@ class TrainingRole:
         if self.servers is not None or supervisor_descriptor(os.environ) is None:
             return
         signals = find_active_signal_recorder("SIGUSR1") or SignalRecorder().install_signal_handlers()
-        if find_active_signal_recorder("SIGUSR1") is signals:  # handlers exist only in the main thread
+        if find_active_signal_recorder("SIGUSR1") is signals:  # handlers can be installed only in the main thread
             self.hooks.append(StopOnSignal(signals, RESUME_REMEDY))
             self.is_supervised = True
             send_to_supervisor(os.environ, "listens")
@@ -140,7 +142,7 @@ class TrainingRole:
         return result
 
     def should_stop(self) -> bool:
-        """Whether all ranks have agreed to stop."""
+        """Return whether all ranks have agreed to stop."""
         return self.state.stop is not None
 
     @property
@@ -170,7 +172,7 @@ class TrainingRole:
         Raises
         ------
         SystemExit
-            With exit code 75: the supervisor resumes the job from the last checkpoint.
+            With exit code 75, if the supervisor has requested the stop; it then resumes the job from the checkpoint.
         """
         with self._stack:
             if error is not None:

@@ -3,8 +3,8 @@
 A builder creates a `Strategy` from the parameters and the number of replicas (or a resource spec), as a pure function
 without MPI. A `Strategy` can be compared, printed, saved and loaded.
 
-Modules: `parameter_spec`, `partition` (rules for dividing a parameter), `strategy`, and the builders:
-`all_reduce`, `server`, `parallax`, `auto`.
+Modules: `parameter_spec`, `partition` (rules for dividing a parameter), `compressor` (names), `strategy`, `shares`
+(what each rank owns), and the builders: `all_reduce`, `server`, `parallax`, `auto`.
 """
 
 from .all_reduce import AllReduce, PartitionedAllReduce, RandomAxisPartitionAR, ShardedOptimizer

@@ -36,9 +36,9 @@ class AllReduce(StrategyBuilder):
 
 
 class PartitionedAllReduce(StrategyBuilder):
-    """Reduce-scatter of gradients, update of each part of a parameter by its owner, and gather of the values.
+    """Reduce-scatter of gradients, update of each part of a parameter by its owner, and allgather of the values.
 
-    Parameters are divided along their first axis; the number of parts is the smallest divisor (above 1) of its extent.
+    Parameters are divided along their first axis; the number of parts is the smallest divisor above 1 of the extent.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class RandomAxisPartitionAR(PartitionedAllReduce):
 class ShardedOptimizer(StrategyBuilder):
     """Reduce-scatter of gradients over even slices of the flat buffer of all parameters.
 
-    Each replica updates its own slice, keeps optimiser slots only for that slice, and gathers the other values (ZeRO
+    Each replica updates its own slice, keeps optimiser slots only for that slice, and receives the other slices (ZeRO
     stage 1, Rajbhandari et al. 2020).
     """
 

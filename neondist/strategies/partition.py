@@ -22,7 +22,7 @@ def smallest_non_divisor(n: int) -> int:
 
 
 def even_partition(spec: ParameterSpec, axis: int, parts: int) -> AxisPartition | None:
-    """Return a balanced partition of one axis into `parts` parts, larger ones first; None for a single part."""
+    """Return a balanced partition of an axis into `parts` parts, larger ones first; None if it has a single part."""
     if axis >= len(spec.shape) or parts < 2:
         return None
     bounds = (part_range(spec.shape[axis], parts, part) for part in range(parts))

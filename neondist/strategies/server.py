@@ -18,7 +18,7 @@ class PS(StrategyBuilder):
     Parameters
     ----------
     local_proxy_variable : bool
-        Whether replicas keep a copy of the values and fetch them only when they have changed.
+        Without effect, for compatibility with AutoDist: replicas always keep a copy of the values.
     sync : bool
         Whether a step waits for all replicas.
     staleness : int
@@ -67,7 +67,7 @@ class PSLoadBalancing(PS):
 
 
 class PartitionedPS(PSLoadBalancing):
-    """Owners as in `PSLoadBalancing`, for parts along the first axis; their number is the least divisor above 1."""
+    """`PSLoadBalancing` of parts along the first axis, as many as the least divisor above 1 of the extent."""
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: not partitioned."""
@@ -75,7 +75,7 @@ class PartitionedPS(PSLoadBalancing):
 
 
 class UnevenPartitionedPS(PSLoadBalancing):
-    """Owners as in `PSLoadBalancing`, for parts along the first axis; their number is the least non-divisor above 1."""
+    """`PSLoadBalancing` of parts along the first axis, as many as the least non-divisor above 1 of the extent."""
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: not partitioned."""

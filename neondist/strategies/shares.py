@@ -14,14 +14,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OwnerBoxes:
-    """Boxes of one parameter that each rank owns.
+    """The box of one parameter that each rank owns.
 
     Attributes
     ----------
     shape : tuple of int
-        The shape in which parts are boxes: the parameter's shape, or (size,) if parts are ranges of the flat array.
+        The shape in which parts are boxes: the parameter's shape, (1,) for a scalar, or (size,) if
+        parts are ranges of the flat array.
     boxes : tuple of Box
-        The part of each rank; most may be empty.
+        The box of each rank; empty if the rank owns nothing.
     """
 
     shape: Shape
@@ -29,7 +30,7 @@ class OwnerBoxes:
 
 
 def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, OwnerBoxes]:
-    """Return the parts of all parameters that have owners, or of the named ones, by name.
+    """Return the owned boxes of all parameters, or of the named ones, by name; parameters without owners are left out.
 
     Owner k of n is rank k * ranks // n, so if a replica has several tiles, owners are spread over the replicas.
 

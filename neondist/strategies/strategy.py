@@ -38,7 +38,7 @@ class ParameterStrategy:
     partition : (axis, [extents]), or None
     owners : list of int
         The owner of each part. Several owners without a partition own even slices of the flat buffer of all
-        parameters; if there is no owner, every replica updates the whole parameter.
+        such parameters; if there is no owner, every replica updates the whole parameter.
     group : int
         Number of the parameter's reduction group; the gradients of a group are summed in one call.
     compressor : str or None
@@ -67,7 +67,7 @@ class ParameterStrategy:
             remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
             return "compressor", f"{self.compressor} {remedy}"
         if self.staleness and not self.sync:
-            return "staleness", f"{self.staleness} needs sync: true; set it, or staleness: 0"
+            return "staleness", f"{self.staleness} needs sync: true; set sync: true, or staleness: 0"
         if wrong := [owner for owner in self.owners if not 0 <= owner < owners]:
             return "owners", f"owner {max(wrong)} does not exist; owners are 0 to {owners - 1}"
         if self.kind == "server" and not self.owners:
@@ -152,7 +152,7 @@ class Strategy:
 
     @property
     def bytes_per_owner(self) -> list[int]:
-        """Bytes of parameters per owner; empty if every replica holds all of them."""
+        """Bytes of parameters per owner; empty if no parameter has an owner."""
         owners = max(self.replicas, self.servers)
         owned_bytes = [0] * owners
         for name, parameter in self.parameters.items():

@@ -25,7 +25,7 @@ class TypeMismatch(ConfigError):
 
 
 def convert_fields(node: Node, path: str, hints: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the fields of a mapping, converted to `hints` and in their order; objects are rejected.
+    """Return the fields of a mapping, converted to `hints` and in the order of `hints`; objects are rejected.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def _convert_untagged(node: Node, hint: Any, path: str, build: BuildObject) -> A
         except TypeMismatch as error:
             if error.path != path:
                 inner_errors.append(error)
-    if len(inner_errors) == 1:  # from the only list type of the union: report the item that does not match
+    if len(inner_errors) == 1:  # from the only list or mapping type of the union: report the item that does not match
         raise inner_errors[0]
     raise _mismatch_error(node, hint, path)
 

@@ -37,7 +37,7 @@ def parse_yaml(text: str, line_location: Locator, path: str = "", max_nodes: int
     Raises
     ------
     ConfigError
-        For syntax errors, forbidden tags, duplicate keys, and aliases that expand to too many values.
+        For syntax errors, forbidden tags, duplicate keys, too deep nesting, and aliases of too many values.
     """
     root = _compose_yaml_graph(text, line_location, path)
     return (
@@ -59,7 +59,7 @@ def _compose_yaml_graph(text: str, line_location: Locator, path: str) -> yaml.No
         line = mark.line if mark else 0
         problem = error.problem or "unreadable"
         if start and start.line != line and str(error.context).startswith("while"):
-            problem += f", {error.context} that starts in line {start.line + 1}"
+            problem += f", {error.context} that starts on line {start.line + 1}"
         remedy = "; indent with spaces, not tabs" if "'\\t'" in problem else "; check indentation, brackets and colons"
         raise ConfigError(format_message(line_location(line), path, f"not valid YAML: {problem}{remedy}")) from None
     except yaml.reader.ReaderError as error:
@@ -74,7 +74,7 @@ _TOO_DEEP_MESSAGE = f"lists and mappings are nested more than {MAX_DEPTH} deep; 
 
 
 class _AliasExpander:
-    """Copies a YAML node graph into a tree, in which each alias is a separate value."""
+    """Copier of a YAML node graph into a tree, in which each alias becomes a separate value."""
 
     def __init__(self, line_location: Locator, max_nodes: int) -> None:
         self._locate, self._max_nodes = line_location, max_nodes

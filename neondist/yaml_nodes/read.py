@@ -21,7 +21,7 @@ def parse_file(
     Raises
     ------
     ConfigError
-        If the file is invalid; the message is 'FILE:LINE: field: problem; remedy'.
+        If the file is missing or invalid; the message is 'FILE:LINE: field: problem; remedy'.
     """
     content = read_text(path, max_bytes) if text is None else text
     return parse_yaml(content, lambda line: f"{path}:{line + 1}", max_nodes=max_nodes)

@@ -26,7 +26,7 @@ def parse_scalar(text: str, kind: str, quoted: bool) -> PlainValue:
 
 
 def is_exponent_number(text: str) -> bool:
-    """Return whether this text, written without quotes, would be read as a number."""
+    """Return whether a text is a number with an exponent, which only quotes keep from being read as a number."""
     return bool(_EXPONENT_NUMBER.fullmatch(text))
 
 

@@ -15,7 +15,7 @@ HEAD = "!ToyExperiment\nmodel: !ToyModel\n  layers:\n"
 
 
 def layer(text: str) -> str:
-    """Return a file with a layer in line 4."""
+    """Return a file with a layer on line 4."""
     return f"{HEAD}    - {text}\n"
 
 
@@ -196,11 +196,11 @@ CASES = {
     "open bracket": (
         "!ToyExperiment\nepochs: [1,\nmodel: 2\n",
         "exp.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>', while parsing a flow sequence that"
-        " starts in line 2; check indentation, brackets and colons",
+        " starts on line 2; check indentation, brackets and colons",
     ),
     "open quote": (
         "!ToyExperiment\nepochs: 'a\nmodel: 2\nanything: 3\n",
-        "exp.yaml:5: not valid YAML: found unexpected end of stream, while scanning a quoted scalar that starts in line"
+        "exp.yaml:5: not valid YAML: found unexpected end of stream, while scanning a quoted scalar that starts on line"
         " 2; check indentation, brackets and colons",
     ),
     "a tab": (
