@@ -47,7 +47,7 @@ def evaluate_checkpoint(
     grid : ProcessGrid, optional
         Default: `experiment.open_grid()`.
     split : {'test', 'validation', 'train'}, optional
-        Default: test, or validation if the data set has no test split.
+        Default: the first of test, validation and train that the data set has.
     pictures : dict, optional
         Filled with small pictures of the samples with the largest losses, as `find_worst_samples` returns them.
 

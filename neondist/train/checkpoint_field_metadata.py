@@ -21,7 +21,7 @@ _RELATIVE_TIME_STEP_TOLERANCE = 0.2  # months have 28 to 31 days
 
 
 def field_metadata_from_texts(texts: Mapping[str, str]) -> FieldMetadata:
-    """Return the metadata in the texts of a checkpoint; raise ValueError with the reason if they are invalid."""
+    """Return the metadata in the texts of a checkpoint; raise ValueError if missing or invalid."""
     if FIELDS_TEXT_NAME not in texts:
         raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
     values = parse_json(texts[FIELDS_TEXT_NAME], dict)
@@ -131,7 +131,7 @@ def restore_field_normalisation(texts: Mapping[str, str], fields: FieldMetadata)
 
 
 def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) -> None:
-    """Set the normalisation of an open data set to that of a checkpoint.
+    """Set the normalisation of an open data set of physical fields to that of a checkpoint; leave other data unchanged.
 
     Raises the errors of `restore_field_normalisation`, and ValueError if the factors are invalid.
     """

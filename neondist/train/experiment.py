@@ -74,10 +74,10 @@ class RunResult:
     ----------
     files : list of Path
         Written files.
-    history : list of Record
-        One record per epoch.
+    history : list of EpochRecord
+        One record per complete epoch.
     stop : Stop or None
-        Reason and exit code of an early end; None if the run is complete.
+        Reason and exit code, if a hook or a signal has stopped the run.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -102,7 +102,7 @@ class FitExperiment(Registered):
         layers partitioned alternately by outputs and inputs, one reduction per pair; datapar: one replica per rank;
         halodatapar: tiled replicas, whose number `grid` sets.
     grid : mapping, optional
-        replicas, rows, cols, planes; missing values follow from the number of ranks.
+        replicas (default 1), planes (default 1), rows, cols (default: as square as the number of ranks permits).
     backend, dtype, precision, seed : optional
         Override those of the model.
     metrics : sequence of Metric, optional
@@ -115,7 +115,7 @@ class FitExperiment(Registered):
     loggers : sequence of MetricLogger, optional
         TensorBoard or MLflow, which log every epoch in addition to metrics.jsonl.
     best : Best, optional
-        Keep the best epoch as checkpoint_best.h5, and stop early if there is no improvement.
+        Keep the best epoch as checkpoint_best.h5, and stop early after `patience` epochs without improvement.
     nonfinite : {'stop', 'skip'}
         Action when a loss or gradient is not finite: raise an error that names the layer and the step, or skip the
         update.
@@ -237,12 +237,12 @@ class FitExperiment(Registered):
         grid : ProcessGrid, optional
             Default: `open_grid()`.
         output : path, optional
-            Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png,
-            tiles.png, worst.npz, complete.json and, for a PyTorch module, weights.safetensors. The folder is locked
-            against other runs. Default: nothing is written.
+            Folder for experiment.yaml, environment.json, strategy.yaml, metrics.jsonl, ledger.jsonl, checkpoint.h5,
+            curves.png, tiles.png, worst.npz, complete.json and, for a PyTorch module, weights.safetensors. The folder
+            is locked against other runs. Default: nothing is written.
         resume : bool or 'auto'
             Resume from checkpoint.h5 in `output`, written on any number of ranks; 'auto': resume, or start a
-            new run if there is none.
+            new run if there is nothing to resume.
         init_from : path, optional
             A checkpoint whose weights and running statistics initialise arrays of the same name and shape; a note lists
             missing and unused arrays.
@@ -323,7 +323,7 @@ def _run_in_locked_folder(
     store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or under_supervisor) else None
     start = initialise_or_resume_run(run, folder, resume, init_from, store)
     model.remote_update = remote = _connect_to_servers(experiment, run, grid, worker, resume)
-    # completes the record before others read it
+    # first, so that all other hooks see the completed record
     statistics = [JobStatisticsHook(worker)] if folder is not None and worker is not None and worker.index == 0 else []
     writers: list[Hook] = []
     if folder is not None:
@@ -357,7 +357,7 @@ def _run_in_locked_folder(
 
 
 def _start_messages(experiment: FitExperiment, plan: Plan) -> Iterator[str]:
-    """Yield what the user should know before training."""
+    """Yield messages to the user before training."""
     model = experiment.model
     if plan.is_streamed and model.memory is None:
         yield f"a step does not fit into the available memory; {plan.stream}"
@@ -370,7 +370,7 @@ def _start_messages(experiment: FitExperiment, plan: Plan) -> Iterator[str]:
 def _connect_to_servers(
     experiment: FitExperiment, run: TrainState, grid: ProcessGrid, worker: AsyncWorkerSpec | None, resume: bool | str
 ) -> ServerUpdate | None:
-    """Return the connection of a worker to its servers; None without servers, whose updates are then the model's."""
+    """Return a worker's connection to its servers; without servers, count the updates in the checkpoint as steps."""
     model, updates = experiment.model, run.server_updates
     if worker is None or experiment.server_strategy is None:
         if updates is not None:  # the checkpoint is of a run with servers
@@ -441,7 +441,7 @@ def _file_writing_hooks(
 
 
 def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
-    """Return the misclassification rate and the given metrics; raise ConfigError for duplicate names."""
+    """Return the misclassification rate and the given metrics; raise ConfigError for duplicate or reserved names."""
     by_name: dict[str, Metric] = {}
     for metric in metrics or ():
         if metric.name in by_name:

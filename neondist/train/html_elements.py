@@ -88,7 +88,7 @@ def table_html(
         Names of groups of neighbouring columns, and the number of columns of each, for a row above `head`.
     """
     groups = "".join(f"<th class='group' colspan='{count}'>{escape_html(name)}</th>" for name, count in column_groups)
-    names = "".join(f"<th>{escape_html(name).replace('_', '_<wbr>')}</th>" for name in head)  # may break lines
+    names = "".join(f"<th>{escape_html(name).replace('_', '_<wbr>')}</th>" for name in head)  # may break after _
     lines = [f"<tr>{row}</tr>" for row in (groups, names) if row]
     lines += [
         "<tr>" + "".join(f"<td{_css_class_attribute(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows

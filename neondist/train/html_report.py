@@ -190,7 +190,7 @@ def _epoch_table_html(metrics: Sequence[str], records: Sequence[EpochRecord]) ->
 def _points_by_split(
     metric: str, metrics: Sequence[str], records: Sequence[EpochRecord]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the points (epoch, value) of a metric by split; a name without a split belongs to the test split."""
+    """Return the points (epoch, value) of a metric by split; a plain name means the test split, if others exist."""
     named = {f"{split}_{metric}": split for split in SPLIT_COLOURS if f"{split}_{metric}" in metrics}
     if metric in metrics:
         named[metric] = "test" if named else metric

@@ -55,9 +55,16 @@ def fit(
         Metrics to evaluate on the validation and test splits after every epoch. Default: the misclassification rate,
         recorded as 'validation_error' and 'test_error', which are None if the targets are not classes.
     seed : int, optional
-        Seed of the order of samples. Default: that of the model.
+        Seed of the order of samples. Default: the model's seed.
     epoch, history
-        Completed epochs and their records, to continue an earlier run.
+        Number of completed epochs, and their records, to continue an earlier run.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not built, or the ranks have different arguments.
+    NonFiniteError
+        If a loss or gradient is not finite, unless the model's `nonfinite` permits skipping the step.
     """
     run = TrainState(model, dataset, epochs, batch_size, epoch, history=[EpochRecord(record) for record in history])
     hooks = list(hooks)
@@ -235,7 +242,7 @@ def _read_batches(model: Trainable, split: Split, batches: Iterable[np.ndarray])
 
 
 def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> EpochRecord:
-    """Evaluate the validation and the test split for a record. Collective."""
+    """Return a record of the losses and metrics of the validation and the test split. Collective."""
     record = EpochRecord()
     for name, split in run.dataset.splits.items():
         if name != "train":

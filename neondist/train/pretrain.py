@@ -40,7 +40,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
 
     Returns
     -------
-    list of dict
+    list of EpochRecord
         One record per stage and epoch; epoch 0 is the state before training. 'test_loss' is the mean cost of a test
         sample, 'reconstruction_error' the fraction of the input's variance not reconstructed.
     """
@@ -87,7 +87,7 @@ def pretrain_stages(
 
 
 def find_interrupted_stage(world: Transport, folder: Path) -> int:
-    """Return the stage at which an interrupted run stopped, or 0 if it had completed pretraining. Collective."""
+    """Return the stage at which an interrupted run stopped, or 0 if it was not in pretraining. Collective."""
     stage = 0
     if world.rank == 0 and not (folder / "checkpoint.h5").exists():
         while (folder / f"pretrain_{stage + 1}.h5").exists():
@@ -119,15 +119,15 @@ class StageNameRecorder(Hook):
 
 
 class ReconstructionErrorMetric:
-    """‖x − Wᵀ(Wx)‖² over ‖x − mean of x‖², both summed over samples and cells; the mean is taken per cell.
+    """‖x − Wᵀ(Wx)‖² divided by ‖x − mean of x‖², both summed over samples and cells; the mean is taken per cell.
 
-    A metric for `evaluate` with Reconstruction outputs.
+    A metric for `evaluate` of AutoencoderReconstruction outputs; creation is collective.
 
     Parameters
     ----------
     stage : Autoencoder
     split : Split
-        Samples over which the mean is computed. Collective.
+        Samples over which the mean is computed.
     batch_size : int
         Samples per pass, over all replicas.
     """

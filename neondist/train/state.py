@@ -125,7 +125,7 @@ class TrainState:
         Samples of the current epoch so far, including those before a resume.
     loss : float
         Mean loss of the last batch.
-    history : list of Record
+    history : list of EpochRecord
         One record per complete epoch, including those before a resume.
     stop : Stop or None
         Set by hooks, on every rank in the same hook call, to end the run: a checkpoint is written, and `--resume`
@@ -167,7 +167,7 @@ class TrainState:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes files."""
+        """Whether this rank is rank 0, which prints and writes files."""
         return self.grid.rank == 0
 
     @property
@@ -176,7 +176,7 @@ class TrainState:
         return len(self.dataset.train)
 
     def request_stop(self, reason: str) -> None:
-        """Request, on one rank or more, that the run ends on all ranks after the next step, as complete."""
+        """Request that the run end, as complete, on all ranks after the next step; `reason` is ignored."""
         self.model.sync.flags.own_flags[ControlFlag.STOP] = 1
 
     def has_stop_request(self) -> bool:
@@ -208,7 +208,7 @@ class TrainState:
         return texts | field_metadata_texts(getattr(train, "fields", None))
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
-        """Check that the texts of a checkpoint match the data set; raise ValueError otherwise."""
+        """Restore the number of server updates; raise ValueError if the texts do not match the data set."""
         if SERVER_UPDATES_TEXT in texts:
             self.server_updates = require_json_integer("'server updates'", parse_json(texts[SERVER_UPDATES_TEXT], int))
         fields = getattr(self.dataset.train, "fields", None)  # missing in user-defined splits

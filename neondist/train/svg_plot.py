@@ -41,7 +41,7 @@ class Axis:
 
     @classmethod
     def horizontal(cls, values: Sequence[float], logarithmic: bool) -> Axis:
-        """Return an x axis: a linear one ends at the values; integers have integer ticks."""
+        """Return an x axis; a linear axis ends at the extreme values, and integers have integer ticks."""
         low, high = min(values), max(values)
         if logarithmic and _MIN_RELATIVE_VARIATION * high < high - low:
             ticks = _logarithmic_ticks(low, high)

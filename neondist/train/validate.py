@@ -160,7 +160,7 @@ def set_model_as_error_subject(experiment: Experiment) -> Iterator[None]:
 
 
 def experiment_grid_shape(experiment: Experiment, ranks: int) -> GridShape:
-    """Return the grid of an experiment on `ranks` ranks; raise GridError or ConfigError if there is none."""
+    """Return the grid of an experiment on `ranks` ranks; raise GridError or ConfigError if it is impossible."""
     if not experiment.dist_flag:
         if ranks > 1:
             raise GridError(
@@ -171,7 +171,7 @@ def experiment_grid_shape(experiment: Experiment, ranks: int) -> GridShape:
     try:
         shape = grid_shape(ranks, **experiment.grid)
     except GridError as error:
-        if isinstance(strategy, Strategy) and strategy.grid == experiment.grid:  # of neondist plan
+        if isinstance(strategy, Strategy) and strategy.grid == experiment.grid:  # chosen by neondist plan
             raise strategy.create_error(f"{error}; or set the experiment's own grid", "grid") from None
         raise
     if experiment.batch_size < shape.replicas:

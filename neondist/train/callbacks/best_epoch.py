@@ -37,7 +37,7 @@ class Best(Registered):
     patience : int, optional
         Number of epochs without improvement after which the run stops. Default: never.
     min_change : float
-        Minimum change of the metric to be an improvement, at least 0.
+        Minimum change of the metric that counts as an improvement, at least 0.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Best(Registered):
         return self.number or (f"{history[-1].selection_split}_loss" if history else "")
 
     def larger_is_better(self, metrics: Sequence[Metric]) -> bool:
-        """Whether larger values are better."""
+        """Return whether larger values are better."""
         return _larger_is_better_by_metric(metrics).get(self.number or "", False)
 
     def early_stop_reason(self, history: Sequence[EpochRecord], metrics: Sequence[Metric]) -> str:
@@ -127,7 +127,7 @@ class BestCheckpointAndEarlyStopping(Hook):
 
 
 def _larger_is_better_by_metric(metrics: Sequence[Metric]) -> dict[str, bool]:
-    """Return the names of all numbers, and whether larger values are better."""
+    """Return, by name of each number of a record, whether larger values are better."""
     larger_is_better = {f"{split}_{number}": False for split in ("validation", "test") for number in ("loss", "error")}
     larger_is_better["train_loss"] = False
     for metric in metrics:

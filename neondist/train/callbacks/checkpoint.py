@@ -82,7 +82,7 @@ class RunProgress:
         Raises
         ------
         DataError
-            The seed differs or, within an epoch, the number of samples.
+            The seed differs, or an epoch is to be continued and its number of samples differs.
         """
         if run.model.seed not in (None, self.seed):
             raise DataError(
@@ -100,7 +100,7 @@ class RunProgress:
             scaler.load_state(self.loss_scale)
 
     def to_json(self) -> str:
-        """Return this as JSON; floats round-trip exactly."""
+        """Return the progress as JSON; floats round-trip exactly."""
         return json.dumps({_JSON_KEY_BY_FIELD.get(name, name): value for name, value in asdict(self).items()})
 
     @classmethod
@@ -162,7 +162,7 @@ class CheckpointSchedule:
     Attributes
     ----------
     every_steps, every_epochs : int, optional
-        Interval in steps or epochs. Default if no interval is given: every epoch.
+        Interval in steps or epochs; without any interval, `from_fields` sets every epoch.
     every_minutes : float, optional
         Interval in minutes since the last checkpoint, checked after each step.
     keep : int
@@ -223,7 +223,7 @@ class Checkpoint(Hook):
         """Write a first checkpoint, to detect an unwritable folder before the first epoch."""
         self.last_written_position, self.last_seen_step = _run_position(run), run.step
         self.last_checkpoint_time = time.monotonic()
-        if run.step == 0 or run.model.whole_model.remote_update is not None:  # servers continue from their own later
+        if run.step == 0 or run.model.whole_model.remote_update is not None:  # servers may have a newer state
             self.save(run)
 
     def after_step(self, run: TrainState) -> None:

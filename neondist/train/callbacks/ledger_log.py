@@ -45,7 +45,7 @@ class LedgerLog(Hook):
                 write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch_or_infinity(line) <= run.epoch))
 
     def after_step(self, run: TrainState) -> None:
-        """Record the ledger at the end of training, before the evaluation."""
+        """Record the ledger after the epoch's last step, before the evaluation."""
         if run.samples_seen == len(run.dataset.train):
             self.training_end_ledger = run.model.whole_model.ledger()
 

@@ -105,7 +105,7 @@ class TensorBoard(MetricLogger):
     writer: Any = None
 
     def start_log(self, run: TrainState) -> None:
-        """Open a new event file; later epochs of an earlier file are hidden."""
+        """Open a new event file, which hides the values of earlier files."""
         self.writer = import_module(self.package).SummaryWriter(str(self.output_folder), purge_step=0)
 
     def write_record(self, record: EpochRecord) -> None:
@@ -183,7 +183,7 @@ def _flatten_fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
 
 
 def finite_numbers(record: EpochRecord) -> Iterator[tuple[str, float]]:
-    """Yield all finite numbers of a record by name, including those in lists and mappings."""
+    """Yield all finite numbers of a record but the epoch, by name, including those in lists and mappings."""
     for name, value in record.items():
         for path, number in _flatten_value(name, nonfinite_to_none(value)):
             if name != "epoch" and type(number) in (int, float):

@@ -1,4 +1,4 @@
-"""Snapshots in the memory of nodes: their schedule, and resuming from the newest."""
+"""Snapshots in the memory of nodes: their schedule, and resumption from the newest snapshot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INITIAL_OVERHEAD_SECONDS, _INITIAL_BYTES_PER_SECOND = 0.01, 5e8
 
 
 def open_snapshot_store(folder: Path, world: Transport) -> SnapshotStore | None:
-    """Return the snapshot store of a supervised run. Collective."""
+    """Return the snapshot store of a supervised run, otherwise None. Collective."""
     key = ""
     with all_or_none(world):
         if world.rank == 0:
@@ -46,7 +46,7 @@ class Snapshots(Hook):
     ----------
     store : SnapshotStore
     interval : int, 'auto' or None
-        Interval in steps; 'auto': using at most 2 % of the time; None: never.
+        Interval in steps; 'auto': as often as 2 % of the run time permits; None: never.
     checkpoint : Checkpoint
         Hook called before this one; steps for which it has written a checkpoint need no snapshot.
     clock : callable

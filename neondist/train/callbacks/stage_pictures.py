@@ -34,7 +34,7 @@ class PretrainingPictures(Hook):
     `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
     filters of cells spread over the tiles; both are drawn only if the stage's input has one or three channels.
     `stimuli_N.png` shows the images that maximise units of the stage's output, with the root mean square norm of the
-    split's first images. The split is the validation split, or, if there is none, the test split.
+    first images. All images are from `dataset.selection_split`.
 
     Parameters
     ----------

@@ -94,8 +94,8 @@ class TimeLimit(Hook):
     Notes
     -----
     Rank 0 decides after step n, and all ranks stop after step n + 1, whose gradient reduction carries the flag. The
-    time reserved is that of two of the longest recent steps and a checkpoint, and, if an epoch may end in between, that
-    of its evaluation and checkpoint; before the first measurement, the times are estimates.
+    time reserved is twice that of the longest recent step, plus that of a checkpoint and, if an epoch may end in
+    between, of its evaluation and checkpoint; before the first measurement, the times are estimates.
     """
 
     runs_during_pretraining = True

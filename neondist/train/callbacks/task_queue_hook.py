@@ -10,7 +10,7 @@ from ..state import TrainState
 from .hook import Hook
 
 _LEASE_SECONDS = 1e9
-"""Lease in seconds; the only worker is this process."""
+"""Lease in seconds; practically unlimited, since the only worker is this process."""
 
 
 class TaskQueueHook(Hook):

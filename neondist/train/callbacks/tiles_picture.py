@@ -23,7 +23,7 @@ MAX_PICTURE_EXTENT = 512  # a larger image is subsampled, so that no rank needs 
 
 
 class TilesPicture(Hook):
-    """Draw an image and its tiles before training, on rank 0; do nothing without matplotlib or 2-D images.
+    """Draw an image and its tiles before training, on rank 0; do nothing without matplotlib, or if samples are not 2-D.
 
     A resumed run draws the picture after its first epoch, since importing matplotlib would delay the next step. The
     views are those of the first layer whose window is larger than one cell.
@@ -109,7 +109,7 @@ def write_tiles_picture(
     views: Sequence[Box],
     title: str,
 ) -> None:
-    """Write a picture of `image` with the seams between its tiles, and, beside it, of every tile with its halo.
+    """Write a picture of `image` with the seams between its tiles, and, beside it, of up to 36 tiles with halos.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def write_tiles_picture(
 
 
 def hull_of_tile_and_view(tile: Box, view: Box) -> Box:
-    """Return the hull of a tile and its view; an empty one is ignored."""
+    """Return the hull of a tile and its view; an empty box is ignored."""
     if tile.empty or view.empty:
         return view if tile.empty else tile
     return tile.hull(view)

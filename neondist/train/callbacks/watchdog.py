@@ -40,7 +40,7 @@ class Watchdog(Hook):
     timeout : float
         Seconds without progress after which the job ends.
     end : callable
-        Called after the report with the ranks (None: MPI has not started) and a grace period in seconds. Default: end
+        Called after the report with the world (None: MPI has not started) and a grace period in seconds. Default: end
         the job with exit code 1.
     report : callable
         Called with the text of the report. Default: write it to stderr.
@@ -154,7 +154,7 @@ class Watchdog(Hook):
         activity, waits = ("", False) if (work := self.current_activity) is None else (str(work), work.is_waiting)
         lines = [f"{head}: {activity}" if activity else head]
         if not waits:
-            calls = innermost_calls(self.watched_thread_id) or "  none: its thread has ended"
+            calls = innermost_calls(self.watched_thread_id) or "  none: the watched thread has ended"
             lines = [f"{lines[0]}; most recent call first:", calls]
         elif self.rank == 0:
             lines.append(

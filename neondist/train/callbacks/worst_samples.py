@@ -1,4 +1,4 @@
-"""worst.npz: samples of the validation split with the largest losses at the end of a run, with small pictures."""
+"""worst.npz: samples of the selection split with the largest losses at the end of a run, with small pictures."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MAX_WORST_SAMPLES, MAX_PICTURE_EXTENT = 12, 96
 class WorstSamples(Hook):
     """Write the worst samples of `dataset.selection_split`, on rank 0, when all epochs are complete.
 
-    Nothing is written unless samples are images or volumes (shown by the middle slice), nor for a PyTorch loss that is
-    not a mean over cells.
+    Nothing is written if there is only a training split, if samples are neither images nor volumes (shown by the middle
+    slice), or for a PyTorch loss that is not a mean over cells.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class WorstSamples(Hook):
 def find_worst_samples(
     model: Trainable, split: Split, batch_size: int, max_extent: int = MAX_PICTURE_EXTENT
 ) -> dict[str, np.ndarray]:
-    """Return the samples of a split with the largest losses, and small pictures of them, on every rank. Collective.
+    """Return a split's samples with the largest losses, and small pictures of these samples, on every rank. Collective.
 
     Returns
     -------

@@ -186,7 +186,7 @@ def _name_label_file_in_errors(labels: str | Path) -> Iterator[None]:
 
 
 class _BlockMetricAccumulator:
-    """Accumulator of cost and metrics over blocks; for some of them, of sums over all blocks of each sample."""
+    """Accumulator of cost and metrics over blocks; Dice and per-sample metrics sum over each sample's blocks first."""
 
     def __init__(
         self, model: TrainableModel, metrics: Sequence[Metric], method: BlockwisePrediction, targets: _TargetTiles,

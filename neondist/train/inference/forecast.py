@@ -248,7 +248,7 @@ class ForecastCoordinates(TileSource):
     ----------
     source : TileSource
         A variable of the input.
-    encoded_times : sequence of float
+    encoded_times : array (time,)
         Times of the forecasts, in the units of the variable's time coordinate.
     """
 
@@ -272,7 +272,7 @@ class ForecastCoordinates(TileSource):
             elif variable.name == "" or (
                 variable.values is not None and time not in variable.dimensions and (grid or not variable.dimensions)
             ):
-                kept.append(variable)  # without levels and time-dependent variables
+                kept.append(variable)  # levels and time-dependent variables are left out
         if not any(variable.name == "/" for variable in kept):
             kept.append(AuxiliaryVariable("/", (), None, dict(_CF_CONVENTIONS_ATTRIBUTE)))
         return kept, []

@@ -36,7 +36,7 @@ class SourceSamples:
     ----------
     shape : (N, *spatial, C)
     sample_extents : tuple of int
-        Extents of the source's axes that are samples; () if it is one image.
+        Extents of the source's axes that are samples; () if the source is one image.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SourceSamples:
         self.source.close()
 
     def sample_slices(self, samples: range) -> tuple[slice, ...]:
-        """Return slices of the sample axes for consecutive samples; for one sample if there are several axes."""
+        """Return slices of the sample axes for consecutive samples; for the first sample unless there is one axis."""
         if len(self.sample_extents) == 1:
             return (slice(samples.start, samples.stop),)
         place = np.unravel_index(samples.start, self.sample_extents) if self.sample_extents else ()
@@ -116,8 +116,8 @@ def open_images(
     Raises
     ------
     DataError
-        The file is missing, damaged or of an unknown kind, has wrong axes or channels, or its last axis may be
-        channels.
+        The file is missing, damaged or of an unknown kind, has wrong axes or channels, or it is unclear
+        whether its last axis is channels.
     """
     try:
         source = opener(path, axes=axes) if axes else opener(path)

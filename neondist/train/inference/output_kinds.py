@@ -61,7 +61,7 @@ def convert_to_output_kind(kind: str, y: np.ndarray) -> np.ndarray:
 
 
 def output_paths(kinds: Sequence[str], path: Path) -> dict[str, Path]:
-    """Return the file of each kind: with several, 'out.ome.zarr' becomes 'out-classes.ome.zarr'."""
+    """Return the file of each kind: with several kinds, 'out.ome.zarr' becomes 'out-classes.ome.zarr'."""
     if len(kinds) == 1:
         return {kinds[0]: path}
     stem, dot, suffix = path.name.partition(".")

@@ -48,7 +48,7 @@ def predict(
     steps: int | None = None,
     axes: str | None = None,
 ) -> tuple[int, ...]:
-    """Write the outputs of a checkpoint's network for images of any size; return their whole shape. Collective.
+    """Write the outputs of a checkpoint's network for images of any size; return the shape of all outputs. Collective.
 
     Raw values are normalised as recorded in the checkpoint; the data set is not needed.
     If whole images fit in memory, each rank computes its tile of them. Otherwise each rank computes blocks of the
@@ -60,7 +60,7 @@ def predict(
     Parameters
     ----------
     experiment : FitExperiment
-        The experiment that wrote the checkpoint; its model's `memory` limits all ranks of a machine.
+        The experiment that wrote the checkpoint; its model's `memory` limits the total of all ranks on a machine.
     checkpoint : path
         Checkpoint, written on any number of ranks.
     source : path
@@ -72,8 +72,8 @@ def predict(
     classes, probabilities, raw : bool
         Write the argmax of each cell, the softmax, or the raw outputs (default).
     block : int, optional
-        Cells along each axis of an output block, fewer if memory is short. Default: whole images, or 2048 cells if
-        these do not fit.
+        Cells along each axis of an output block, fewer if memory is short. Default: whole images, or, if these
+        do not fit, 2048 cells (2-D), 256 (3-D) or 262144 (1-D).
     overwrite : bool
         Replace an existing file or an unfinished output.
     steps : int, optional

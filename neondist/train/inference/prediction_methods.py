@@ -118,7 +118,7 @@ class BlockwisePrediction(PredictionMethod):
 
     @staticmethod
     def _count_cached_blocks(cache_bytes: int, images: SourceSamples, block_plan: Any) -> int:
-        """Return the number of adjacent blocks that fit in the cache until the next row is read."""
+        """Return the number of blocks, along each axis but the first, that stay cached until the next row is read."""
         source, cells = images.source, block_plan.largest_input_box.shape
         if source.chunks is None:
             return 1
@@ -294,7 +294,7 @@ def _choose_torch_module_method(
 def _plan_largest_fitting_batch(
     plan_for_batch: Callable[[int], Any], needed_bytes: Callable[[Any], int], batch: int, grid: ProcessGrid, limit: int
 ) -> tuple[Any, int]:
-    """Return the plan for the largest batch that fits, and the batch size."""
+    """Return the plan and the size of a batch, halved until it fits or each replica has one sample."""
     plan = plan_for_batch(batch)
     while needed_bytes(plan) > limit and batch > grid.replicas:
         batch = max(grid.replicas, batch // 2)

@@ -37,14 +37,15 @@ class TrainedModule:
     name : str
         Name of the factory in messages and journals.
     windows, stride : int, optional
-        For a tile classifier: cells along each axis of a window, and distance between windows (default: the same). The
-        output is then a map of scores, with one cell for each window that lies completely in the image.
-    scale, mean, std : float, or one for each channel
-        The module's input is (x / scale - mean) / std for values x of a file.
+        For a tile classifier: cells along each axis of a window, and distance between windows (default: the window).
+        The output is then a map of scores, with one cell for each window that lies completely in the image.
+    scale : float
+    mean, std : sequence of float
+        One value, or one per channel. The module's input is (x / scale - mean) / std for values x of a file.
     axes : str, optional
         A letter for each stored axis of the images, such as 'NYX', if their file specifies none.
-    memory : int, optional
-        Memory limit in bytes for the total of all processes on a machine.
+    memory : int or str, optional
+        Memory limit, in bytes or as text such as '4GiB', for the total of all processes on a machine.
 
     Attributes
     ----------
@@ -109,7 +110,7 @@ class TrainedModule:
         ------
         UserError
             DataError for a file that cannot be read, has other axes, or is smaller than a window; ConfigError if the
-            number of means or standard deviations is neither 1 nor that of channels.
+            number of means or standard deviations is neither 1 nor the number of channels.
         """
         channels = self.channels
         try:
@@ -167,7 +168,7 @@ class TrainedModule:
 
     @contextmanager
     def _report_channel_mismatch(self, images: SourceSamples) -> Iterator[None]:
-        """Replace an error of the module by one about the number of channels, if that is wrong."""
+        """Replace an error of the module by one about the number of channels, if that number is wrong."""
         try:
             yield
         except ConfigError as error:
