@@ -22,7 +22,7 @@ class OperatorAllocations(NamedTuple):
 
 
 def measure_allocations(call: Callable[[], object]) -> list[OperatorAllocations]:
-    """Return the allocations made while `call` runs, by outermost operator; largest first.
+    """Return the allocations of at least 64 KiB made while `call` runs, by outermost operator; largest first.
 
     Scratch memory that oneDNN and MKL allocate themselves is not included.
     """

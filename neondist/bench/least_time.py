@@ -14,7 +14,7 @@ from .roofline import measure_rank_rates
 
 MATRIX_EXTENT, COPIED_BYTES, TIMED_CALLS = 512, 1 << 25, 3  # a quick measurement
 MAX_SAVED_PRODUCTS = 6.25
-"""largest ratio of a plan's flops to those of Winograd's algorithm; that of 5 x 5 kernels"""
+"""largest ratio of a plan's flops to those of Winograd's algorithm, reached by 5 x 5 kernels"""
 
 
 @dataclass(frozen=True)

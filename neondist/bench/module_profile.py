@@ -39,7 +39,7 @@ COMPILED_FUNCTIONS = frozenset({"_Convolution", "_ConvolutionBackward"})
 
 
 class ProfileMarks(Observer):
-    """Marks the observed events of a grid in the profile."""
+    """Observer that marks the events of a grid in the profile."""
 
     def __init__(self) -> None:
         self._open_marks: list[record_function | None] = []

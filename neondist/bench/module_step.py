@@ -1,4 +1,4 @@
-"""A training step of a PyTorch module: in one process, by torch.compile, or distributed over ranks."""
+"""A training step of a PyTorch module: in one process, with torch.compile, or distributed over ranks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class BenchmarkNetwork(NamedTuple):
     Attributes
     ----------
     batch_size : int
-    sample_shape : of a sample
+    sample_shape : shape of a sample
     layers : function that returns new layers
     classes : int
     per_cell : bool

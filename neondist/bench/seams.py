@@ -60,7 +60,7 @@ def measure_seam_errors(
 
 
 class _OutputAndGradientRecorder(Observer):
-    """Copies of all outputs and input gradients of the last batch."""
+    """Observer that copies all outputs and input gradients of the last batch."""
 
     def __init__(self) -> None:
         self.arrays: dict[tuple[str, str], Any] = {}
@@ -108,7 +108,7 @@ def _error_by_distance(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, o
 
 
 def seam_distances(partition: Partition, tile: int) -> np.ndarray:
-    """Return each cell's distance, in cells, to the nearest border with another tile: 0 for cells at the border."""
+    """Return each cell's distance to the nearest seam: 0 for cells next to a seam, or if there is no seam."""
     box, far = partition.box(tile), max(partition.extent, default=0)
     nearest = np.full(box.shape, far)
     for axis, (lo, hi) in enumerate(box.axes()):

@@ -64,7 +64,7 @@ def bench_step(
     against : {'torch'}, optional
         Also train the same network in PyTorch, in alternating rounds.
     threads : int
-        Number of PyTorch's threads: the total of all ranks.
+        Number of PyTorch's threads: the total number of threads of all ranks, for equal resources.
     roofline : bool
         Add the roofline of every layer: 'machine', and further values in 'layers'. With PyTorch's kernels, also add
         'allocations', the allocations of these kernels in a step of rank 0.

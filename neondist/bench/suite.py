@@ -65,7 +65,8 @@ def bench_suite(
     variants : keys of NEONDIST_VARIANTS and TORCH_VARIANTS, in their order within a round
     measure : function of a network, a variant, and whether this is the first round
         Measures in a new process; returns 'seconds' per step, 'peak_bytes', and 'details', if there are any.
-        A variant that raises ConfigError or LaunchError is skipped from then on, and its row contains the reason.
+        A variant that raises ConfigError or LaunchError is skipped for the network's other rounds; the row has the
+        reason.
     rounds : int
         Every round measures all variants, so that a slowdown of the machine affects all of them.
     progress : ProgressLine

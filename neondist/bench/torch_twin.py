@@ -93,7 +93,7 @@ class TorchTwin:
         return float(loss.detach())
 
     def compare_gradients(self, file: str) -> tuple[float, float, str]:
-        """Return the loss without dropout, and the error and name of the gradient that differs most from a file's.
+        """Return the loss without dropout, and the error and name of the gradient that differs most from the file.
 
         No state changes. The file contains all arrays of the model, with gradients in place of trained arrays.
         """
@@ -180,7 +180,7 @@ def read_twin(folder: Path) -> TorchTwin:
 
 
 def serve_requests(folder: Path, requests: TextIO, answers: TextIO) -> None:
-    """Create the twin, then call the method of each request."""
+    """Create the twin, then answer each request with the result of the method that it names."""
     twin, problem = None, ""
     try:
         twin = read_twin(folder)

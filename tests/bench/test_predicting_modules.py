@@ -187,7 +187,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     )
     words = ["one.yaml", "--import", "nets.py"]
     assert main(["bench", "model", "predict", *words, "--ranks", "1..4", "--measure", "none", "--output", "out"]) == 0
-    assert "no faster with more than" in capsys.readouterr().out
+    assert "the step is fastest on" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "out" / "model.jsonl").read_text().splitlines()]
     assert [row["ranks"] for row in rows] == [1, 2, 4]
     assert np.all([row["seconds_per_step"] > 0 for row in rows])

@@ -213,7 +213,7 @@ def test_predict(file, tmp_path, capsys, monkeypatch):
     assert rows[1]["bytes_sent"] > 0
     assert [choice["layer"] for choice in rows[1]["schemes"]] == ["conv1", "max_pooling1"]
     output = capsys.readouterr().out
-    assert "no faster with more than" in output
+    assert "the step is fastest on" in output
     assert "the prediction error is unknown" in output
     assert (tmp_path / "predicted/model.md").read_text().count("| 4 |") == 2
     assert main(["bench", "model", "predict", *words, "-n", "2"]) == 2

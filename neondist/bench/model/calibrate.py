@@ -136,7 +136,7 @@ def _validation_cases(world: Transport, cores: int) -> list[tuple[str, int]]:
 
 
 def _fit_link(times: dict[int, float]) -> Link:
-    """Fit a line to the times of messages, minimising relative errors; absolute ones would hide the latency."""
+    """Fit a line to the times of messages, minimising relative errors; absolute errors would hide the latency."""
     taken = np.array(list(times.values()))
     matrix = np.array([[1.0, size] for size in times]) / taken[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(taken)), rcond=None)

@@ -59,7 +59,7 @@ def fastest_grid(
 
 
 def profile_with_progress(progress: ProgressLine, num_profiles: int) -> ProfileFunction:
-    """Return a function that reports its steps within a part of `progress` with this expected number of profiles."""
+    """Return a profile function that reports its steps in a part of `progress`; `num_profiles` calls are expected."""
     profile_numbers = itertools.count()
 
     def profile(experiment: Any, shape: GridShape, min_seconds: float) -> RankProfile:
@@ -77,7 +77,8 @@ def profile_with_progress(progress: ProgressLine, num_profiles: int) -> ProfileF
 def candidate_grids(count: int, experiment: Any) -> list[GridShape]:
     """Return the grids to try.
 
-    These are the file's grid or, without one, the most square grid, cuts along one axis, and replicas of square grids.
+    If the file sets rows or cols, only its grid; otherwise the most square grid, cuts along one axis and, if the file
+    sets no replicas, square grids of several replicas.
     """
     fixed = {name: value for name, value in experiment.grid.items() if value is not None}
     default = grid_shape(count, **fixed)

@@ -106,7 +106,7 @@ def profile_busiest_rank(
 def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
     """Return the peak resident bytes of rank 0, which also writes files and plots, after a short run in this process.
 
-    The run has one epoch of a few batches, and one of each stage of pretraining, with the files in a temporary folder.
+    The run has one epoch of a few batches, and one epoch of each stage of pretraining; files are in a temporary folder.
     Other ranks are absent: their messages are zeros. The bytes of image chunks that the whole run would cache are
     added. The experiment cannot be used afterwards.
     """

@@ -56,10 +56,10 @@ def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def describe_conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return sentences on large rank counts and on the prediction error."""
+    """Return sentences on the fastest rank count, on message latency and on the prediction error."""
     ranks = first_latency_bound_ranks(rows)
     sentences = [
-        f"the step is no faster with more than {counted(fastest_rank_count(rows), 'rank')}",
+        f"of these rank counts, the step is fastest on {counted(fastest_rank_count(rows), 'rank')}",
         "message latency is below compute time on all of these rank counts"
         if ranks is None
         else f"message latency exceeds compute time from {counted(ranks, 'rank')} on",
