@@ -30,8 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError if the type or range of an argument does not match the constructor's hints.
 
-    NumPy's numbers and sequences count as numbers and lists; hints that are not classes, such as a TypeVar, accept any
-    value.
+    NumPy's numbers and sequences count as numbers and lists; hints that are not classes accept any value.
     """
     class_fields = constructor_fields(cls)
     for name, value in arguments.items():

@@ -28,8 +28,8 @@ class DistributedSession:
 
     On entry the newest checkpoint in `checkpoint_dir`, if any, is restored on every rank: weights, the optimiser's
     arrays and settings, states of schedulers, the step, the position in the data set of `batches`, and PyTorch's random
-    states. On exit the final state is written. The files are those of `FitExperiment.run`, and can be read on any
-    number of ranks.
+    states. On exit without an error the final state is written. The files are those of `FitExperiment.run`, and can be
+    read on any number of ranks.
 
     In a cluster with parameter servers each worker trains independently: it sends gradients to the servers, which apply
     them on arrival, and receives updated values. The master initialises the servers with the model or a checkpoint, and
@@ -202,7 +202,7 @@ class DistributedSession:
     def batches(
         self, dataset: Dataset, batch_size: Count, epochs: Count | None = None, seed: Index | None = None
     ) -> Generator[tuple[Any, Any]]:
-        """Yield images and targets of this rank, one per `run`, from the restored position until the session stops.
+        """Yield this rank's part of a batch per `run`, from the restored position until the session stops.
 
         Samples of an epoch are ordered as in an experiment. For a neondist model, its optimiser's schedule is applied.
 

@@ -53,7 +53,7 @@ class EvaluatorRole:
             self._stack = stack.pop_all()
 
     def should_stop(self) -> bool:
-        """Wait for and load the next checkpoint unless one is loaded; return True if no more will come. Collective."""
+        """Wait for and load the next checkpoint unless one is loaded; return whether to end the loop. Collective."""
         while self.state.stop is None and self.loaded_position is None:
             checkpoint = self.follower.wait_for_next()
             if checkpoint is None:

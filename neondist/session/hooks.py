@@ -84,7 +84,7 @@ class LoadCheckpoint(Hook):
         self.path = Path(path)
 
     def before_run(self, run: TrainState) -> None:
-        """Load the weights. Collective."""
+        """Load the weights, unless the run is resumed. Collective."""
         if run.step == 0 and run.epoch == 0:
             with open_checkpoint(self.path, run.grid.world) as file:
                 taken = load_weights(file, run.model.checkpoint_arrays()["model"])

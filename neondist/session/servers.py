@@ -35,7 +35,7 @@ class SessionUpdate(ServerUpdate):
     first_step = 0
 
     def set_step(self) -> None:
-        """Set the model's step to the number of updates that its values contain."""
+        """Set the model's step to that of its values: `first_step` plus the servers' updates."""
         self._model.step = self.first_step + self.version
         self._model.steps_without_optimizer = self.first_step
 
