@@ -122,7 +122,8 @@ class AutoDist:
         """Decorate a function of whole batches, such as a training step, so that its model calls run distributed.
 
         Losses from torch.nn are computed on tiles; all other operations receive whole outputs. The result is whole and
-        the same on every rank. Outside such functions every rank runs the models as in a single process.
+        the same on every rank. Outside such functions every rank runs PyTorch modules as in a single process; neondist
+        models stay distributed.
 
         Raises
         ------
@@ -210,7 +211,7 @@ class AutoDist:
             return
         if any(rule.compressor for rule in plan.strategy.parameters.values()):
             raise ConfigError(
-                f"strategy: {plan.strategy.builder}: scripts read uncompressed gradients, such as for clipping;"
+                f"strategy: {plan.strategy.builder}: scripts need uncompressed gradients, such as for clipping;"
                 " leave out the compressor, or use ndt.DistributedOptimizer"
             ).mark_raised_on_all_ranks()
         if plan.shares and self.grid.size > 1:

@@ -241,8 +241,8 @@ class FitExperiment(Registered):
             curves.png, tiles.png, worst.npz, complete.json and, for a PyTorch module, weights.safetensors. The folder
             is locked against other runs. Default: nothing is written.
         resume : bool or 'auto'
-            Resume from checkpoint.h5 in `output`, written on any number of ranks; 'auto': resume, or start a
-            new run if there is nothing to resume.
+            Resume from checkpoint.h5 in `output`, written on any number of ranks, or start from scratch if the run
+            has no checkpoint yet; 'auto': also start a new run if the folder contains no run.
         init_from : path, optional
             A checkpoint whose weights and running statistics initialise arrays of the same name and shape; a note lists
             missing and unused arrays.
@@ -262,7 +262,7 @@ class FitExperiment(Registered):
         ------
         UserError
             As in `validate`; OutputError if nothing can be written to `output`; ConfigError if an earlier run would be
-            lost; DataError if there is nothing to resume.
+            lost; DataError if there is no run to resume.
         """
         if resume and output is None:
             raise ConfigError("resume: requires the folder of the run to resume; set output")
