@@ -13,7 +13,7 @@ from .strategy import ParameterStrategy
 
 
 class Parallax(StrategyBuilder):
-    """Allreduce of dense gradients; sparse gradients are sent to owners, balanced by bytes (Kim et al. 2019).
+    """Allreduce of dense gradients; sparse parameters have owners, as in `PSLoadBalancing` (Kim et al. 2019).
 
     Parameters
     ----------

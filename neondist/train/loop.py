@@ -292,7 +292,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     model : Trainable
         A built model, evaluated in inference mode (no dropout, running statistics).
     split : Split
-        This rank's tiles and all targets.
+        A split of an opened data set, with this rank's tiles.
     batch_size : int
         Samples per pass, over all replicas; fewer, if the model accumulates micro-batches.
     metrics : sequence of Metric

@@ -43,7 +43,7 @@ class Hook:
         """Called when the run has failed, possibly only on this rank, to clean up without communicating."""
 
     def after_run(self, run: TrainState) -> None:
-        """Called when all epochs are complete."""
+        """Called when all epochs are complete, or when a session ends without a stop or an error."""
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _suggest_valid_extents(model: Any, images: SourceSamples) -> Iterator[None]:
 def parse_shape_and_normalisation(
     path: Path, texts: dict[str, str]
 ) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
-    """Return shape, factor, offset and fill value of the training images; the same on every rank."""
+    """Return shape, factor, offset and fill value of the training images; raise DataError if they are not recorded."""
     try:
         saved = parse_json(texts["images"], dict)
         shape = tuple(require_json_integer("'shape'", n, 1) for n in require_json_type("'shape'", saved["shape"], list))
