@@ -37,7 +37,7 @@ def parse_yaml(text: str, line_location: Locator, path: str = "", max_nodes: int
     Raises
     ------
     ConfigError
-        For syntax errors, forbidden tags, duplicate keys, too deep nesting, and aliases of too many values.
+        For syntax errors, forbidden tags, duplicate keys, deep nesting, and aliases that expand to too many values.
     """
     root = _compose_yaml_graph(text, line_location, path)
     return (
