@@ -1,8 +1,8 @@
-"""The command line: neondist run | launch | evaluate | predict | sweep | check | bench | serve | doctor | data.
+"""The command line: neondist COMMAND.
 
-arguments: the parser; options: options shared by several commands. experiment: loading of an experiment. One file per
-command, which adds its options and runs it: run (and check), launch, inference (evaluate, predict), sweep, bench,
-serve, doctor, data, init, files (schema, report). completion: shell completion.
+arguments: the parser; options: options shared by several commands. experiment, definition: loading of an experiment.
+One file per command, which adds its options and runs it, except for run (and check), inference (evaluate, predict),
+train (also these for model definitions) and files (schema, report). completion: shell completion.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _OUTPUT_ERRNOS = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 closed output. Any other failure is a
-    bug: a traceback and exit code 1. Without `argv`, the whole process is the command: its words are those of sys.argv,
-    and signals are handled until it exits.
+    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 closed output; other codes are those of
+    a failed job or benchmark. A bug ends the command with a traceback and exit code 1. Without `argv`, the command is
+    the whole process: its words are those of sys.argv, and signals are handled until it exits.
     """
     if argv is not None:
         signals = SignalRecorder().install_signal_handlers()

@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words of this command; reject unknown options, which argparse would report for the root command."""
         words = list(sys.argv[1:] if args is None else args)
-        # before argparse reports arguments as missing that were given with the misspelt option
+        # first, since argparse would report that a required option is missing if it is misspelt
         own_words = takewhile(lambda word: word.startswith("-"), words) if self._subparsers is not None else words
         for word in own_words:
             if word.startswith("--") and word != "--" and not self._is_option(word.partition("=")[0]):

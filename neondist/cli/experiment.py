@@ -156,7 +156,7 @@ def _add_to_sys_path(folder: Path) -> None:
 
 
 def _failing_location(error: BaseException) -> str:
-    """Return 'FILE:LINE: ' of the failing user code."""
+    """Return 'FILE:LINE: ' of the failing user code; '' if it is not known."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: "
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

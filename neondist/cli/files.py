@@ -48,7 +48,7 @@ def write_report(arguments: argparse.Namespace) -> int:
 
 
 def print_schema(arguments: argparse.Namespace) -> int:
-    """Print the JSON Schema."""
+    """Print the JSON Schema, or with --tags the YAML tags."""
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
     from ..config.schema import experiment_schema, yaml_custom_tags

@@ -39,11 +39,11 @@ _TABLE_NAMES, _TABLE_IMAGE_FOLDERS = ("labels", "train", "train_labels"), ("imag
 _MASK_ENDING = re.compile(r"(^|[._-])(seg|mask|label|gt)", re.IGNORECASE)
 _CITYSCAPES_ENDINGS = "_labelTrainIds", "_labelIds"
 _CROPS_PER_EPOCH = 64
-"""number of crops to draw from few large images"""
+"""number of crops to draw in total, if the images are few and large"""
 _MAX_INSPECTED_CELLS, _INSPECTED_EXTENT = 1 << 26, 2048
 """cells of masks read to find their values, and extent of the boxes read"""
 _MAX_SPARSE_NUMBER, _MAX_CLASSES = 40, 256
-"""largest value that counts as a class number although others are missing, and usual number of classes"""
+"""values below the first count as class numbers even if smaller ones are missing; usual maximum number of classes"""
 
 
 def add_parser(commands: Any) -> None:
@@ -408,7 +408,7 @@ def _quote_yaml(text: str) -> str:
 
 
 def _choose_crop_size_and_count(paths: list[Path]) -> tuple[list[int], int]:
-    """Return crop extents that fit in all images and can be halved, and the number of crops to draw from each image."""
+    """Return crop extents that fit in all images, multiples of 8 if possible, and the number of crops of each image."""
     from ..formats import open_source
 
     crop: list[int] = []

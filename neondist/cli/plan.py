@@ -90,7 +90,7 @@ def _describe_prediction_error(machine: Any) -> str:
 
 
 def _candidate_builders(model: Any) -> Sequence[Any]:
-    """Return the experiment's strategy, or the candidates of the planner."""
+    """Remove the model's strategy and return it, or the planner's candidates if it is automatic or missing."""
     from ..strategies import AutoStrategy
     from ..strategies.auto import create_candidate_builders
 

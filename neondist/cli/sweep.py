@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 DATABASE_FILE = "sweep.db"
 PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner"}
-_POLL_SECONDS = 0.1  # seconds
+_POLL_SECONDS = 0.1
 _STATE_ORDER = {"COMPLETE": 0, "PRUNED": 1}
 _MAX_COMBINATIONS = 10_000  # limit of values or combinations for an exhaustive search
 _SPACE_SYNTAX = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
@@ -250,7 +250,7 @@ def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]
 
 
 def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
-    """Yield trials to run: an interrupted one of an earlier call, and new ones.
+    """Yield trials to run: those that were interrupted in an earlier call, and new ones.
 
     Proposals depend only on earlier results and the trial's number, so a resumed sweep equals an uninterrupted one.
     """

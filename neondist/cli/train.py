@@ -191,7 +191,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Pass the outputs for all records, in order, to PredictionOutputsProcessor, or write them."""
+    """Pass the outputs for all records, in order, to PredictionOutputsProcessor, write them to --output, or both."""
     from ..train.inference.record_prediction import predict_records
 
     definition = load_definition(arguments.file, _custom_names(arguments))

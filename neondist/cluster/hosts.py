@@ -226,7 +226,7 @@ class HostPool:
         self._excluded_until[host] = self._clock() + self.cooldown
 
     def exclude_unusable(self, reasons: Mapping[str, str]) -> list[str]:
-        """Exclude unusable hosts, as failed ones; return a message for each host with a new reason."""
+        """Exclude unusable hosts until the end of their cooldown; return a message for each host with a new reason."""
         new = {host: reason for host, reason in reasons.items() if self._reported_reasons.get(host) != reason}
         for host in reasons:
             self.exclude_temporarily(host)

@@ -111,8 +111,8 @@ def check_nodes(
     Parameters
     ----------
     resources : ResourceSpec
-    ranks : mapping of addresses to numbers of ranks
-        Nodes without ranks are skipped.
+    ranks : mapping of str to int
+        Number of ranks by address of a node; nodes without ranks are skipped.
     ssh_config_path : Path
         Path of an ssh_config written by `write_ssh_config`.
     mpirun : str

@@ -45,12 +45,12 @@ class SSHConfig:
     Attributes
     ----------
     username : str
-        '' for the user of this process.
+        '': as in the user's ssh_config, by default the user of this process.
     port : int
     key_file : str or None
         Absolute path; None: OpenSSH's default keys.
     python_venv : str
-        A shell command that activates the node's virtual environment, such as 'source /opt/venv/bin/activate'.
+        Absolute path of the node's virtual environment, or 'source PATH/bin/activate'; '': this Python's path is used.
     shared_envs : dict of str to str
         Environment variables of the node's ranks.
     """
@@ -96,7 +96,7 @@ class Device:
     ----------
     node : str
         Address of the node.
-    kind : 'gpu' or 'cpu'
+    kind : {'gpu', 'cpu'}
     index : int
     """
 
@@ -243,7 +243,7 @@ def _is_ip_address(text: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    """Return whether a normalised address is that of the machine itself on every machine."""
+    """Return whether a normalised address refers to whichever machine uses it."""
     return ipaddress.ip_address(address).is_loopback if _is_ip_address(address) else _is_loopback_name(address)
 
 

@@ -34,7 +34,7 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
     Raises
     ------
     ConfigError
-        OpenSSH does not accept the user name or the path of a key.
+        OpenSSH does not accept the user name or a path, or the ssh_config in USER_CONFIG_VARIABLE does not exist.
     """
     lines = []
     for node in resources.nodes:
@@ -56,7 +56,7 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
 
 
 def _user_config_path(env: Mapping[str, str]) -> str | None:
-    """Return the absolute path of the user's ssh_config in USER_CONFIG_VARIABLE, which must exist, if it is set."""
+    """Return the absolute path in USER_CONFIG_VARIABLE, or None if unset; ConfigError if the file does not exist."""
     text = env.get(USER_CONFIG_VARIABLE)
     if not text:
         return None

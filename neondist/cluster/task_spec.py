@@ -37,12 +37,12 @@ _RANK_VARIABLES = (
 class TaskSpecDef:
     """Role of a process in a job.
 
-    A master is also a worker: it has shard 0, and worker i has shard i + 1; without a master, worker 0 takes its role.
-    Evaluators do not train and are not counted.
+    A master is also a worker: it has shard 0, and worker i has shard i + 1. Without a master, worker 0 takes its role,
+    and worker i has shard i. Evaluators do not train and are not counted.
 
     Parameters
     ----------
-    task_type : 'master', 'chief', 'worker', 'ps' or 'evaluator'
+    task_type : {'master', 'chief', 'worker', 'ps', 'evaluator'}
         'chief' is a synonym of 'master'.
     index : int
         Index among the tasks of its type.
@@ -290,7 +290,7 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
 
 
 def _create_task(names: Mapping[str, str], cluster: Iterable[str] = (), **arguments: Any) -> TaskSpecDef:
-    """Return the task; errors name the variables, given by argument and task type, and by '' for all others."""
+    """Return the task; errors name the variable that `names` has for an argument or task type, or else for ''."""
     try:
         task = TaskSpecDef(**arguments)
     except ConfigError as error:

@@ -118,7 +118,7 @@ class ForkServer:
     def start(
         self, words: Sequence[str], env: Mapping[str, str], name: str, output: int | None = None
     ) -> ForkedProcess | None:
-        """Fork a process that runs the `neondist` command; return None if that is not, or no longer, possible.
+        """Fork a process that runs the `neondist` command; return None if the fork server cannot.
 
         The new process is a child of this one and a session leader, and receives SIGTERM when this process is killed.
 
@@ -148,7 +148,7 @@ class ForkServer:
         return None
 
     def kill_abandoned_process(self) -> None:
-        """Reap a process that was forked too late; call once the fork server has exited."""
+        """Kill and reap a process that was forked too late, if any; call this once the fork server has exited."""
         if self._abandoned_channel is None:
             return
         with self._abandoned_channel as channel, suppress(TimeoutError):
@@ -184,7 +184,7 @@ class ForkServer:
 def open_fork_server(
     import_modules: Callable[[], object], timeout: float = _FORK_TIMEOUT
 ) -> Iterator[ForkServer | None]:
-    """Import modules with `import_modules`, and yield a fork server that has loaded them; None if it cannot fork.
+    """Import modules with `import_modules`, and yield a fork server that has loaded them; None if this fails.
 
     Open it before this process runs user code or starts threads. `timeout` is that of ForkServer.
     """

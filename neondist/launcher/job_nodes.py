@@ -134,7 +134,7 @@ class JobNodes:
 
     @property
     def service_nodes(self) -> list[JobNode]:
-        """Machines for servers, assigned in turn; the first, this one, also runs the master."""
+        """Machines for servers, assigned in turn; the first is this machine, which also runs the master."""
         nodes = self._nodes.values()
         local = [node for node in nodes if node.remote_command is None] or [JobNode(address=_own_address([]))]
         return local[:1] + [node for node in nodes if node.remote_command is not None and node.address]

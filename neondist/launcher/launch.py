@@ -55,7 +55,7 @@ def launch(
     variables : mapping, optional
         Additional environment variables of the ranks.
     hosts_changed : callable, optional
-        As for `supervise`.
+        As for `supervise_command`.
     """
     mpirun, ranks = require_mpirun(os.environ), arguments.ranks
     if arguments.stops and received_signals:

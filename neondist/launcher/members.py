@@ -34,7 +34,7 @@ class GenerationMembers:
     ----------
     ranks : int
     hosts : dict of str to int, or None
-        Ranks of each host, in order; None where mpirun decides.
+        Number of ranks on each host, in order of rank; None if mpirun places the ranks.
     spares : int
         Slots reserved to replace lost ranks, at most the requested number.
     """
@@ -138,8 +138,8 @@ def _resolve_ranks(arguments: argparse.Namespace) -> None:
         raise LaunchError(f"{option}: {source.path} has {counted(slots, 'slot')}; {alternative}list more hosts")
     if spares > slots - least and not source.is_script:
         raise LaunchError(
-            f"--spares {spares}: {source.path} has {counted(slots, 'slot')}, and ranks need at least {least}; give"
-            f" --spares {slots - least} at most, or list more hosts"
+            f"--spares {spares}: {source.path} has {counted(slots, 'slot')}, and the ranks need at least {least};"
+            f" give at most --spares {slots - least}, or list more hosts"
         )
 
 
@@ -180,7 +180,7 @@ class RankRoster:
         self._slot_read_count = 0
 
     def choose_members(self) -> GenerationMembers | None:
-        """Return the largest possible set of ranks on the usable hosts; None if these have too few slots."""
+        """Return members with the most ranks that the usable hosts and the experiment allow; None if there are none."""
         if self.host_pool is None:
             return self._largest_members_within(self.ranks)
         usable = self.host_pool.list_usable_hosts()
@@ -197,7 +197,7 @@ class RankRoster:
     def record_loss(
         self, members: GenerationMembers, lost_nodes: tuple[str, ...], silent_ranks: tuple[int, ...]
     ) -> list[str]:
-        """Record a loss; return the hosts that are excluded from now on.
+        """Record a loss; return the hosts that are excluded for the cooldown.
 
         If a run of fixed size cannot continue without a lost host, that host is not excluded.
         """
@@ -328,7 +328,7 @@ def wait_for_members(
 ) -> GenerationMembers | None:
     """Wait for the members of the next generation; return None after `limit` seconds or if `is_stopped()`.
 
-    Progress is printed immediately and every 30 seconds.
+    Also returns None if there are none and mpirun places the ranks. Progress is reported at once and every 30 seconds.
 
     Raises
     ------

@@ -120,7 +120,7 @@ class Monitor:
         return sum(member.handles_stop for member in list(self.rank_states.values())) == self.ranks
 
     def drain_connections(self, seconds: float = 5.0) -> None:
-        """Wait until the connections of ended ranks have been drained."""
+        """Wait up to `seconds` until the messages of all ranks have been received and their connections are closed."""
         end = time.monotonic() + seconds
         while self._connections and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
@@ -136,7 +136,7 @@ class Monitor:
         return max((member.exit_code or 0 for member in self.rank_states.values()), default=0)
 
     def describe_rank(self, rank: int) -> str:
-        """Return 'rank 1 of 3 on node A'."""
+        """Return a description of a rank and its node, such as 'rank 1 of 3 on node-a'."""
         member = self.rank_states.get(rank)
         return f"rank {rank} of {self.ranks}" + (f" on {member.node}" if member else "")
 
@@ -175,7 +175,7 @@ class Monitor:
             self._connections.append(connection)
 
     def register_rank(self, greeting: str) -> RankState | None:
-        """Return the rank with the greeting 'RANK PROCESS NODE'; None if invalid or the rank already connected."""
+        """Register the rank of a greeting 'RANK PROCESS NODE'; None if invalid or if the rank connected before."""
         rank, _, rest = greeting.partition(" ")
         node = rest.partition(" ")[2]
         if not rank.isdecimal() or int(rank) >= self.ranks or int(rank) in self.rank_states or not node.isprintable():

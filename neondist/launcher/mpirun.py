@@ -38,7 +38,7 @@ class Mpirun:
         """
         words = [self.path, "-n", str(ranks)]
         if self.is_open_mpi:
-            # slots are physical cores, so even `ranks <= cores()` may be refused; harmless if not needed.
+            # Oversubscribed: slots are physical cores, so mpirun could refuse even `count_cores()` ranks.
             # Unbound: ranks bind themselves (pinning.py); mpirun would bind all threads of a rank to one core.
             words += ["--map-by", ":oversubscribe", "--bind-to", "none"]
             words += [word for name in variables for word in ("-x", name)]

@@ -1,6 +1,6 @@
 """Binding of processes to their parents: mpirun ends with `neondist run -n N`, and a rank with mpirun.
 
-MPI would let a rank continue until its next communication.
+With MPI alone, a rank would continue until its next communication.
 """
 
 from __future__ import annotations

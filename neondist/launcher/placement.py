@@ -80,7 +80,7 @@ class JobPlacement:
         return {**variables, SSH_ARGS_VARIABLE: f"{env.get(SSH_ARGS_VARIABLE, '')} -F {self.ssh_config}".strip()}
 
     def supervisor_addresses(self) -> list[str]:
-        """Return the addresses of the chief that belong to this machine, for ranks on other nodes."""
+        """Return the loopback address, and the chief's addresses on this machine, by which other nodes reach it."""
         addresses: list[str] = []
         try:
             candidates = socket.getaddrinfo(self.resources.chief.address, None, type=socket.SOCK_STREAM)
@@ -175,7 +175,7 @@ def open_job_placement(
     Raises
     ------
     LaunchError
-        Some nodes are unusable; the message names all of them.
+        mpirun is not that of Open MPI, or some nodes are unusable; the message names all of these.
     """
     resources = arguments.resources
     if resources is None and arguments.hosts is None:

@@ -143,7 +143,7 @@ class ElasticSlots:
         self._table.free_worker_slots(host)
 
     def report_giving_up(self) -> None:
-        """Report that the job ends because slots for its minimum of workers were not free in time."""
+        """Report that the job ends because slots for its minimum number of workers were not free in time."""
         remedy = "start the job again later, or lower --num-workers"
         if excluded := self._list_excluded_hosts():
             remedy = unreachable_host_remedy(next(iter(excluded)), os.environ)
@@ -160,7 +160,7 @@ class ElasticSlots:
 def open_elastic_slots(
     bounds: WorkerBounds, source: HostSource | None, wait_limit: float = HOST_WAIT_SECONDS
 ) -> Iterator[ElasticSlots]:
-    """Yield the slots of a job, which shares them with other jobs; the list of hosts is polled meanwhile.
+    """Yield the slots of a job, which shares them with other jobs; the list of hosts is polled until the block ends.
 
     New hosts are checked first, and are excluded for a while if they cannot run workers.
     """

@@ -1,4 +1,4 @@
-"""Connections to the processes that keep snapshots on nodes after the ranks end, until dismissed by this one."""
+"""Connections to the processes that keep snapshots on nodes after the ranks end, until this process dismisses them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SnapshotKeepers:
             listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept a connection if the rank proves the key; the process that keeps snapshots inherits the connection."""
+        """Accept a connection if the rank proves that it has the key; the process that keeps snapshots inherits it."""
         with suppress(OSError):
             connection = listener.accept()[0]
             connection.settimeout(_GREETING_TIMEOUT)

@@ -69,8 +69,8 @@ def supervise_command(
 
     The command inherits the file descriptors `inherited_descriptors`. If ranks handle SIGUSR1, SIGTERM is forwarded as
     SIGUSR1, which requests a stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If
-    `ranks_handle_stop`, both signals are held back until all ranks of the monitor handle SIGUSR1, since it would kill
-    the others. `received_signals` names earlier signals. Once `hosts_changed` returns true, a stop is requested too.
+    `ranks_handle_stop`, both signals are held back until all ranks of the monitor handle SIGUSR1, which would kill the
+    others. `received_signals` names earlier signals. Once `hosts_changed` returns true, a stop is requested too.
     """
     forwarder, changing = _SignalForwarder(ranks_handle_stop), False
     handlers = _install_handlers(forwarder.forward)  # before the start: a signal must not end this process alone
@@ -132,13 +132,13 @@ def supervise_command(
 
 
 def _write_withheld_notices(ending: JobEnding, notice_filter: NoticeFilter, daemons_failed: bool) -> None:
-    """Write notices of mpirun that explain a failure which nothing else does."""
+    """Write the notices of mpirun about a failure that no other message explains."""
     if daemons_failed:
         sys.stderr.write(notice_filter.notices.decode(errors="replace"))
     if not ending.failure_message:
         sys.stderr.write(notice_filter.fatal_lines.decode(errors="replace"))
         failed = ending.exit_code not in (0, STOPPED_EXIT_CODE)
-        if failed and not notice_filter.has_output:  # no rank reported an error: mpirun names it
+        if failed and not notice_filter.has_output:  # no rank has reported the error, but mpirun has
             sys.stderr.write(notice_filter.notices.decode(errors="replace"))
 
 
@@ -212,7 +212,7 @@ class _SignalForwarder:
             self.send(self.deferred_signals)
 
     def send(self, signal_numbers: list[int]) -> None:
-        """Send and remove the signals of a list, to which more may be added meanwhile."""
+        """Send and remove the signals of a list, to which the signal handler may append at any time."""
         while signal_numbers and self.process is not None:
             with suppress(IndexError):
                 self.process.send_signal(signal_numbers.pop(0))

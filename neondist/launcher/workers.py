@@ -54,9 +54,9 @@ def _preload_worker_modules() -> None:
 
 
 def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
-    """Return a context manager of the fork server of a job with a PyTorch model; it yields None without forking.
+    """Return a context manager of the fork server of a job with a PyTorch model; it yields None if there is none.
 
-    Open it before the model is loaded. Without forking, the modules that the model needs are imported here.
+    Open it before the model is loaded. If the command forks no processes, it imports the modules of the model itself.
     """
     if not arguments.signals.owns_process or not Path(arguments.file).is_file():
         return nullcontext()
@@ -84,7 +84,7 @@ def end_with_supervisor(environ: Mapping[str, str]) -> None:
 
 
 def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
-    """Raise LaunchError, before anything is written, if an experiment needs servers but cannot use them."""
+    """Raise an error, before anything is written, if an experiment needs servers but cannot run with them."""
     if experiment.server_strategy is None or SERVERS_VARIABLE in os.environ:
         return
     remedy = "or use sync: true and staleness: 0"
@@ -111,12 +111,12 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
 
 
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
-    """Run an experiment whose strategy needs servers, and return the exit code; None if it needs none.
+    """Run an experiment whose strategy needs servers, and return the exit code; None if it needs no servers.
 
     Each replica has a worker: a process, or an MPI job of its tiles. An elastic job has as many workers as its bounds
-    and slots allow. A master manages the tasks. The number of servers is that of workers, but at most four. With a
-    resource file, workers and servers run on its nodes. Worker 0 writes to the run's folder, the others to subfolders;
-    the subfolder `servers` holds the servers' checkpoints and the queue.
+    and slots allow. A master manages the tasks. By default, there are as many servers as replicas, but at most four.
+    With a resource file, workers and servers run on its nodes. Worker 0 writes to the run's folder, the others to
+    subfolders; the subfolder `servers` holds the servers' checkpoints and the queue.
 
     Raises
     ------
@@ -276,7 +276,7 @@ def _fetch_progress(master: str, token: str) -> TaskProgress | None:
 def _check_applied_once(master: str, servers: Sequence[str], token: str) -> str:
     """Return a summary of the applied gradients; ServiceError unless each record was applied once.
 
-    A server that was restarted after the last update has no records until the master has restored it.
+    A server that was restarted after the last update has no model until the master has restored it.
     """
     summaries = []
     for address in servers:
@@ -291,7 +291,7 @@ def _check_applied_once(master: str, servers: Sequence[str], token: str) -> str:
 
 
 def _save_checkpoint(master: str, token: str) -> bool:
-    """Write a checkpoint of the servers; return False if none newer than the last is possible."""
+    """Write a checkpoint of the servers; return False if they have not applied the same gradients."""
     return _call_service(master, "Recovery", token, "save").flag("saved")
 
 

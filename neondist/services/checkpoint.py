@@ -84,7 +84,7 @@ def server_file_path(folder: Path, index: int, servers: int) -> Path:
 
 
 def count_servers(folder: Path) -> int | None:
-    """Return the number of servers of a checkpoint; None if files are missing. Files may be damaged, or not match."""
+    """Return the number of servers of a checkpoint by the names of its files; None if the set is incomplete."""
     paths = _list_server_files(folder)
     counts = {int(path.stem.rpartition("-")[2]) for path in paths}
     return len(paths) if counts == {len(paths)} else None
@@ -115,7 +115,7 @@ def load_state(state: ServerState, folder: Path) -> None:
     Raises
     ------
     DataError
-        A file is missing or damaged, or the files belong to different checkpoints or to another model.
+        A file is missing or damaged, or the files belong to different checkpoints, another model or another optimiser.
     """
     with _open_server_files(folder) as files:
         first = files[0]
@@ -149,13 +149,13 @@ def export_checkpoint(folder: Path, path: Path) -> None:
     folder : Path
         Folder of a checkpoint.
     path : Path
-        File to write. '.h5': like checkpoint.h5 of a run, with the optimiser's slots; '.safetensors': only the
+        File to write. '.h5': like checkpoint.h5 of a run, with the slots of dense parameters; '.safetensors': only the
         parameters.
 
     Raises
     ------
     UserError
-        As for `load_state`; a table is too large; or the file cannot be written.
+        As for `load_state`; a table is too large; safetensors is not installed; or the file cannot be written.
     """
     if path.suffix not in (".h5", ".safetensors"):
         raise ConfigError(f"{path}: expected a name that ends with .h5 or .safetensors")
@@ -204,7 +204,7 @@ class _ServerFile:
             raise DataError(f"{self.path}: was not written by a server ({error}); specify another checkpoint") from None
 
     def read_array(self, name: str, dtype: DTypeLike, size: int | None = None) -> np.ndarray:
-        """Return an array of the file; DataError if it is missing or has another size."""
+        """Return an array of the file; DataError if it is missing or does not have `size` elements (None: any)."""
         shape = self._file.contents.shapes.get(name)
         if shape is None or size not in (None, prod(shape)):
             raise DataError(f"{self.path}: '{name}' is missing, or has another size; specify another checkpoint")

@@ -77,7 +77,7 @@ class PulledValues:
                     piece.part_of(arrays[piece.name])[...] = flat[cells].reshape(piece.box.shape)
 
     def whole_slots(self) -> dict[str, np.ndarray]:
-        """Return the optimiser's complete arrays and scalars by 'PARAMETER/SLOT', if they were pulled."""
+        """Return the optimiser's complete arrays and scalars by 'PARAMETER/SLOT'; empty if they were not pulled."""
         slots: dict[str, np.ndarray] = {}
         for layout, reply in zip(self._layouts, self._replies, strict=True):
             for dtype, (key, flat) in product(layout.dtypes, reply.arrays.items()):
@@ -114,7 +114,7 @@ class ParameterClient:
     Raises
     ------
     ServiceError
-        A server is unreachable, or has another version of neondist.
+        A server is unreachable or has another version of neondist, or the numbers of addresses and layouts differ.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class ParameterClient:
         self._server_connections.call_method_on_all_servers("finish_round")
 
     def finish_epoch(self, epoch: int) -> None:
-        """Drop the records of a completed epoch on all servers, which then reject gradients of that epoch."""
+        """Let all servers count the minibatches up to a completed epoch as applied, and reject their gradients."""
         self._server_connections.call_method_on_all_servers("finish_epoch", {"epoch": epoch})
 
     def applied_minibatches(self) -> AppliedMinibatches:
@@ -339,7 +339,7 @@ class ParameterClient:
         self._server_connections.call_method_on_all_servers("join", {"worker": self.worker})
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the status of each server, such as its version and its numbers of samples and workers."""
+        """Return the status of each server, such as its version, number of samples, and the steps of its workers."""
         return self._server_connections.status()
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ class TaskDatabase:
         self._connection.execute("DELETE FROM facts WHERE name = ?", (f"rounds {kind}",))
 
     def count_by_state(self, kind: str) -> dict[str, int]:
-        """Return the number of tasks in each state."""
+        """Return the number of tasks in each state except 'reissued'."""
         counts = dict.fromkeys(("todo", "doing", "done", "failed"), 0)
         rows = self._connection.execute("SELECT state, count(*) FROM tasks WHERE kind = ? GROUP BY state", (kind,))
         return counts | {state: count for state, count in rows if state in counts}

@@ -60,7 +60,7 @@ class DenseParameters:
             self.values[dtype][...] = array
 
     def set_slots(self, message: Message) -> None:
-        """Set the optimiser's state from a message, if it has one; MessageError if it does not match the optimiser."""
+        """Set the optimiser's state from a message, if present; MessageError if it does not match the optimiser."""
         names = set(self._updater.initial_slot_values())
         for dtype, values in self.values.items():
             prefix = f"{SLOTS_PREFIX}{dtype}/"
@@ -73,7 +73,7 @@ class DenseParameters:
                 self.slots[dtype][name] = array.copy()
 
     def message_arrays(self, with_slots: bool = False) -> dict[str, np.ndarray]:
-        """Return the values, and the optimiser's state if asked for, by their array names in messages."""
+        """Return the values, and with `with_slots` the optimiser's state, by their array names in messages."""
         arrays = {DENSE_PREFIX + dtype: array for dtype, array in self.values.items()}
         for dtype, slots in self.slots.items() if with_slots else ():
             arrays |= {f"{SLOTS_PREFIX}{dtype}/{name}": array for name, array in slots.items()}

@@ -58,7 +58,7 @@ class ServerConnections:
         return self.call_on_all_servers(lambda index: self.clients[index].call(method, fields))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the status of each server, such as its version and its numbers of samples and workers."""
+        """Return the status of each server, such as its version, number of samples, and the steps of its workers."""
         return [dict(reply.fields) for reply in self.call_method_on_all_servers("status")]
 
     def applied_minibatches_by_server(self) -> list[AppliedMinibatches]:

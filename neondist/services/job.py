@@ -39,12 +39,12 @@ class JobService(Service):
         self._stopping = self._has_ended = self._any_worker_joined = False
 
     def methods(self) -> Mapping[str, ServiceMethod]:
-        """Return the methods that workers call."""
+        """Return the methods by name."""
         start = {"alive": self.record_heartbeat, "begin": self.allow_start, "begun": self.wait_for_start}
         return {**start, "stop": self.request_stop, "end": self.end_job}
 
     def record_heartbeat(self, request: Message) -> Message:
-        """Record a heartbeat of a worker; return whether the master has requested all workers to stop."""
+        """Record a heartbeat of a worker; return whether all workers have been requested to stop."""
         with self._condition:
             self._last_heartbeat_times[request.text("worker")] = self._clock()
             self._any_worker_joined = True

@@ -77,7 +77,7 @@ class Master(Service):
             self._open_queue(json.loads(parameters))
 
     def methods(self) -> Mapping[str, ServiceMethod]:
-        """Return the methods that workers call."""
+        """Return the methods by name."""
         return {
             "report_training_params": self.report_training_params,
             "get_task": self.get_task,
@@ -110,7 +110,7 @@ class Master(Service):
             return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
     def get_task(self, request: Message) -> Message:
-        """Requeue a worker's current task and lease the next one to the worker; `type` is TRAINING, WAIT or NONE."""
+        """Requeue a worker's current task and lease it the next one; the reply's `type` is TRAINING, WAIT or NONE."""
         queue, worker = self._require_queue(), request.text("worker")
         queue.lost(worker)
         self._workers.add(worker)
@@ -161,7 +161,7 @@ class Master(Service):
         return Message()
 
     def get_progress(self, request: Message) -> Message:
-        """Return the number of unassigned tasks (1 before their creation), and the workers that have requested one."""
+        """Return the number of unassigned tasks (1 before their creation), and the names in `workers`."""
         todo = self.task_counts_by_state()["todo"] if self.has_training_parameters else 1
         return Message({"todo": todo, "workers": self.workers})
 

@@ -33,7 +33,7 @@ class MasterClient:
     world : Transport
         The ranks of this worker.
     is_first_worker : bool
-        Whether this worker writes the records of the job.
+        Whether this worker writes the output of all epochs, and therefore starts at the first one.
     parameters : dict of str to int
         records, batch_size, epochs and seed, the same on all workers.
 
@@ -139,11 +139,9 @@ class MasterClient:
         self._minibatch_end, self.samples, self.was_pushed, self.was_rejected = stop, samples, False, False
 
     def finish_minibatch(self, loss: float = math.nan) -> bool:
-        """Report that the minibatch was trained; return False if it was rejected or the lease has expired. Collective.
+        """Report that the minibatch, with mean loss `loss`, was trained. Collective.
 
-        `loss` is the mean loss of the minibatch.
-
-        After False, the rest of the task is reissued.
+        Returns False if its gradient was rejected or the lease has expired; the rest of the task is then reissued.
         """
         assert self._task is not None
         credited, fields = True, {"task_id": self._task.id}
@@ -157,7 +155,7 @@ class MasterClient:
         return bool(self.world.bcast(credited))
 
     def set_callbacks(self, before_wait: Callable[[], object], while_uninitialised: Callable[[], object]) -> None:
-        """Set functions of the first rank: before a wait for a task or the end, and while servers wait for a model."""
+        """Set functions that the first rank calls before it waits for a task or ends; and while servers are empty."""
         self._before_wait, self._while_uninitialised = before_wait, while_uninitialised
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ class Message:
 
 
 def encode(message: Message) -> Iterator[bytes]:
-    """Yield a message in chunks of at most CHUNK bytes; arrays are copied once."""
+    """Return an iterator over a message in chunks of at most CHUNK_BYTES; arrays are copied once."""
     descriptions, buffers, size = [], [], 0
     for name, value in message.arrays.items():
         parts = [_to_little_endian(part) for part in _array_parts(value)]
@@ -174,7 +174,7 @@ def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
 
 
 def _fill_buffers(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> None:
-    """Fill buffers in order; MessageError unless the bytes match exactly."""
+    """Fill buffers in order; MessageError unless there are exactly as many bytes as they hold."""
     chunk = memoryview(first)
     for target in targets:
         while target.nbytes:

@@ -36,7 +36,7 @@ class ServerPiece:
     shape : tuple of int
         Shape of the whole parameter.
     box_shape : tuple of int
-        Shape of the parameter in which the part is a box: its own, or (size,) if flattened.
+        Shape in which the part is a box: that of the parameter, or (size,) if the parameter is flattened.
     box : Box
     has_weight_decay : bool
         Whether weight decay applies where biases are exempt.
@@ -152,13 +152,13 @@ class ServerLayout:
         return [dtype for dtype in SUPPORTED_DTYPES if any(piece.dtype == dtype for piece in self.pieces)]
 
     def pieces_of_dtype(self, dtype: str) -> list[tuple[ServerPiece, slice]]:
-        """Return the pieces of a flat array in order, with their cells in it."""
+        """Return the pieces of the flat array of a dtype in order, with their cells in this array."""
         pieces = [piece for piece in self.pieces if piece.dtype == dtype]
         ranges = pairwise(accumulate((piece.box.size for piece in pieces), initial=0))
         return [(piece, slice(*cells)) for piece, cells in zip(pieces, ranges, strict=True)]
 
     def flat_size(self, dtype: str) -> int:
-        """Return the size of a flat array."""
+        """Return the size of the flat array of a dtype."""
         return sum(piece.box.size for piece in self.pieces if piece.dtype == dtype)
 
     def to_json(self) -> dict[str, Any]:

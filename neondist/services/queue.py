@@ -81,8 +81,7 @@ class TaskQueue:
 
     An epoch's order is a function of seed and epoch only. Tasks of a lost worker, and tasks whose lease has expired,
     return to the queue from their first unapplied record. All state is in the database: a queue opened at the same path
-    resumes.
-    Methods may be called from several threads and processes.
+    resumes. Methods may be called from several threads and processes.
 
     Parameters
     ----------
@@ -180,7 +179,7 @@ class TaskQueue:
         ----------
         task_id : int
         upto : int
-            Position in the epoch's order, at most the task's `end`.
+            Position in the epoch's order, from the task's `start` to its `end`; ConfigError otherwise.
 
         Returns
         -------
@@ -217,7 +216,8 @@ class TaskQueue:
         Raises
         ------
         ConfigError
-            If the same record has failed `retries` times; the message names the data set and the record.
+            If the same record has failed `retries` times (the message names the data set and the record), or `record`
+            is not an unapplied record of the task.
         """
         with self._database.transaction():
             task = self._requeue_expired_and_find(task_id)
@@ -246,13 +246,13 @@ class TaskQueue:
 
     @type_checked
     def start_round(self, kind: Literal["evaluation", "prediction"], records: Count | None = None) -> None:
-        """Start another round of evaluation or prediction tasks over `records` records (default: the queue's)."""
+        """Replace the evaluation or prediction tasks by a new round over `records` records (default: the queue's)."""
         with self._database.transaction():
             self._database.delete_tasks(kind)
             self._add_round(kind, self._database.count_begun_rounds(kind), records or self.records)
 
     def restore(self, applied: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
-        """Reset the training tasks to the records not yet applied to the restored weights; all leases end.
+        """Reset the training tasks to the records not yet applied to the restored weights; their leases end.
 
         Parameters
         ----------

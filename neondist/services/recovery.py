@@ -2,9 +2,9 @@
 
 A checkpoint is a consistent cut: new gradients are held back until all servers have applied the same minibatches; then
 each server writes its values, slots and applied minibatches. After the restart of any server, all servers return to the
-newest checkpoint, and the queue reissues the minibatches that it lacks. In the same transaction, the queue
-records the server incarnations that match its state. Comparing them with the current incarnations detects a restart
-of servers or of the master at any moment. Gradients of an earlier incarnation are rejected.
+newest checkpoint, and the queue reissues the minibatches that this checkpoint lacks. In the same transaction, the
+queue records the server incarnations that match its state. Comparing them with the current incarnations detects a
+restart of servers or of the master at any moment. Gradients of an earlier incarnation are rejected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHECKPOINT_PREFIX = "checkpoint-"
 _FAILURES_BEFORE_WARNING = 10
 """Consecutive failures after which the reason is printed."""
 _HOLD_TIMEOUT_SECONDS = 2.0
-"""Seconds to hold back gradients while waiting for one that only some servers have; the save is then retried."""
+"""Seconds for which a save holds back gradients until all servers have applied the same ones; then it is retried."""
 
 
 class ServerRestoreError(ServiceError):
@@ -55,7 +55,7 @@ class ServerRecovery(Service):
     master : Master
         Master with a persistent queue.
     steps : int
-        Updates between checkpoints; 0: chosen to limit the time spent on checkpoints.
+        Updates between checkpoints. 0: the interval depends on the time that a checkpoint takes.
     """
 
     name = "Recovery"

@@ -51,7 +51,7 @@ class ParameterServer(Service):
         self._stale_gradient_count, self._departed_workers = 0, set[str]()
 
     def methods(self) -> Mapping[str, ServiceMethod]:
-        """Return the methods that workers call."""
+        """Return the methods by name."""
         return {
             "push_model": self.push_model,
             "pull_variable": self.pull_variable,
@@ -189,7 +189,7 @@ class ParameterServer(Service):
             return Message()
 
     def finish_epoch(self, request: Message) -> Message:
-        """Drop the records of a completed epoch, all of whose gradients then count as applied."""
+        """Drop the listed minibatches up to a completed epoch, all of which then count as applied."""
         with self._condition:
             self._require_state().applied_minibatches.drop_through_epoch(request.integer("epoch"))
             return Message()
@@ -257,7 +257,7 @@ class ParameterServer(Service):
             return Message({**fields, "credits": state.applied_minibatches.to_json()})
 
     def report_status(self, request: Message) -> Message:
-        """Return the status: version, samples, rows in use, rejected gradients, workers and their steps."""
+        """Return the status, such as the version, samples, rows in use, rejected gradients, and steps by worker."""
         with self._condition:
             state = self._state
             rows = {} if state is None else {name: table.row_count for name, table in state.tables.items()}

@@ -83,7 +83,7 @@ class StartingState:
     applied: AppliedMinibatches = field(default_factory=AppliedMinibatches)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts as a JSON value that `ServerState.start` accepts."""
+        """Return the counts and minibatches as a JSON value for the field 'start' of `ServerState.start`."""
         return {"updates": self.updates, "samples": self.samples, "credits": self.applied.to_json()}
 
 
@@ -146,7 +146,7 @@ class ServerState:
         self.version, self.samples, self.applied_minibatches = 0, 0.0, AppliedMinibatches()
 
     def start(self, message: Message) -> None:
-        """Set the state in a message: dense values, rows of tables and optimiser state, if any, and counts."""
+        """Set the state from a message: dense values, counts, and, if present, table rows and optimiser state."""
         dense, rows = self.dense_parameters.read_dense_arrays(message), self.read_rows(message)
         counts = Message(message.mapping("start"))
         self.version, self.samples = counts.integer("updates"), counts.number("samples")
@@ -188,7 +188,7 @@ class ServerState:
         )
 
     def apply_gradients(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
-        """Apply the sample-weighted mean of gradients, summed in order of workers; their arrays are overwritten."""
+        """Apply the sample-weighted mean of gradients, summed in order of workers; overwrite the arrays of these."""
         ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.push_number))
         weights = weights_by_sample_count(gradient.samples for gradient in ordered)
         scales = {gradient.learning_rate_scale for gradient in ordered}

@@ -25,11 +25,6 @@ class EmbeddingTable:
     updater : Updater
     index, servers : int
         The server holds the rows whose id equals `index` modulo `servers`.
-
-    Attributes
-    ----------
-    count : int
-        Rows in use.
     """
 
     def __init__(self, spec: EmbeddingTableSpec, updater: Updater, index: int, servers: int) -> None:
@@ -44,7 +39,7 @@ class EmbeddingTable:
 
     @property
     def row_count(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return len(self._positions)
 
     @property
@@ -54,12 +49,12 @@ class EmbeddingTable:
 
     @property
     def values(self) -> np.ndarray:
-        """The rows in use (count, dim): a view."""
+        """The rows in use (row_count, dim): a view."""
         return self._values[: self.row_count]
 
     @property
     def slots(self) -> Slots:
-        """Slots of the rows in use (count, dim), and scalar slots: views."""
+        """Slots of the rows in use (row_count, dim): views; and scalar slots."""
         return {name: array[: self.row_count] if array.ndim else array for name, array in self._slots.items()}
 
     def get_or_create_rows(self, ids: np.ndarray) -> np.ndarray:
@@ -133,7 +128,7 @@ class EmbeddingTable:
 
 
 def initial_rows(spec: EmbeddingTableSpec, ids: np.ndarray) -> np.ndarray:
-    """Return the initial values of rows (n, dim), which depend only on the table's stream and the ids."""
+    """Return the initial values of rows (n, dim), which depend only on the table's specification and the ids."""
     index = ids.astype(np.uint64)[:, None] * np.uint64(spec.dim) + np.arange(spec.dim, dtype=np.uint64)
     return spec.initializer.values(spec.stream, index, spec.rows, spec.dim).astype(spec.dtype)
 

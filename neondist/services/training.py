@@ -88,11 +88,6 @@ def worker_name(index: int) -> str:
 class ServerUpdate(RemoteUpdate):
     """Updates of all parameters by servers, with which the first rank communicates.
 
-    Attributes
-    ----------
-    version : int
-        Number of updates by all workers on the first server, as of the last pull.
-
     Parameters
     ----------
     worker : AsyncWorkerSpec
@@ -103,7 +98,7 @@ class ServerUpdate(RemoteUpdate):
     world : Transport
         The ranks of this worker.
     updates : int
-        Number of updates that led to these values.
+        Number of updates that led to the model's values.
     master_client : MasterClient, optional
         Provides the minibatch of a gradient. Default: gradients without minibatches.
     applied : AppliedMinibatches, optional
@@ -113,6 +108,11 @@ class ServerUpdate(RemoteUpdate):
     may_initialize : bool
         Whether this worker may initialise the servers with its values and its optimiser's state. In a resumed job,
         only the first worker has those of the checkpoint.
+
+    Attributes
+    ----------
+    version : int
+        Number of updates that the first server had applied at the last pull.
 
     Raises
     ------
@@ -198,7 +198,7 @@ class ServerUpdate(RemoteUpdate):
         self._pull(with_slots=False)
 
     def _pull(self, with_slots: bool) -> dict[str, np.ndarray]:
-        """Pull new values, and return the optimiser's whole arrays by 'PARAMETER/SLOT', if asked for."""
+        """Pull new values; with `with_slots`, return the optimiser's whole arrays by 'PARAMETER/SLOT', otherwise {}."""
         slots: dict[str, np.ndarray] = {}
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
@@ -220,7 +220,7 @@ class ServerUpdate(RemoteUpdate):
             self.pull_values()
 
     def pull_values_and_optimizer_state(self) -> None:
-        """Pull new values, and the optimiser's state into the model's own, on the first worker."""
+        """On the first worker, pull new values and the optimiser's state into the model."""
         if self._worker.index:
             return
         slots = self._pull(with_slots=True)

@@ -59,7 +59,7 @@ class Updater(ABC):
 
     @abstractmethod
     def require_independent_updates(self, whole_parameters: bool) -> None:
-        """Raise ConfigError if parameters cannot be updated independently, or (not `whole_parameters`) in parts."""
+        """Raise ConfigError if parameters cannot be updated independently or, unless `whole_parameters`, in parts."""
 
     def skips_zero_gradients(self) -> bool:
         """Whether a zero gradient changes neither values nor slots, so that rows without a gradient need no update."""

@@ -101,7 +101,7 @@ def receive_bytes(connection: socket.socket, size: int) -> bytes:
 
 
 def connect_to_first_address(key: str, addresses: Sequence[str]) -> socket.socket | None:
-    """Return a connection to the first address where the supervisor answers and proves the key; None if none does."""
+    """Return a connection to the first address at which the supervisor proves that it has the key, or None."""
     return next(filter(None, (_try_connect(address, key) for address in addresses)), None)
 
 

@@ -121,7 +121,10 @@ class Machine:
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
     def compute_seconds(self, uncontended_seconds: float, ranks: int, memory_traffic: float = 0.0) -> float:
-        """Return the seconds of work that moves `memory_traffic` and takes `uncontended_seconds` on one core here."""
+        """Return the seconds of work that takes `uncontended_seconds` on one core of the predicting machine.
+
+        `memory_traffic` is the number of bytes that the work reads and writes.
+        """
         by_memory = (
             min(1.0, memory_traffic / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
         )

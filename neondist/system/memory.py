@@ -28,7 +28,7 @@ def require_memory(
 
     Parameters
     ----------
-    needed_bytes : bytes
+    needed_bytes : int
     what : object that needs the memory, as named in the message
     remedy : what the user can do, as the end of the message
     get_free_bytes : returns the available bytes; default `free_bytes`

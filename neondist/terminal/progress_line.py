@@ -209,7 +209,7 @@ class ProgressLine:
                     wait = max(0.01, self.start_time + self.first_line_delay - now)
 
     def _print_if_due(self, now: float) -> None:
-        """Print the line if it is due: once early, with the first estimate, and then periodically."""
+        """Print the line if it is due: after the first delay, once there is an estimate, and then periodically."""
         has_estimate = self.done_parts > self.resumed_parts or self._part_seconds_left() is not None
         every = _TERMINAL_INTERVAL_SECONDS if self.is_terminal else LINE_INTERVAL_SECONDS
         last = self.last_print_time

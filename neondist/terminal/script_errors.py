@@ -48,7 +48,7 @@ class ScriptErrorHook:
         raise SystemExit(2)
 
     def report(self, error: UserError) -> None:
-        """Print the message of an error with the script's line; ranks after the first leave this to rank 0."""
+        """Print the message of an error with the script's line; other ranks wait, so that rank 0 reports it first."""
         job = detect_job(os.environ)
         if job is not None and job.rank:
             time.sleep(REPORT_DELAY_SECONDS)

@@ -86,9 +86,9 @@ def test_generations_shrink_only_without_spares(slots, spares, data):
     [
         (["-n", 2, "--restarts", 1, "--spares", 1], "--spares requires a list of hosts; give --hosts-from"),
         (["--spares", 1], "--spares requires a list of hosts; give --hosts-from"),
-        (["--hosts-from", "list", "-n", 2, "--spares", 2], "list has 3 slots, and ranks need at least 2; give"),
-        (["--hosts-from", "list", "--elastic", "2:3", "--spares", 2], "give --spares 1 at most, or list more hosts"),
-        (["--hosts-from", "list", "--spares", 3], "and ranks need at least 1; give --spares 2 at most"),
+        (["--hosts-from", "list", "-n", 2, "--spares", 2], "list has 3 slots, and the ranks need at least 2; give"),
+        (["--hosts-from", "list", "--elastic", "2:3", "--spares", 2], "give at most --spares 1, or list more hosts"),
+        (["--hosts-from", "list", "--spares", 3], "and the ranks need at least 1; give at most --spares 2"),
     ],
 )
 def test_conflicting_options(folder, words, message):

@@ -84,7 +84,7 @@ def add_parser(benches: Any) -> None:
         help="numbers of ranks, as a range of powers of two or a list (default 1,2,4)",
     )
     cmd.add_argument(
-        "--measure", type=_parse_rank_counts, metavar="1,2",
+        "--measure", type=_parse_measured_rank_counts, metavar="1,2",
         help="numbers of ranks on which to measure the prediction error, or none (default: all that this machine can"
              " run)",
     )  # fmt: skip
@@ -307,7 +307,7 @@ def _load_with_sample_shape(arguments: argparse.Namespace) -> Any:
 def _measure_row(
     arguments: argparse.Namespace, machine: Machine, row: dict[str, Any], progress_file: Path
 ) -> dict[str, Any]:
-    """Return a row with the measured step time, and its prediction from uncontended times just before and after."""
+    """Return a row with the measured step time, and the prediction from uncontended times measured around it."""
     from threadpoolctl import threadpool_limits
 
     from ...bench.model.predict import measure_uncontended_seconds, replace_uncontended_seconds
@@ -337,7 +337,7 @@ def parse_rank_counts(text: str) -> list[int]:
     return [low << power for power in range((high // low).bit_length())]
 
 
-def _parse_rank_counts(text: str) -> list[int]:
+def _parse_measured_rank_counts(text: str) -> list[int]:
     """Parse RANKS,..., such as '1,2', or 'none'."""
     return [] if text == "none" else options.parse_rank_counts(text)
 

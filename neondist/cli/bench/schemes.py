@@ -126,7 +126,7 @@ def seams(arguments: argparse.Namespace) -> int:
 
 
 def _count_shared_cores(arguments: argparse.Namespace, world: Transport) -> int:
-    """Return the number of cores that the ranks share; at least one per rank, as a job may have several machines."""
+    """Return the number of cores that the ranks share; in an MPI job, which may span machines, at least one each."""
     cores = threads.count_cores(os.getppid())
     return cores if arguments.virtual else max(world.size, cores)
 

@@ -19,7 +19,7 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _REQUEST_TIMEOUT = 10
 """Seconds for a response, and between checks of a job."""
 _MAX_FAILURES = 30
-"""Failed requests after which a job is no longer followed."""
+"""Number of consecutive failed requests that are retried while a job is followed."""
 _WORKER_COUNT_FIELD = "spec.mpiReplicaSpecs.Worker.replicas"
 _PLURAL_BY_KIND = {"MPIJob": "mpijobs", "TrainJob": "trainjobs", "ClusterTrainingRuntime": "clustertrainingruntimes"}
 _CLUSTER_WIDE_KINDS = {"ClusterTrainingRuntime"}
@@ -69,7 +69,7 @@ class KubernetesCluster:
         Raises
         ------
         LaunchError
-            An object of the same name differs. Nothing is changed.
+            An existing object differs in more than the number of workers; nothing is changed.
         """
         existing = [self._call_api("get", manifest) for manifest in manifests]
         for manifest, current in zip(manifests, existing, strict=True):
@@ -138,7 +138,7 @@ class KubernetesCluster:
     def _connect(self) -> tuple[Any, str]:
         client, config = self._kubernetes.client, self._kubernetes.config
         settings = client.Configuration()
-        settings.retries = 0  # each prints a warning on stderr
+        settings.retries = 0  # each retry would print a warning on stderr
         file = os.environ.get("KUBECONFIG", "~/.kube/config")
         try:
             _, context = config.list_kube_config_contexts(file)

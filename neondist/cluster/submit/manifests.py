@@ -1,8 +1,8 @@
 """Manifests for Kubeflow's MPI operator (MPIJob v2beta1) and Trainer (TrainJob and ClusterTrainingRuntime v1alpha1).
 
 Both operators create the pods, an SSH key and a host file, and set the variables of Open MPI 4 (OMPI_MCA_orte_*),
-which Open MPI 5 ignores; manifests therefore set its variables. The launcher's command is that of one container; the
-workers run sshd (kubeflow/trainer #4030), and the launcher waits for it (#2751).
+which Open MPI 5 ignores; manifests therefore set those of Open MPI 5. The launcher's command is that of one container;
+the workers run sshd (kubeflow/trainer #4030), and the launcher waits for it (#2751).
 """
 
 from __future__ import annotations
