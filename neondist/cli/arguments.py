@@ -119,7 +119,7 @@ def create_parser() -> argparse.ArgumentParser:
 def normalise_option_words(argv: Sequence[str]) -> list[str]:
     """Return the words in a form in which argparse does not mistake the file for the value of a preceding option.
 
-    `--set a=1 b=2` becomes `--set a=1 --set b=2`, likewise --vary; `--resume auto` becomes `--resume=auto`, and
+    `--set a=1 b=2` becomes `--set a=1 --set b=2`, and likewise for --vary; `--resume auto` becomes `--resume=auto`, and
     `--resume` becomes `--resume=yes`.
     """
     words: list[str] = []

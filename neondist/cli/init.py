@@ -143,7 +143,7 @@ def _classification_yaml(folder: Path) -> str:
 
 
 def _yaml_of_other_files(folder: Path, num_classes: int) -> str:
-    """Return the experiment file for a folder of series or one HDF5 file; raise an error that names the remedy."""
+    """Return the experiment file for a folder of time series or with one HDF5 file; DataError for other folders."""
     if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
         first = min(nested, key=lambda sub: not sub.name.startswith("train"))
         validation = next((sub for sub in nested if sub.name.lower().startswith("val") and sub != first), None)
@@ -242,7 +242,7 @@ def _forecast_yaml(paths: list[Path]) -> str:
 
 
 def _image_and_mask_patterns_of_cases(folder: Path) -> list[str]:
-    """Return the patterns of images and masks in one folder per case, case1/case1_t1.nii and case1/case1_seg.nii."""
+    """Return the patterns of images and masks in a folder per case, such as case1/case1_t1.nii, case1/case1_seg.nii."""
     cases = [(sub.name, _list_images(sub)) for sub in folder.iterdir() if sub.is_dir()]
     ends_by_case = [{path.name.removeprefix(name) for path in paths} for name, paths in cases if paths]
     ends = sorted(ends_by_case[0]) if ends_by_case and all(ends == ends_by_case[0] for ends in ends_by_case) else []
@@ -259,7 +259,7 @@ def _image_and_mask_patterns_of_cases(folder: Path) -> list[str]:
 
 
 def _image_and_mask_patterns_by_name(folder: Path) -> list[str]:
-    """Return the patterns of images and masks in one folder, a.png and a_mask.png."""
+    """Return the patterns of images and masks in one folder, such as a.png and a_mask.png."""
     names = [] if any(folder.glob("*.csv")) else [path.name for path in _list_images(folder)]
     ends = {end for name in names for end in (name[at.start() :] for at in _MASK_ENDING.finditer(name)) if end[1:]}
     images_by_end = {end: [name for name in names if name.endswith(end)] for end in ends}

@@ -31,9 +31,12 @@ class TemporaryJobFolders:
 
     Attributes
     ----------
-    environment : environment variables to add
-    inherited_descriptors : file descriptors that mpirun must inherit
-    mpirun_exited : whether mpirun exited by itself, as far as known
+    environment : dict of str to str
+        Environment variables to add.
+    inherited_descriptors : tuple of int
+        File descriptors that mpirun must inherit.
+    mpirun_exited : bool
+        Whether mpirun exited by itself, as far as known.
     """
 
     environment: dict[str, str] = field(default_factory=dict)

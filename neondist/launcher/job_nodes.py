@@ -41,7 +41,7 @@ class JobNode:
     address : str
         Address of services on the machine; '' if none may run there.
     remote_command : callable, optional
-        Maps a command to one that runs it on this node; None: the local machine.
+        Returns the command that runs a given command on the machine. None: the local machine.
     remote_program : sequence of str
         Command that runs the module `remote` on the machine.
     variables : mapping of str to str

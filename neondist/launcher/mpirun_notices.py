@@ -45,9 +45,10 @@ class NoticeFilter:
 
     Attributes
     ----------
-    notices : removed notices about exit codes
-    fatal_lines : lines of ranks that were aborted by MPI
-    has_output : whether any other output was received
+    notices, fatal_lines : bytes
+        Removed notices about exit codes, and lines of ranks that were aborted by MPI.
+    has_output : bool
+        Whether any other output was received.
     """
 
     def __init__(self, filters_warnings: bool = True) -> None:

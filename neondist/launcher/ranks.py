@@ -51,12 +51,16 @@ def run_on_ranks(
 
     Parameters
     ----------
-    arguments : Namespace of the command, with `ranks`, and `virtual` if it has that option
-    prepare : function of a transport and of the number of ranks
-        Detects user errors, identically on every rank; also called once before mpirun is started.
-    work : function of the transport and of the result of `prepare`
-    run_elsewhere : function of the result of `prepare`, optional
-        Called before mpirun is started; it may run the command in other processes and return the exit code.
+    arguments : Namespace
+        Arguments of the command, with `ranks`; `virtual` only if the command has this option.
+    prepare : callable
+        Takes a transport and the number of ranks, and raises user errors, identically on every rank. Also called once
+        before mpirun is started.
+    work : callable
+        Takes the transport and the result of `prepare`, and returns the exit code.
+    run_elsewhere : callable, optional
+        Takes the result of `prepare` before mpirun is started, and returns None or, if it has run the command in other
+        processes, the exit code.
     """
 
     owns_process = arguments.signals.owns_process

@@ -75,7 +75,7 @@ class SnapshotKeepers:
             listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept a connection if the rank proves that it has the key; the process that keeps snapshots inherits it."""
+        """Accept a connection if the rank has the key; the process that keeps snapshots inherits the connection."""
         with suppress(OSError):
             connection = listener.accept()[0]
             connection.settimeout(_GREETING_TIMEOUT)

@@ -19,7 +19,7 @@ from .mpirun_notices import NoticeFilter, copy_stream
 from .parent_watch import end_process, parent_death_preexec
 
 _MPIRUN_EXIT_TIMEOUT = 20.0
-"""seconds after the end of the ranks until mpirun is ended if it has not noticed"""
+"""seconds from the end of the ranks until mpirun is ended if it still runs"""
 _LOST_NODE_REPORT_TIMEOUT = 0.2
 """seconds for mpirun to report a lost daemon, whose ranks die with it"""
 _EXIT_TIMEOUT_AFTER_LOSS = 2.0
@@ -143,7 +143,7 @@ def _write_withheld_notices(ending: JobEnding, notice_filter: NoticeFilter, daem
 
 
 def _is_mpirun_overdue(monitor: Monitor) -> bool:
-    """Whether the ranks ended or one failed, but mpirun has not noticed."""
+    """Whether mpirun still runs long after all ranks have ended or one has failed."""
     return monitor.job_end_time is not None and time.monotonic() - monitor.job_end_time > _MPIRUN_EXIT_TIMEOUT
 
 

@@ -336,7 +336,7 @@ def _continues_from_servers(folder: Path) -> bool:
 
 
 def _check_existing_run(arguments: argparse.Namespace) -> None:
-    """Raise an error if there is no run to resume, or an existing one would be lost."""
+    """Raise an error if there is no run to resume, or if an existing run would be lost."""
     count = _count_checkpointed_servers(Path(arguments.folder, SERVER_FOLDER))
     if arguments.resume is True and count is None and not (arguments.folder / CHECKPOINT).exists():
         raise DataError(f"{arguments.folder}: has no checkpoint to resume from; leave out --resume")

@@ -110,7 +110,7 @@ class Master(Service):
             return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
     def get_task(self, request: Message) -> Message:
-        """Requeue a worker's current task and lease it the next one; the reply's `type` is TRAINING, WAIT or NONE."""
+        """Lease the next task to a worker, requeueing its current one; the reply's `type` is TRAINING, WAIT or NONE."""
         queue, worker = self._require_queue(), request.text("worker")
         queue.lost(worker)
         self._workers.add(worker)

@@ -100,7 +100,7 @@ class MasterClient:
     def tasks_through_epoch(self, epoch: int, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Task]:
         """Yield tasks until the next one is of a later epoch, all are done, or the wait is interrupted. Collective.
 
-        The tasks may include lost ones of earlier epochs.
+        The tasks may include those of earlier epochs that other workers have lost.
         """
         while True:
             task, self._next_task = self._next_task or self._wait_for_task(should_stop), None

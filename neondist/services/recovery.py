@@ -218,7 +218,7 @@ class ServerRecovery(Service):
                     raise ServerRestoreError(text) from error
                 raise
             self._master.reset_tasks(minibatches, incarnations)
-            if count_servers(checkpoint) == len(self._group):  # otherwise, write one that a restarted server can load
+            if count_servers(checkpoint) == len(self._group):  # otherwise, save for this number of servers
                 self._saved_versions = [int(server["version"]) for server in self._group.status()]
             return
 

@@ -188,7 +188,7 @@ class ServerState:
         )
 
     def apply_gradients(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
-        """Apply the sample-weighted mean of gradients, summed in order of workers; overwrite the arrays of these."""
+        """Apply the sample-weighted mean of gradients (summed in order of workers), whose arrays are overwritten."""
         ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.push_number))
         weights = weights_by_sample_count(gradient.samples for gradient in ordered)
         scales = {gradient.learning_rate_scale for gradient in ordered}

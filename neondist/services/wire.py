@@ -15,8 +15,8 @@ A service is a class with a name and methods:
         with ServiceClient(host.address, "Clock", token) as clock:
             clock.call("add", {"a": 1, "b": 2}).number("sum")
 
-A method may raise `MessageError` for an invalid request, and any `UserError` to reject it: callers get a `ServiceError`
-with its message. Callers retry after a `ServiceUnavailableError`. Each call runs in a thread of the host, so methods
+A method may raise `MessageError` for an invalid request, or any `UserError` to reject one: callers get a `ServiceError`
+with the same message. Callers retry after a `ServiceUnavailableError`. Each call runs in a thread of the host, so methods
 must protect shared state.
 """
 

@@ -28,9 +28,8 @@ class Job:
 
     Attributes
     ----------
-    size : number of ranks, None if unknown
-    rank : this rank, None if unknown
-    local_size : ranks on this machine
+    size, rank, local_size : int or None
+        Number of ranks, this rank, and number of ranks on this machine; None if unknown.
     """
 
     size: int | None

@@ -17,7 +17,8 @@ class LazyTile(ABC):
 
     Attributes
     ----------
-    shape, dtype : shape and dtype of the array
+    shape, dtype : tuple of int, dtype
+        Shape and dtype of the array.
     """
 
     shape: tuple[int, ...]

@@ -29,11 +29,11 @@ class MachineProfile:
 
     Attributes
     ----------
-    latency, bandwidth : seconds per message, bytes per second
-    flops_per_second : floating point operations per second of one rank
-    samples_per_replica : batch size of a replica
-    itemsize : bytes per number
-    seconds_per_cell : mapping by layer name
+    latency, bandwidth, flops_per_second : float
+        Seconds per message, bytes per second, and floating point operations per second of one rank.
+    samples_per_replica, itemsize : int
+        Batch size of a replica, and bytes per number.
+    seconds_per_cell : mapping of str to float, by layer name
         Measured seconds of a training step per output cell and sample; `flops_per_second` applies to the other layers.
     """
 
@@ -55,8 +55,8 @@ class Link:
 
     Attributes
     ----------
-    latency : seconds
-    bandwidth : bytes per second
+    latency, bandwidth : float
+        Seconds, and bytes per second.
     """
 
     latency: Positive

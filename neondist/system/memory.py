@@ -29,9 +29,10 @@ def require_memory(
     Parameters
     ----------
     needed_bytes : int
-    what : object that needs the memory, as named in the message
-    remedy : what the user can do, as the end of the message
-    get_free_bytes : returns the available bytes; default `free_bytes`
+    what, remedy : str
+        Object that needs the memory, and what the user can do; beginning and end of the message.
+    get_free_bytes : callable, optional
+        Returns the available bytes. Default: `free_bytes`.
     """
     available = (get_free_bytes or free_bytes)() if needed_bytes > _MIN_CHECKED_BYTES else None
     if available is not None and needed_bytes > available:
@@ -87,7 +88,8 @@ def process_overhead_bytes(backend: str | None) -> int:
 
     Parameters
     ----------
-    backend : name of the backend of a model's layers; None: PyTorch module
+    backend : str or None
+        Name of the backend of a model's layers. None: a PyTorch module.
     """
     return _PROCESS_OVERHEAD_BYTES_BY_BACKEND.get(backend or "", 600 << 20)
 
@@ -134,7 +136,8 @@ def min_free_bytes_per_rank(
 
     Parameters
     ----------
-    get_free_bytes : returns the available bytes per rank, given the number of ranks on this machine
+    get_free_bytes : callable
+        Returns the available bytes per rank, given the number of ranks on this machine.
     """
     rooms = world.allgather(get_free_bytes(count_local_ranks(world.size)))
     return None if None in rooms else min(rooms)
@@ -153,11 +156,14 @@ def out_of_memory_error(
 
     Parameters
     ----------
-    error : error of the array library; its message may contain the requested size
-    planned_bytes : planned peak bytes of a rank in a step
-    free : available bytes of this rank
-    ranks : total number of ranks
-    backend : name of the backend of the layers
+    error : Exception
+        Error of the array library, whose message may contain the requested size.
+    planned_bytes, ranks : int
+        Planned peak bytes of a rank in a step, and total number of ranks.
+    free : int or None
+        Available bytes of this rank.
+    backend : str
+        Name of the backend of the layers.
     """
     amount = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
     requested = parse_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...errors import ConfigError
 
 RANK_LOSS_RESTARTS = 3
-"""Number of losses of ranks after each of which a job restarts itself, without the scheduler."""
+"""Maximum number of times that a job restarts itself after losses of ranks, without the scheduler."""
 _MAX_NAME_LENGTH = 40
 """Maximum length of a name: schedulers append to it, and Kubernetes allows 63 characters."""
 
