@@ -164,7 +164,7 @@ class MPILibrary:
 
 
 def probe_mpi(timeout: float = 20) -> MPILibrary:
-    """Start MPI in a child process."""
+    """Return the MPI library after starting MPI in a child process."""
     env = {"OMPI_MCA_btl": "^ofi", **os.environ, "OMPI_MCA_osc": "^ucx"}
     text = _run_for_output(safe_path.python_command("neondist.launcher.mpi_probe"), timeout, env)
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def resolve_worker_options(arguments: argparse.Namespace) -> None:
-    """Validate the options, and set ranks and the folder of the run."""
+    """Validate the options, and set the ranks, strategy, synchronisation policy and folder of the run."""
     rows, cols = arguments.tiles
     _resolve_worker_bounds(arguments)
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy

@@ -134,7 +134,7 @@ def python_path_of(ssh: SSHConfig, setting_name: str, default: str) -> str:
 
 
 def _quote_argument(text: str, setting_name: str) -> str:
-    """Return a quoted argument of ssh_config, which cannot escape quotes and variables."""
+    """Return a quoted argument of ssh_config; ConfigError for characters that ssh_config cannot escape."""
     if re.search(r'["\\]|\$\{', text):
         raise ConfigError(
             f"{setting_name}: '{text}' contains characters that ssh_config does not support (\" \\ ${{); use a name"

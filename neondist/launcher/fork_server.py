@@ -118,7 +118,7 @@ class ForkServer:
     def start(
         self, words: Sequence[str], env: Mapping[str, str], name: str, output: int | None = None
     ) -> ForkedProcess | None:
-        """Fork a process that runs the `neondist` command; return None if the fork server cannot.
+        """Fork a process that runs the `neondist` command; return None on failure.
 
         The new process is a child of this one and a session leader, and receives SIGTERM when this process is killed.
 

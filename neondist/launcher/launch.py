@@ -82,7 +82,7 @@ def launch(
 
 
 def report_failure(ending: JobEnding, arguments: argparse.Namespace) -> int:
-    """Report the failure that ended the job, if any; return its exit code."""
+    """Report the failure that ended the job, if any; return the exit code of the job."""
     if ending.failure_message:
         remedy = (
             "continue with --resume, or set --restarts K to restart automatically"

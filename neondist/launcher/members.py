@@ -266,7 +266,7 @@ class RankRoster:
 
 
 class HostWatcher:
-    """Poller of the list of hosts while a generation runs; a context manager.
+    """Poller of the list of hosts while a generation of an elastic run is running; a context manager.
 
     Parameters
     ----------

@@ -72,7 +72,7 @@ class JobService(Service):
             return Message()
 
     def end_job(self, request: Message) -> Message:
-        """End the server."""
+        """End the job, and thereby this server."""
         self.stop_waiting_for_end()
         return Message()
 

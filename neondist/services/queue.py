@@ -104,7 +104,7 @@ class TaskQueue:
     source : str
         Name of the data set in messages.
     skip_bad_records : bool
-        Skip records that have failed `retries` times instead of stopping; `skipped` lists them.
+        In training, skip records that have failed `retries` times instead of stopping; `skipped` lists them.
 
     Raises
     ------

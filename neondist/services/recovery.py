@@ -70,7 +70,7 @@ class ServerRecovery(Service):
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def methods(self) -> Mapping[str, ServiceMethod]:
-        """Return the methods called by the supervisor, and by the worker that writes the run's records."""
+        """Return the methods by name."""
         return {"save": self.save, "statistics": self.report_statistics}
 
     def report_statistics(self, request: Message) -> Message:

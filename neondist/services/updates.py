@@ -92,7 +92,7 @@ class NeondistOptimizerUpdater(Updater):
             self.optimizer.update(values, grads, slots, step, scale, layout)
 
     def initial_slot_values(self) -> dict[str, float]:
-        """Return zeros."""
+        """Return 0 for each slot."""
         return dict.fromkeys(self.optimizer.all_slot_names, 0.0)
 
     def require_independent_updates(self, whole_parameters: bool) -> None:
@@ -107,7 +107,7 @@ class NeondistOptimizerUpdater(Updater):
 
 
 class TorchUpdater(Updater):
-    """Updater by an elementwise optimiser of torch.optim."""
+    """Updater by an optimiser of torch.optim."""
 
     def __init__(self, optimizer: TorchOptimizer) -> None:
         self._optimizer = optimizer

@@ -16,8 +16,8 @@ A service is a class with a name and methods:
             clock.call("add", {"a": 1, "b": 2}).number("sum")
 
 A method may raise `MessageError` for an invalid request, or any `UserError` to reject one: callers get a `ServiceError`
-with the same message. Callers retry after a `ServiceUnavailableError`. Each call runs in a thread of the host, so methods
-must protect shared state.
+with the same message. Callers retry after a `ServiceUnavailableError`. Each call runs in a thread of the host, so
+methods must protect shared state.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ServiceClient:
         Name of the service.
     token : str
     timeout : float
-        Seconds per call.
+        Seconds for each attempt of a call.
     retry_seconds : float
         Seconds for which failed calls are retried, such as while a server restarts. Methods must tolerate repeated
         requests.

@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
 
 
 def step(arguments: argparse.Namespace) -> int:
-    """Measure the training steps of an experiment; return 1 if PyTorch's gradients differ."""
+    """Measure the training steps of an experiment; return 1 if its loss or gradients differ from PyTorch's."""
 
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.least_time import CoreSpeed

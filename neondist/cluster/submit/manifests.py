@@ -206,7 +206,7 @@ def _pod_spec(container: str, image: str, job: Submission, volume_claim: str | N
 
 
 def _sshd_container_fields(job: Submission) -> Manifest:
-    """Return the command of a worker, which is ready once its sshd responds."""
+    """Return the fields of a worker's container, which runs sshd and is ready once sshd responds."""
     probe = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2}
     return {"command": _SSHD_COMMAND, "readinessProbe": probe, "resources": _cpu_requests(job)}
 
