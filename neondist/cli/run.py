@@ -86,7 +86,7 @@ def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
     cmd.add_argument(
         "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
         help=f"with --restarts{'' if launch else ' or --hosts-from'}: continue on the remaining ranks, at least MIN;"
-             " start on MAX ranks, or on -n",
+             " start on MAX ranks, or on those of -n",
     )  # fmt: skip
     if not launch:
         cmd.add_argument(

@@ -137,7 +137,7 @@ def _write_or_print(arguments: argparse.Namespace, text: str) -> None:
             raise ConfigError(f"--output {arguments.output}: {reason}") from error
         options.print_written([arguments.output], sys.stderr)
     elif not arguments.apply:
-        sys.stdout.write(text)  # unchanged: a module may contain tabs
+        sys.stdout.write(text)  # not escaped: files in a manifest may contain tabs
 
 
 def _apply_or_delete(objects: list[Manifest], arguments: argparse.Namespace) -> int:

@@ -103,7 +103,7 @@ def add_parser(commands: Any) -> None:
         help="resume from the checkpoint in the folder of the run; with auto, start from scratch if there is none",
     )  # fmt: skip
     cmd.add_argument("--overwrite", action="store_true", help="replace an existing run in the folder")
-    options.add_rank_options(cmd, argparse.SUPPRESS)  # -n is for a worker in its own job
+    options.add_rank_options(cmd, argparse.SUPPRESS)  # hidden: -n is passed to a worker with several tiles
     cmd.set_defaults(
         command=train, stops=True, watched=True, strategy=None, virtual=None, time_limit=None, debug_halo=False
     )

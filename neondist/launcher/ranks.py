@@ -91,7 +91,7 @@ def run_on_ranks(
         finally:
             if watchdog is not None:
                 watchdog.stop_watching()
-        # the ranks need as long before their first output
+        # the ranks will take as long before their first output
         if time.monotonic() - start_time > _ANNOUNCE_AFTER_SECONDS:
             say("starting the ranks", sys.stderr)
         if (code := run_elsewhere(prepared)) is not None:

@@ -233,7 +233,7 @@ class SharedSlotTable:
                 self._write_entry()
 
     def _read_other_entries(self) -> list[_JobEntry]:
-        """Return the entries of other jobs; the files of ended jobs are removed."""
+        """Return the entries of other jobs, and remove the files of ended jobs."""
         entries = []
         for path in sorted(self._folder.glob("job-*.json")):
             if path == self._own_path:

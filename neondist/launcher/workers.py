@@ -95,7 +95,7 @@ def check_worker_options(arguments: argparse.Namespace, experiment: Any, ranks: 
                 f"{option}: applies to a single MPI job, but the strategy needs servers; leave it out, {remedy}"
             )
     _check_existing_run(arguments)
-    may_be_single = arguments.sync_policy is not None  # a worker of neondist train
+    may_be_single = arguments.sync_policy is not None  # neondist train may use servers with one worker
     if detect_job(os.environ) is not None or (ranks == 1 and not may_be_single):
         raise LaunchError(
             "strategy: needs servers, which neondist run FILE.yaml -n P starts if P ranks form several replicas;"

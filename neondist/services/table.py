@@ -58,12 +58,12 @@ class EmbeddingTable:
         return {name: array[: self.row_count] if array.ndim else array for name, array in self._slots.items()}
 
     def get_or_create_rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return copies of rows (n, dim); missing rows are created."""
+        """Return copies of rows (n, dim), and create missing rows."""
         positions = self._get_or_create_positions(ids)  # may reallocate the values
         return self._values[positions]
 
     def update(self, ids: np.ndarray, grads: np.ndarray, step: int, scale: float) -> None:
-        """Apply gradients (n, dim) of rows; those with the same id are summed."""
+        """Apply gradients (n, dim) of rows; gradients of the same row are summed."""
         ids, grads = sum_duplicates(ids, grads)
         positions: np.ndarray | slice = self._get_or_create_positions(ids)
         if not self._updates_touched_rows_only:

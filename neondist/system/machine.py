@@ -129,7 +129,7 @@ class Machine:
             min(1.0, memory_traffic / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
         )
         most = (1 - by_memory) * self.slowdown + by_memory * self.memory_slowdown
-        # linear between one busy core and all cores
+        # interpolated linearly between one busy core and all cores busy
         busy = min(ranks, self.cores_per_node) - 1
         slowdown = 1 + (most - 1) * busy / max(1, self.cores_per_node - 1)
         sharing = self.ranks_per_core(ranks)

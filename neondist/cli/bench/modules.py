@@ -184,7 +184,7 @@ def _step_seconds_lower_bound(name: str, shape: tuple[int, ...] | None, speed: C
         raise
     return speed.seconds_lower_bound(
         3 * forward_flops(factory, shape or default)
-    )  # a backward pass is two forward passes
+    )  # a backward pass costs as much as two forward passes
 
 
 class _VariantMeasurement:

@@ -146,7 +146,7 @@ def estimate_step_bench_seconds(
 
     begin = time.monotonic()
     experiment = load_and_validate(arguments, SingleTransport(), ranks)
-    loading = (time.monotonic() - begin) * (1 + (ranks > 1))  # the experiment is loaded before mpirun starts, too
+    loading = (time.monotonic() - begin) * (1 + (ranks > 1))  # also loaded once before mpirun starts
     step = speed.step_seconds_lower_bound(experiment, ranks, cores)
     return experiment.batch_size, loading + max(ROUND_SECONDS, steps * step)
 

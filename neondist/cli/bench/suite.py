@@ -183,7 +183,7 @@ class _VariantMeasurement:
         self.get_torch_benchmark = cache(self._create_torch_benchmark)
 
     def __call__(self, network: str, variant: str, first: bool) -> dict[str, Any]:
-        """Return 'seconds', 'peak_bytes' and, the first time, neondist's 'layers' and 'machine'."""
+        """Return 'seconds', 'peak_bytes' and, for neondist, the shapes, 'layers' and, if `first`, 'machine'."""
         steps = self.arguments.steps
         if variant not in ("ranks", "one"):
             return self.get_torch_benchmark(network).measure(variant, steps)
