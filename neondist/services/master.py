@@ -99,9 +99,8 @@ class Master(Service):
             if self._queue is None:
                 self._open_queue(parameters)
             elif self._path is not None and parameters["epochs"] > self._parameters["epochs"]:
-                self._parameters["epochs"] = self._queue.epochs = parameters[
-                    "epochs"
-                ]  # in place: other threads use the queue
+                # in place: other threads use the queue
+                self._parameters["epochs"] = self._queue.epochs = parameters["epochs"]
                 self._store_parameters()
             for name, value in parameters.items():
                 if value != self._parameters[name]:
