@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from . import options
 from .definition import DEFINABLE_NAMES, create_experiment, create_samples, load_definition, parse_tiles, parse_workers
 from .run import create_hooks, parse_duration_seconds, parse_resume_mode
 from .worker_options import resolve_worker_options
-
-if TYPE_CHECKING:
-    pass
 
 STRATEGIES = ("Local", "AllreduceStrategy", "ParameterServerStrategy")
 MODEL_COMMANDS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": "check-model"}

@@ -91,8 +91,9 @@ class AppliedMinibatches:
     def intersection(sets: Sequence[AppliedMinibatches]) -> AppliedMinibatches:
         """Return the minibatches in all of several sets."""
         common = AppliedMinibatches()
-        common.first_listed_epoch = min(minibatches.first_listed_epoch for minibatches in sets)
-        for minibatch in sets[0].to_list():
+        longest = min(sets, key=lambda minibatches: minibatches.first_listed_epoch)
+        common.first_listed_epoch = longest.first_listed_epoch
+        for minibatch in longest.to_list():  # lists all minibatches of these epochs
             if all(minibatch in minibatches for minibatches in sets):
                 common.add(minibatch)
         return common

@@ -1,6 +1,7 @@
 """Progress of workers: the staleness bound on a simulated clock, and credits."""
 
 import heapq
+from functools import reduce
 
 import pytest
 from hypothesis import given
@@ -104,6 +105,25 @@ def test_credits_are_a_set(given_credits, finished):
                 assert (credit in parsed) == (credit in expected or epoch <= finished)
     union = parsed.union(AppliedMinibatches())
     assert union.to_json() == credits.to_json()
+
+
+CREDITS = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 2))
+
+
+@given(st.lists(st.tuples(st.sets(CREDITS), st.integers(-1, 2)), min_size=1, max_size=3))
+def test_unions_and_intersections(servers):
+    """Compare with Python's sets; servers may have dropped different numbers of epochs."""
+    everything = {MinibatchId(epoch, task, n) for epoch in range(3) for task in range(2) for n in range(3)}
+    credits, expected = [], []
+    for applied, finished in servers:
+        credits.append(AppliedMinibatches())
+        for minibatch in applied:
+            credits[-1].add(MinibatchId(*minibatch))
+        credits[-1].drop_through_epoch(finished)
+        expected.append(applied | {minibatch for minibatch in everything if minibatch.epoch <= finished})
+    common, union = AppliedMinibatches.intersection(credits), reduce(AppliedMinibatches.union, credits)
+    assert {minibatch for minibatch in everything if minibatch in common} == set.intersection(*expected)
+    assert {minibatch for minibatch in everything if minibatch in union} == set.union(*expected)
 
 
 @pytest.mark.parametrize("value", [None, [1, 2], [1, 2, -3], [1, 2, True], [0, 0, 1 << 40], "123"])
