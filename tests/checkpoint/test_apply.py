@@ -215,7 +215,7 @@ def write_invalid_inputs(tmp_path):
         "text.h5": "not an HDF5 file",
         "text.csv": "unknown file type",
         "empty": "has no images .*; give a folder with images",
-        "nested": r"has no images .*; give a subfolder, or .* '.*/nested/\*/\*\.png'",
+        "nested": r"has no images .*; give a subfolder or, .* '.*/nested/\*/\*\.png'",
         "objects.npy": "not numbers",
         "words.npy": "not numbers",
         "axes.npy": r"shape \[3, 4\]; the model takes \(N, H, W, 2\)",

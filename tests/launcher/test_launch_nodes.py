@@ -107,7 +107,7 @@ def test_nodes_with_the_same_host_name(folder, tmp_path):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["-n", 9], "-n 9: the resource file has 3 devices"),
-    (["--elastic", "1:2"], "also give --restarts"), (["--spares", 3], "and ranks need at least 1"),
+    (["--elastic", "1:2"], "also give --restarts"), (["--spares", 3], "and the ranks need at least 1"),
 ])  # fmt: skip
 def test_conflicting_options(folder, words, message):
     write_nodes(folder, ["nodeB", "nodeC"])
