@@ -56,6 +56,18 @@ def test_master_worker_and_evaluator(tmp_path):
     assert (tmp_path / "ckpt" / "evaluation" / "metrics.jsonl").read_text() == outputs["evaluator"]
 
 
+def wait_for_tasks(tasks):
+    """Return stdout and stderr of each task; all must end with exit code 0."""
+    try:
+        outputs = [communicate(process, 600) for process in tasks]
+    finally:
+        for process in tasks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in tasks] == [0] * len(tasks), outputs
+    return outputs
+
+
 @pytest.mark.long
 def test_epoch_that_ends_with_a_smaller_batch(tmp_path):
     """Three shards of 3333 digits, in batches of 100."""
@@ -63,13 +75,7 @@ def test_epoch_that_ends_with_a_smaller_batch(tmp_path):
     cluster = {"master": [f"127.0.0.1:{find_free_port()}"], "worker": ["127.0.0.1:1", "127.0.0.1:2"]}
     places = ("worker", 1), ("worker", 0), ("master", 0)
     tasks = [start_task(kind, cluster, tmp_path / "ckpt", 36, 4, index=index) for kind, index in places]
-    try:
-        outputs = [communicate(process, 600) for process in tasks]
-    finally:
-        for process in tasks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in tasks] == [0, 0, 0], outputs
+    outputs = wait_for_tasks(tasks)
     assert outputs[2][0].splitlines()[-1].startswith("step 36: ")
 
 
@@ -83,13 +89,7 @@ def test_server_and_two_workers(tmp_path):
         start_task(kind, *arguments, index=index, **{TOKEN_VARIABLE: token})
         for kind, index in (("worker", 1), ("worker", 0), ("ps", 0))
     ]
-    try:
-        outputs = [communicate(process, 600) for process in tasks]
-    finally:
-        for process in tasks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in tasks] == [0, 0, 0], outputs
+    outputs = wait_for_tasks(tasks)
     assert [err for _, err in outputs] == ["", "", ""]
     assert (outputs[0][0], outputs[2][0]) == ("", f"PServer at {address}\n")
     lines = outputs[1][0].splitlines()
