@@ -170,7 +170,7 @@ def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _is_not_a_cache(path: Path) -> bool:
-    """Return whether a file is certainly not a cache of any version, damaged or not."""
+    """Return whether a file is certainly no cache: neither of this nor of another version, intact or damaged."""
     import h5py
 
     try:
@@ -213,7 +213,7 @@ def check_path_template(template: object) -> None:
         fields = _parse_template_fields(text)
         wide = [spec for _, _, spec, conversion in fields if conversion or not _FORMAT_SPEC.fullmatch(spec or "")]
         if wide:
-            raise ValueError(f"'{wide[0]}' is not a valid format width")
+            raise ValueError(f"'{wide[0]}' is not a valid format width" if wide[0] else "it has a conversion")
         if "\0" in text:
             raise ValueError("it has a null character")
     except (ValueError, KeyError, IndexError) as error:

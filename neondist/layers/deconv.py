@@ -21,10 +21,10 @@ from .functions import Activation
 class DeconvLayer(Layer):
     """Transposed convolution, the adjoint of a convolution from the output to the input (Zeiler et al. 2010).
 
-    The window slides over the OUTPUT, so the halo is added in fprop and gathered in bprop. Input (N, *spatial, C),
-    output (N, *spatial', out_channels) with extent (n - 1) stride - both paddings + dilation (kernel - 1) + 1 +
-    output_padding, both per tile, as in torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups,
-    out_channels) and 'bias'.
+    The window slides over the OUTPUT: in fprop, values in the halo are added to those of their owners; in bprop, the
+    halo is gathered. Input (N, *spatial, C) and output (N, *spatial', out_channels), per tile. The global extent is
+    (n - 1) stride - both paddings + dilation (kernel - 1) + 1 + output_padding, as in torch.nn.ConvTranspose2d.
+    Parameters 'weights' (*kernel, C / groups, out_channels) and 'bias'.
 
     Parameters
     ----------
@@ -78,7 +78,9 @@ class DeconvLayer(Layer):
         window = self.output_window_for(input_shape)
         extra = self.output_padding
         extras = (extra,) * window.ndim if isinstance(extra, int) else tuple(extra)
-        if len(extras) != window.ndim or any(not 0 <= e < s for e, s in zip(extras, window.stride, strict=False)):
+        if len(extras) != window.ndim:
+            raise ConfigError(f"output_padding {extra}: expected an integer, or one per axis ({window.ndim})")
+        if any(not 0 <= e < s for e, s in zip(extras, window.stride, strict=True)):
             raise ConfigError(f"output_padding {extra} must be at least 0 and less than stride {self.stride}")
         extent = tuple(
             (n - 1) * s - sum(p) + span + e

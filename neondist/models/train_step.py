@@ -67,7 +67,7 @@ class TrainStep(ABC):
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # results are checked explicitly
     def run(self, x: Any, targets: Any, batch_size: int) -> float:
-        """Run the step and return the mean cost; NaN for a skipped step, which changes only the count of steps."""
+        """Run the step and return the mean cost; NaN for a skipped step, which changes only counts and loss scale."""
         trainable, model = self.trainable, self.trainable.whole_model
         restore, observers = self.save_for_rollback(), trainable.grid.observers
         with observers.observe("step"):
@@ -203,7 +203,7 @@ class ModelStep(LayerModelStep):
         return [factor / count if count else 0.0 for factor, count in terms]
 
     def _cost_and_gradient(self, y: Any, targets: Any, scales: list[float]) -> tuple[Any, Any]:
-        """Return this rank's share of the mean cost, for these samples, and its gradient."""
+        """Return this rank's share of the mean cost, for these samples, and its gradient times the loss scale."""
         total, observers = self.model.output.sum_over_ranks, self.model.context.grid.observers
         value, slopes = 0.0, []
         for (_, part), scale in zip(parts_of(self.model.cost), scales, strict=True):

@@ -57,7 +57,7 @@ class ParameterShard:
 
     @property
     def unflattened_shape(self) -> tuple[int, ...]:
-        """The whole array's shape, in which the ranks' parts are boxes."""
+        """Shape to which the whole array is reshaped, so that the ranks' parts are boxes."""
         return self.parameter.layout.unflattened_shape(self.parameter.shape) if self.share is None else self.share.shape
 
     @property

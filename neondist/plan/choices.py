@@ -111,7 +111,7 @@ def _runs_of_joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int
 
 
 class _SegmentSearch:
-    """Search for the cheapest division of one chain's layers with halos, at `halo_layers`, into segments."""
+    """Search for the cheapest division into segments of a chain's layers with halos, at `halo_layers`."""
 
     def __init__(
         self, links: Chain, halo_layers: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool

@@ -82,7 +82,7 @@ class EvaluatorRole:
         """
         if self.should_stop() or self.loaded_position is None:
             raise NotReadyError(
-                "the job is complete, and all its checkpoints are evaluated; end the loop with session.should_stop()"
+                "no checkpoint is left to evaluate, or the session was stopped; end the loop with session.should_stop()"
             )
         begun = time.perf_counter()
         result = function(*args, **kwargs)

@@ -54,7 +54,7 @@ def is_plottable(value: Any) -> bool:
 
 
 def axis_range_and_is_logarithmic(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Return the ends of an axis, and whether it is logarithmic, as for positive values of very different magnitude.
+    """Return the ends of an axis, and whether it is logarithmic: if values are positive and differ by a large factor.
 
     Other axes begin at 0 unless values are negative or vary little.
     """

@@ -203,7 +203,7 @@ class BackwardEntryCheck:
             self._pass.sent_gradients.clear()
 
     def _record_loss_gradient(self, gradient: torch.Tensor, key: int | None) -> None:
-        if self._pass.task_id != torch._C._current_graph_task_id():  # the first gradient: of a gathered output
+        if self._pass.task_id != torch._C._current_graph_task_id():  # the pass begins here, not at a loss
             self._check_backward_begins("backward of an output")
         sent = self._pass.sent_gradients.setdefault(key, [])
         if key is not None:

@@ -307,7 +307,7 @@ def _is_small_enough_to_track(tensor: torch.Tensor) -> bool:
 def _compute_values(func: Any, args: Any, kwargs: Any, entries: Sequence[Any]) -> Any:
     values = iter(entries)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(values).value, (args, kwargs))
-    # torch.export would record torch.no_grad and therefore decompose the whole program
+    # without DisableTorchFunction, torch.export would record torch.no_grad and decompose the whole program
     with torch._C.DisableTorchFunction(), torch.no_grad(), no_dispatch():
         return func(*args, **kwargs)
 

@@ -293,8 +293,8 @@ def dropout_composite(net: NetworkBuilder, x: TracedValue, p: float, train: bool
 def nearest_upsampling(net: NetworkBuilder, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
     """Only by integer factors."""
     factors = _integer_factors(net, x, scale_factors)
-    if max(factors) > 40 and "exact" not in net.where.operator:  # 41 is the first factor that float32 rounds
-        net.refuse(f"PyTorch rounds its factors {factors}, so some cells are repeated less often than others")
+    if max(factors) > 40 and "exact" not in net.where.operator:  # 1 / 41 is the first that float32 rounds so
+        net.refuse(f"PyTorch rounds the inverse of its factors {factors}, so some cells are repeated less often")
     return net.append(layers.UpsampleLayer(factors), x)
 
 
@@ -349,7 +349,9 @@ def crop(net: NetworkBuilder, x: TracedValue, dim: int, start: int | None, end: 
 @converts_to("Sum", "add.Tensor")
 def add(net: NetworkBuilder, x: TracedValue, other: Any, alpha: Any) -> TracedValue:
     """Only of two values of the same shape, with alpha=1."""
-    if alpha != 1 or not isinstance(other, TracedValue) or (x.shape, x.layer_shape) != (other.shape, other.layer_shape):
+    if alpha != 1:
+        net.refuse(f"it has alpha={alpha}")
+    if not isinstance(other, TracedValue) or (x.shape, x.layer_shape) != (other.shape, other.layer_shape):
         net.refuse("it adds a constant or a tensor of another shape")
     return net.join_values(layers.Sum, [x, other])
 

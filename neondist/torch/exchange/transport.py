@@ -286,7 +286,7 @@ class TorchTransport(Transport):
         """Start sends and receives; messages of the same kind between two ranks match in the order listed."""
         group, tag = self.group, self._tags[kind]
         with self.convert_remote_errors():
-            # receives first, so that no message arrives before its receive
+            # receives first, so that few messages arrive before their receive
             ends = [(dist.irecv, receives), (dist.isend, sends)]
             ops = [
                 dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)

@@ -45,8 +45,8 @@ class Tiling:
     def __init__(self, comm: MeshComm, shapes: Iterable[Sequence[int]]) -> None:
         self.comm = comm
         self.set_input_shapes(shapes)
-        # of the tensors that models of this grid returned to the user: layouts by id, while these tensors exist; and
-        # all layouts, by global shape
+        # layouts of the tensors that models of this grid have returned to the user: by id, while the tensor exists, and
+        # by global shape
         self._layouts_by_id: dict[int, tuple[weakref.ref[torch.Tensor], Layout]]
         self._returned_layouts_by_shape: dict[tuple[int, ...], dict[Layout, None]]
         self._layouts_by_id, self._returned_layouts_by_shape = comm.grid.cached_objects.setdefault(
@@ -100,7 +100,7 @@ class Tiling:
         ]
 
     def layouts_of_moved_inputs(self, tiles: Sequence[Any], ambiguous: Sequence[int]) -> dict[int, Layout]:
-        """Return, by index, the layouts of inputs that are partitioned differently from the module's inputs.
+        """Return, by index, the layouts of tiles that are partitioned differently from the module's inputs.
 
         Collective if there are ambiguous inputs, which are recognised by their local shapes on all ranks.
         """
@@ -119,7 +119,7 @@ class Tiling:
         return self._runner(layout, self.input_layouts[index], tile.dtype)([tile], {}, {})[0]
 
     def local_part(self, whole: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
-        """Return this rank's part of a replicated tensor; if `ranges` is not empty, its part by these ranges."""
+        """Return this rank's part of a replicated tensor; if `ranges` is not empty, the part in these ranges."""
         if tuple(whole.shape) != shape_of(layout):
             raise ShapeError(
                 f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(whole.shape)}"
@@ -139,7 +139,7 @@ class Tiling:
         return part
 
     def training_target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
-        """Return a target's layout: as an output with the same spatial extents; if there is none, split the batch."""
+        """Return a target's layout: that of an output with the same spatial extents, or one that splits the batch."""
         mesh, layouts = self.comm.mesh, self._output_and_input_layouts(outputs)
         for layout in layouts:
             if shape == shape_of(layout):

@@ -208,7 +208,7 @@ def create_trunk_lowering(
     module: nn.Module,
     plan_without_blocks: TorchPlan | None = None,
 ) -> FusedLowering | None:
-    """Return a lowering, if possible without blocks, whose pass fits in a rank's memory; None: the default lowering.
+    """Return a lowering whose pass fits in a rank's memory, without blocks if possible; None if the default one fits.
 
     The plan of the first rank, whose tiles are the largest, determines the lowering of all ranks.
 

@@ -21,7 +21,7 @@ from .losses_and_optimizers import TorchOptimizer, updates_any
 
 
 class OwnerSteps:
-    """Partitioning over ranks of every `step` of the given parameters' optimisers, under a strategy with owners.
+    """Optimiser steps under a strategy with owners: each rank updates only the parts of parameters that it owns.
 
     Gradients stay whole on every rank, for clipping and other uses. During a step an optimiser's `param_groups` and
     state contain this rank's parts; afterwards the updated values are received from their owners. `state_dict` is as in

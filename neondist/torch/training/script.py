@@ -68,7 +68,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         if len(modules) > 1 or len(optimizers) > 1:
             raise ConfigError(
                 f"model: {counted(len(modules), 'module')} and {counted(len(optimizers), 'optimizer')} given, but a"
-                " session takes one of each; combine the modules"
+                " session takes one of each; wrap the modules in one, or give one optimizer with several groups"
             )
         if optimizers and not modules:
             raise ConfigError(f"model: {type(optimizers[0]).__name__} needs its module; give [module, optimizer]")

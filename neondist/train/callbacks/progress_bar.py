@@ -18,7 +18,7 @@ from .hook import Hook
 _SPLIT_TITLES = {"train": "training"}
 _METRIC_TITLES = {ReconstructionErrorMetric.name: "reconstruction error"}
 _STANDARD_RECORD_FIELDS = {"seconds", "samples_per_second"} | {f"{n}_{m}" for n in SPLITS for m in ("loss", "error")}
-"""Fields that every epoch's line has."""
+"""Fields of the record that the line of an epoch shows first."""
 
 
 class ProgressBar(Hook):

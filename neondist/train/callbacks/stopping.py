@@ -94,8 +94,8 @@ class TimeLimit(Hook):
     Notes
     -----
     Rank 0 decides after step n, and all ranks stop after step n + 1, whose gradient reduction carries the flag. The
-    time reserved is twice that of the longest recent step, plus that of a checkpoint and, if an epoch may end in
-    between, of its evaluation and checkpoint; before the first measurement, the times are estimates.
+    time reserved is that of two steps (the longest recent one), a checkpoint and a second; if an epoch may end in
+    between, also that of its evaluation and checkpoint. Before the first measurement, the times are estimates.
     """
 
     runs_during_pretraining = True
@@ -124,7 +124,7 @@ class TimeLimit(Hook):
             run.model.sync.flags.own_flags[ControlFlag.TIME_LIMIT] = 1
 
     def after_epoch(self, run: TrainState) -> None:
-        """Measure the evaluation; most of the time until the next step is that of the checkpoint."""
+        """Record the time of the evaluation; the time until the next step ends counts as that of the checkpoint."""
         self.max_evaluation_seconds = max(self.max_evaluation_seconds, self._seconds_since_last_call())
         self.epoch_just_ended = True
 

@@ -59,7 +59,7 @@ class PredictionMethod(ABC):
     identity_for_resume: list[Any]
 
     def source_aligned_with_output(self) -> TileSource | None:
-        """Return an image with the output's cell positions; None if the outputs have another extent."""
+        """Return the images if their cells coincide with the output's; None if the outputs have another extent."""
         return self.images.source if tuple(self.output_shape[:-1]) == self.images.shape[1:-1] else None
 
     def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
