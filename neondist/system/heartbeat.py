@@ -2,7 +2,7 @@
 
 For ranks on any node, the supervisor learns whether a rank handles signals, how it ended, and whether it was killed
 (end of file without a message), is stopped or cannot be reached (no heartbeats). If the supervisor dies or closes the
-connection, the rank is killed. A guard process beside the rank sends the heartbeats and kills the rank, since the rank's
+connection, the rank is killed. A guard process beside the rank sends the heartbeats and kills the rank, since its
 threads do not run while an extension holds the GIL or while the rank is stopped.
 """
 
