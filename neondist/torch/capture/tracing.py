@@ -22,7 +22,7 @@ from torch.distributions import Distribution
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode, _push_mode
 
 from ...errors import ConfigError
 from ..ir.errors import CaptureError
@@ -65,15 +65,20 @@ def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
 
 @contextmanager
 def suspend_hooks_and_modes() -> Iterator[None]:
-    """Suspend the caller's saved-tensor hooks and dispatch modes, such as those of `torch.utils.checkpoint`."""
+    """Suspend this thread's saved-tensor hooks and dispatch modes, such as those of `torch.utils.checkpoint`.
+
+    PyTorch's `_disable_current_modes` would also suspend the modes of an export in another thread.
+    """
     autograd, hooks = torch._C._autograd, list[Any]()
     while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
         autograd._pop_saved_tensors_default_hooks()
+    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
     try:
-        with _disable_current_modes():
-            yield
+        yield
     finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)
 

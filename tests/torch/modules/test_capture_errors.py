@@ -1,5 +1,8 @@
 """Modules that cannot be captured or distributed: located messages, and the remedies that they suggest."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +16,7 @@ from torch_training import IMAGES, Net, build_seeded, draw_tensor  # noqa: E402
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
+from neondist.torch.capture.tracing import suspend_hooks_and_modes  # noqa: E402
 
 
 class FunctionModule(nn.Module):
@@ -267,3 +271,22 @@ def test_compiled_functions_call_distributed_modules_eagerly():
 
     expected = nn.functional.mse_loss(module(image), torch.zeros_like(image)).item()
     assert loopback.run(2, body) == pytest.approx([expected] * 2)
+
+
+def test_export_in_another_thread():
+    """PyTorch keeps the modes of an export for all threads; calls in other threads must not end them."""
+    exporting, called = threading.Event(), threading.Event()
+
+    def wait_between_operators(x):
+        y = x.sin()
+        exporting.set()
+        assert called.wait(60)
+        return y.cos()
+
+    with ThreadPoolExecutor(1) as pool:
+        program = pool.submit(torch.export.export, FunctionModule(wait_between_operators), (torch.ones(2),))
+        assert exporting.wait(60)
+        with suspend_hooks_and_modes():
+            called.set()
+            targets = [str(node.target) for node in program.result().graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.sin.default", "aten.cos.default"]
