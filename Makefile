@@ -18,7 +18,7 @@ test: .venv/test
 	$(MAKE) --jobs=2 types .venv/compiled lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# 15 minutes: check that the tests detect small faults; see tools/mutations.yaml
+# an hour: check that the tests detect small faults; see tools/mutations.yaml
 mutate: .venv/test
 	$(BIN)/python tools/mutate.py --jobs $(WORKERS)
 
