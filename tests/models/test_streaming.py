@@ -466,7 +466,7 @@ def test_large_images_are_streamed_automatically(tmp_path, monkeypatch):
                 assert "a step does not fit into the available memory; streamed: conv1 to " in notes[0]
                 assert history[0]["train_loss"] == pytest.approx(expected[0]["train_loss"], rel=1e-12)
             patch.setattr("neondist.models.model.process_overhead_bytes", lambda _, needed=needed: needed - 2)
-            with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs at least .*, .* layer '"):
+            with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs at least .*; layer '"):
                 loopback.run(ranks, train)
 
 

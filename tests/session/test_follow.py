@@ -188,7 +188,7 @@ def test_evaluator_role(tmp_path, capsys):
                 evaluator.run(lambda wrong=wrong: wrong)
         assert evaluator.run(lambda: 0.25) == 0.25
         assert evaluator.should_stop()
-        with pytest.raises(nd.NotReadyError, match="the job is complete"):
+        with pytest.raises(nd.NotReadyError, match="no checkpoint is left to evaluate, or the session was stopped"):
             evaluator.run(lambda: 0.25)
         with pytest.raises(nd.ConfigError, match="batches"):
             evaluator.batches(dataset, 4)
