@@ -62,7 +62,7 @@ def run_command(command, cwd, **env):
 
 def strip_progress_lines(err):
     """Return stderr without the progress lines that only a busy machine prints."""
-    lines = r"(preparing, [^\n]* so far|\w+ \d+ of \d+, [^\n]*)  |starting the ranks"
+    lines = r"(preparing, [^\n]* so far|\w+ \d+ of \d+, [^\n]*)  |step \d+: epoch [^\n]*|starting the ranks"
     return re.sub(rf"^({lines})\n", "", err, flags=re.MULTILINE)
 
 
