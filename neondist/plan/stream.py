@@ -45,7 +45,7 @@ class StripwisePlan:
         Number of strips, at the end of a tile, whose saved state avoids part of their second forward pass.
     cuts : tuple of int
         Numbers of nodes after which gradients are kept; ascending.
-    num_strips_kept_at_cut : int, optional
+    num_strips_with_kept_gradients : int, optional
         Number of strips, at the end of a tile, whose gradients are kept; default: all.
     extended_output : Partition or None
         Cells of the last value on each tile, if more than the tile's: below a cut, all cells that the steps above read.
@@ -59,7 +59,7 @@ class StripwisePlan:
     checkpointed_strips: int = 0
     cuts: tuple[int, ...] = ()
     extended_output: Partition | None = None
-    num_strips_kept_at_cut: int | None = None
+    num_strips_with_kept_gradients: int | None = None
     precomputed_strip_cells: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -71,14 +71,14 @@ class StripwisePlan:
         return cls(graph.subgraph(0, num_nodes), num_nodes, cut, min(strips, checkpointed_strips))
 
     def with_checkpoints(
-        self, checkpointed_strips: int, cuts: tuple[int, ...] = (), num_strips_kept_at_cut: int | None = None
+        self, checkpointed_strips: int, cuts: tuple[int, ...] = (), num_strips_with_kept_gradients: int | None = None
     ) -> StripwisePlan:
         """Return the same strips with other checkpoints and cuts."""
         return replace(
             self,
             checkpointed_strips=checkpointed_strips,
             cuts=cuts,
-            num_strips_kept_at_cut=num_strips_kept_at_cut,
+            num_strips_with_kept_gradients=num_strips_with_kept_gradients,
             precomputed_strip_cells=self.strip_cells,
         )
 
@@ -115,7 +115,7 @@ class StripwisePlan:
             cut = (
                 0.0
                 if part.stream_below_cut is None
-                else part._num_strips_kept / (part.grid.num_last_strips or part.grid.strips)
+                else part._num_kept / (part.grid.num_last_strips or part.grid.strips)
             )
             total += cut * part._backward_multiplications(part.backward_sweep_stops) + (
                 1 - cut
@@ -162,20 +162,20 @@ class StripwisePlan:
         *cuts, nodes = self.cuts
         value = self.graph.node_ends[nodes][1]
         cells = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
-        extended_output = hull_partition(*(self._union_over_strips(part, self._num_strips_kept) for part in cells))
-        grid = replace(self.grid, num_last_strips=self._num_strips_kept)
+        extended_output = hull_partition(*(self._union_over_strips(part, self._num_kept) for part in cells))
+        grid = replace(self.grid, num_last_strips=self._num_kept)
         return StripwisePlan(
             self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output
         )
 
     @property
-    def _num_strips_kept(self) -> int:
+    def _num_kept(self) -> int:
         """Number of strips of a tile whose gradients are kept at cuts."""
-        return self.num_strips_kept_at_cut or self.grid.num_last_strips or self.grid.strips
+        return self.num_strips_with_kept_gradients or self.grid.num_last_strips or self.grid.strips
 
-    def strips_kept_at_cut(self, tile: int) -> list[int]:
+    def strips_with_kept_gradients(self, tile: int) -> list[int]:
         """Return the strips of a tile whose gradients are kept."""
-        return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._num_strips_kept :]
+        return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._num_kept :]
 
     @property
     def parts(self) -> list[StripwisePlan]:

@@ -92,7 +92,7 @@ class StripwiseSection:
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
         self.strip_numbers, self.num_steps = planned.strips(tile), len(graph.steps)
-        self._strips_with_kept_gradients = planned.strips_kept_at_cut(tile)
+        self._strips_with_kept_gradients = planned.strips_with_kept_gradients(tile)
         self._checkpointed_strips = self.strip_numbers[max(0, len(self.strip_numbers) - planned.checkpointed_strips) :]
         blocks.reserve(planned.max_strip_buffer_elements(tile))
         self._sections: dict[int, Section] = {}
