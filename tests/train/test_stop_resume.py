@@ -63,3 +63,15 @@ def test_resume_requires_the_same_seed_and_data(tmp_path):
     other.dataset.split_sizes["train"] = 44
     with pytest.raises(DataError, match="in the middle of an epoch of 45 samples, but the data set has 44"):
         other.run(output=tmp_path, resume=True, hooks=[])
+
+
+def test_resume_in_another_dtype_says_so(tmp_path):
+    class Messages(Hook):
+        def before_run(self, run):
+            texts.append([text for text in run.start_messages if "converted" in text])
+
+    texts = []
+    for step, dtype in enumerate(("float64", "float32", "float32"), start=2):
+        make_experiment(dtype=dtype).run(output=tmp_path, resume="auto", hooks=[StopAtStep(step), Messages()])
+    conversion = "the values of the checkpoint were converted from float64 to float32: results differ from those of an"
+    assert texts == [[], [f"{conversion} uninterrupted run"], []]

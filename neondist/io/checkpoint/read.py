@@ -28,11 +28,13 @@ class CheckpointContents:
     path : the file
     texts : texts by name
     shapes : global shapes of the arrays, by name
+    dtypes : dtypes of the arrays, by name
     """
 
     path: Path
     texts: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, np.dtype] = field(default_factory=dict)
 
     def group(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays in a group, by name."""
@@ -124,6 +126,6 @@ def _collect_contents(group: Any, prefix: str, contents: CheckpointContents) -> 
         elif item.dtype.kind == "S" and item.shape == ():
             contents.texts[full] = item[()].decode()
         elif item.dtype.kind in "fiu":
-            contents.shapes[full] = tuple(item.shape)
+            contents.shapes[full], contents.dtypes[full] = tuple(item.shape), item.dtype.newbyteorder("=")
         else:
             raise ValueError(f"'{full}' holds {item.dtype}")

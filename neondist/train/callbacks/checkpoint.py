@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ...halo import scheme_text
 from ...io.checkpoint import (
     SCHEME_STATE_TEXT_NAME,
     ArrayPart,
+    CheckpointContents,
     collect_scheme_state,
     open_checkpoint,
     restore_scheme_state,
@@ -313,8 +314,10 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
             run.restore_checkpoint_texts(file.contents.texts)
         except (DataError, ValueError) as problem:
             raise DataError(f"{path}: {problem}, or {remedy}") from None
-        file.fill_parts(_checkpoint_array_parts(run))
+        parts = _checkpoint_array_parts(run)
+        file.fill_parts(parts)
         notes = (
+            _describe_conversion(file.contents, parts),
             restore_scheme_state(file, model.exchanged_arrays, _scheme_state_key(run), world),
             restore_sync_state(file, model.sync_states, world),
         )
@@ -337,6 +340,14 @@ def read_run_progress(file: CheckpointReader) -> RunProgress:
     except (KeyError, ValueError) as problem:
         path = file.contents.path
         raise DataError(f"{path}: does not record the progress of its run ({problem}); specify another file") from None
+
+
+def _describe_conversion(contents: CheckpointContents, parts: Iterable[ArrayPart]) -> str:
+    """Return a message to the user if values in a checkpoint were converted to another dtype; '' if none were."""
+    converted = {(str(contents.dtypes[part.name]), str(part.dtype)) for part in parts}
+    texts = [f"{old} to {new}" for old, new in sorted(converted) if old != new]
+    what = "results differ from those of an uninterrupted run"
+    return f"the values of the checkpoint were converted from {' and '.join(texts)}: {what}" if texts else ""
 
 
 def _checkpoint_array_parts(run: TrainState) -> list[ArrayPart]:
