@@ -198,11 +198,12 @@ class SharedSlotTable:
 
     def describe_slot_usage(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
+        total, needed = sum(hosts.values()), self.bounds.min_workers * self.bounds.slots_per_worker
         with self._update_own_entry() as others:
-            used = sum(entry.workers_by_host.total() * entry.bounds.slots_per_worker for entry in others or [])
-        total, count = sum(hosts.values()), sum(1 for entry in others or [])
-        jobs = "another job" if count == 1 else f"{count} other jobs"
-        needed = self.bounds.min_workers * self.bounds.slots_per_worker
+            if others is None:
+                return f"the use of the {total} slots cannot be read now; at least {needed} must be free"
+            used = sum(entry.workers_by_host.total() * entry.bounds.slots_per_worker for entry in others)
+        jobs = "another job" if len(others) == 1 else f"{len(others)} other jobs"
         return f"{used} of {total} slots are in use by {jobs}, and at least {needed} are needed"
 
     def _hosts_of_new_workers(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> list[str]:

@@ -105,6 +105,8 @@ def test_removed_folder_leaves_a_job_unchanged(tmp_path):
             [],
             0,
         )
+        expected = "the use of the 2 slots cannot be read now; at least 1 must be free"
+        assert table.describe_slot_usage({"localhost": 2}) == expected
 
 
 JOB_SCRIPT = """
