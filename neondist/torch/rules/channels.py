@@ -28,9 +28,9 @@ class ChannelOperands(NamedTuple):
     reduced_mesh_axes: frozenset[int] = frozenset()
 
 
-def prefers_partial_sums(inputs: int, outputs: int) -> bool:
+def prefers_partial_sums(in_channels: int, out_channels: int) -> bool:
     """Return whether reducing partial sums over ranks is cheaper than gathering the input channels."""
-    return inputs >= 2 * outputs
+    return in_channels >= 2 * out_channels
 
 
 def partition_channel_operands(
@@ -43,25 +43,25 @@ def partition_channel_operands(
     x : Value
         (N, C, ...), all cells.
     weight : Value
-        (outputs, C / groups, ...)
+        (out_channels, C / groups, ...)
     """
-    outputs, inputs = weight.shape[:2]
-    if groups == 1 and prefers_partial_sums(inputs, outputs) and not lowering.is_whole(x, 1):
-        own = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 1, *x.layout[1]))
-        return ChannelOperands(x, own, bias, (Atom(outputs),), axes_of(x.layout[1:2]))
-    others = axes_of((x.layout[0], *x.layout[2:])) - {0}  # for example, rows that are cells of images
-    units = None if others else _dim_split_over_tiles(lowering, outputs if groups == 1 else groups)
-    if units is None:
-        return ChannelOperands(lowering.gather(x, [1]), weight, bias, (Atom(outputs),))
+    out_channels, in_channels = weight.shape[:2]
+    if groups == 1 and prefers_partial_sums(in_channels, out_channels) and not lowering.is_whole(x, 1):
+        own_weight = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 1, *x.layout[1]))
+        return ChannelOperands(x, own_weight, bias, (Atom(out_channels),), axes_of(x.layout[1:2]))
+    other_axes = axes_of((x.layout[0], *x.layout[2:])) - {0}  # for example, rows that are cells of images
+    tiled_dim = None if other_axes else _dim_split_over_tiles(lowering, out_channels if groups == 1 else groups)
+    if tiled_dim is None:
+        return ChannelOperands(lowering.gather(x, [1]), weight, bias, (Atom(out_channels),))
     if groups == 1:
-        x, channels = lowering.gather(x, [1]), units
+        x, channels = lowering.gather(x, [1]), tiled_dim
     else:
-        of_input = merge_atoms((*units, Atom(inputs)))
-        if not lowering.is_whole(x, 1) and x.layout[1] != of_input:
+        input_channels = merge_atoms((*tiled_dim, Atom(in_channels)))
+        if not lowering.is_whole(x, 1) and x.layout[1] != input_channels:
             x = lowering.gather(x, [1])
         x, channels = (
-            lowering.partition_as(x, replace_dim(x.layout, 1, *of_input)),
-            merge_atoms((*units, Atom(outputs // groups))),
+            lowering.partition_as(x, replace_dim(x.layout, 1, *input_channels)),
+            merge_atoms((*tiled_dim, Atom(out_channels // groups))),
         )
     weight = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 0, *channels))
     return ChannelOperands(x, weight, None if bias is None else lowering.partition_as(bias, (channels,)), channels)
@@ -72,9 +72,9 @@ def _dim_split_over_tiles(lowering: Lowering, extent: int) -> Dim | None:
     parts = lowering.mesh.parts
     axes, atoms = [axis for axis in range(1, len(parts)) if parts[axis] > 1], list[Atom]()
     for axis in axes:
-        size = extent if axis == axes[-1] else parts[axis]
-        if extent % size or size < parts[axis]:
+        atom_extent = extent if axis == axes[-1] else parts[axis]
+        if extent % atom_extent or atom_extent < parts[axis]:
             return None
-        atoms.append(lowering.mesh.even_atom(size, axis))
-        extent //= size
+        atoms.append(lowering.mesh.even_atom(atom_extent, axis))
+        extent //= atom_extent
     return merge_atoms(atoms) if axes else None

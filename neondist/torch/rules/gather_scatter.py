@@ -23,10 +23,10 @@ def gather(lowering: Lowering, x: Value, dim: int, index: Value, sparse_grad: bo
     """Gather the indexed dimension for the indices of each rank."""
     dim %= len(x.shape)
     x = _crop_other_dims(lowering, x, dim, index.shape)
-    rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (index, x)])
-    layout = replace_dim(rest, dim, *whole_if_partitioned_along(index.layout[dim], axes_of(rest)))
-    seen = lowering.gather_as(x, replace_dim(rest, dim, Atom(x.shape[dim])), axes_of(layout))
-    return lowering.local(lambda a, i: a.gather(dim, i), [seen, lowering.partition_as(index, layout)], layout)
+    other_dims = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (index, x)])
+    layout = replace_dim(other_dims, dim, *whole_if_partitioned_along(index.layout[dim], axes_of(other_dims)))
+    gathered = lowering.gather_as(x, replace_dim(other_dims, dim, Atom(x.shape[dim])), axes_of(layout))
+    return lowering.local(lambda a, i: a.gather(dim, i), [gathered, lowering.partition_as(index, layout)], layout)
 
 
 def _crop_other_dims(lowering: Lowering, x: Value, dim: int, shape: Sequence[int]) -> Value:
@@ -41,8 +41,8 @@ def _crop_other_dims(lowering: Lowering, x: Value, dim: int, shape: Sequence[int
 def take(lowering: Lowering, x: Value, index: Value) -> Value:
     """Gather the whole tensor for the indices of each rank."""
     flat = lowering.reshape(x, (prod(x.shape),))
-    seen = lowering.gather_as(flat, replicated(flat.shape), axes_of(index.layout))
-    return lowering.local(torch.take, [seen, index], index.layout)
+    gathered = lowering.gather_as(flat, replicated(flat.shape), axes_of(index.layout))
+    return lowering.local(torch.take, [gathered, index], index.layout)
 
 
 @rule("aten.embedding.default")
@@ -53,10 +53,10 @@ def embedding(
     """Select rows of a replicated table locally."""
     if scale_grad_by_freq:
         lowering.refuse("scale_grad_by_freq needs the number of times each row is selected on all ranks")
-    rows = lowering.gather(weight)
+    table = lowering.gather(weight)
     padding = padding_idx if padding_idx >= 0 else None
     layout = (*indices.layout, *replicated(weight.shape[1:]))
-    return lowering.local(lambda w, i: F.embedding(i, w, padding), [rows, indices], layout, weight.dtype)
+    return lowering.local(lambda w, i: F.embedding(i, w, padding), [table, indices], layout, weight.dtype)
 
 
 def traceable_embedding_bag(
@@ -78,21 +78,21 @@ def traceable_embedding_bag(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     if offsets is not None:
-        kept = torch.ones_like(input) if padding_idx is None else (input != padding_idx % len(weight)).long()
+        is_used = torch.ones_like(input) if padding_idx is None else (input != padding_idx % len(weight)).long()
         positions = torch.arange(len(input), dtype=offsets.dtype, device=offsets.device)
-        bags = torch.searchsorted(offsets, positions, right=True) - 1
-        summed = rows.new_zeros(len(offsets), weight.shape[1]).index_add(0, bags, rows * kept.unsqueeze(-1))
-        sizes = kept.new_zeros(len(offsets)).index_add(0, bags, kept).unsqueeze(-1)
+        bag_ids = torch.searchsorted(offsets, positions, right=True) - 1
+        bag_sums = rows.new_zeros(len(offsets), weight.shape[1]).index_add(0, bag_ids, rows * is_used.unsqueeze(-1))
+        bag_sizes = is_used.new_zeros(len(offsets)).index_add(0, bag_ids, is_used).unsqueeze(-1)
         if include_last_offset:
-            summed, sizes = summed[:-1], sizes[:-1]
-        return summed if mode == "sum" else summed / sizes.clamp(min=1)
+            bag_sums, bag_sizes = bag_sums[:-1], bag_sizes[:-1]
+        return bag_sums if mode == "sum" else bag_sums / bag_sizes.clamp(min=1)
     if padding_idx is None:
         return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
-    kept = (input != padding_idx % len(weight)).unsqueeze(-1)
+    is_used = (input != padding_idx % len(weight)).unsqueeze(-1)
     if mode == "max":
-        return rows.where(kept, -torch.inf).max(1).values.where(kept.any(1), 0)
-    summed = rows.where(kept, 0).sum(1)
-    return summed if mode == "sum" else summed / kept.sum(1).clamp(min=1)
+        return rows.where(is_used, -torch.inf).max(1).values.where(is_used.any(1), 0)
+    bag_sums = rows.where(is_used, 0).sum(1)
+    return bag_sums if mode == "sum" else bag_sums / is_used.sum(1).clamp(min=1)
 
 
 CAPTURE_REPLACEMENTS[F.embedding_bag] = traceable_embedding_bag
@@ -121,13 +121,13 @@ CAPTURE_REPLACEMENTS[torch.combinations] = traceable_combinations
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
 def grid_sampler(lowering: Lowering, x: Value, grid: Value, **options: object) -> Value:
     """Gather images for the sampling points of each rank."""
-    n, (batch,) = len(x.shape) - 2, lowering.pointwise_layout([x.layout[:1], grid.layout[:1]])
-    cells = tuple(whole_if_partitioned_along(dim, axes_of([batch])) for dim in grid.layout[1:-1])
-    layout = (batch, *replicated(x.shape[1:2]), *cells)
-    seen = lowering.gather_as(x, (batch, *replicated(x.shape[1:])), axes_of(layout))
-    places = lowering.partition_as(grid, (batch, *cells, *replicated([n])))
+    n, (batch_dim,) = len(x.shape) - 2, lowering.pointwise_layout([x.layout[:1], grid.layout[:1]])
+    grid_dims = tuple(whole_if_partitioned_along(dim, axes_of([batch_dim])) for dim in grid.layout[1:-1])
+    layout = (batch_dim, *replicated(x.shape[1:2]), *grid_dims)
+    gathered = lowering.gather_as(x, (batch_dim, *replicated(x.shape[1:])), axes_of(layout))
+    local_grid = lowering.partition_as(grid, (batch_dim, *grid_dims, *replicated([n])))
     target, extra_args = lowering.target, list(options.values())
-    return lowering.local(lambda a, g: target(a, g, *extra_args), [seen, places], layout)
+    return lowering.local(lambda a, g: target(a, g, *extra_args), [gathered, local_grid], layout)
 
 
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter.reduce", "aten.scatter.value_reduce",
@@ -141,13 +141,15 @@ def scatter(
     if src is not None:
         src = _crop_other_dims(lowering, src, -1, index.shape)
     unequal_dims = [at for at, n in enumerate(index.shape) if n != x.shape[at]]
-    (there, *given), back = lowering.co_align([v for v in (x, index, src) if v is not None], {dim, *unequal_dims})
+    (x, *other_args), final_layout = lowering.co_align(
+        [v for v in (x, index, src) if v is not None], {dim, *unequal_dims}
+    )
     target = partial(lowering.target, **options)
 
     def run(a: torch.Tensor, i: torch.Tensor, s: torch.Tensor | float | None = value) -> torch.Tensor:
         return target(a, dim, i, s)
 
-    return lowering.partition_as(lowering.local(run, [there, *given], there.layout), back)
+    return lowering.partition_as(lowering.local(run, [x, *other_args], x.layout), final_layout)
 
 
 @rule("aten.index_add.default", "aten.index_copy.default", "aten.index_reduce.default", "aten.index_fill.int_Scalar",
@@ -158,16 +160,16 @@ def index_update(
 ) -> Value:  # fmt: skip
     """Gather the indexed dimension, and partition it again afterwards; replicate the index tensor."""
     dim %= len(x.shape)
-    (there, *given), back = lowering.co_align([v for v in (x, source) if v is not None], {dim})
-    given += [value] if isinstance(value, Value) else []
+    (x, *other_args), final_layout = lowering.co_align([v for v in (x, source) if v is not None], {dim})
+    other_args += [value] if isinstance(value, Value) else []
     extra_args = ([] if value is None or isinstance(value, Value) else [value]) + ([reduce] if reduce else [])
     target = partial(lowering.target, **options)
 
     def run(a: torch.Tensor, i: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return target(a, dim, i, *rest, *extra_args)
 
-    args = [there, lowering.gather(index), *given]
-    return lowering.partition_as(lowering.local(run, args, there.layout), back)
+    args = [x, lowering.gather(index), *other_args]
+    return lowering.partition_as(lowering.local(run, args, x.layout), final_layout)
 
 
 @rule("aten.index_put.default", "aten._unsafe_index_put.default")
@@ -175,30 +177,30 @@ def index_put(
     lowering: Lowering, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False, **_: object
 ) -> Value:
     """Gather the indexed dimensions, and partition them again afterwards; apply boolean masks locally."""
-    given = {dim: value for dim, value in enumerate(indices) if value is not None}
-    if any(value.dtype == torch.bool for value in given.values()):
-        return _put_masked(lowering, x, given, values, accumulate)
-    dims = list(given)
-    (there,), back = lowering.co_align([x], dims)
-    at, put = [lowering.gather(value) for value in given.values()], lowering.target
+    index_by_dim = {dim: value for dim, value in enumerate(indices) if value is not None}
+    if any(value.dtype == torch.bool for value in index_by_dim.values()):
+        return _put_masked(lowering, x, index_by_dim, values, accumulate)
+    indexed_dims = list(index_by_dim)
+    (x,), final_layout = lowering.co_align([x], indexed_dims)
+    gathered_indices, target = [lowering.gather(value) for value in index_by_dim.values()], lowering.target
 
     def run(a: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        index_by_dim = dict(zip(dims, tensors, strict=True))
-        return put(a, [index_by_dim.get(dim) for dim in range(a.dim())], v, accumulate)
+        tensor_by_dim = dict(zip(indexed_dims, tensors, strict=True))
+        return target(a, [tensor_by_dim.get(dim) for dim in range(a.dim())], v, accumulate)
 
-    args = [there, lowering.gather_as(values, indexed_layout(there.layout, given), there.axes), *at]
-    return lowering.partition_as(lowering.local(run, args, there.layout), back)
+    args = [x, lowering.gather_as(values, indexed_layout(x.layout, index_by_dim), x.axes), *gathered_indices]
+    return lowering.partition_as(lowering.local(run, args, x.layout), final_layout)
 
 
 def _put_masked(lowering: Lowering, x: Value, index_by_dim: dict[int, Value], values: Value, accumulate: bool) -> Value:
     """Return x with one value per channel written, or added if `accumulate`, where a mask is true."""
-    ((dim, mask), *others) = index_by_dim.items()
-    rest = len(x.shape) - dim - len(mask.shape)
-    shape = [1] * (dim + rest + 1 - len(values.shape)) + list(values.shape)
-    if others or shape[dim] != 1:
+    ((dim, mask), *other_indices) = index_by_dim.items()
+    trailing_ndim = len(x.shape) - dim - len(mask.shape)
+    shape = [1] * (dim + trailing_ndim + 1 - len(values.shape)) + list(values.shape)
+    if other_indices or shape[dim] != 1:
         lowering.refuse("the assignment of values to cells depends on the values of a mask; use torch.where")
-    mask = lowering.reshape(mask, (*[1] * dim, *mask.shape, *[1] * rest))
-    values = lowering.reshape(values, (*shape[:dim], *[1] * (len(x.shape) - dim - rest), *shape[dim + 1 :]))
+    mask = lowering.reshape(mask, (*[1] * dim, *mask.shape, *[1] * trailing_ndim))
+    values = lowering.reshape(values, (*shape[:dim], *[1] * (len(x.shape) - dim - trailing_ndim), *shape[dim + 1 :]))
     args, layout = lowering.align_pointwise([x, mask, values])
     return lowering.local(lambda a, m, v: torch.where(m, a + v if accumulate else v, a), args, layout)
 
@@ -219,16 +221,16 @@ def searchsorted(
     target, dtype, layout = lowering.target, lowering.fake_out.dtype, x.layout
 
     def run(a: torch.Tensor, s: torch.Tensor, *order: torch.Tensor) -> torch.Tensor:
-        more = {"sorter": order[0]} if order else {}
-        return target(a, s, **options) if boundaries is not None else target(s, a, **options, **more)
+        sorter_option = {"sorter": order[0]} if order else {}
+        return target(a, s, **options) if boundaries is not None else target(s, a, **options, **sorter_option)
 
     rows = [value for value in (sequence, sorter) if value is not None]
     if len(sequence.shape) > 1:
         batch = lowering.pointwise_layout([layout[:-1], sequence.layout[:-1]])
         layout = (*batch, whole_if_partitioned_along(layout[-1], axes_of(batch)))
-    whole_rows = (*layout[: len(sequence.shape) - 1], (Atom(sequence.shape[-1]),))
+    row_layout = (*layout[: len(sequence.shape) - 1], (Atom(sequence.shape[-1]),))
     args = [
         lowering.partition_as(x, layout),
-        *(lowering.gather_as(row, whole_rows, axes_of(layout)) for row in rows),
+        *(lowering.gather_as(row, row_layout, axes_of(layout)) for row in rows),
     ]
     return lowering.local(run, args, layout, dtype)

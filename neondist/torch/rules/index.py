@@ -21,21 +21,21 @@ from ..lowering.lowering import Lowering
 def remap_dim(lowering: Lowering, x: Value, dim: int, extent: int, source_index: Callable[[int], int]) -> Value:
     """Return x with one dimension resized, so that its index i is index source_index(i) of x."""
     x = lowering.gather_into_single_atoms(x, [dim])
-    out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
-    reach = Reach(out, IndexMap(lambda lo, hi: map(source_index, range(lo, hi))))
+    out_atom = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
+    reach = Reach(out_atom, IndexMap(lambda lo, hi: map(source_index, range(lo, hi))))
     view = lowering.view(x, {dim: reach})
     atom = x.layout[dim][0]
 
     def local_indices(place: Place) -> torch.Tensor | int:
         first = reach.first_index(atom, place)
-        indices = [source_index(i) - first for i in range(*out.range(place))]
-        in_order = indices == list(range(len(indices)))
-        return len(indices) if in_order else torch.tensor(indices, dtype=torch.int64)
+        indices = [source_index(i) - first for i in range(*out_atom.range(place))]
+        is_in_order = indices == list(range(len(indices)))
+        return len(indices) if is_in_order else torch.tensor(indices, dtype=torch.int64)
 
     def run(index: torch.Tensor | int, a: torch.Tensor) -> torch.Tensor:
         return a.narrow(dim, 0, index) if isinstance(index, int) else a.index_select(dim, index.to(a.device))
 
-    return lowering.local(run, [view], replace_dim(x.layout, dim, out), at=local_indices)
+    return lowering.local(run, [view], replace_dim(x.layout, dim, out_atom), at=local_indices)
 
 
 def roll_dim_to_extent(lowering: Lowering, x: Value, dim: int, extent: int, shift: int) -> Value:
@@ -46,9 +46,9 @@ def roll_dim_to_extent(lowering: Lowering, x: Value, dim: int, extent: int, shif
 def _shift_dim(lowering: Lowering, x: Value, dim: int, extent: int, window: Window, fill: float = 0.0) -> Value:
     """Return x with one dimension resized, so that its index i is the only index in the window at i, or `fill`."""
     x = lowering.gather_into_single_atoms(x, [dim])
-    out = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
-    view = lowering.view(x, {dim: Reach(out, window, with_padding=True)}, None, fill)
-    return lowering.local(lambda a: a, [view], replace_dim(x.layout, dim, out))
+    out_atom = lowering.mesh.even_atom(extent, lowering.axis_of(x, dim))
+    view = lowering.view(x, {dim: Reach(out_atom, window, with_padding=True)}, None, fill)
+    return lowering.local(lambda a: a, [view], replace_dim(x.layout, dim, out_atom))
 
 
 @rule("aten.slice.Tensor")
@@ -57,18 +57,18 @@ def slice_dim(
 ) -> Value:
     """Select a slice, and redistribute it."""
     dim %= len(x.shape)
-    picked = range(x.shape[dim])[slice(start, end, step)]
-    if len(picked) == x.shape[dim]:
+    indices = range(x.shape[dim])[slice(start, end, step)]
+    if len(indices) == x.shape[dim]:
         return x
     if lowering.is_whole(x, dim):
-        layout = replace_dim(x.layout, dim, Atom(len(picked)))
+        layout = replace_dim(x.layout, dim, Atom(len(indices)))
         return lowering.local(lambda a: a[(slice(None),) * dim + (slice(start, end, step),)], [x], layout)
-    if not picked:
+    if not indices:
         layout = replace_dim(x.layout, dim, Atom(0))
         device = pytree.tree_leaves(lowering.fake_out)[0].device  # a split has several results
         empty = partial(torch.empty, dtype=x.dtype, device=device)
         return lowering.local(empty, [], layout, x.dtype, at=partial(local_shape, layout))
-    return remap_dim(lowering, x, dim, len(picked), lambda i: picked[i])
+    return remap_dim(lowering, x, dim, len(indices), lambda i: indices[i])
 
 
 @rule("aten.select.int")
@@ -83,11 +83,11 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
 
     def own_start_and_length(place: Place) -> tuple[int, int]:
         lo, hi = atom.range(place)
-        own = index % atom.extent - lo
-        return (own, 1) if 0 <= own < hi - lo else (0, 0)
+        own_index = index % atom.extent - lo
+        return (own_index, 1) if 0 <= own_index < hi - lo else (0, 0)
 
-    def run(own: tuple[int, int], a: torch.Tensor) -> torch.Tensor:
-        return a.narrow(dim, *own).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a`, for autograd
+    def run(span: tuple[int, int], a: torch.Tensor) -> torch.Tensor:
+        return a.narrow(dim, *span).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a`, for autograd
 
     return lowering.allreduce_local_result(run, [x], [] if axis is None else [axis], layout, at=own_start_and_length)
 
@@ -96,12 +96,12 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
       "aten.split_with_sizes_copy.default")  # fmt: skip
 def split(lowering: Lowering, x: Value, dim: int = 0, **_: object) -> tuple[Value, ...]:
     """Select consecutive slices, and redistribute them."""
-    parts, at = [], 0
+    slices, first = [], 0
     for out in lowering.fake_out:
         n = out.shape[dim % len(x.shape)]
-        parts.append(slice_dim(lowering, x, dim, at, at + n))
-        at += n
-    return tuple(parts)
+        slices.append(slice_dim(lowering, x, dim, first, first + n))
+        first += n
+    return tuple(slices)
 
 
 @rule("aten.unbind.int")
@@ -117,38 +117,38 @@ def slice_scatter(
 ) -> Value:  # fmt: skip
     """Redistribute the new values of a slice to the ranks that own it."""
     dim %= len(x.shape)
-    picked = range(x.shape[dim])[slice(start, end, step)]
-    if len(picked) == x.shape[dim]:
+    indices = range(x.shape[dim])[slice(start, end, step)]
+    if len(indices) == x.shape[dim]:
         return src
-    rest = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (x, src)])
-    x, src = (_gather_if_axis_reused(lowering, value, dim, rest) for value in (x, src))
+    other_dims = lowering.pointwise_layout([replace_dim(value.layout, dim, Atom(1)) for value in (x, src)])
+    x, src = (_gather_if_axis_reused(lowering, value, dim, other_dims) for value in (x, src))
     if lowering.is_whole(x, dim) and x.kind == "constant" and not lowering.is_whole(src, dim):
         # partition the constant, such as zeros that are to be overwritten
         atom = lowering.mesh.even_atom(x.shape[dim], lowering.axis_of(src, dim))
         x = lowering.partition_as(x, replace_dim(x.layout, dim, atom))
     if lowering.is_whole(x, dim):
         src = lowering.gather(src, [dim])
-    x, src = (lowering.partition_as(v, replace_dim(rest, dim, *v.layout[dim])) for v in (x, src))
+    x, src = (lowering.partition_as(v, replace_dim(other_dims, dim, *v.layout[dim])) for v in (x, src))
     if lowering.is_whole(x, dim):
         at = (slice(None),) * dim + (slice(start, end, step),)
         return lowering.local(lambda a, b: _with_slice_replaced(a, at, b), [x, src], x.layout)
     x = lowering.partition_as(x, lowering.pointwise_layout([x.layout]))
-    out = x.layout[dim][0]
-    window = Window(1, picked.step, ((-picked.start, 0),))
-    view = lowering.view(src, {dim: Reach(out, GradientWindow(window, (len(picked),)))}, x.axes | src.axes)
+    out_atom = x.layout[dim][0]
+    window = Window(1, indices.step, ((-indices.start, 0),))
+    view = lowering.view(src, {dim: Reach(out_atom, GradientWindow(window, (len(indices),)))}, x.axes | src.axes)
 
     def written_indices(place: Place) -> torch.Tensor:
-        lo, hi = out.range(place)
-        return torch.tensor([i - lo for i in range(lo, hi) if i in picked], dtype=torch.int64)
+        lo, hi = out_atom.range(place)
+        return torch.tensor([i - lo for i in range(lo, hi) if i in indices], dtype=torch.int64)
 
     run = lambda at, a, b: a.index_copy(dim, at.to(a.device), b.to(a.device))  # noqa: E731
     return lowering.local(run, [x, view], x.layout, at=written_indices)
 
 
-def _with_slice_replaced(a: torch.Tensor, slices: tuple[slice, ...], new: torch.Tensor) -> torch.Tensor:
+def _with_slice_replaced(a: torch.Tensor, slices: tuple[slice, ...], new_values: torch.Tensor) -> torch.Tensor:
     """Return a copy with new values in a slice; torch.slice_scatter has no gradient for complex numbers."""
     copy = a.clone()
-    copy[slices] = new
+    copy[slices] = new_values
     return copy
 
 
@@ -224,26 +224,28 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
     tensors = [t for t in tensors if t.shape[dim]] or tensors[:1]
-    rest = lowering.pointwise_layout([replace_dim(t.layout, dim, Atom(1)) for t in tensors])
+    other_dims = lowering.pointwise_layout([replace_dim(t.layout, dim, Atom(1)) for t in tensors])
     extent = sum(t.shape[dim] for t in tensors)
     dtype = lowering.fake_out.dtype
     if all(lowering.is_whole(t, dim) for t in tensors):
-        context = axes_of(rest)
+        axes = axes_of(other_dims)
         aligned = [
-            lowering.align_for_broadcast(t, replace_dim(rest, dim, Atom(t.shape[dim])), context) for t in tensors
+            lowering.align_for_broadcast(t, replace_dim(other_dims, dim, Atom(t.shape[dim])), axes) for t in tensors
         ]
-        return lowering.local(lambda *ts: torch.cat(ts, dim), aligned, replace_dim(rest, dim, Atom(extent)), dtype)
-    tensors = [_gather_if_axis_reused(lowering, t, dim, rest) for t in tensors]
+        return lowering.local(
+            lambda *ts: torch.cat(ts, dim), aligned, replace_dim(other_dims, dim, Atom(extent)), dtype
+        )
+    tensors = [_gather_if_axis_reused(lowering, t, dim, other_dims) for t in tensors]
     axis = next((lowering.axis_of(t, dim) for t in tensors if not lowering.is_whole(t, dim)), None)
-    out = lowering.mesh.even_atom(extent, axis)
-    seen, at = [], 0
+    out_atom = lowering.mesh.even_atom(extent, axis)
+    views, first = [], 0
     for t in tensors:
         n = t.shape[dim]
-        there = lowering.partition_as(t, replace_dim(rest, dim, *t.layout[dim]))
-        reach = Reach(out, Window(1, padding=((at, extent - at - n),)))
-        seen.append(lowering.view(there, {dim: reach}, axes_of((*rest, (out,)))))
-        at += n
-    return lowering.local(lambda *ts: torch.cat(ts, dim), seen, replace_dim(rest, dim, out), dtype)
+        repartitioned = lowering.partition_as(t, replace_dim(other_dims, dim, *t.layout[dim]))
+        reach = Reach(out_atom, Window(1, padding=((first, extent - first - n),)))
+        views.append(lowering.view(repartitioned, {dim: reach}, axes_of((*other_dims, (out_atom,)))))
+        first += n
+    return lowering.local(lambda *ts: torch.cat(ts, dim), views, replace_dim(other_dims, dim, out_atom), dtype)
 
 
 def _gather_if_axis_reused(lowering: Lowering, value: Value, dim: int, other_dims: Layout) -> Value:
@@ -264,8 +266,8 @@ def stack(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
 def select_scatter(lowering: Lowering, x: Value, src: Value, dim: int, index: int) -> Value:
     """Send the new values of an index to the rank that owns it."""
     dim, index = dim % len(x.shape), index % x.shape[dim]
-    there = lowering.reshape(src, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-    return slice_scatter(lowering, x, there, dim, index, index + 1)
+    unsqueezed_src = lowering.reshape(src, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+    return slice_scatter(lowering, x, unsqueezed_src, dim, index, index + 1)
 
 
 @rule("aten.index_select.default")
@@ -280,22 +282,22 @@ def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Value:
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Value:
     """Gather the indexed dimensions, and replicate the index tensors."""
-    given = {dim: lowering.gather(value) for dim, value in enumerate(indices) if value is not None}
-    if any(value.dtype == torch.bool for value in given.values()):
+    index_by_dim = {dim: lowering.gather(value) for dim, value in enumerate(indices) if value is not None}
+    if any(value.dtype == torch.bool for value in index_by_dim.values()):
         lowering.refuse("the shape of a selection by a mask depends on the mask's values")
-    x = lowering.gather(x, given)
+    x = lowering.gather(x, index_by_dim)
 
     def run(a: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        index_by_dim = dict(zip(given, at, strict=True))
-        return a[tuple(index_by_dim.get(dim, slice(None)) for dim in range(a.dim()))]
+        tensor_by_dim = dict(zip(index_by_dim, at, strict=True))
+        return a[tuple(tensor_by_dim.get(dim, slice(None)) for dim in range(a.dim()))]
 
-    return lowering.local(run, [x, *given.values()], indexed_layout(x.layout, given))
+    return lowering.local(run, [x, *index_by_dim.values()], indexed_layout(x.layout, index_by_dim))
 
 
 def indexed_layout(layout: Layout, index_by_dim: Mapping[int, Value]) -> Layout:
     """Return the layout of a selection by index tensors: new dimensions replace adjacent indexed ones or come first."""
-    dims = list(index_by_dim)
-    new = replicated(torch.broadcast_shapes(*(value.shape for value in index_by_dim.values())))
-    rest = [atoms for dim, atoms in enumerate(layout) if dim not in dims]
-    first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    return (*rest[:first], *new, *rest[first:])
+    indexed_dims = list(index_by_dim)
+    new_dims = replicated(torch.broadcast_shapes(*(value.shape for value in index_by_dim.values())))
+    other_dims = [atoms for dim, atoms in enumerate(layout) if dim not in indexed_dims]
+    new_dims_start = indexed_dims[0] if indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1)) else 0
+    return (*other_dims[:new_dims_start], *new_dims, *other_dims[new_dims_start:])

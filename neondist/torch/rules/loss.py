@@ -41,24 +41,24 @@ def cross_entropy_loss(
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Value:  # fmt: skip
     """Sum losses over all cells, and divide by the number of cells or the total weight."""
-    loss = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss)
+    loss_function = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss_function)
 
 
 def _class_losses(
     lowering: Lowering, x: Value, target: Value, weight: Value | None, reduction: int, ignore_index: int,
-    loss: Callable[..., torch.Tensor],
+    loss_function: Callable[..., torch.Tensor],
 ) -> Value:  # fmt: skip
     """Return the reduced losses of scores x; their classes are dimension 1, or dimension 0 of a vector."""
-    channel = 1 if len(x.shape) > 1 else 0
-    x = lowering.gather(x, [channel])
-    layout = (*x.layout[:channel], *x.layout[channel + 1 :])
-    probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
-    there = lowering.align_for_broadcast(target, x.layout if probabilities else layout, x.axes)
-    run = partial(loss, reduction="none")
-    losses = lowering.local(run, [x, there, weight], layout, lowering.fake_out.dtype)
-    weights = None if probabilities else _cell_weights(lowering, losses, there, weight, ignore_index)
-    return _reduce_losses(lowering, losses, weights, reduction)
+    class_dim = 1 if len(x.shape) > 1 else 0
+    x = lowering.gather(x, [class_dim])
+    layout = (*x.layout[:class_dim], *x.layout[class_dim + 1 :])
+    is_soft_target = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
+    target = lowering.align_for_broadcast(target, x.layout if is_soft_target else layout, x.axes)
+    run = partial(loss_function, reduction="none")
+    losses = lowering.local(run, [x, target, weight], layout, lowering.fake_out.dtype)
+    cell_weights = None if is_soft_target else _cell_weights(lowering, losses, target, weight, ignore_index)
+    return _reduce_losses(lowering, losses, cell_weights, reduction)
 
 
 def _cell_weights(lowering: Lowering, losses: Value, target: Value, weight: Value | None, ignore_index: int) -> Value:
@@ -66,8 +66,8 @@ def _cell_weights(lowering: Lowering, losses: Value, target: Value, weight: Valu
     dtype = losses.dtype
 
     def run(t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-        kept = t != ignore_index
-        return kept.to(dtype) if w is None else torch.where(kept, w[t.where(kept, 0)], 0).to(dtype)
+        is_counted = t != ignore_index
+        return is_counted.to(dtype) if w is None else torch.where(is_counted, w[t.where(is_counted, 0)], 0).to(dtype)
 
     return lowering.local(run, [target, weight], losses.layout, dtype)
 
@@ -84,9 +84,9 @@ def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Value:
 def multilabel_margin_loss(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Value:
     """Sum losses over all samples. Not decomposed: PyTorch 2.13's decomposition counts targets after the first -1."""
     x = lowering.gather(x, [-1])
-    there = lowering.align_for_broadcast(target, x.layout, x.axes)
+    target = lowering.align_for_broadcast(target, x.layout, x.axes)
     run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
-    return _reduce_losses(lowering, lowering.local(run, [x, there], x.layout[:-1]), None, reduction)
+    return _reduce_losses(lowering, lowering.local(run, [x, target], x.layout[:-1]), None, reduction)
 
 
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default", whole=("weight",))
@@ -95,8 +95,8 @@ def nll_loss(
     ignore_index: int = -100,
 ) -> Value:  # fmt: skip
     """Sum losses over all cells, and divide by the number of cells or the total weight."""
-    loss = partial(F.nll_loss, ignore_index=ignore_index)
-    return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss)
+    loss_function = partial(F.nll_loss, ignore_index=ignore_index)
+    return _class_losses(lowering, x, target, weight, reduction, ignore_index, loss_function)
 
 
 @rule("aten.mse_loss.default", "aten.l1_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default",
@@ -129,8 +129,8 @@ def traceable_gaussian_nll_loss(
             raise ValueError(f"var: shape {tuple(var.shape)} does not fit an input of shape {tuple(input.shape)}")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    clamped = var + (var.clamp(min=eps) - var).detach()  # var has a gradient below eps, too
-    loss = 0.5 * (clamped.log() + (input - target) ** 2 / clamped).where(var >= 0, torch.nan)
+    clamped_var = var + (var.clamp(min=eps) - var).detach()  # var has a gradient below eps, too
+    loss = 0.5 * (clamped_var.log() + (input - target) ** 2 / clamped_var).where(var >= 0, torch.nan)
     loss = loss + 0.5 * log(2 * pi) if full else loss
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
@@ -146,8 +146,8 @@ def weight_of_l1_loss_caller() -> torch.Tensor | None:
 
 def l1_loss_with_weight(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Return torch.nn.functional.l1_loss, including its weight argument."""
-    given = kwargs if (weight := weight_of_l1_loss_caller()) is None else {**kwargs, "weight": weight}
-    return F.l1_loss(*args, **given)
+    kwargs_with_weight = kwargs if (weight := weight_of_l1_loss_caller()) is None else {**kwargs, "weight": weight}
+    return F.l1_loss(*args, **kwargs_with_weight)
 
 
 def checked_cross_entropy(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

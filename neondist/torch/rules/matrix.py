@@ -35,35 +35,35 @@ _SCALAR_ARGUMENTS = ("atol", "rtol", "tol")
 def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | tuple[Value | None, ...] | None:
     """Gather each matrix, and partition the batch instead."""
     values, run = lowering.values_and_function()
-    names = {value.id: name for name, value in arguments.items() if isinstance(value, Value)}
-    ndims = [_matrix_ndim(names[value.id], value, values[0]) for value in values]
+    name_by_value_id = {value.id: name for name, value in arguments.items() if isinstance(value, Value)}
+    ndims = [_matrix_ndim(name_by_value_id[value.id], value, values[0]) for value in values]
     values_and_ndims = list(zip(values, ndims, strict=True))
     batch = lowering.pointwise_layout([value.layout[: len(value.shape) - n] for value, n in values_and_ndims])
-    there = _reshard_matrices_into_batch(lowering, batch, values[0].layout[len(values[0].shape) - ndims[0] :])
+    resharded_batch = _reshard_matrices_into_batch(lowering, batch, values[0].layout[len(values[0].shape) - ndims[0] :])
     args = []
     for value, n in values_and_ndims:
-        before = len(value.shape) - n
-        layout = (*there[len(there) - before :], *replicated(value.shape[before:]))
-        args.append(lowering.gather_as(value, layout, axes_of(there)))
+        batch_ndim = len(value.shape) - n
+        layout = (*resharded_batch[len(resharded_batch) - batch_ndim :], *replicated(value.shape[batch_ndim:]))
+        args.append(lowering.gather_as(value, layout, axes_of(resharded_batch)))
     returns_tuple = isinstance(lowering.fake_out, (tuple, list))
-    outs = list(lowering.fake_out) if returns_tuple else [lowering.fake_out]
-    is_nonempty = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in outs]  # other results are empty
+    fake_outs = list(lowering.fake_out) if returns_tuple else [lowering.fake_out]
+    is_nonempty = [tuple(out.shape[: len(batch)]) == shape_of(batch) for out in fake_outs]  # other results are empty
 
     def run_and_drop_empty_outputs(*tensors: torch.Tensor) -> list[torch.Tensor]:
         all_outputs = run(*tensors) if returns_tuple else [run(*tensors)]
         return [each for each, wanted in zip(all_outputs, is_nonempty, strict=True) if wanted]
 
-    nonempty_outs = [out for out, one in zip(outs, is_nonempty, strict=True) if one]
+    nonempty_fake_outs = [out for out, one in zip(fake_outs, is_nonempty, strict=True) if one]
     results = lowering.local_results(
         run_and_drop_empty_outputs,
         args,
-        nonempty_outs,
-        [(*there, *replicated(out.shape[len(batch) :])) for out in nonempty_outs],
+        nonempty_fake_outs,
+        [(*resharded_batch, *replicated(out.shape[len(batch) :])) for out in nonempty_fake_outs],
     )
     if "linalg_lu.default" in str(lowering.target):
         results[0].kind = "constant"  # a permutation of rows, which has no gradient
-    waiting = [lowering.partition_as(y, _result_layout(lowering, batch, values[0], y.shape)) for y in reversed(results)]
-    outputs = tuple(waiting.pop() if one else None for one in is_nonempty)
+    pending = [lowering.partition_as(y, _result_layout(lowering, batch, values[0], y.shape)) for y in reversed(results)]
+    outputs = tuple(pending.pop() if one else None for one in is_nonempty)
     return outputs if returns_tuple else outputs[0]
 
 
@@ -74,61 +74,63 @@ def _matrix_ndim(name: str, value: Value, first_argument: Value) -> int:
     return 1 if name in _VECTOR_ARGUMENTS or (name == "B" and value.shape == first_argument.shape[:-1]) else 2
 
 
-def _reshard_matrices_into_batch(lowering: Lowering, batch: Layout, core: Layout) -> Layout:
+def _reshard_matrices_into_batch(lowering: Lowering, batch: Layout, matrix_dims: Layout) -> Layout:
     """Return a layout of the batch in which each matrix is whole."""
-    full = (*batch, *(whole_if_partitioned_along(dim, axes_of(batch)) for dim in core))
-    turned: Layout = lowering.reshard_away_from(full, range(len(batch), len(full)))
-    return turned[: len(batch)]
+    layout = (*batch, *(whole_if_partitioned_along(dim, axes_of(batch)) for dim in matrix_dims))
+    resharded: Layout = lowering.reshard_away_from(layout, range(len(batch), len(layout)))
+    return resharded[: len(batch)]
 
 
 def _result_layout(lowering: Lowering, batch: Layout, first_argument: Value, shape: Sequence[int]) -> Layout:
     """Return the layout of a result: partitioned like the argument if of the same shape, else along the batch."""
-    core = replicated(shape[len(batch) :])
+    matrix_dims = replicated(shape[len(batch) :])
     if tuple(shape) == first_argument.shape and not axes_of(first_argument.layout[len(batch) :]) & axes_of(batch):
-        core = first_argument.layout[len(batch) :]
-    return (*batch, *core)
+        matrix_dims = first_argument.layout[len(batch) :]
+    return (*batch, *matrix_dims)
 
 
 @rule("aten.diagonal.default", "aten.diagonal_copy.default")
 def diagonal(lowering: Lowering, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     """Gather the two dimensions."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
-    (there,), back = lowering.co_align([x], dims)
-    last = replicated(lowering.fake_out.shape[-1:])
-    here, target = ((*(dim for at, dim in enumerate(old) if at not in dims), *last) for old in (there.layout, back))
+    (x,), final_layout = lowering.co_align([x], dims)
+    diagonal_dim = replicated(lowering.fake_out.shape[-1:])
+    layout, result_layout = (
+        (*(dim for at, dim in enumerate(old) if at not in dims), *diagonal_dim) for old in (x.layout, final_layout)
+    )
     run = lambda a: a.diagonal(offset, dim1, dim2)  # noqa: E731
-    return lowering.partition_as(lowering.local(run, [there], here), target)
+    return lowering.partition_as(lowering.local(run, [x], layout), result_layout)
 
 
 @rule("aten.diagonal_scatter.default", applies_if_replicated=True)
 def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     """Gather the two dimensions, and partition them again afterwards."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
-    (there,), back = lowering.co_align([x], dims)
-    layout = (*(dim for at, dim in enumerate(there.layout) if at not in dims), *replicated(src.shape[-1:]))
+    (x,), final_layout = lowering.co_align([x], dims)
+    src_layout = (*(dim for at, dim in enumerate(x.layout) if at not in dims), *replicated(src.shape[-1:]))
 
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         copy = a.clone()
         copy.diagonal(offset, dim1, dim2).copy_(b)
         return copy
 
-    args = [there, lowering.gather_as(src, layout, axes_of(layout))]
-    return lowering.partition_as(lowering.local(run, args, there.layout), back)
+    args = [x, lowering.gather_as(src, src_layout, axes_of(src_layout))]
+    return lowering.partition_as(lowering.local(run, args, x.layout), final_layout)
 
 
 @rule("aten.diag_embed.default")
 def diag_embed(lowering: Lowering, x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
     """Gather the last dimension, which becomes two."""
     dims = {dim1 % (len(x.shape) + 1), dim2 % (len(x.shape) + 1)}
-    (there,), back = lowering.co_align([x], [len(x.shape) - 1])
-    new = replicated(lowering.fake_out.shape)
+    (x,), final_layout = lowering.co_align([x], [len(x.shape) - 1])
+    whole_dims = replicated(lowering.fake_out.shape)
 
-    def with_new_dims(layout: Layout) -> Layout:
-        rest = iter(layout[:-1])
-        return tuple(dim if at in dims else next(rest) for at, dim in enumerate(new))
+    def insert_new_dims(layout: Layout) -> Layout:
+        other_dims = iter(layout[:-1])
+        return tuple(dim if at in dims else next(other_dims) for at, dim in enumerate(whole_dims))
 
     run = lambda a: a.diag_embed(offset, dim1, dim2)  # noqa: E731
-    return lowering.partition_as(lowering.local(run, [there], with_new_dims(there.layout)), with_new_dims(back))
+    return lowering.partition_as(lowering.local(run, [x], insert_new_dims(x.layout)), insert_new_dims(final_layout))
 
 
 @rule("aten.trace.default")
@@ -149,13 +151,13 @@ def traceable_covariance(
 ) -> torch.Tensor:  # fmt: skip
     """Return torch.cov; PyTorch's own implementation reads values."""
     rows = input if input.dim() == 2 else input.reshape(1, -1)
-    given = [weights for weights in (fweights, aweights) if weights is not None]
-    weights = prod(given, start=torch.ones_like(rows[0].abs()))
-    total = weights.sum()
-    squares = 1 if aweights is None else (weights * aweights).sum() / total
-    deviations = rows - (rows * weights).sum(1, keepdim=True) / total
+    given_weights = [weights for weights in (fweights, aweights) if weights is not None]
+    weights = prod(given_weights, start=torch.ones_like(rows[0].abs()))
+    total_weight = weights.sum()
+    correction_scale = 1 if aweights is None else (weights * aweights).sum() / total_weight
+    deviations = rows - (rows * weights).sum(1, keepdim=True) / total_weight
     products = deviations @ (deviations * weights).mT.conj()
-    return (products / (total - correction * squares).clamp(min=0)).squeeze()
+    return (products / (total_weight - correction * correction_scale).clamp(min=0)).squeeze()
 
 
 def traceable_correlation(input: torch.Tensor) -> torch.Tensor:
@@ -163,11 +165,11 @@ def traceable_correlation(input: torch.Tensor) -> torch.Tensor:
     covariance = traceable_covariance(input)
     if not covariance.dim():
         return covariance / covariance
-    deviation = covariance.diagonal().real.sqrt()
-    scaled = covariance / deviation.unsqueeze(-1) / deviation
-    if scaled.is_complex():
-        return torch.complex(scaled.real.clip(-1, 1), scaled.imag.clip(-1, 1))
-    return scaled.clip(-1, 1)
+    standard_deviations = covariance.diagonal().real.sqrt()
+    correlation = covariance / standard_deviations.unsqueeze(-1) / standard_deviations
+    if correlation.is_complex():
+        return torch.complex(correlation.real.clip(-1, 1), correlation.imag.clip(-1, 1))
+    return correlation.clip(-1, 1)
 
 
 CAPTURE_REPLACEMENTS.update({
