@@ -21,7 +21,7 @@ from ..lowering.norm_gradients import convert_gradient_format
 from .reduce import mean_and_deviations, sum_over_dims
 
 MaybeValue = Value | None
-_WHOLE_ARGUMENTS = ("weight", "bias", "running_mean", "running_var")
+_REPLICATED_ARGUMENTS = ("weight", "bias", "running_mean", "running_var")
 
 
 def normalise_groups(
@@ -36,9 +36,9 @@ def normalise_groups(
     """
     dims = [dim for dim in range(len(x.shape)) if dim != 1 and (dim or groups is None)]
     group_size = prod(x.shape[d] for d in dims) * (1 if groups is None else x.shape[1] // groups)
-    batch = x.layout[1] if groups is None else (*x.layout[0], Atom(groups))
+    group_dim = x.layout[1] if groups is None else (*x.layout[0], Atom(groups))
     moments = MomentsSpec(groups, group_size, eps, axes_of(x.layout[dim] for dim in dims))
-    return *lowering.normalise(x, weight, bias, moments, (batch,)), group_size
+    return *lowering.normalise(x, weight, bias, moments, (group_dim,)), group_size
 
 
 def scale_and_shift(lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, dims: Sequence[int]) -> Value:
@@ -46,36 +46,36 @@ def scale_and_shift(lowering: Lowering, x: Value, weight: MaybeValue, bias: Mayb
     shape = [n if at in dims else 1 for at, n in enumerate(x.shape)]
     for value, run in ((weight, torch.mul), (bias, torch.add)):
         if value is not None:
-            there = lowering.align_for_broadcast(lowering.reshape(value, shape), x.layout, x.axes)
-            x = lowering.local(run, [x, there], x.layout)
+            aligned = lowering.align_for_broadcast(lowering.reshape(value, shape), x.layout, x.axes)
+            x = lowering.local(run, [x, aligned], x.layout)
     return x
 
 
-def _whole_or_own_channels(lowering: Lowering, x: Value, *per_channel: MaybeValue) -> list[Any]:
+def _gather_or_partition_channels(lowering: Lowering, x: Value, *per_channel: MaybeValue) -> list[Any]:
     """Return x and the given values with all channels, or with this rank's own channels."""
     if not lowering.partitions_channels or lowering.is_whole(x, 1):
         return [lowering.gather(x, [1]), *per_channel]
-    own = (value and lowering.partition_as(value, (x.layout[1],)) for value in per_channel)
-    return [x, *own]
+    own_channels = (value and lowering.partition_as(value, (x.layout[1],)) for value in per_channel)
+    return [x, *own_channels]
 
 
-@rule("aten.batch_norm.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten.batch_norm.default", applies_if_replicated=True, whole=_REPLICATED_ARGUMENTS)
 def batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Value | tuple[Value, ...]:  # fmt: skip
     """In training, compute moments of each channel over all tiles and replicas."""
-    given = x, weight, bias, running_mean, running_var
+    args = x, weight, bias, running_mean, running_var
     if not training:
-        return batch_norm_inference(lowering, *given, momentum, eps)[0]
+        return batch_norm_inference(lowering, *args, momentum, eps)[0]
     if running_mean is None:
-        x, weight, bias = _whole_or_own_channels(lowering, x, weight, bias)
+        x, weight, bias = _gather_or_partition_channels(lowering, x, weight, bias)
         return normalise_groups(lowering, x, None, weight, bias, eps)[0]
-    y, _, _, *running_statistics = functional_batch_norm(lowering, *given, training, momentum, eps)
+    y, _, _, *running_statistics = functional_batch_norm(lowering, *args, training, momentum, eps)
     return y, *running_statistics
 
 
-@rule("aten._native_batch_norm_legit_functional.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten._native_batch_norm_legit_functional.default", applies_if_replicated=True, whole=_REPLICATED_ARGUMENTS)
 def functional_batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
     training: bool, momentum: float, eps: float,
@@ -84,7 +84,7 @@ def functional_batch_norm(
     if not training:
         y, *_ = batch_norm_inference(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
-    x, weight, bias, running_mean, running_var = _whole_or_own_channels(
+    x, weight, bias, running_mean, running_var = _gather_or_partition_channels(
         lowering, x, weight, bias, running_mean, running_var
     )
     y, mean, variance, group_size = normalise_groups(lowering, x, None, weight, bias, eps)
@@ -93,14 +93,14 @@ def functional_batch_norm(
     return y, mean, None, *_update_running_statistics(lowering, running, (mean, variance), momentum, group_size)
 
 
-@rule("aten._batch_norm_with_update_functional.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten._batch_norm_with_update_functional.default", applies_if_replicated=True, whole=_REPLICATED_ARGUMENTS)
 def batch_norm_with_update(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: Value, running_var: Value,
     momentum: float, eps: float,
 ) -> tuple[Value | None, ...]:  # fmt: skip
     """Compute moments of each channel over all tiles and replicas."""
-    given = x, weight, bias, running_mean, running_var
-    y, _, _, *running_statistics = functional_batch_norm(lowering, *given, True, momentum, eps)
+    args = x, weight, bias, running_mean, running_var
+    y, _, _, *running_statistics = functional_batch_norm(lowering, *args, True, momentum, eps)
     return y, None, None, None, *running_statistics
 
 
@@ -109,24 +109,24 @@ def _update_running_statistics(
     samples: int = 1,
 ) -> list[Value]:  # fmt: skip
     """Return the running statistics, updated by those of a pass, `current`, which are sums over `samples` samples."""
-    unbiased = group_size / max(1, group_size - 1)
+    unbiasing_factor = group_size / max(1, group_size - 1)
     return [
         lowering.local(partial(_moving_mean, momentum, momentum * factor / samples), [old, new], new.layout, old.dtype)
-        for old, new, factor in zip(running, current, (1, unbiased), strict=True)
+        for old, new, factor in zip(running, current, (1, unbiasing_factor), strict=True)
     ]
 
 
-def _moving_mean(momentum: float, weight: float, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return ((1 - momentum) * old).add_(new.detach(), alpha=weight)
+def _moving_mean(momentum: float, new_weight: float, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return ((1 - momentum) * old).add_(new.detach(), alpha=new_weight)
 
 
-@rule("aten._native_batch_norm_legit_no_training.default", whole=_WHOLE_ARGUMENTS)
+@rule("aten._native_batch_norm_legit_no_training.default", whole=_REPLICATED_ARGUMENTS)
 def batch_norm_inference(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, momentum: float, eps: float,
 ) -> tuple[Value, None, None]:  # fmt: skip
     """Normalise locally with the running statistics."""
-    args = _whole_or_own_channels(lowering, x, running_mean, running_var, weight, bias)
+    args = _gather_or_partition_channels(lowering, x, running_mean, running_var, weight, bias)
     x = args[0]
 
     def run(
@@ -139,7 +139,7 @@ def batch_norm_inference(
     return lowering.local(run, args, x.layout), None, None
 
 
-@rule("aten.instance_norm.default", applies_if_replicated=True, whole=_WHOLE_ARGUMENTS)
+@rule("aten.instance_norm.default", applies_if_replicated=True, whole=_REPLICATED_ARGUMENTS)
 def instance_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
     running_var: MaybeValue, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
@@ -153,8 +153,8 @@ def instance_norm(
     y, mean, variance, group_size = normalise_groups(lowering, x, x.shape[1], weight, bias, eps)
     if running_mean is None or running_var is None:
         return y
-    of_samples = (lowering.reshape(value, x.shape[:2]) for value in (mean, variance))
-    sums = [sum_over_dims(lowering, lambda a, d, k: a.sum(d, k), [each], [0], keepdim=False) for each in of_samples]
+    statistics = (lowering.reshape(value, x.shape[:2]) for value in (mean, variance))
+    sums = [sum_over_dims(lowering, lambda a, d, k: a.sum(d, k), [each], [0], keepdim=False) for each in statistics]
     running = running_mean, running_var
     return y, *_update_running_statistics(lowering, running, sums, momentum, group_size, x.shape[0])
 
@@ -175,8 +175,8 @@ def layer_norm(
     **_: object,
 ) -> Value | tuple[Value, ...]:  # fmt: skip
     """Compute moments over the last dimensions, on all ranks among which these are partitioned."""
-    rank = len(x.shape)
-    dims = list(range(rank - len(normalized_shape), rank))
+    ndim = len(x.shape)
+    dims = list(range(ndim - len(normalized_shape), ndim))
     if all(lowering.is_whole(x, dim) for dim in dims):
         shape = tuple(normalized_shape)
         y = lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
@@ -193,8 +193,8 @@ def rms_norm(
     lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, eps: float | None
 ) -> Value:
     """Sum squares over the last dimensions, on all ranks among which these are partitioned."""
-    rank = len(x.shape)
-    dims = list(range(rank - len(normalized_shape), rank))
+    ndim = len(x.shape)
+    dims = list(range(ndim - len(normalized_shape), ndim))
     if not all(lowering.is_whole(x, dim) for dim in dims):
         group_size, epsilon = prod(normalized_shape), torch.finfo(x.dtype).eps if eps is None else eps
         squares = sum_over_dims(lowering, lambda a, d, k: (a * a).sum(d, k), [x], dims)

@@ -51,7 +51,7 @@ def detach(lowering: Lowering, x: Value) -> Value:
 @rule("aten.copy.default", applies_if_replicated=True)
 def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Value:
     """Align the second argument with the first, and copy it with the shape and dtype of the first."""
-    layout, context, dtype = lowering.pointwise_layout([x.layout]), x.axes, x.dtype
+    layout, axes, dtype = lowering.pointwise_layout([x.layout]), x.axes, x.dtype
     run = lambda shape, a: a.to(dtype).expand(shape).clone()  # noqa: E731
-    there = lowering.align_for_broadcast(src, layout, context)
-    return lowering.local(run, [there], layout, dtype, context, at=partial(local_shape, layout))
+    src = lowering.align_for_broadcast(src, layout, axes)
+    return lowering.local(run, [src], layout, dtype, axes, at=partial(local_shape, layout))

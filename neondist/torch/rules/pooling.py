@@ -27,29 +27,29 @@ def max_pool(
 ) -> Value | tuple[Value, Value]:
     """Pool after a halo exchange, with padding -inf; indices refer to the global image."""
     n = spatial_ndim(lowering)
-    values, *indices = pytree.tree_leaves(lowering.fake_out)
+    fake_values, *fake_indices = pytree.tree_leaves(lowering.fake_out)
     window = window_of(n, kernel_size, stride or kernel_size, padding, dilation)
-    view, remaining_padding, atoms = window_view(lowering, x, window, values.shape[-n:], fill=-torch.inf)
+    view, remaining_padding, atoms = window_view(lowering, x, window, fake_values.shape[-n:], fill=-torch.inf)
     run = _MAX_POOL_BY_NDIM[n]
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
     pool_args = window.kernel, window.stride, remaining_padding, window.dilation, ceil_mode
-    maxima = lowering.local(lambda a: run(a, *pool_args), [view], layout, values.dtype)
-    if not indices:
+    maxima = lowering.local(lambda a: run(a, *pool_args), [view], layout, fake_values.dtype)
+    if not fake_indices:
         return maxima
-    cells = x.shape[-n:]
+    extents = x.shape[-n:]
 
     def first_cells(place: Place) -> list[int]:
         axes = zip(atoms, window.stride, window.padding, strict=True)
         return [0 if a.axis is None else a.range(place)[0] * step - before for a, step, (before, _) in axes]
 
-    def global_indices(first: Sequence[int], a: torch.Tensor) -> torch.Tensor:
-        _, here = run(a.detach(), *pool_args, return_indices=True)
-        flat, size = torch.zeros_like(here), 1
+    def global_indices(first_cell: Sequence[int], a: torch.Tensor) -> torch.Tensor:
+        _, index = run(a.detach(), *pool_args, return_indices=True)
+        flat_index, stride = torch.zeros_like(index), 1
         for dim in reversed(range(n)):
-            at, step = here % a.shape[dim - n] + first[dim], window.dilation[dim]
-            at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all cells are -inf
-            flat, here, size = flat + at * size, here // a.shape[dim - n], size * cells[dim]
-        return flat
+            pos, step = index % a.shape[dim - n] + first_cell[dim], window.dilation[dim]
+            pos = pos + (step - 1 - pos).clamp(min=0) // step * step  # before the image only where all cells are -inf
+            flat_index, index, stride = flat_index + pos * stride, index // a.shape[dim - n], stride * extents[dim]
+        return flat_index
 
     return maxima, lowering.local(global_indices, [view], layout, torch.int64, at=first_cells)
 
@@ -62,18 +62,18 @@ def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Sequen
     axes = [lowering.axis_of(lowering.gather_into_single_atoms(x, dims), dim) for dim in dims]
     atoms = [lowering.mesh.even_atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
     x, indices = (lowering.gather(value, dims) for value in (x, indices))
-    rest = lowering.pointwise_layout([value.layout[:-n] for value in (x, indices)])
-    layout = (*rest, *((atom,) for atom in atoms))
-    args = [lowering.align_for_broadcast(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
+    other_dims = lowering.pointwise_layout([value.layout[:-n] for value in (x, indices)])
+    layout = (*other_dims, *((atom,) for atom in atoms))
+    args = [lowering.align_for_broadcast(v, (*other_dims, *v.layout[-n:]), axes_of(layout)) for v in (x, indices)]
 
-    def run(place: Place, a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        a, at = a.flatten(-n), at.flatten(-n)
-        cell, mine, size = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool), 1
+    def run(place: Place, a: torch.Tensor, flat_indices: torch.Tensor) -> torch.Tensor:
+        a, flat_indices = a.flatten(-n), flat_indices.flatten(-n)
+        own_indices, is_own, size = torch.zeros_like(flat_indices), torch.ones_like(flat_indices, dtype=torch.bool), 1
         for extent, atom in zip(reversed(output_size), reversed(atoms), strict=True):
-            along, at, (lo, hi) = at % extent, at // extent, atom.range(place)
-            mine &= (along >= lo) & (along < hi)
-            cell, size = cell + (along - lo) * size, size * (hi - lo)
-        cells = a.new_zeros((*a.shape[:-1], size + 1)).scatter(-1, cell.where(mine, size), a)
+            coordinates, flat_indices, (lo, hi) = flat_indices % extent, flat_indices // extent, atom.range(place)
+            is_own &= (coordinates >= lo) & (coordinates < hi)
+            own_indices, size = own_indices + (coordinates - lo) * size, size * (hi - lo)
+        cells = a.new_zeros((*a.shape[:-1], size + 1)).scatter(-1, own_indices.where(is_own, size), a)
         return cells[..., :size].reshape(local_shape(layout, place))
 
     return lowering.local(run, args, layout, at=lambda place: place)
@@ -95,8 +95,8 @@ def avg_pool(
         axes = zip(atoms, x.shape[-n:], window.kernel, window.stride, window.padding, strict=True)
         counts = []
         for atom, cells, kernel, step, (pad, _) in axes:
-            firsts, beyond = (i * step - pad for i in range(*atom.range(place))), pad * count_include_pad
-            counts.append([min(first + kernel, cells + beyond) - max(first, -beyond) for first in firsts])
+            first_cells, margin = (i * step - pad for i in range(*atom.range(place))), pad * count_include_pad
+            counts.append([min(first + kernel, cells + margin) - max(first, -margin) for first in first_cells])
         if all(len(set(each)) <= 1 for each in counts):
             return prod(each[0] for each in counts if each)
         divisor = torch.ones(())

@@ -27,29 +27,29 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
             x, weight, bias, channels, _ = partition_channel_operands(lowering, x, weight, bias)
             layout = (*x.layout[:-1], channels)
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
-    columns = lowering.partition_as(weight, replace_dim(replicated(weight.shape), -1, *x.layout[-1]))
-    product = lowering.allreduce_local_result(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
+    weight_columns = lowering.partition_as(weight, replace_dim(replicated(weight.shape), -1, *x.layout[-1]))
+    product = lowering.allreduce_local_result(F.linear, [x, weight_columns], axes_of(x.layout[-1:]), layout, dtype)
     return product if bias is None else lowering.local(torch.add, [product, bias], layout, dtype)
 
 
 @rule("aten.bilinear.default", whole=("weight", "bias"))
 def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Value:
     """Gather the features of both inputs, and compute locally."""
-    one, two = (lowering.gather(value, [-1]) for value in (input1, input2))
-    rest = lowering.pointwise_layout([one.layout[:-1], two.layout[:-1]])
-    args = [lowering.partition_as(value, (*rest, value.layout[-1])) for value in (one, two)]
-    layout = (*rest, (Atom(weight.shape[0]),))
+    left, right = (lowering.gather(value, [-1]) for value in (input1, input2))
+    other_dims = lowering.pointwise_layout([left.layout[:-1], right.layout[:-1]])
+    args = [lowering.partition_as(value, (*other_dims, value.layout[-1])) for value in (left, right)]
+    layout = (*other_dims, (Atom(weight.shape[0]),))
     return lowering.local(F.bilinear, [*args, weight, bias], layout, lowering.fake_out.dtype)
 
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
 def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
     """Gather the rows of the second argument. Not decomposed: decompositions have NaN gradients at distance 0."""
-    one, two = lowering.gather(x1, [-1]), lowering.gather(x2, [-1])
-    batch = lowering.pointwise_layout([one.layout[:-2], two.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
-    layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
-    left = lowering.gather_as(one, (*batch, *one.layout[-2:]), axes_of(layout))
-    right = lowering.gather_as(two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
+    a, b = lowering.gather(x1, [-1]), lowering.gather(x2, [-1])
+    batch = lowering.pointwise_layout([a.layout[:-2], b.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
+    layout = (*batch, a.layout[-2], (Atom(b.shape[-2]),))
+    left = lowering.gather_as(a, (*batch, *a.layout[-2:]), axes_of(layout))
+    right = lowering.gather_as(b, (*batch, (Atom(b.shape[-2]),), b.layout[-1]), axes_of(layout))
     target, options = lowering.target, list(more.values())
     return lowering.local(lambda a, b: target(a, b, *options), [left, right], layout, lowering.fake_out.dtype)
 
@@ -64,8 +64,8 @@ def pdist(lowering: Lowering, x: Value, p: float = 2) -> Value:
 def addmm(lowering: Lowering, x: Value, mat1: Value, mat2: Value, beta: float = 1, alpha: float = 1) -> Value:
     """Compute the product and the sum by simpler operators."""
     product = matmul(lowering, mat1, mat2)
-    there = lowering.align_for_broadcast(x, product.layout, product.axes)
-    return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.fake_out.dtype)
+    x = lowering.align_for_broadcast(x, product.layout, product.axes)
+    return lowering.local(lambda p, a: beta * a + alpha * p, [product, x], product.layout, lowering.fake_out.dtype)
 
 
 @rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default",
@@ -77,22 +77,22 @@ def matmul(
     """Sum partial products over a partitioned inner dimension; gather it if its axes also partition the result."""
     a, b = x, next(value for value in (other, mat2, vec, tensor) if value is not None)
     if len(a.shape) < 2 or len(b.shape) < 2:
-        one, two = a, b
+        a_matrix, b_matrix = a, b
         if len(a.shape) == 1:
-            one = lowering.reshape(a, (1, *a.shape))
+            a_matrix = lowering.reshape(a, (1, *a.shape))
         if len(b.shape) == 1:
-            two = lowering.reshape(b, (*b.shape, 1))
-        return lowering.reshape(matmul(lowering, one, two), lowering.fake_out.shape)
+            b_matrix = lowering.reshape(b, (*b.shape, 1))
+        return lowering.reshape(matmul(lowering, a_matrix, b_matrix), lowering.fake_out.shape)
     batch = lowering.pointwise_layout([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
     rows = whole_if_partitioned_along(a.layout[-2], axes_of(batch))
     columns = whole_if_partitioned_along(b.layout[-1], axes_of((*batch, rows)))
-    (inner,) = lowering.pointwise_layout([a.layout[-1:], b.layout[-2:-1]])
-    inner = whole_if_partitioned_along(inner, axes_of((*batch, rows, columns)))
-    context = axes_of((*batch, rows, inner, columns))
-    left = lowering.gather_as(a, (*batch, rows, inner), context)
-    right = lowering.gather_as(b, (*batch, inner, columns), context)
+    (inner_dim,) = lowering.pointwise_layout([a.layout[-1:], b.layout[-2:-1]])
+    inner_dim = whole_if_partitioned_along(inner_dim, axes_of((*batch, rows, columns)))
+    axes = axes_of((*batch, rows, inner_dim, columns))
+    left = lowering.gather_as(a, (*batch, rows, inner_dim), axes)
+    right = lowering.gather_as(b, (*batch, inner_dim, columns), axes)
     layout = (*batch, rows, columns)
-    return lowering.allreduce_local_result(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
+    return lowering.allreduce_local_result(torch.matmul, [left, right], axes_of([inner_dim]), layout, a.dtype)
 
 
 MIN_RING_BYTES = 2**24
@@ -105,8 +105,8 @@ def _uses_ring_attention(lowering: Lowering, query: Value, key: Value, value: Va
     alike = key.layout[:-2] == value.layout[:-2] == query.layout[:-2] and key.layout[-2] == value.layout[-2]
     if not ring_axes or not alike or axes_of(query.layout[-2:-1]) != ring_axes or (mask and mask.kind != "constant"):
         return False
-    samples = prod(lowering.mesh.parts[axis] for axis in axes_of(key.layout[:-2]))
-    return prod(key.shape[:-1]) * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize // samples >= MIN_RING_BYTES
+    num_parts = prod(lowering.mesh.parts[axis] for axis in axes_of(key.layout[:-2]))
+    return prod(key.shape[:-1]) * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize // num_parts >= MIN_RING_BYTES
 
 
 @rule("aten.scaled_dot_product_attention.default", applies_if_replicated=True)
@@ -121,34 +121,34 @@ def attention(
         key, value = (_repeat_heads(lowering, t, query.shape[-3]) for t in (key, value))
     query, key, value = (lowering.gather(t, [-1]) for t in (query, key, value))
     batch = lowering.pointwise_layout([t.layout[:-2] for t in (query, key, value)])
-    queries, keys = whole_if_partitioned_along(query.layout[-2], axes_of(batch)), (Atom(key.shape[-2]),)
-    is_partitioned = bool(axes_of([queries]))
-    context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, keys)
-    mask = None if attn_mask is None else lowering.gather_as(attn_mask, rows_and_keys, context)
-    layout = (*batch, queries, value.layout[-1])
+    query_dim, key_dim = whole_if_partitioned_along(query.layout[-2], axes_of(batch)), (Atom(key.shape[-2]),)
+    is_partitioned = bool(axes_of([query_dim]))
+    axes, mask_layout = axes_of((*batch, query_dim)), (*batch, query_dim, key_dim)
+    mask = None if attn_mask is None else lowering.gather_as(attn_mask, mask_layout, axes)
+    layout = (*batch, query_dim, value.layout[-1])
     if _uses_ring_attention(lowering, query, key, value, mask):
-        ring = RingPlan(lowering.mesh, queries, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
+        ring = RingPlan(lowering.mesh, query_dim, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
         return lowering.ring_attention([t for t in (query, key, value, mask) if t is not None], layout, ring)
     args = [
-        lowering.gather_as(query, (*batch, queries, query.layout[-1]), context),
-        lowering.gather_as(key, (*batch, keys, key.layout[-1]), context),
-        lowering.gather_as(value, (*batch, keys, value.layout[-1]), context),
+        lowering.gather_as(query, (*batch, query_dim, query.layout[-1]), axes),
+        lowering.gather_as(key, (*batch, key_dim, key.layout[-1]), axes),
+        lowering.gather_as(value, (*batch, key_dim, value.layout[-1]), axes),
         mask,
     ]
 
     def run(
-        own: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+        rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         if is_causal and is_partitioned:  # PyTorch would treat this rank's first query as the image's first
-            here = torch.tensor(own, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
-            return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale)
+            causal_mask = torch.tensor(rows, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
+            return F.scaled_dot_product_attention(q, k, v, causal_mask, 0.0, scale=scale)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
 
-    return lowering.local(run, args, layout, lowering.fake_out.dtype, at=partial(local_indices, queries))
+    return lowering.local(run, args, layout, lowering.fake_out.dtype, at=partial(local_indices, query_dim))
 
 
-def _repeat_heads(lowering: Lowering, x: Value, heads: int) -> Value:
+def _repeat_heads(lowering: Lowering, x: Value, num_heads: int) -> Value:
     """Return keys or values with each head repeated for all query heads that share it."""
-    repeats = heads // x.shape[-3]
+    repeats = num_heads // x.shape[-3]
     result: Value = lowering.trace_and_lower([x], lambda a: a.repeat_interleave(repeats, -3))
     return result

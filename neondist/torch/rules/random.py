@@ -34,17 +34,17 @@ def _logical_right_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 def draw_uniform(lowering: Lowering, layout: Layout) -> Value:
     """Return uniform random numbers keyed by the operator, the pass and the global index."""
-    key, number = lowering.random_key()
+    key, draw_number = lowering.random_key()
 
     def run(place: Place, seed: torch.Tensor) -> torch.Tensor:
         index = torch.zeros((), dtype=torch.int64, device=seed.device)
         for dim in layout:
-            along = torch.zeros(1, dtype=torch.int64, device=seed.device)
+            dim_index = torch.zeros(1, dtype=torch.int64, device=seed.device)
             for atom in dim:
-                here = torch.arange(*atom.range(place), device=seed.device)
-                along = (along[:, None] * atom.extent + here).reshape(-1)
-            index = index[..., None] * prod(atom.extent for atom in dim) + along
-        return hash_to_uniform(seed + number * 1000003, index)
+                atom_indices = torch.arange(*atom.range(place), device=seed.device)
+                dim_index = (dim_index[:, None] * atom.extent + atom_indices).reshape(-1)
+            index = index[..., None] * prod(atom.extent for atom in dim) + dim_index
+        return hash_to_uniform(seed + draw_number * 1000003, index)
 
     return lowering.without_gradient(lowering.local(run, [key], layout, torch.float64, at=lambda place: place))
 
@@ -80,8 +80,8 @@ def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
     scale = 1 / sqrt((selu_scale_alpha**2 * p + 1) * (1 - p)) if p < 1 else 0.0
 
     def run(a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        kept = (u >= p).to(a.dtype)
-        return a * kept * scale + (kept - 1 + p) * (selu_scale_alpha * scale)
+        keep_mask = (u >= p).to(a.dtype)
+        return a * keep_mask * scale + (keep_mask - 1 + p) * (selu_scale_alpha * scale)
 
     return lowering.local(run, [x, draws], x.layout)
 
@@ -117,9 +117,9 @@ def multinomial(
     def run(a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         if not replacement:  # in the order of exponential waiting times with these rates
             return (a / -torch.log1p(-u)).topk(num_samples).indices
-        sums = a.cumsum(-1)
-        drawn = torch.searchsorted(sums, (u * sums[..., -1:]).to(sums.dtype), right=True)
-        return drawn.clamp(max=a.shape[-1] - 1)
+        cumsum = a.cumsum(-1)
+        indices = torch.searchsorted(cumsum, (u * cumsum[..., -1:]).to(cumsum.dtype), right=True)
+        return indices.clamp(max=a.shape[-1] - 1)
 
     draws = draw_uniform(lowering, layout if replacement else x.layout)
     return lowering.without_gradient(lowering.local(run, [x, draws], layout, torch.int64))
@@ -173,20 +173,20 @@ def randn(
 ) -> Value:
     """Draw normal numbers locally, keyed by the global index (Box and Muller 1958)."""
     dtype = lowering.fake_out.dtype
-    given = [value for value in (mean, std) if isinstance(value, Value)]
-    layout = lowering.pointwise_layout([value.layout for value in given]) if given else _layout_of_draws(lowering, x)
-    first, second = draw_uniform(lowering, layout), draw_uniform(lowering, layout)
+    params = [value for value in (mean, std) if isinstance(value, Value)]
+    layout = lowering.pointwise_layout([value.layout for value in params]) if params else _layout_of_draws(lowering, x)
+    u, v = draw_uniform(lowering, layout), draw_uniform(lowering, layout)
 
     def run(u: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        rest = iter(tensors)
-        m, s = (next(rest).detach() if isinstance(value, Value) else value for value in (mean, std))
+        remaining_tensors = iter(tensors)
+        m, s = (next(remaining_tensors).detach() if isinstance(value, Value) else value for value in (mean, std))
         drawn = (m + s * torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * torch.pi * v)).to(dtype)
         for a in tensors:  # the gradients of means and deviations are zeros, as in PyTorch
-            drawn = torch.where(never, a, drawn)
+            drawn = torch.where(false, a, drawn)
         return drawn
 
-    never = torch.tensor(False)
-    args = [first, second, *(lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in given)]
+    false = torch.tensor(False)
+    args = [u, v, *(lowering.align_for_broadcast(value, layout, axes_of(layout)) for value in params)]
     return lowering.local(run, args, layout, dtype)
 
 
@@ -203,9 +203,9 @@ def recurrent(
         return lowering.compute_replicated()
     if train and dropout and num_layers > 1:
         lowering.refuse("it uses dropout between recurrent layers, which PyTorch 2.13 omits when it decomposes them")
-    values, decomposed = lowering.values_and_function(decomposition_table[lowering.target])
+    values, decomposition = lowering.values_and_function(decomposition_table[lowering.target])
 
     def run(*tensors: torch.Tensor) -> Any:  # without gradients, PyTorch dispatches float32 to an inference-only kernel
-        return decomposed(*(a.requires_grad_() if a.is_floating_point() else a for a in tensors))
+        return decomposition(*(a.requires_grad_() if a.is_floating_point() else a for a in tensors))
 
     return lowering.trace_and_lower(values, run) or lowering.refuse()

@@ -25,15 +25,15 @@ Dims = int | Sequence[int] | None
 
 def nonnegative_dims(x: Value, dim: Dims) -> list[int]:
     """Return dimensions as sorted non-negative integers; None and empty lists stand for all dimensions."""
-    rank = len(x.shape)
+    ndim = len(x.shape)
     dims = [dim] if isinstance(dim, int) else dim
-    return sorted(d % rank for d in dims) if dims and rank else list(range(rank))
+    return sorted(d % ndim for d in dims) if dims and ndim else list(range(ndim))
 
 
 def layout_after_reduction(x: Value, dims: Sequence[int], keepdim: bool) -> Layout:
     """Return the layout after a reduction over dimensions."""
-    kept = ((Atom(1),) if at in dims else dim for at, dim in enumerate(x.layout))
-    return tuple(dim for at, dim in enumerate(kept) if keepdim or at not in dims)
+    keepdim_layout = ((Atom(1),) if at in dims else dim for at, dim in enumerate(x.layout))
+    return tuple(dim for at, dim in enumerate(keepdim_layout) if keepdim or at not in dims)
 
 
 def axes_of_dims(x: Value, dims: Iterable[int]) -> frozenset[int]:
@@ -66,12 +66,12 @@ def sum_or_mean(
     if "nansum" in name:
         x = lowering.local(lambda a: torch.where(a.isnan(), 0, a), [x], x.layout)
     dims = nonnegative_dims(x, dim)
-    number = prod(x.shape[d] for d in dims) if "mean" in name else 1
+    count = prod(x.shape[d] for d in dims) if "mean" in name else 1
     if dtype is not None or not (x.dtype.is_floating_point or x.dtype.is_complex):
-        wanted = lowering.fake_out.dtype
-        x = lowering.local(lambda a: a.to(wanted), [x], x.layout, wanted)
+        out_dtype = lowering.fake_out.dtype
+        x = lowering.local(lambda a: a.to(out_dtype), [x], x.layout, out_dtype)
     summed = sum_over_dims(lowering, _sum_dims, [x], dims, keepdim)
-    return summed if number == 1 else lowering.local(lambda a: a / number, [summed], summed.layout)
+    return summed if count == 1 else lowering.local(lambda a: a / count, [summed], summed.layout)
 
 
 @rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.var.dim", "aten.std.dim",
@@ -107,11 +107,11 @@ def mean_and_deviations(
 
     The squares need no gradient of the mean, since the differences add up to zero, unless some are not finite.
     """
-    number = prod(x.shape[d] for d in dims)
+    count = prod(x.shape[d] for d in dims)
     summed = sum_over_dims(lowering, _sum_dims, [x], dims)
-    mean = lowering.local(lambda s: s / number, [summed], summed.layout)
-    centre = mean if has_gradient_of_mean else lowering.detach(mean)
-    deviations = lowering.local(torch.sub, [x, lowering.sum_gradient(centre, x.axes)], x.layout)
+    mean = lowering.local(lambda s: s / count, [summed], summed.layout)
+    subtracted_mean = mean if has_gradient_of_mean else lowering.detach(mean)
+    deviations = lowering.local(torch.sub, [x, lowering.sum_gradient(subtracted_mean, x.axes)], x.layout)
     run = lambda a, d, k: _squared_magnitude(a).sum(d, k)  # noqa: E731
     squares = sum_over_dims(lowering, run, [deviations], dims, dtype=x.dtype.to_real())
     return mean, squares, deviations
@@ -156,16 +156,16 @@ def _extremum(
 ) -> Value:
     """Return the minimum or maximum; equal elements share the gradient, NaN only if `nan_shares_gradient`."""
     greatest = _global_maximum(lowering, lambda a: -a if is_minimum else a, x, dims)
-    here = lowering.sum_gradient(greatest, x.axes)
+    aligned_greatest = lowering.sum_gradient(greatest, x.axes)
 
-    def attains(a: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    def is_extremum(a: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         equal = (-a if is_minimum else a) == m
         return (equal | (a.isnan() & m.isnan()) if nan_shares_gradient else equal).to(a.dtype)
 
-    mask = lowering.without_gradient(lowering.local(attains, [x, here], x.layout))
+    mask = lowering.without_gradient(lowering.local(is_extremum, [x, aligned_greatest], x.layout))
     count = sum_over_dims(lowering, _sum_dims, [mask], dims)
-    share = lowering.local(torch.div, [mask, lowering.sum_gradient(count, x.axes)], x.layout)
-    extremum = _sum_with_derivative(lowering, greatest, x, share, dims, lambda m: -m if is_minimum else m)
+    gradient_share = lowering.local(torch.div, [mask, lowering.sum_gradient(count, x.axes)], x.layout)
+    extremum = _sum_with_derivative(lowering, greatest, x, gradient_share, dims, lambda m: -m if is_minimum else m)
     return lowering.reshape_local(extremum, layout_after_reduction(x, dims, keepdim))
 
 
@@ -222,18 +222,18 @@ def softmax(
 ) -> Value:
     """Compute locally; along a partitioned dimension, reduce maximum and sum over ranks."""
     dims, name = nonnegative_dims(x, dim), str(lowering.target)
-    logarithm, safe = "log" in name, "safe" in name  # safe: zeros where all scores are -inf
+    is_log, is_safe = "log" in name, "safe" in name  # is_safe: zeros where all scores are -inf
     if dtype is not None and dtype != x.dtype:
         x = lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
     if not axes_of_dims(x, dims):
-        run = torch.ops.aten._safe_softmax if safe else torch.log_softmax if logarithm else torch.softmax
+        run = torch.ops.aten._safe_softmax if is_safe else torch.log_softmax if is_log else torch.softmax
         return lowering.local(lambda a: run(a, dims[0]), [x], x.layout)
     greatest = _global_maximum(lowering, lambda a: a.clamp(min=torch.finfo(a.dtype).min), x, dims)
     shifted = lowering.local(torch.sub, [x, greatest], x.layout)
     summed = sum_over_dims(lowering, lambda a, d, k: a.exp().sum(d, k), [shifted], dims)
-    if logarithm:
+    if is_log:
         return lowering.local(lambda a, s: a - s.log(), [shifted, summed], x.layout)
-    if safe:
+    if is_safe:
         summed = lowering.local(lambda s: s.where(s != 0, 1), [summed], summed.layout)
     return lowering.local(lambda a, s: a.exp() / s, [shifted, summed], x.layout)
 
@@ -241,27 +241,28 @@ def softmax(
 @rule("aten.cumsum.default")
 def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = None) -> Value:
     """Compute locally, and add the sums of the preceding tiles."""
-    dim, wanted = dim % len(x.shape) if x.shape else 0, lowering.fake_out.dtype
+    dim, out_dtype = dim % len(x.shape) if x.shape else 0, lowering.fake_out.dtype
     if lowering.is_whole(x, dim):
-        return lowering.local(lambda a: a.cumsum(dim, dtype=dtype), [x], x.layout, wanted)
+        return lowering.local(lambda a: a.cumsum(dim, dtype=dtype), [x], x.layout, out_dtype)
     if len(x.layout[dim]) > 1:
         return operator_along_dims(lowering, x, dim)
     axis = lowering.axis_of(x, dim)
     assert axis is not None
-    at, parts = itemgetter(axis), lowering.mesh.parts[axis]
+    part_at = itemgetter(axis)
+    num_parts = lowering.mesh.parts[axis]
 
     def sums_for_later_parts(part: int, a: torch.Tensor) -> torch.Tensor:
         """Return this part's sum for each later part."""
-        there = torch.arange(parts, device=a.device) > part
-        return a.sum(dim, dtype=dtype).unsqueeze(-1).where(there, 0)
+        is_later = torch.arange(num_parts, device=a.device) > part
+        return a.sum(dim, dtype=dtype).unsqueeze(-1).where(is_later, 0)
 
-    layout = (*x.layout[:dim], *x.layout[dim + 1 :], (Atom(parts),))
-    before = lowering.allreduce_local_result(sums_for_later_parts, [x], [axis], layout, wanted, at=at)
+    layout = (*x.layout[:dim], *x.layout[dim + 1 :], (Atom(num_parts),))
+    preceding_sums = lowering.allreduce_local_result(sums_for_later_parts, [x], [axis], layout, out_dtype, at=part_at)
 
     def add_previous_parts(part: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.cumsum(dim, dtype=dtype) + b.select(-1, part).unsqueeze(dim)
 
-    return lowering.local(add_previous_parts, [x, before], x.layout, wanted, at=at)
+    return lowering.local(add_previous_parts, [x, preceding_sums], x.layout, out_dtype, at=part_at)
 
 
 @rule("aten.prod.default", "aten.prod.dim_int")
@@ -269,38 +270,38 @@ def product(
     lowering: Lowering, x: Value, dim: int | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Value:
     """Multiply locally, and multiply the products of all tiles; derivatives are computed as in PyTorch."""
-    dims, wanted = nonnegative_dims(x, dim), lowering.fake_out.dtype
-    if x.dtype != wanted:
-        x = lowering.local(lambda a: a.to(wanted), [x], x.layout, wanted)
+    dims, out_dtype = nonnegative_dims(x, dim), lowering.fake_out.dtype
+    if x.dtype != out_dtype:
+        x = lowering.local(lambda a: a.to(out_dtype), [x], x.layout, out_dtype)
     axes = sorted(axes_of_dims(x, dims))
-    parts = [lowering.mesh.parts[axis] for axis in axes]
+    parts_by_axis = [lowering.mesh.parts[axis] for axis in axes]
 
     def part_number(place: Any) -> int:
-        return index_of(parts, [place[axis] for axis in axes])
+        return index_of(parts_by_axis, [place[axis] for axis in axes])
 
     def products_by_part(part: int, a: torch.Tensor) -> torch.Tensor:
         """Return this part's product in its element of a new last dimension."""
         a = a.detach()
         for d in dims:
             a = a.prod(d, keepdim=True)
-        return a.unsqueeze(-1).where(torch.arange(prod(parts), device=a.device) == part, 0)
+        return a.unsqueeze(-1).where(torch.arange(prod(parts_by_axis), device=a.device) == part, 0)
 
-    def derivative(part: int, a: torch.Tensor, products: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    def derivative(part: int, a: torch.Tensor, products: torch.Tensor, num_zeros: torch.Tensor) -> torch.Tensor:
         """Return the product divided by each element, or, if there are zeros, the product of the other elements."""
-        others = _products_of_others(a, dims) * _products_of_others(products, [-1])[..., part]
+        products_of_others = _products_of_others(a, dims) * _products_of_others(products, [-1])[..., part]
         if dim is None:
-            others = others.where(zeros < 2, 0)
-        return others.where(zeros > 0, products.prod(-1) / a)
+            products_of_others = products_of_others.where(num_zeros < 2, 0)
+        return products_of_others.where(num_zeros > 0, products.prod(-1) / a)
 
     layout = layout_after_reduction(x, dims, True)
     products = lowering.allreduce_local_result(
-        products_by_part, [x], axes, (*layout, (Atom(prod(parts)),)), wanted, at=part_number
+        products_by_part, [x], axes, (*layout, (Atom(prod(parts_by_axis)),)), out_dtype, at=part_number
     )
-    zeros = lowering.allreduce_local_result(lambda a: (a == 0).sum(), [x], x.axes, (), torch.int64)
-    lowering.mark_constants([products, zeros], [False, False])
-    here = [lowering.sum_gradient(value, x.axes) for value in (products, zeros)]
-    factor = lowering.without_gradient(lowering.local(derivative, [x, *here], x.layout, at=part_number))
-    result = _sum_with_derivative(lowering, products, x, factor, dims, lambda p: p.prod(-1))
+    num_zeros = lowering.allreduce_local_result(lambda a: (a == 0).sum(), [x], x.axes, (), torch.int64)
+    lowering.mark_constants([products, num_zeros], [False, False])
+    operands = [lowering.sum_gradient(value, x.axes) for value in (products, num_zeros)]
+    derivatives = lowering.without_gradient(lowering.local(derivative, [x, *operands], x.layout, at=part_number))
+    result = _sum_with_derivative(lowering, products, x, derivatives, dims, lambda p: p.prod(-1))
     return lowering.reshape_local(result, layout_after_reduction(x, dims, keepdim))
 
 
@@ -308,22 +309,23 @@ def _products_of_others(a: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """Return for each element the product of all others along dimensions."""
     a = a.detach()
     flat = a.movedim(list(dims), list(range(-len(dims), 0)))
-    line = flat.flatten(-len(dims))
-    ones = torch.ones_like(line[..., :1])
-    before = torch.cat([ones, line[..., :-1]], -1).cumprod(-1)
-    after = torch.cat([ones, line.flip(-1)[..., :-1]], -1).cumprod(-1).flip(-1)
-    return (before * after).reshape(flat.shape).movedim(list(range(-len(dims), 0)), list(dims))
+    lines = flat.flatten(-len(dims))
+    ones = torch.ones_like(lines[..., :1])
+    products_before = torch.cat([ones, lines[..., :-1]], -1).cumprod(-1)
+    products_after = torch.cat([ones, lines.flip(-1)[..., :-1]], -1).cumprod(-1).flip(-1)
+    return (products_before * products_after).reshape(flat.shape).movedim(list(range(-len(dims), 0)), list(dims))
 
 
 @rule("aten.renorm.default")
 def renorm(lowering: Lowering, x: Value, p: float, dim: int, maxnorm: float) -> Value:
     """Decompose for slices longer than maxnorm only; for others, the decomposition's gradient may be NaN."""
-    scale, dims = decomposition_table[torch.ops.aten.renorm.default], set(range(len(x.shape))) - {dim % len(x.shape)}
+    decomposed = decomposition_table[torch.ops.aten.renorm.default]
+    dims = set(range(len(x.shape))) - {dim % len(x.shape)}
 
     def run(a: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(a.dtype, torch.float32)
         is_long = torch.linalg.vector_norm(a.detach(), p, sorted(dims), keepdim=True, dtype=dtype) > maxnorm
-        return torch.where(is_long, scale(a.where(is_long, 0), p, dim, maxnorm), a)
+        return torch.where(is_long, decomposed(a.where(is_long, 0), p, dim, maxnorm), a)
 
     return lowering.trace_and_lower([x], run)
 
@@ -364,15 +366,15 @@ def order_statistic(
       "aten.normalize.default")  # fmt: skip
 def operator_along_dims(lowering: Lowering, x: Value, dim: Dims = None, **_: object) -> Value | tuple[Value, ...]:
     """Compute locally along unpartitioned dimensions; otherwise decompose, or gather the dimension."""
-    (values, run), dims, given_layout = lowering.values_and_function(), nonnegative_dims(x, dim), None
+    (values, run), dims, original_layout = lowering.values_and_function(), nonnegative_dims(x, dim), None
     if len(values) > 1:
         lowering.refuse("an argument other than the input is a tensor")
     if any(not lowering.is_whole(x, d) for d in dims):
         with contextlib.suppress(UnsupportedOperator):
-            inner = lowering.decompose()
-            if inner is not None:
-                return inner
-        given_layout, x = x.layout, lowering.gather(x, dims)
+            decomposed = lowering.decompose()
+            if decomposed is not None:
+                return decomposed
+        original_layout, x = x.layout, lowering.gather(x, dims)
     layouts = []
     for out in pytree.tree_leaves(lowering.fake_out):
         if len(out.shape) == len(x.shape):
@@ -380,6 +382,6 @@ def operator_along_dims(lowering: Lowering, x: Value, dim: Dims = None, **_: obj
         else:
             layouts.append(layout_after_reduction(x, dims, False))
     result = lowering.local_call(run, [x], layouts)
-    if given_layout is not None and isinstance(result, Value) and result.shape == shape_of(given_layout):
-        return lowering.partition_as(result, given_layout)
+    if original_layout is not None and isinstance(result, Value) and result.shape == shape_of(original_layout):
+        return lowering.partition_as(result, original_layout)
     return result

@@ -35,22 +35,22 @@ class Taps(NamedTuple):
 
 def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by_dim: dict[int, int | None]) -> Value:
     """Return x resampled along dimensions; the result is partitioned along the mesh axes `axis_by_dim`."""
-    outs = {dim: lowering.mesh.even_atom(len(taps.cells), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
-    reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in outs.items()}
-    context = x.axes | axes_of((reach.out_partition,) for reach in reaches.values())
-    view = lowering.view(x, reaches, context, has_sliding_windows=True)
+    out_atoms = {dim: lowering.mesh.even_atom(len(taps.cells), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
+    reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in out_atoms.items()}
+    axes = x.axes | axes_of((reach.out_partition,) for reach in reaches.values())
+    view = lowering.view(x, reaches, axes, has_sliding_windows=True)
     input_atoms = {dim: lowering.single_atom(x, dim) for dim in taps_by_dim}
 
     def local_taps(place: Place) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        plans = []
+        taps = []
         for dim, tap in taps_by_dim.items():
             lo, hi = reaches[dim].out_partition.range(place)
             index = tap.cells[lo:hi] - reaches[dim].first_index(input_atoms[dim], place)
-            plans.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
-        return plans
+            taps.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
+        return taps
 
-    def run(plans: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], a: torch.Tensor) -> torch.Tensor:
-        for dim, index, weights in plans:
+    def run(taps: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], a: torch.Tensor) -> torch.Tensor:
+        for dim, index, weights in taps:
             if weights is None:
                 a = a.index_select(dim, index[:, 0].to(a.device))
                 continue
@@ -97,17 +97,17 @@ def _source_coordinates(n_in: int, n_out: int, factor: float | None, align: bool
 
 def linear_taps(n_in: int, n_out: int, factor: float | None, align: bool, dtype: torch.dtype) -> Taps:
     """Return the taps of linear interpolation from n_in cells to n_out."""
-    at = _source_coordinates(n_in, n_out, factor, align, dtype).clamp(min=0)
-    first = at.to(torch.int64).clamp(max=n_in - 1)
-    share = (at - first).clamp(0, 1)
-    return Taps(torch.stack([first, (first + 1).clamp(max=n_in - 1)], 1), torch.stack([1 - share, share], 1))
+    coords = _source_coordinates(n_in, n_out, factor, align, dtype).clamp(min=0)
+    first = coords.to(torch.int64).clamp(max=n_in - 1)
+    weight = (coords - first).clamp(0, 1)
+    return Taps(torch.stack([first, (first + 1).clamp(max=n_in - 1)], 1), torch.stack([1 - weight, weight], 1))
 
 
 def cubic_taps(n_in: int, n_out: int, factor: float | None, align: bool, dtype: torch.dtype) -> Taps:
     """Return the taps of cubic interpolation (A = -0.75)."""
-    at, a = _source_coordinates(n_in, n_out, factor, align, dtype), -0.75
-    first = at.floor()
-    t = at - first
+    coords, a = _source_coordinates(n_in, n_out, factor, align, dtype), -0.75
+    first = coords.floor()
+    t = coords - first
 
     def inner_tap_weight(x: torch.Tensor) -> torch.Tensor:
         return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -125,30 +125,30 @@ def antialiased_taps(n_in: int, n_out: int, scale: float, dtype: torch.dtype, cu
 
     The filters are triangular or cubic (A = -0.5), and computed in `dtype`, as in ATen's UpSampleKernel.cpp.
     """
-    width, reach = torch.tensor(max(scale, 1.0), dtype=dtype), 2 if cubic else 1
+    filter_scale, filter_radius = torch.tensor(max(scale, 1.0), dtype=dtype), 2 if cubic else 1
     centres = torch.tensor(scale, dtype=dtype) * (torch.arange(n_out, dtype=dtype) + 0.5)
-    first = (centres - reach * width + 0.5).to(torch.int64).clamp(min=0)
-    last = (centres + reach * width + 0.5).to(torch.int64).clamp(max=n_in)
-    cells = first[:, None] + torch.arange(int((last - first).max()))
-    x = ((cells - centres[:, None] + 0.5) / width).abs()
+    first = (centres - filter_radius * filter_scale + 0.5).to(torch.int64).clamp(min=0)
+    stop = (centres + filter_radius * filter_scale + 0.5).to(torch.int64).clamp(max=n_in)
+    cells = first[:, None] + torch.arange(int((stop - first).max()))
+    x = ((cells - centres[:, None] + 0.5) / filter_scale).abs()
     if cubic:
-        near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
-        weights = torch.where(x < 1, near, far * (x < 2))
+        inner_weights, outer_weights = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+        weights = torch.where(x < 1, inner_weights, outer_weights * (x < 2))
     else:
         weights = (1 - x).clamp(min=0)
-    weights = weights * (cells < last[:, None])
+    weights = weights * (cells < stop[:, None])
     weights /= weights.sum(1, keepdim=True)
-    end = last[:, None] - 1
-    repeated = cells >= end  # shorter filters repeat their last cell: a weight of 0 would turn infinity into NaN
-    weights = torch.where(repeated, weights.gather(1, end - first[:, None]) / repeated.sum(1, keepdim=True), weights)
-    return Taps(torch.minimum(cells, end), weights)
+    last = stop[:, None] - 1
+    is_last = cells >= last  # shorter filters repeat their last cell: a weight of 0 would turn infinity into NaN
+    weights = torch.where(is_last, weights.gather(1, last - first[:, None]) / is_last.sum(1, keepdim=True), weights)
+    return Taps(torch.minimum(cells, last), weights)
 
 
 def nearest_taps(n_in: int, n_out: int, factor: float | None, exact: bool) -> Taps:
     """Return the taps of nearest interpolation, computed in float32 as in PyTorch."""
     scale = torch.tensor(1.0 / factor if factor else n_in / n_out, dtype=torch.float32)
-    at = torch.arange(n_out, dtype=torch.float32)
-    cells = ((at + 0.5) * scale if exact else at * scale).floor().to(torch.int64).clamp(max=n_in - 1)
+    i = torch.arange(n_out, dtype=torch.float32)
+    cells = ((i + 0.5) * scale if exact else i * scale).floor().to(torch.int64).clamp(max=n_in - 1)
     return Taps(cells[:, None], None)
 
 
@@ -180,23 +180,23 @@ def upsample(
         lowering.refuse(
             "antialias to a single column returns identical rows in PyTorch 2.13; resize rows and columns separately"
         )
-    by_dim = (scales_d, scales_h, scales_w)[3 - ndim :]
-    factors: Sequence[float | None] = [scales] if scales is not None else scale_factors or by_dim
-    taps, dtype = dict[int, Taps](), torch.promote_types(lowering.fake_out.dtype, torch.float32)
+    scale_by_dim = (scales_d, scales_h, scales_w)[3 - ndim :]
+    factors: Sequence[float | None] = [scales] if scales is not None else scale_factors or scale_by_dim
+    taps_by_dim, dtype = dict[int, Taps](), torch.promote_types(lowering.fake_out.dtype, torch.float32)
     for dim, n_out, factor in zip(dims, lowering.fake_out.shape[-ndim:], factors, strict=True):
         if "nearest" in name:
-            taps[dim] = nearest_taps(x.shape[dim], n_out, factor, "exact" in name)
+            taps_by_dim[dim] = nearest_taps(x.shape[dim], n_out, factor, "exact" in name)
         elif antialias:
             scale = _cells_per_result(x.shape[dim], n_out, factor, align_corners)
             if n_out == x.shape[dim] and scale != 1:
                 lowering.refuse(
                     f"with factor {factor}, PyTorch 2.13 copies the input but rescales its gradient; pass size instead"
                 )
-            taps[dim] = antialiased_taps(x.shape[dim], n_out, scale, dtype, "cubic" in name)
+            taps_by_dim[dim] = antialiased_taps(x.shape[dim], n_out, scale, dtype, "cubic" in name)
         else:
-            kind = cubic_taps if "cubic" in name else linear_taps
-            taps[dim] = kind(x.shape[dim], n_out, factor, align_corners, dtype)
-    return resample(lowering, x, taps, axes)
+            compute_taps = cubic_taps if "cubic" in name else linear_taps
+            taps_by_dim[dim] = compute_taps(x.shape[dim], n_out, factor, align_corners, dtype)
+    return resample(lowering, x, taps_by_dim, axes)
 
 
 @rule("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default",
@@ -206,10 +206,10 @@ def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     ndim = spatial_ndim(lowering)
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     x = lowering.gather_into_single_atoms(x, dims)
-    averaged = [dim for dim in dims if lowering.fake_out.shape[dim] == 1]
-    if averaged:
-        x = _average_dims(lowering, x, averaged)
-    for dim in sorted({*dims} - {*averaged}):
+    averaged_dims = [dim for dim in dims if lowering.fake_out.shape[dim] == 1]
+    if averaged_dims:
+        x = _average_dims(lowering, x, averaged_dims)
+    for dim in sorted({*dims} - {*averaged_dims}):
         x = _average_pool_dim(lowering, x, dim, lowering.fake_out.shape[dim])
     return x
 
@@ -219,10 +219,10 @@ def _average_dims(lowering: Lowering, x: Value, dims: Sequence[int]) -> Value:
     axes, layout = axes_of(x.layout[dim] for dim in dims), x.layout
     for dim in dims:
         layout = replace_dim(layout, dim, Atom(1))
-    factor, where = 1 / prod(x.shape[dim] for dim in dims), tuple(dims)
+    factor, averaged_dims = 1 / prod(x.shape[dim] for dim in dims), tuple(dims)
 
     def run(a: torch.Tensor) -> torch.Tensor:
-        total = a.sum(where, keepdim=True, dtype=ACCUMULATION_DTYPES.get(a.dtype))
+        total = a.sum(averaged_dims, keepdim=True, dtype=ACCUMULATION_DTYPES.get(a.dtype))
         return (total * factor).to(a.dtype)
 
     return lowering.allreduce_local_result(run, [x], axes, layout)
@@ -232,24 +232,24 @@ def _adaptive_bins(n_in: int, n_out: int) -> list[range]:
     return [range(floor(i * n_in / n_out), ceil((i + 1) * n_in / n_out)) for i in range(n_out)]
 
 
-def _reach_of_bins(out: Atom, bins: Sequence[range]) -> Reach:
+def _reach_of_bins(out_atom: Atom, bins: Sequence[range]) -> Reach:
     """Return the reach of results, each of which depends on the cells of a bin."""
-    return Reach(out, IndexMap(lambda lo, hi: range(bins[lo].start, bins[hi - 1].stop)))
+    return Reach(out_atom, IndexMap(lambda lo, hi: range(bins[lo].start, bins[hi - 1].stop)))
 
 
 def _average_pool_dim(lowering: Lowering, x: Value, dim: int, n_out: int) -> Value:
     atom = lowering.single_atom(x, dim)
     n_in, axis, bins = atom.extent, atom.axis, _adaptive_bins(atom.extent, n_out)
     if axis is not None and n_out >= 2 * lowering.mesh.parts[axis] and n_out * 2 >= n_in:
-        out = lowering.mesh.even_atom(n_out, axis)
-        reach = _reach_of_bins(out, bins)
+        out_atom = lowering.mesh.even_atom(n_out, axis)
+        reach = _reach_of_bins(out_atom, bins)
         view = lowering.view(x, {dim: reach})
 
         def cells_at(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-            lo, hi = out.range(place)
+            lo, hi = out_atom.range(place)
             return _local_cells_of_bins(bins[lo:hi], *reach.view(lo, hi, n_in).ranges[0])
 
-        return lowering.local(partial(_average_bins, dim), [view], replace_dim(x.layout, dim, out), at=cells_at)
+        return lowering.local(partial(_average_bins, dim), [view], replace_dim(x.layout, dim, out_atom), at=cells_at)
     axes, layout = [] if axis is None else [axis], replace_dim(x.layout, dim, Atom(n_out))
     run = partial(_average_bins, dim)
     return lowering.allreduce_local_result(
@@ -259,12 +259,12 @@ def _average_pool_dim(lowering: Lowering, x: Value, dim: int, n_out: int) -> Val
 
 def _local_cells_of_bins(bins: Sequence[range], first_cell: int, end_cell: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each bin's local indices of the cells [first_cell, end_cell), padded with their number, and bin sizes."""
-    count, width = max(0, end_cell - first_cell), max(map(len, bins), default=0)
-    index = torch.full((len(bins), width), count)
-    for cells, own in zip(bins, index, strict=True):
-        local = torch.tensor([at - first_cell for at in cells if first_cell <= at < end_cell], dtype=torch.int64)
-        own[: len(local)] = local
-    return index, torch.tensor([len(cells) for cells in bins], dtype=torch.float64)
+    num_cells, max_bin_size = max(0, end_cell - first_cell), max(map(len, bins), default=0)
+    local_indices = torch.full((len(bins), max_bin_size), num_cells)
+    for cells, own in zip(bins, local_indices, strict=True):
+        own_indices = torch.tensor([at - first_cell for at in cells if first_cell <= at < end_cell], dtype=torch.int64)
+        own[: len(own_indices)] = own_indices
+    return local_indices, torch.tensor([len(cells) for cells in bins], dtype=torch.float64)
 
 
 def _average_bins(dim: int, index_and_sizes: tuple[torch.Tensor, torch.Tensor], a: torch.Tensor) -> torch.Tensor:
@@ -280,16 +280,16 @@ def _average_bins(dim: int, index_and_sizes: tuple[torch.Tensor, torch.Tensor], 
 def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[int]) -> tuple[Value, None]:
     """Pool over bins after a halo exchange; indices are not supported."""
     ndim = spatial_ndim(lowering)
-    values, _ = lowering.fake_out
+    out, _ = lowering.fake_out
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     x = lowering.gather_into_single_atoms(x, dims)
-    bins = {dim: _adaptive_bins(x.shape[dim], n_out) for dim, n_out in zip(dims, values.shape[-ndim:], strict=True)}
+    bins = {dim: _adaptive_bins(x.shape[dim], n_out) for dim, n_out in zip(dims, out.shape[-ndim:], strict=True)}
     reaches = {
         dim: _reach_of_bins(lowering.mesh.even_atom(len(bins[dim]), lowering.axis_of(x, dim)), bins[dim])
         for dim in dims
     }
     view = lowering.view(x, reaches)
-    pool = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}[ndim]
+    pool_function = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}[ndim]
 
     def local_bins(place: Place) -> list[list[tuple[int, int]]]:
         own_bins = []
@@ -298,11 +298,11 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
             own_bins.append([(cells.start - bins[dim][lo].start, len(cells)) for cells in bins[dim][lo:hi]])
         return own_bins
 
-    def run(remaining_bins: Sequence[list[tuple[int, int]]], part: torch.Tensor) -> torch.Tensor:
+    def run(remaining_bins: Sequence[list[tuple[int, int]]], a: torch.Tensor) -> torch.Tensor:
         if not remaining_bins:
-            return pool(part, 1)
-        dim, (first, *others) = dims[ndim - len(remaining_bins)], remaining_bins
-        return torch.cat([run(others, part.narrow(dim, *cells)) for cells in first], dim)
+            return pool_function(a, 1)
+        dim, (dim_bins, *other_bins) = dims[ndim - len(remaining_bins)], remaining_bins
+        return torch.cat([run(other_bins, a.narrow(dim, *cells)) for cells in dim_bins], dim)
 
     layout = tuple((reaches[dim].out_partition,) if dim in reaches else atoms for dim, atoms in enumerate(x.layout))
-    return lowering.local(run, [view], layout, values.dtype, at=local_bins), None
+    return lowering.local(run, [view], layout, out.dtype, at=local_bins), None

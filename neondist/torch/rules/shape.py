@@ -54,8 +54,8 @@ def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Value:
 def broadcast_tensors(lowering: Lowering, tensors: Sequence[Value]) -> list[Value]:
     """Expand each tensor locally."""
     aligned, layout = lowering.align_pointwise(tensors)
-    context, at = axes_of(layout), partial(local_shape, layout)
-    return [lowering.local(lambda shape, a: a.expand(shape), [x], layout, x.dtype, context, at) for x in aligned]
+    axes, shape_at = axes_of(layout), partial(local_shape, layout)
+    return [lowering.local(lambda shape, a: a.expand(shape), [x], layout, x.dtype, axes, shape_at) for x in aligned]
 
 
 @rule("aten.meshgrid.default", "aten.meshgrid.indexing")
@@ -64,36 +64,36 @@ def meshgrid(lowering: Lowering, tensors: Sequence[Value], indexing: str = "ij")
     order = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
         order[:2] = 1, 0
-    rows = []
+    reshaped = []
     for at, x in enumerate(tensors):
         shape = [1] * len(tensors)
         shape[order.index(at)] = -1 if x.shape else 1
         shape = [prod(x.shape) if n < 0 else n for n in shape]
-        rows.append(lowering.reshape(x, shape))
-    return broadcast_tensors(lowering, rows)
+        reshaped.append(lowering.reshape(x, shape))
+    return broadcast_tensors(lowering, reshaped)
 
 
 @rule("aten.expand.default", "aten.expand_copy.default")
 def expand(lowering: Lowering, x: Value, **_: object) -> Value:
     """Repeat dimensions of size 1 locally, without partitioning them."""
     shape = lowering.fake_out.shape
-    new = len(shape) - len(x.shape)
-    repeated = [dim for dim, n in enumerate(x.shape) if n != shape[new + dim]]
+    n_new = len(shape) - len(x.shape)
+    repeated = [dim for dim, n in enumerate(x.shape) if n != shape[n_new + dim]]
     x = lowering.gather(x, repeated)
-    old = ((Atom(1),),) * new + x.layout
-    dims_and_extents = enumerate(zip(old, shape, strict=True))
-    layout = tuple((Atom(n),) if at - new in repeated or at < new else dim for at, (dim, n) in dims_and_extents)
+    old_layout = ((Atom(1),),) * n_new + x.layout
+    dims_and_extents = enumerate(zip(old_layout, shape, strict=True))
+    layout = tuple((Atom(n),) if at - n_new in repeated or at < n_new else dim for at, (dim, n) in dims_and_extents)
     return lowering.local(lambda here, a: a.expand(here), [x], layout, at=partial(local_shape, layout))
 
 
 @rule("aten.repeat.default")
 def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Value:
     """Repeat locally; redistribute along a partitioned dimension."""
-    old = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
+    dims = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
     shape = lowering.fake_out.shape
-    here = [times if whole else 1 for times, whole in zip(repeats, (not axes_of([dim]) for dim in old), strict=True)]
-    layout = tuple(dim if times == 1 else (Atom(n),) for dim, times, n in zip(old, here, shape, strict=True))
-    x = lowering.local(lambda a: a.repeat(*here), [x], layout)
+    counts = [times if whole else 1 for times, whole in zip(repeats, (not axes_of([dim]) for dim in dims), strict=True)]
+    layout = tuple(dim if times == 1 else (Atom(n),) for dim, times, n in zip(dims, counts, shape, strict=True))
+    x = lowering.local(lambda a: a.repeat(*counts), [x], layout)
     for dim, n in enumerate(shape):
         if x.shape[dim] != n:
             x = roll_dim_to_extent(lowering, x, dim, n, 0)

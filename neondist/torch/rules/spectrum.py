@@ -49,24 +49,24 @@ def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normali
 @rule("aten._fft_r2c.default")
 def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, onesided: bool) -> Value:
     """Gather one dimension at a time, while others are partitioned."""
-    *rest, last = dim
+    *other_dims, last_dim = dim
 
     def run(a: torch.Tensor) -> torch.Tensor:
         if a.device.type == "cpu":  # as autocast does: transforms on CPUs have no 16-bit kernels
             a = a.to(ACCUMULATION_DTYPES.get(a.dtype, a.dtype))
-        return torch._fft_r2c(a, dim=[last], normalization=normalization, onesided=onesided)
+        return torch._fft_r2c(a, dim=[last_dim], normalization=normalization, onesided=onesided)
 
-    x = _transform_dim(lowering, x, last, lowering.fake_out.shape[last], run, lowering.fake_out.dtype)
-    return complex_to_complex(lowering, x, rest, normalization, True)
+    x = _transform_dim(lowering, x, last_dim, lowering.fake_out.shape[last_dim], run, lowering.fake_out.dtype)
+    return complex_to_complex(lowering, x, other_dims, normalization, True)
 
 
 @rule("aten._fft_c2r.default")
 def complex_to_real(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, last_dim_size: int) -> Value:
     """Gather one dimension at a time, while others are partitioned."""
-    *rest, last = dim
-    x = complex_to_complex(lowering, x, rest, normalization, False)
-    run = partial(torch._fft_c2r, dim=[last], normalization=normalization, last_dim_size=last_dim_size)
-    return _transform_dim(lowering, x, last, last_dim_size, run, lowering.fake_out.dtype)
+    *other_dims, last_dim = dim
+    x = complex_to_complex(lowering, x, other_dims, normalization, False)
+    run = partial(torch._fft_c2r, dim=[last_dim], normalization=normalization, last_dim_size=last_dim_size)
+    return _transform_dim(lowering, x, last_dim, last_dim_size, run, lowering.fake_out.dtype)
 
 
 @rule("aten.stft.default")
@@ -76,15 +76,15 @@ def stft(
     return_complex: bool | None = None, align_to_window: bool | None = None,
 ) -> Value:  # fmt: skip
     """Transform each rank's own frames of the signal, after a halo exchange."""
-    length = n_fft if win_length is None else win_length
-    before = (n_fft - length) // 2
-    half, norm = onesided is not False, "ortho" if normalized else None
+    window_length = n_fft if win_length is None else win_length
+    left_pad = (n_fft - window_length) // 2
+    is_onesided, norm = onesided is not False, "ortho" if normalized else None
 
     def run(a: torch.Tensor, *windows: torch.Tensor) -> torch.Tensor:
         frames = a.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length)
-        frames = frames.narrow(-1, before, length)
-        frames = F.pad(frames * windows[0] if windows else frames, (before, n_fft - length - before))
-        spectra = (torch.fft.rfft(frames, norm=norm) if half else torch.fft.fft(frames, norm=norm)).mT
+        frames = frames.narrow(-1, left_pad, window_length)
+        frames = F.pad(frames * windows[0] if windows else frames, (left_pad, n_fft - window_length - left_pad))
+        spectra = (torch.fft.rfft(frames, norm=norm) if is_onesided else torch.fft.fft(frames, norm=norm)).mT
         return spectra if return_complex else torch.view_as_real(spectra)
 
     if align_to_window or x.dtype.is_complex:
@@ -97,8 +97,8 @@ def _transform_dim(
 ) -> Value:
     """Return run(x) along one gathered dimension, which may be resized; the result is partitioned as x was."""
     dim, old_layout = dim % len(x.shape), x.layout
-    seen = lowering.partition_as(x, lowering.reshard_away_from(old_layout, [dim]))
-    result = lowering.local(run, [seen], replace_dim(seen.layout, dim, Atom(extent)), dtype)
+    gathered = lowering.partition_as(x, lowering.reshard_away_from(old_layout, [dim]))
+    result = lowering.local(run, [gathered], replace_dim(gathered.layout, dim, Atom(extent)), dtype)
     if extent != x.shape[dim]:
         axis = next((atom.axis for atom in old_layout[dim] if atom.axis is not None), None)
         old_layout = replace_dim(old_layout, dim, lowering.mesh.even_atom(extent, axis))

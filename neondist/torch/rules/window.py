@@ -62,10 +62,10 @@ def window_view(
     x = lowering.gather_into_single_atoms(x, dims)
     atoms = [lowering.mesh.even_atom(n, lowering.axis_of(x, dim)) for dim, n in zip(dims, extents, strict=True)]
     pad_unpartitioned_dims = value_per_axis(pad_unpartitioned_dims, window.ndim)
-    padded = [pads or atom.axis is not None for pads, atom in zip(pad_unpartitioned_dims, atoms, strict=True)]
-    axes = enumerate(zip(dims, atoms, padded, strict=True))
+    is_padded = [pads or atom.axis is not None for pads, atom in zip(pad_unpartitioned_dims, atoms, strict=True)]
+    axes = enumerate(zip(dims, atoms, is_padded, strict=True))
     reaches = {dim: Reach(atom, window.axis_window(axis), pads) for axis, (dim, atom, pads) in axes}
-    remaining_padding = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
+    remaining_padding = [0 if pads else before for pads, (before, _) in zip(is_padded, window.padding, strict=True)]
     return lowering.view(x, reaches, None, fill, has_sliding_windows=True), remaining_padding, atoms
 
 
@@ -93,9 +93,9 @@ def conv(
         operands = ChannelOperands(lowering.gather(x, [-n - 1]), weight, bias, (Atom(weight.shape[0]),))
     x, weight, bias, channels, reduced_mesh_axes = operands
     is_view = not all(lowering.is_whole(x, dim) for dim in range(-n, 0))
-    uneven = any(before != after for before, after in window.padding)
+    is_uneven = any(before != after for before, after in window.padding)
     # kernels cannot pad unevenly, and would copy a view again in order to pad it
-    pad_unpartitioned_dims = [(is_view or uneven) and any(sides) for sides in window.padding]
+    pad_unpartitioned_dims = [(is_view or is_uneven) and any(sides) for sides in window.padding]
     extents, dtype = lowering.fake_out.shape[-n:], lowering.fake_out.dtype
     view, remaining_padding, atoms = window_view(
         lowering, x, window, extents, pad_unpartitioned_dims=pad_unpartitioned_dims
@@ -124,8 +124,8 @@ def _slice_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., 
     ) -> torch.Tensor:
         padded = F.pad(a, [pad for pad in reversed(pads) for _ in range(2)]) if any(pads) else a
         ones = [1] * len(stride)
-        cells: Any = (..., *(slice(None, None, s) for s in stride))
-        return run(padded[cells], w, b, ones, [0] * len(stride), ones, groups)
+        strided_slices: Any = (..., *(slice(None, None, s) for s in stride))
+        return run(padded[strided_slices], w, b, ones, [0] * len(stride), ones, groups)
 
     return conv_on_subgrid
 
@@ -139,13 +139,13 @@ def _zeros_instead_of_stride(run: Callable[..., torch.Tensor]) -> Callable[..., 
     ) -> torch.Tensor:  # fmt: skip
         ones, zeros = [1] * len(stride), [0] * len(stride)
         y = run(a, w, None, ones, zeros, zeros, groups, ones)
-        ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
-        sizes = [end + extra for end, extra in zip(ends, extras, strict=True)]
+        strided_ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
+        sizes = [end + extra for end, extra in zip(strided_ends, extras, strict=True)]
         result = y.new_zeros((*y.shape[: -len(stride)], *sizes))
-        cells: Any = (..., *(slice(None, end, s) for end, s in zip(ends, stride, strict=True)))
-        inside: Any = (..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))
-        result[cells] = y
-        return result[inside] if b is None else result[inside] + b.view(-1, *ones)
+        strided_slices: Any = (..., *(slice(None, end, s) for end, s in zip(strided_ends, stride, strict=True)))
+        inner_slices: Any = (..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))
+        result[strided_slices] = y
+        return result[inner_slices] if b is None else result[inner_slices] + b.view(-1, *ones)
 
     return conv_transpose_to_subgrid
 
@@ -179,15 +179,15 @@ def conv_transpose(
     run = _zeros_instead_of_stride(run) if max(window.stride) > prod(window.kernel) == 1 else run
     layout = image_layout(x, weight.shape[1] * groups, atoms)
 
-    def transposed(here: _LocalCrops, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        if all(full for *_, full in here.crops):
-            y = _crop_results(run(a, w, None, *conv_args), here.crops)
+    def convolve(crops: _LocalCrops, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        if all(full for *_, full in crops.crops):
+            y = _crop_results(run(a, w, None, *conv_args), crops.crops)
         else:  # no input contributes to these results
-            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(here.shape)
+            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(crops.shape)
         return y if b is None else y + b.view(-1, *[1] * n)
 
     args = [view, weight, bias]
-    return lowering.local(transposed, args, layout, lowering.fake_out.dtype, at=partial(local_crops, layout))
+    return lowering.local(convolve, args, layout, lowering.fake_out.dtype, at=partial(local_crops, layout))
 
 
 _Crop = tuple[int, int, int, bool]
@@ -207,22 +207,22 @@ def _transposed_window_view(
     Also return the padding to remove along whole dimensions, the results' atoms, and the crops along partitioned ones.
     """
     reaches, remaining_padding, atoms = dict[int, Reach](), [], []
-    adjoint, first = GradientWindow(window, extents), len(x.shape) - window.ndim
-    x = lowering.gather_into_single_atoms(x, range(first, len(x.shape)))
+    gradient_window, first_dim = GradientWindow(window, extents), len(x.shape) - window.ndim
+    x = lowering.gather_into_single_atoms(x, range(first_dim, len(x.shape)))
     for axis, extent in enumerate(extents):
-        source, (before, _) = lowering.single_atom(x, first + axis), window.padding[axis]
-        out = lowering.mesh.even_atom(extent, source.axis)
+        source_atom, (pad, _) = lowering.single_atom(x, first_dim + axis), window.padding[axis]
+        out = lowering.mesh.even_atom(extent, source_atom.axis)
         atoms.append(out)
-        reaches[first + axis] = Reach(out, adjoint.axis_window(axis))
-        remaining_padding.append(before if out.axis is None else 0)
+        reaches[first_dim + axis] = Reach(out, gradient_window.axis_window(axis))
+        remaining_padding.append(pad if out.axis is None else 0)
 
     def local_crops(layout: Layout, place: Place) -> _LocalCrops:
         crops = []
-        for axis, (reach, (before, _)) in enumerate(zip(reaches.values(), window.padding, strict=True)):
+        for axis, (reach, (pad, _)) in enumerate(zip(reaches.values(), window.padding, strict=True)):
             if reach.out_partition.axis is not None:
                 lo, hi = reach.out_partition.range(place)
-                ((start, end),) = reach.view(lo, hi, x.shape[first + axis]).ranges
-                crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
+                ((start, end),) = reach.view(lo, hi, x.shape[first_dim + axis]).ranges
+                crops.append((axis - window.ndim, lo - (start * window.stride[axis] - pad), hi - lo, start < end))
         return _LocalCrops(local_shape(layout, place), crops)
 
     return lowering.view(x, reaches, has_sliding_windows=True), remaining_padding, atoms, local_crops
@@ -261,13 +261,13 @@ def col2im(
     is_partitioned = [atom.axis is not None for atom in atoms]
     fold_args = window.kernel, window.dilation, tuple(remaining_padding), window.stride
 
-    def run(here: _LocalCrops, a: torch.Tensor) -> torch.Tensor:
-        if not all(full for *_, full in here.crops):  # no input contributes to these results
-            return a.sum() * 0 + a.new_zeros(here.shape)
-        covered = window.needs(Box.of(a.shape[-2:])).shape
-        axes = zip(covered, is_partitioned, extents, strict=True)
+    def run(own_crops: _LocalCrops, a: torch.Tensor) -> torch.Tensor:
+        if not all(full for *_, full in own_crops.crops):  # no input contributes to these results
+            return a.sum() * 0 + a.new_zeros(own_crops.shape)
+        covered_extents = window.needs(Box.of(a.shape[-2:])).shape
+        axes = zip(covered_extents, is_partitioned, extents, strict=True)
         size = tuple(n if partitioned else extent for n, partitioned, extent in axes)
-        return _crop_results(F.fold(a.flatten(-2), size, *fold_args), here.crops)
+        return _crop_results(F.fold(a.flatten(-2), size, *fold_args), own_crops.crops)
 
     return lowering.local(run, [view], layout, lowering.fake_out.dtype, at=partial(local_crops, layout))
 
@@ -277,7 +277,7 @@ def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -
     """Unfold one dimension after a halo exchange, with the cells of windows in a new last dimension."""
     dim = dimension % len(x.shape)
     x = lowering.gather_into_single_atoms(x, [dim])
-    out = lowering.mesh.even_atom(lowering.fake_out.shape[dim], lowering.axis_of(x, dim))
-    view = lowering.view(x, {dim: Reach(out, Window(size, step, 0, ndim=1))})
-    layout = (*replace_dim(x.layout, dim, out), (Atom(size),))
+    out_atom = lowering.mesh.even_atom(lowering.fake_out.shape[dim], lowering.axis_of(x, dim))
+    view = lowering.view(x, {dim: Reach(out_atom, Window(size, step, 0, ndim=1))})
+    layout = (*replace_dim(x.layout, dim, out_atom), (Atom(size),))
     return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)
