@@ -128,7 +128,7 @@ def _estimate_channel_saving(
     """Return the estimate for a convolution or a product of matrices with the given arguments."""
     x, weight, groups = given["x"].meta["val"], given["weight"].meta["val"], given.get("groups", 1)
     kernel, cells, parts = weight.shape[2:], out.shape[2:], mesh.parts[1:]
-    if x.dim() != weight.dim() or len(kernel) not in (0, mesh.spatial):
+    if x.dim() != weight.dim() or len(kernel) not in (0, mesh.spatial_ndim):
         return None
     (outputs, inner), samples, ranks = weight.shape[:2], ceil(x.shape[0] / mesh.parts[0]), prod(parts)
     sums = groups == 1 and has_partitioned_input and prefers_partial_sums(inner, outputs)

@@ -96,7 +96,7 @@ class PartitioningConverter:
 
     def _convert(self, value: Value, wanted: Partitioning) -> Value:
         lowering, mesh = self.lowering, self.lowering.mesh
-        is_image = len(value.shape) == mesh.spatial + 2
+        is_image = len(value.shape) == mesh.spatial_ndim + 2
         if wanted is Partitioning.WHOLE:
             return lowering.gather(value) if axes_of(value.layout) else value
         if wanted is Partitioning.CHANNELS:

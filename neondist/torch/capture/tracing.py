@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode, _
 
 from ...errors import ConfigError
 from ..ir.errors import CaptureError
-from ..ir.registry import TRACING
+from ..ir.registry import TRACING_LOCK
 
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
 _STDLIB_FOLDER = sysconfig.get_path("stdlib")
@@ -50,7 +50,7 @@ _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 def tracing(subject: str, shapes: InputSpecs) -> Iterator[None]:
     """Serialise tracing and neutralise the caller's settings; errors in the context are raised as ConfigError."""
     with (
-        TRACING,
+        TRACING_LOCK,
         _suppress_logs(),
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -232,7 +232,7 @@ class _GridState:
     def _gather_extent(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         mesh, world = self.comm.mesh, self.comm.grid.world
         shapes = world.allgather(shape)
-        lines = range(1, mesh.spatial + 1)
+        lines = range(1, mesh.spatial_ndim + 1)
         extent = tuple(
             sum(
                 shapes[mesh.rank([at if line == axis else 0 for line in range(len(mesh.parts))])][axis + 1]

@@ -39,7 +39,7 @@ class MeshComm:
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.grid = grid
-        self.mesh = Mesh.of(grid.shape, spatial)
+        self.mesh = Mesh.from_grid(grid.shape, spatial)
         self.place = self.mesh.place(grid.rank)
         self.ledger: Ledger = Counter()
         self.phase = DEFAULT_PHASE

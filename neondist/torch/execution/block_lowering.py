@@ -273,9 +273,9 @@ class TracedPart:
         """Return the steps that compute at least these ranges of the outputs from their sources, and all values."""
         place, values, steps = self.symbol_ranges(ranges), list(self.values), list[Step]()
         for value in self.inputs:
-            values[value.id] = value.at(place)
+            values[value.id] = value.at_place(place)
         for step in self.steps:
-            results = [values[out].at(place) for out in step.outputs]
+            results = [values[out].at_place(place) for out in step.outputs]
             for value in results:
                 values[value.id] = value
             run = step.run if step.bind_to_place is None else step.bind_to_place(place)

@@ -48,7 +48,7 @@ class SegmentBuilder(BlockLowering):
     def __init__(
         self, program: RecordedProgram, axes: frozenset[int], max_norms: float = 0, has_margin: bool = False
     ) -> None:
-        super().__init__(program.mesh.spatial, axes=axes)
+        super().__init__(program.mesh.spatial_ndim, axes=axes)
         self.autograd_functions, self.program_values = program.autograd_functions, program.values
         self.max_norms, self.has_margin = max_norms, has_margin
         self.numbers, self.segment_values = list[int](), dict[int, Value]()

@@ -144,13 +144,13 @@ class Tiling:
         for layout in layouts:
             if shape == shape_of(layout):
                 return layout
-            if len(layout) == mesh.spatial + 2 and shape[-mesh.spatial :] == shape_of(layout[2:]):
+            if len(layout) == mesh.spatial_ndim + 2 and shape[-mesh.spatial_ndim :] == shape_of(layout[2:]):
                 if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout):
                     return (layout[0], *replicated(shape[1:2]), *layout[2:])
                 if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
                     return (layout[0], *layout[2:])
         batches = {shape_of(layout[:1]) for layout in layouts if layout}
-        if shape and (len(shape) > mesh.spatial or shape[:1] not in batches):
+        if shape and (len(shape) > mesh.spatial_ndim or shape[:1] not in batches):
             shapes = sorted({shape_of(layout) for layout in layouts if layout})
             raise ShapeError(
                 f"a target of shape {shape} matches none of the outputs {', '.join(map(str, shapes))}; it must have"
@@ -232,12 +232,12 @@ class Tiling:
 
     def _candidate_layouts(self, tensor: torch.Tensor, layouts: Sequence[Layout], is_target: bool) -> list[Layout]:
         mesh = self.comm.mesh
-        images = [layout for layout in layouts if len(layout) == mesh.spatial + 2]
+        images = [layout for layout in layouts if len(layout) == mesh.spatial_ndim + 2]
         cells = [layout[:1] + layout[2:] for layout in images]
         channels = [(lay[0], *replicated(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
         batch = [layout[:1] for layout in layouts]
         own = replicated(tensor.shape[1:])
-        vectors = [(layout[0], *own) for layout in layouts if layout and 1 < tensor.dim() <= mesh.spatial]
+        vectors = [(layout[0], *own) for layout in layouts if layout and 1 < tensor.dim() <= mesh.spatial_ndim]
         if is_target:
             return [*cells, *channels, *batch, *layouts, *vectors]
         return [*layouts, *channels, *cells, *batch, *vectors]

@@ -50,12 +50,12 @@ class _TrunkBuilder(SegmentBuilder):
 
     def __init__(self, search: SegmentSearch, max_norms: int) -> None:
         program = search.program
-        super().__init__(program, frozenset(range(program.mesh.spatial + 1)), max_norms)
+        super().__init__(program, frozenset(range(program.mesh.spatial_ndim + 1)), max_norms)
         self.search, self.initial_value_ids = search, {*program.initial_value_ids}
         for number in program.image_value_ids:
             value = program.values[number]
             self.segment_values[number] = self.add_input(number, value, default_layout(value.shape, self.mesh))
-            if len(value.shape) == program.mesh.spatial + 2:
+            if len(value.shape) == program.mesh.spatial_ndim + 2:
                 self.window_depth_by_value[number] = 0
 
     def can_read_inputs_of(self, record: OperatorRecord) -> bool:

@@ -24,21 +24,21 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import CaptureError, definition_site
 from .functionalize import tensors_in
-from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING
+from .registry import CAPTURE_REPLACEMENTS, POINTWISE_OPS, TRACING_LOCK
 
 FUNCTION_OPERATOR = "neondist.function.default"
-"""Name of the operator in captured graphs; its signature is (tensors, number) -> tensors."""
+"""Name of the operator in captured graphs; its signature is (tensors, call_index) -> tensors."""
 _RECORDED_CALLS: ContextVar[list[AutogradFunctionCall] | None] = ContextVar("_RECORDED_CALLS", default=None)
 """Calls recorded so far while this thread captures a module; None: it captures none."""
 
 
-class _TensorPlace:
+class _TensorPlaceholder:
     def __init__(self, _: torch.Tensor) -> None: ...
 
 
-def _fill_places(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    rest = iter(tensors)
-    return pytree.tree_map_only(_TensorPlace, lambda _: next(rest), tree)
+def _fill_placeholders(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    remaining_tensors = iter(tensors)
+    return pytree.tree_map_only(_TensorPlaceholder, lambda _: next(remaining_tensors), tree)
 
 
 class AutogradFunctionCall:
@@ -46,7 +46,7 @@ class AutogradFunctionCall:
 
     def __init__(self, cls: Any, args: Sequence[Any]) -> None:
         self._cls = cls
-        self._args = pytree.tree_map_only(torch.Tensor, _TensorPlace, tuple(args))
+        self._args = pytree.tree_map_only(torch.Tensor, _TensorPlaceholder, tuple(args))
         self._outputs: Any = None
 
     @property
@@ -59,16 +59,16 @@ class AutogradFunctionCall:
         """Return the tensors among the results; their gradients are those of the Function's own backward."""
         token = _RECORDED_CALLS.set(None)
         try:
-            results = _declared_method(Function, "apply", self._cls)(*_fill_places(self._args, tensors))
+            results = _declared_method(Function, "apply", self._cls)(*_fill_placeholders(self._args, tensors))
         finally:
             _RECORDED_CALLS.reset(token)
         if self._outputs is None:
-            self._outputs = pytree.tree_map_only(torch.Tensor, _TensorPlace, results)
+            self._outputs = pytree.tree_map_only(torch.Tensor, _TensorPlaceholder, results)
         return tensors_in(results)
 
     def unflatten_outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the results in their original structure, given their tensors."""
-        return _fill_places(self._outputs, tensors)
+        return _fill_placeholders(self._outputs, tensors)
 
     def gradients_if_pointwise(self, tensors: Sequence[torch.Tensor], tiled_dims: Sequence[int]) -> list[bool] | None:
         """Return which results have a gradient, if forward and backward are pointwise; else None.
@@ -80,12 +80,12 @@ class AutogradFunctionCall:
         tensors : fake tensors of the global shape
         tiled_dims : tiled dimensions, counted from the last (-1)
         """
-        graphs = [_trace_grads(self, tensors), _trace_grads(self, [_enlarge(tensor, tiled_dims) for tensor in tensors])]
-        if None in graphs:
+        traces = [_trace_grads(self, tensors), _trace_grads(self, [_enlarge(tensor, tiled_dims) for tensor in tensors])]
+        if None in traces:
             return None
-        (graph, trained), (larger, _) = (traced for traced in graphs if traced is not None)
-        is_pointwise = graph.code == larger.code and all(map(_is_pointwise_graph, (graph, larger)))
-        return trained if is_pointwise else None
+        (graph, has_gradient), (larger_graph, _) = (traced for traced in traces if traced is not None)
+        is_pointwise = graph.code == larger_graph.code and all(map(_is_pointwise_graph, (graph, larger_graph)))
+        return has_gradient if is_pointwise else None
 
 
 def _enlarge(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -100,26 +100,26 @@ def _trace_grads(
     call: AutogradFunctionCall, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.fx.GraphModule, list[bool]] | None:
     """Return forward and backward as a graph, and which results have a gradient; None if tracing fails."""
-    trained: list[bool] = []
+    has_gradient: list[bool] = []
 
     def forward_and_backward(*tensors: torch.Tensor) -> Any:
         with torch.enable_grad():
             xs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             ys = call(*xs)
-            trained[:] = [y.requires_grad for y in ys]
+            has_gradient[:] = [y.requires_grad for y in ys]
             outs = [y for y in ys if y.requires_grad]
             ins = [x for x in xs if x.requires_grad]
             dxs = torch.autograd.grad(outs, ins, [y.detach().sin() for y in outs], allow_unused=True) if outs else ()
         return ys, dxs
 
     try:
-        with TRACING:
+        with TRACING_LOCK:
             graph = make_fx(forward_and_backward, tracing_mode="fake")(*tensors)
     except Exception:  # for example, the code reads values
         return None
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return graph, trained
+    return graph, has_gradient
 
 
 def _is_pointwise_graph(graph: torch.fx.GraphModule) -> bool:
@@ -154,13 +154,13 @@ class _UnrecordedFunctionGuard(TorchFunctionMode):
             return args[0].detach()
         if func == _TENSOR_DATA.__set__:
             return _assign_data(*args)
-        if func in _UNRECORDED_NAMES:
+        if func in _UNRECORDED_FUNCTION_NAMES:
             _reject_unrecorded(func)
         return CAPTURE_REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _reject_unrecorded(func: Any) -> None:
-    raise CaptureError(f"{_UNRECORDED_NAMES[func]} in a forward pass is not recorded; {_REMEDIES[func]}")
+    raise CaptureError(f"{_UNRECORDED_FUNCTION_NAMES[func]} in a forward pass is not recorded; {_REMEDIES[func]}")
 
 
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -177,14 +177,14 @@ DATA_ASSIGNMENT_FLAGS = (True,)
 """Extra arguments of the copies that are recorded for assignments of Tensor.data; other copies lack them."""
 _TENSOR_DATA: Any = torch.Tensor.data
 _enter_dual_level: Any = forward_ad.enter_dual_level
-_UNRECORDED_NAMES: dict[Any, str] = {
+_UNRECORDED_FUNCTION_NAMES: dict[Any, str] = {
     torch.Tensor.register_hook: "Tensor.register_hook",
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
     _enter_dual_level: "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, linearize)",
 }
-_REMEDIES = dict.fromkeys(_UNRECORDED_NAMES, "compute the derivative with ordinary operators instead") | {
+_REMEDIES = dict.fromkeys(_UNRECORDED_FUNCTION_NAMES, "compute the derivative with ordinary operators instead") | {
     torch.Tensor.register_hook: "use a torch.autograd.Function instead"
 }
 
@@ -232,20 +232,20 @@ def _forward_or_operator_call(cls: Any) -> Any:
     forward = _declared_method(cls, "forward")
     if not _becomes_operator(cls):
         return forward
-    has_context = _declared_method(cls, "setup_context") is _declared_method(Function, "setup_context")
+    takes_context = _declared_method(cls, "setup_context") is _declared_method(Function, "setup_context")
 
     @functools.wraps(forward)  # PyTorch reads defaults of arguments from the signature
-    def recording(*args: Any) -> Any:
-        return _apply_as_operator(cls, args[has_context:])
+    def record_call(*args: Any) -> Any:
+        return _apply_as_operator(cls, args[takes_context:])
 
-    return recording
+    return record_call
 
 
 def _setup_context_or_no_op(cls: Any) -> Any:
     """Return a Function's setup_context or, while a module is captured, a function that does nothing."""
-    declared = _declared_method(cls, "setup_context")
-    is_own = declared is not _declared_method(Function, "setup_context")
-    return (lambda ctx, inputs, output: None) if is_own and _becomes_operator(cls) else declared
+    setup_context = _declared_method(cls, "setup_context")
+    is_overridden = setup_context is not _declared_method(Function, "setup_context")
+    return (lambda ctx, inputs, output: None) if is_overridden and _becomes_operator(cls) else setup_context
 
 
 _PATCHED_METHODS = {"forward": _forward_or_operator_call, "setup_context": _setup_context_or_no_op}
@@ -263,15 +263,15 @@ def _apply_as_operator(cls: Any, args: Sequence[Any]) -> Any:
     return call.unflatten_outputs(torch.ops.neondist.function(tensors_in(args), len(calls) - 1))
 
 
-torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Tensor[]")
+torch.library.define("neondist::function", "(Tensor[] tensors, int call_index) -> Tensor[]")
 
 
 @torch.library.register_fake("neondist::function")
-def _fake_results(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+def _fake_results(tensors: list[torch.Tensor], call_index: int) -> list[torch.Tensor]:
     calls = _RECORDED_CALLS.get()
     assert calls is not None, "the operator runs only while a module is captured"
-    before = [tensor._version for tensor in tensors]
-    results = calls[number](*tensors)
-    if [tensor._version for tensor in tensors] != before:
-        raise RuntimeError(f"{calls[number].name} modifies its arguments in place; return new tensors instead")
+    versions_before = [tensor._version for tensor in tensors]
+    results = calls[call_index](*tensors)
+    if [tensor._version for tensor in tensors] != versions_before:
+        raise RuntimeError(f"{calls[call_index].name} modifies its arguments in place; return new tensors instead")
     return [tensor.clone() for tensor in results]

@@ -21,7 +21,7 @@ _OPS_WITH_RULES = ("aten::batch_norm", "aten::instance_norm", "aten::native_batc
 """Operators with undeclared writes whose rules or decompositions return the written values as results."""
 _TRAINING_ARGUMENTS = "training", "train", "use_input_stats"
 _PURE_WORDS = "backward", "functional", "no_training", "no_update"
-_SCATTERS = {
+_SCATTER_OPS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
     torch.ops.aten.diagonal.default: torch.ops.aten.diagonal_scatter.default,
@@ -59,18 +59,18 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
         for target in written_values(node):
             if not isinstance(target, torch.fx.Node) or variants[node] is None:
                 return False
-            first, *others = aliases = nodes_by_storage[storage_id(target.meta["val"])]
+            first_alias, *other_aliases = aliases = nodes_by_storage[storage_id(target.meta["val"])]
             view_chains[node] = list(_views_and_bases(target))
             written = [target, *(base for _, base in view_chains[node])]
-            before = (alias for alias in aliases if positions[alias] < positions[node] and alias not in written)
-            if any(last_uses[alias] > positions[node] for alias in before):
+            old_aliases = (alias for alias in aliases if positions[alias] < positions[node] and alias not in written)
+            if any(last_uses[alias] > positions[node] for alias in old_aliases):
                 return False
             while view_chains[node] and last_uses[view_chains[node][-1][1]] < positions[node]:
                 view_chains[node].pop()
             if view_chains[node] and len(written_values(node)) > 1:
                 return False
-            is_buffer = target is first and target.name in buffers and all(map(written_values, others))
-            if first.op != "call_function" and not is_buffer:
+            is_buffer = target is first_alias and target.name in buffers and all(map(written_values, other_aliases))
+            if first_alias.op != "call_function" and not is_buffer:
                 return False
     for node, variant in variants.items():
         node.meta = node.meta | {"out_of_place": variant}  # not in place: PyTorch lets nodes share one dictionary
@@ -88,25 +88,25 @@ def _insert_scatters(graph: Any, view_chains: Mapping[Any, Sequence[Any]], posit
     positions : dict of node to int
         Positions in the graph as captured.
     """
-    current: dict[Any, Any] = {}
+    current_values: dict[Any, Any] = {}
     for node, chain in view_chains.items():
-        later = {user for user, position in positions.items() if position > positions[node]} if chain else set()
-        part = node
+        later_nodes = {user for user, position in positions.items() if position > positions[node]} if chain else set()
+        written = node
         for view, base in chain:
-            old = current.get(base, base)
-            with graph.inserting_after(part):
-                new = graph.call_function(_SCATTERS[view.target], (old, part, *view.args[1:]), dict(view.kwargs))
+            old = current_values.get(base, base)
+            with graph.inserting_after(written):
+                new = graph.call_function(_SCATTER_OPS[view.target], (old, written, *view.args[1:]), dict(view.kwargs))
             new.meta = node.meta | {"val": base.meta["val"]}
             del new.meta["out_of_place"]
-            old.replace_all_uses_with(new, later.__contains__)
-            current[base] = part = new
+            old.replace_all_uses_with(new, later_nodes.__contains__)
+            current_values[base] = written = new
 
 
 def _views_and_bases(target: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the nodes (view, viewed tensor) of each view on the way from the target to the whole tensor."""
     while target.args and written_values(target) == [target.args[0]]:
         target = target.args[0]
-    if target.target in _SCATTERS:
+    if target.target in _SCATTER_OPS:
         yield target, target.args[0]
         yield from _views_and_bases(target.args[0])
 
@@ -125,8 +125,8 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
     if set(RUNNING_STATS) <= set(names) - set(written) and not any(word in target._schema.name for word in _PURE_WORDS):
-        trains = all(values.get(name, True) for name in names if name in _TRAINING_ARGUMENTS)
-        written += [name for name in RUNNING_STATS if trains and values.get(name) is not None]
+        is_training = all(values.get(name, True) for name in names if name in _TRAINING_ARGUMENTS)
+        written += [name for name in RUNNING_STATS if is_training and values.get(name) is not None]
     return [values.get(name) for name in written]
 
 
@@ -135,8 +135,8 @@ def has_undeclared_writes(node: Any) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _OPS_WITH_RULES:
         return False
-    declared = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
-    return len(written_arguments(target, node.args, node.kwargs)) > declared
+    num_declared = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
+    return len(written_arguments(target, node.args, node.kwargs)) > num_declared
 
 
 def clone_aliased_buffer_values(graph: Any) -> None:
@@ -146,10 +146,10 @@ def clone_aliased_buffer_values(graph: Any) -> None:
     """
     copies = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
     copies = [node for node in copies if node.meta is node.args[1].meta]  # added by torch.export, not the module's own
-    storages = {storage_id(node.args[0].meta["val"]) for node in copies}
+    buffer_storages = {storage_id(node.args[0].meta["val"]) for node in copies}
     for node in copies:
         buffer, value = node.args
-        if storage_id(value.meta["val"]) in storages - {storage_id(buffer.meta["val"])}:
+        if storage_id(value.meta["val"]) in buffer_storages - {storage_id(buffer.meta["val"])}:
             with graph.inserting_before(copies[0]), torch.no_grad():
                 clone = graph.call_function(torch.ops.aten.clone.default, (value,))
                 clone.meta = value.meta | {"val": value.meta["val"].clone()}
@@ -169,15 +169,15 @@ def separate_statistics_updates(graph: Any) -> None:
         with graph.inserting_before(node):
             detached = graph.call_function(ops.detach.default, (x,))
             axes = list(range(2, x.meta["val"].dim()))
-            moments = graph.call_function(ops.var_mean.correction, (detached, axes), {"correction": 1})
+            var_and_mean = graph.call_function(ops.var_mean.correction, (detached, axes), {"correction": 1})
             for old, index in zip(olds, (1, 0), strict=True):
-                moment = graph.call_function(operator.getitem, (moments, index))
-                mean = graph.call_function(ops.mean.dim, (moment, [0]))
-                kept, new = (
+                statistic = graph.call_function(operator.getitem, (var_and_mean, index))
+                mean = graph.call_function(ops.mean.dim, (statistic, [0]))
+                old_term, new_term = (
                     graph.call_function(ops.mul.Tensor, (value, share))
                     for value, share in ((old, 1 - momentum), (mean, momentum))
                 )
-                graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (kept, new))))
+                graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (old_term, new_term))))
         node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
@@ -210,8 +210,8 @@ def _out_of_place_variant(node: Any) -> Any:
         return None
     overloads = [getattr(packet, name) for name in packet.overloads()]
     # the first argument may have another name, such as in dropout
-    types = _argument_types(node.target)
-    variant = next((f for f in overloads if not f._schema.is_mutable and _argument_types(f) == types), None)
+    types = _argument_types_and_names(node.target)
+    variant = next((f for f in overloads if not f._schema.is_mutable and _argument_types_and_names(f) == types), None)
     if variant is None:
         return None
     for argument in schema.arguments[len(node.args) :]:  # the variant may lack a default, such as p=0.5 of bernoulli_
@@ -225,7 +225,7 @@ def _out_of_place_variant(node: Any) -> Any:
     return variant if (result.shape, result.dtype) == (expected.shape, expected.dtype) else None
 
 
-def _argument_types(operator: Any) -> tuple[list[str], list[str]]:
+def _argument_types_and_names(operator: Any) -> tuple[list[str], list[str]]:
     """Return the types of an operator's arguments, and the names of all but the first."""
     arguments = operator._schema.arguments
     return [str(arg.type) for arg in arguments], [arg.name for arg in arguments[1:]]

@@ -33,7 +33,7 @@ GRADIENTS = "gradients"
 """Name of the reduction of all parameters' gradients, in place of a step's name."""
 ACCUMULATION_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Accumulation dtype of low-precision sums over ranks."""
-FRESH_OPS = {
+UNSHARED_RESULT_OPS = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
     "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
     "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
@@ -49,7 +49,7 @@ UNSHARED_GRADIENT_OPS = {
 """Operators whose input gradient is in memory that is not shared."""
 UNSHARED_WEIGHT_GRADIENT_OPS = UNSHARED_GRADIENT_OPS | {"aten.linear.default"}
 """Operators whose weight gradient is in memory that is not shared."""
-IDENTITY_KINDS = ("spread", "counted", "part")
+IDENTITY_STEPS = ("spread", "counted", "part")
 """Kinds of steps that return their input, or a part of it, unchanged and act on its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
 
@@ -72,10 +72,10 @@ class DimPart(NamedTuple):
     atoms: Dim
 
     @classmethod
-    def of(cls, layout: Layout) -> DimPart | None:
+    def from_layout(cls, layout: Layout) -> DimPart | None:
         """Return the parts of a tensor of this layout, or None if they are not ranges of one dimension."""
-        divided = [(dim, atoms) for dim, atoms in enumerate(layout) if axes_of((atoms,))]
-        return cls(*divided[0]) if len(divided) == 1 and is_contiguous_on_every_rank(divided[0][1]) else None
+        split_dims = [(dim, atoms) for dim, atoms in enumerate(layout) if axes_of((atoms,))]
+        return cls(*split_dims[0]) if len(split_dims) == 1 and is_contiguous_on_every_rank(split_dims[0][1]) else None
 
     def select(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         """Return the part of a tensor on the rank at a place, as a view of the tensor."""
@@ -110,7 +110,7 @@ class Value:
     layout_or_none: Layout | None = None
     shape_at: Callable[[Place], Shape] | None = None
 
-    def at(self, place: Place) -> Value:
+    def at_place(self, place: Place) -> Value:
         """Return the value with the shape and layout that it has in the block at a place."""
         if self.layout_or_none is None:
             return self if self.shape_at is None else replace(self, local=self.shape_at(place))
@@ -165,7 +165,7 @@ class Step:
 
     Attributes
     ----------
-    kind : 'local', 'norm', 'view', 'gather', 'ring', 'sum', 'max', or one of IDENTITY_KINDS
+    kind : 'local', 'norm', 'view', 'gather', 'ring', 'sum', 'max', or one of IDENTITY_STEPS
     name : str
         The module's path and the operator.
     inputs, outputs : values, by id
@@ -245,37 +245,37 @@ class TorchGraph:
 
     def __post_init__(self) -> None:
         """Drop steps whose values are never read, and determine which memory can be freed or reused."""
-        needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
-        kept: list[Step] = []
+        needed_ids = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
+        needed_steps: list[Step] = []
         for step in reversed(self.steps):
-            if any(out in needed for out in step.outputs):
-                needed.update(step.inputs)
-                kept.append(step)
-        self.steps = kept[::-1]
-        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
+            if any(out in needed_ids for out in step.outputs):
+                needed_ids.update(step.inputs)
+                needed_steps.append(step)
+        self.steps = needed_steps[::-1]
+        seen_ids = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
         for step in reversed(self.steps):
-            last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
-            step.freed_ids = tuple(dict.fromkeys(last))
-            seen.update(last)
+            last_used_ids = [value for value in (*step.inputs, *step.outputs) if value not in seen_ids]
+            step.freed_ids = tuple(dict.fromkeys(last_used_ids))
+            seen_ids.update(last_used_ids)
         self._overwrite_unread_values()
         self.unaliased_gradients = self._find_unaliased_gradients()
 
     def _recompute_cuts(self) -> list[int]:
         """Return the boundaries of about sqrt(steps) segments, cut where few values are live; equal on all ranks."""
-        total = len(self.steps)
-        producers = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
-        last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
-        live = [0] * total  # values of earlier steps that are read at or after this step
-        for value, first in producers.items():
-            for at in range(first + 1, last.get(value, first) + 1):
-                live[at] += total if self._is_last_read_in_place(value, last) else 1
-        return recompute_cuts(live)
+        num_steps = len(self.steps)
+        producer_by_value = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
+        last_readers = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
+        live_counts = [0] * num_steps  # values of earlier steps that are read at or after this step
+        for value, first in producer_by_value.items():
+            for at in range(first + 1, last_readers.get(value, first) + 1):
+                live_counts[at] += num_steps if self._is_last_read_in_place(value, last_readers) else 1
+        return recompute_cuts(live_counts)
 
     def partitioned_parameters(self) -> dict[int, Step]:
         """Return the parameters of which each rank reads one part, by id, with the steps that select the parts."""
-        readers = Counter(value for step in self.steps for value in step.inputs)
+        reader_counts = Counter(value for step in self.steps for value in step.inputs)
         steps = {step.inputs[0]: step for step in self.steps if step.kind == "part"}
-        return {value: step for value, step in steps.items() if readers[value] == 1 and value not in self.outputs}
+        return {value: step for value, step in steps.items() if reader_counts[value] == 1 and value not in self.outputs}
 
     def recomputed_segments(self) -> list[Segment]:
         """Return the segments that the backward pass computes again: all but the last one, if `recompute` is set."""
@@ -296,53 +296,53 @@ class TorchGraph:
             Compiled functions of similar plans, reused for equal steps on tensors of equal shapes; extended in place.
         """
         cuts = self._recompute_cuts() if self.recompute else [0, len(self.steps)]
-        segments, executed = self._split_into_segments(cuts), list[Segment]()
+        segments, compiled_segments = self._split_into_segments(cuts), list[Segment]()
         if compiler is None:
             return segments
         is_barrier = [s.kind != "local" or s.kind_args is not None or s.blocks is not None for s in self.steps]
-        edges = {at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1]}
-        pieces = iter(self._split_into_segments(sorted(edges.union(cuts))))
+        boundaries = {at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1]}
+        subsegments = iter(self._split_into_segments(sorted(boundaries.union(cuts))))
         functions = {} if functions is None else functions
         for segment in segments:
             steps = list[Step]()
-            remaining = len(segment.steps)
-            while remaining:
-                piece = next(pieces)
+            num_remaining_steps = len(segment.steps)
+            while num_remaining_steps:
+                piece = next(subsegments)
                 steps += [self._compile(piece, compiler, functions)] if len(piece.steps) > 1 else piece.steps
-                remaining -= len(piece.steps)
-            executed.append(segment._replace(steps=steps))
-        return executed
+                num_remaining_steps -= len(piece.steps)
+            compiled_segments.append(segment._replace(steps=steps))
+        return compiled_segments
 
     def _compile(
         self, segment: Segment, compiler: Callable[..., Any], functions: dict[Any, Callable[..., Any]]
     ) -> Step:
         """Return one step that runs a segment of local steps."""
         steps, inputs, outputs = segment
-        freed = {value for step in steps for value in step.freed_ids}
+        freed_ids = {value for step in steps for value in step.freed_ids}
         shapes = tuple(self.values[value].local for value in inputs)
         key = shapes, outputs, *((step.run, step.inputs, step.outputs) for step in steps)
         if key not in functions:
-            functions[key] = compiler(segment.function())
-        free = tuple(value for value in (*inputs, *outputs) if value in freed)
-        return replace(steps[-1], inputs=inputs, outputs=outputs, run=functions[key], freed_ids=free)
+            functions[key] = compiler(segment.build_function())
+        segment_freed_ids = tuple(value for value in (*inputs, *outputs) if value in freed_ids)
+        return replace(steps[-1], inputs=inputs, outputs=outputs, run=functions[key], freed_ids=segment_freed_ids)
 
     def _split_into_segments(self, cuts: Sequence[int]) -> list[Segment]:
-        last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
+        last_readers = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
         for value in (*self.outputs, *self.mutated_tensors.values()):
-            last[value] = len(self.steps)
+            last_readers[value] = len(self.steps)
         segments = []
         for begin, end in pairwise(cuts):
             steps = self.steps[begin:end]
-            inside = {out for step in steps for out in step.outputs}
-            read = dict.fromkeys(value for step in steps for value in step.inputs if value not in inside)
-            returned = [out for step in steps for out in step.outputs if last.get(out, -1) >= end]
-            segments.append(Segment(steps, tuple(read), tuple(returned)))
+            produced = {out for step in steps for out in step.outputs}
+            read_values = dict.fromkeys(value for step in steps for value in step.inputs if value not in produced)
+            returned_values = [out for step in steps for out in step.outputs if last_readers.get(out, -1) >= end]
+            segments.append(Segment(steps, tuple(read_values), tuple(returned_values)))
         return segments
 
-    def _is_last_read_in_place(self, value: int, last: Mapping[int, int]) -> bool:
+    def _is_last_read_in_place(self, value: int, last_readers: Mapping[int, int]) -> bool:
         """Return whether the last reader of a value may overwrite it: recomputation could not read the value again."""
-        at = last.get(value, len(self.steps))
-        return at < len(self.steps) and self.steps[at].op_name in IN_PLACE_VARIANTS
+        last_reader = last_readers.get(value, len(self.steps))
+        return last_reader < len(self.steps) and self.steps[last_reader].op_name in IN_PLACE_VARIANTS
 
     def _find_unaliased_gradients(self) -> set[int]:
         """Return the parameters read by a single operator that computes their gradient in new memory."""
@@ -350,10 +350,10 @@ class TorchGraph:
         for step in self.steps:
             for value in step.inputs:
                 readers.setdefault(value, []).append(step)
-        unaliased = set[int]()
+        unaliased_parameters = set[int]()
         for parameter in self.parameters.values():
             value, steps = parameter, readers[parameter]
-            while len(steps) == 1 and steps[0].kind in IDENTITY_KINDS:
+            while len(steps) == 1 and steps[0].kind in IDENTITY_STEPS:
                 (value,) = steps[0].outputs
                 steps = readers.get(value, [])
             computes_gradient = [
@@ -362,22 +362,26 @@ class TorchGraph:
             ]
             is_matrix = len(self.values[parameter].local) > 1  # a bias may share the gradient of a single result
             if computes_gradient == [True] and is_matrix and parameter not in self.outputs:
-                unaliased.add(parameter)
-        return unaliased
+                unaliased_parameters.add(parameter)
+        return unaliased_parameters
 
     def _overwrite_unread_values(self) -> None:
         """Make steps overwrite inputs that have no other reader, and find views whose gradient is not shared."""
         readers = Counter(value for step in self.steps for value in step.inputs)
-        owned = {step.inputs[0] for step in self.steps if step.op_name in UNSHARED_GRADIENT_OPS and step.inputs}
-        fresh = {step.outputs[0] for step in self.steps if step.op_name in FRESH_OPS and step.kind in ("local", "norm")}
+        own_grads = {step.inputs[0] for step in self.steps if step.op_name in UNSHARED_GRADIENT_OPS and step.inputs}
+        own_results = {
+            step.outputs[0]
+            for step in self.steps
+            if step.op_name in UNSHARED_RESULT_OPS and step.kind in ("local", "norm")
+        }
         for at, step in enumerate(self.steps):
             if step.op_name in IN_PLACE_VARIANTS and step.kind == "local" and step.kind_args is None:
                 (value,) = step.inputs
-                if value in fresh and readers[value] == 1 and value in step.freed_ids:
+                if value in own_results and readers[value] == 1 and value in step.freed_ids:
                     self.steps[at] = replace(step, run=IN_PLACE_VARIANTS[step.op_name])
             elif step.kind == "view":
                 (value,) = step.outputs
-                step.has_unaliased_gradient = value in owned and readers[value] == 1 and value not in self.outputs
+                step.has_unaliased_gradient = value in own_grads and readers[value] == 1 and value not in self.outputs
 
 
 class Segment(NamedTuple):
@@ -387,7 +391,7 @@ class Segment(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
-    def function(self) -> Callable[..., tuple[Any, ...]]:
+    def build_function(self) -> Callable[..., tuple[Any, ...]]:
         """Return a new function that runs the local steps, since torch.compile limits compilations per function."""
 
         def run(*tensors: Any) -> tuple[Any, ...]:

@@ -37,9 +37,9 @@ class Mesh:
     parts: tuple[int, ...]
 
     @classmethod
-    def of(cls, grid: GridShape, spatial: int) -> Mesh:
-        """Return the mesh of a grid for images with `spatial` axes; 0: tensors of up to 4 dimensions are no images."""
-        return cls((grid.replicas, *grid.parts(spatial or 3)))
+    def from_grid(cls, grid: GridShape, spatial_ndim: int) -> Mesh:
+        """Return the mesh for images with `spatial_ndim` axes; 0: tensors of up to 4 dimensions are no images."""
+        return cls((grid.replicas, *grid.parts(spatial_ndim or 3)))
 
     @property
     def size(self) -> int:
@@ -47,7 +47,7 @@ class Mesh:
         return prod(self.parts)
 
     @property
-    def spatial(self) -> int:
+    def spatial_ndim(self) -> int:
         """Number of spatial axes."""
         return len(self.parts) - 1
 
@@ -83,7 +83,7 @@ class Mesh:
 
 def default_layout(shape: Sequence[int], mesh: Mesh) -> Layout:
     """Return the layout of a user's tensor: images are cut into tiles, other tensors along the batch only."""
-    if len(shape) == mesh.spatial + 2:
+    if len(shape) == mesh.spatial_ndim + 2:
         return mesh.image_layout(shape)
     return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:])) if shape else ()
 
@@ -183,63 +183,63 @@ def reshape_layout(layout: Layout, shape: Sequence[int]) -> Layout:
     dims = []
     for at, size in enumerate(shape):
         dim: list[Atom] = []
-        rest = size
+        remaining_size = size
         if size == 1:
             _drop_unit_atoms(atoms, shape[at:])
             if atoms and atoms[-1].extent == 1:
                 dim.append(atoms.pop())
-        while rest > 1:
+        while remaining_size > 1:
             atom = atoms.pop()
-            if rest % atom.extent == 0:
+            if remaining_size % atom.extent == 0:
                 dim.append(atom)
-                rest //= atom.extent
+                remaining_size //= atom.extent
                 continue
-            if atom.extent % rest == 0:
-                major, minor = split_atom(atom, rest)
+            if atom.extent % remaining_size == 0:
+                major, minor = split_atom(atom, remaining_size)
                 dim.append(major)
                 atoms.append(minor)
-                rest = 1
+                remaining_size = 1
                 continue
             if atom.axis is None and atoms and atoms[-1].axis is None:  # (2, 3) becomes (3, 2)
                 atoms[-1] = Atom(atom.extent * atoms[-1].extent)
                 continue
-            common = gcd(atom.extent, rest)
-            if common == 1:
+            common_factor = gcd(atom.extent, remaining_size)
+            if common_factor == 1:
                 raise UnalignedPartitionError(atom)
-            major, minor = split_atom(atom, common)
+            major, minor = split_atom(atom, common_factor)
             dim.append(major)
             atoms.append(minor)
-            rest //= common
+            remaining_size //= common_factor
         dims.append(merge_atoms(dim))
-    left = [atom for atom in atoms[::-1] if atom.axis is not None]  # atoms of one index, which belongs to one part
-    if left and not dims:
-        raise UnalignedPartitionError(left[0])
-    return (*dims[:-1], merge_atoms((*dims[-1], *left))) if dims else ()
+    unit_atoms = [atom for atom in atoms[::-1] if atom.axis is not None]  # their index belongs to one part
+    if unit_atoms and not dims:
+        raise UnalignedPartitionError(unit_atoms[0])
+    return (*dims[:-1], merge_atoms((*dims[-1], *unit_atoms))) if dims else ()
 
 
 def _drop_unit_atoms(atoms: list[Atom], shape: Sequence[int]) -> None:
     """Drop whole atoms of one index from the end until at most as many remain as `shape` has leading 1s."""
-    ones = next((at for at, size in enumerate(shape) if size != 1), len(shape))
-    run = next((at for at, atom in enumerate(atoms[::-1]) if atom.extent != 1), len(atoms))
-    for at in range(len(atoms) - 1, len(atoms) - 1 - run, -1):
-        if run > ones and atoms[at].axis is None:
+    num_leading_ones = next((at for at, size in enumerate(shape) if size != 1), len(shape))
+    num_unit_atoms = next((at for at, atom in enumerate(atoms[::-1]) if atom.extent != 1), len(atoms))
+    for at in range(len(atoms) - 1, len(atoms) - 1 - num_unit_atoms, -1):
+        if num_unit_atoms > num_leading_ones and atoms[at].axis is None:
             del atoms[at]
-            run -= 1
+            num_unit_atoms -= 1
 
 
 def local_indices(dim: Dim, place: Place) -> list[int]:
     """Return the global indices along a dimension on the rank at a place."""
-    numbers = [0]
+    indices = [0]
     for atom in dim:
         lo, hi = atom.range(place)
-        numbers = [index * atom.extent + at for index in numbers for at in range(lo, hi)]
-    return numbers
+        indices = [index * atom.extent + at for index in indices for at in range(lo, hi)]
+    return indices
 
 
 def is_contiguous_on_every_rank(dim: Dim) -> bool:
     """Return whether each rank's indices along a dimension form one range."""
-    last = max((at for at, atom in enumerate(dim) if atom.axis is not None), default=0)
-    return all(hi - lo <= 1 for atom in dim[:last] for lo, hi in atom.ranges)
+    last_partitioned = max((at for at, atom in enumerate(dim) if atom.axis is not None), default=0)
+    return all(hi - lo <= 1 for atom in dim[:last_partitioned] for lo, hi in atom.ranges)
 
 
 def range_at(dim: Dim, place: Place) -> Range:
@@ -251,13 +251,13 @@ def range_at(dim: Dim, place: Place) -> Range:
     return (first, first + count) if count else (0, 0)
 
 
-def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
-    """Split an atom into `major` groups of adjacent indices and the position within a group."""
-    minor = atom.extent // major
+def split_atom(atom: Atom, num_groups: int) -> tuple[Atom, Atom]:
+    """Split an atom into `num_groups` groups of adjacent indices and the position within a group."""
+    group_size = atom.extent // num_groups
     if atom.bounds is None:
-        return Atom(major), Atom(minor)
+        return Atom(num_groups), Atom(group_size)
     # the bounds of a block are not known yet, but are multiples of the factor in `origin`
-    if any(bound % minor for bound in (atom.bounds if atom.origin is None else atom.origin[1:])):
-        raise UnalignedPartitionError(atom, minor)
-    origin = None if atom.origin is None else (atom.origin[0], atom.origin[1] // minor)
-    return Atom(major, atom.axis, tuple(bound // minor for bound in atom.bounds), origin), Atom(minor)
+    if any(bound % group_size for bound in (atom.bounds if atom.origin is None else atom.origin[1:])):
+        raise UnalignedPartitionError(atom, group_size)
+    origin = None if atom.origin is None else (atom.origin[0], atom.origin[1] // group_size)
+    return Atom(num_groups, atom.axis, tuple(bound // group_size for bound in atom.bounds), origin), Atom(group_size)

@@ -35,20 +35,20 @@ def trace_ranges(dependences: Sequence[Dependence], outputs: SymbolRanges) -> Sy
     dependences : sequence of Dependence, in the order of the calls
         Reshaping adds none, since the range of a merged dimension is a multiple of its symbol's range.
     """
-    needed = dict(outputs)
+    needed_ranges = dict(outputs)
     for first_symbol, _, reach, source_atom in reversed(dependences):
         assert reach.out_partition.origin is not None
         symbol, factor = reach.out_partition.origin
-        lo, hi = (at * factor for at in needed.get(symbol, (0, 0)))
+        lo, hi = (at * factor for at in needed_ranges.get(symbol, (0, 0)))
         if symbol < first_symbol:  # a symbol of another argument, of which earlier calls may need more
             lo, hi = 0, reach.out_partition.extent
         for indices in reach.view(lo, hi, source_atom.extent).ranges:
-            extend_symbol_range(needed, source_atom, *indices)
-    return needed
+            extend_symbol_range(needed_ranges, source_atom, *indices)
+    return needed_ranges
 
 
-def extend_symbol_range(needed: SymbolRanges, atom: Atom, lo: int, hi: int) -> None:
+def extend_symbol_range(ranges: SymbolRanges, atom: Atom, lo: int, hi: int) -> None:
     """Extend the range of an atom's symbol by indices of the atom."""
     if atom.origin is not None and lo < hi:
         symbol, factor = atom.origin
-        needed[symbol] = hull_of_ranges(needed.get(symbol, (0, 0)), (lo // factor, (hi - 1) // factor + 1))
+        ranges[symbol] = hull_of_ranges(ranges.get(symbol, (0, 0)), (lo // factor, (hi - 1) // factor + 1))

@@ -55,12 +55,12 @@ class Reach(NamedTuple):
         if mode != "zeros":
             ranges = _consecutive_ranges(fold_index(i, n, mode) for i in range(*hull_of(cells)))
             return InputDimView(ranges, tuple(range(*run) for run in ranges), (0, 0))
-        used = tuple(clip_ranges(cells, 0, n))
-        first, last = hull_of(cells if self.with_padding else used)
-        inside = max(first, 0), min(last, n)
-        if inside[0] >= inside[1]:
-            return InputDimView(((0, 0),), used, (0, last - first))
-        return InputDimView((inside,), used, (inside[0] - first, last - inside[1]))
+        used_cells = tuple(clip_ranges(cells, 0, n))
+        first, last = hull_of(cells if self.with_padding else used_cells)
+        inner_range = max(first, 0), min(last, n)
+        if inner_range[0] >= inner_range[1]:
+            return InputDimView(((0, 0),), used_cells, (0, last - first))
+        return InputDimView((inner_range,), used_cells, (inner_range[0] - first, last - inner_range[1]))
 
     def first_index(self, source: Atom, place: Place) -> int:
         """Return the first index in the view of the rank at a place."""
@@ -80,8 +80,8 @@ def dim_request_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Se
         ranges = (((0, n),),)
     if reach.window is SAME_INDEX_WINDOW or all(map(_fills_ranges, ranges, used)):
         return DimRequest(dim, source, axis, ranges), pads
-    places = (tuple(shift_range(run, -lo) for run in cells) for cells, ((lo, _),) in zip(used, ranges, strict=True))
-    return DimRequest(dim, source, axis, ranges, tuple(places)), pads
+    positions = (tuple(shift_range(run, -lo) for run in cells) for cells, ((lo, _),) in zip(used, ranges, strict=True))
+    return DimRequest(dim, source, axis, ranges, tuple(positions)), pads
 
 
 def _fills_ranges(ranges: Sequence[Range], cells: AxisCells) -> bool:
@@ -89,10 +89,10 @@ def _fills_ranges(ranges: Sequence[Range], cells: AxisCells) -> bool:
 
 
 def _consecutive_ranges(indices: Iterable[int]) -> tuple[Range, ...]:
-    runs: list[Range] = []
+    ranges: list[Range] = []
     for i in indices:
-        if runs and i == runs[-1][1]:
-            runs[-1] = runs[-1][0], i + 1
+        if ranges and i == ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], i + 1
         else:
-            runs.append((i, i + 1))
-    return tuple(runs)
+            ranges.append((i, i + 1))
+    return tuple(ranges)

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     whole: tuple[str, ...] = ()
 
 
-TRACING = threading.Lock()
+TRACING_LOCK = threading.Lock()
 """Lock held while PyTorch traces: tracing patches PyTorch's functions, so virtual ranks must take turns."""
 RULES: dict[str, Rule] = {}
 POINTWISE_OPS: set[str] = set()
@@ -69,10 +69,10 @@ def rule(
 
 def rule_table() -> list[tuple[str, str, list[str]]]:
     """Return (kind, description, operators) for all operators that have a rule; kinds are modules of `rules`."""
-    names_by_note: dict[tuple[str, str], list[str]] = {}
+    names_by_heading: dict[tuple[str, str], list[str]] = {}
     for name, (function, *_) in RULES.items():
-        note = function.__module__.rpartition(".")[2], (function.__doc__ or "").strip().split("\n")[0]
-        names_by_note.setdefault(note, []).append(name)
-    note = "pointwise", "Compute each result locally from one index of each argument."
-    names_by_note[note] = sorted(POINTWISE_OPS - RULES.keys())
-    return sorted((*note, names) for note, names in names_by_note.items())
+        heading = function.__module__.rpartition(".")[2], (function.__doc__ or "").strip().split("\n")[0]
+        names_by_heading.setdefault(heading, []).append(name)
+    heading = "pointwise", "Compute each result locally from one index of each argument."
+    names_by_heading[heading] = sorted(POINTWISE_OPS - RULES.keys())
+    return sorted((*heading, names) for heading, names in names_by_heading.items())

@@ -182,7 +182,7 @@ class PlanBuilder(StepListBuilder):
     def dim_parts_of_tiles(self, layout: Layout) -> DimPart | None:
         """Return the parts of a tensor of this layout if they are ranges of one dimension that differ between tiles."""
         axes = self.mesh.axes - {0}
-        return DimPart.of(layout) if axes and axes_of(layout) == axes else None
+        return DimPart.from_layout(layout) if axes and axes_of(layout) == axes else None
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
         """Return a layout with these dimensions whole; their axes partition others that are long enough, if any.

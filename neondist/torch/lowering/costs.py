@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...plan.layer import TrainingCosts
-from ..ir.graph import IDENTITY_KINDS, Step, Value
+from ..ir.graph import IDENTITY_STEPS, Step, Value
 from ..ir.layout import Shape
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset, traffic_of
@@ -98,7 +98,7 @@ class PlanCosts:
         for step in self.plan.steps:
             inputs, outputs = ([self.plan.values[v] for v in ids] for ids in (step.inputs, step.outputs))
             backward = any(value.id in self.back.values_requiring_grad for value in inputs)
-            if step.kind not in IDENTITY_KINDS:
+            if step.kind not in IDENTITY_STEPS:
                 total += sum(
                     value.nbytes * (1 + backward + (value.id in self.back.values_requiring_grad)) for value in inputs
                 )
@@ -106,7 +106,7 @@ class PlanCosts:
         return total
 
     def _output_bytes(self, steps: Iterable[Step]) -> np.ndarray:
-        outputs = [self.plan.values[out] for step in steps if step.kind not in IDENTITY_KINDS for out in step.outputs]
+        outputs = [self.plan.values[out] for step in steps if step.kind not in IDENTITY_STEPS for out in step.outputs]
         return sum((self.ranks.nbytes(value) for value in outputs), np.zeros(self.plan.mesh.size, int))
 
     @cached_property
@@ -160,7 +160,7 @@ def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
 def last_output_shape(plan: TorchPlan, names: Collection[str]) -> Shape | None:
     """Return the global shape of the last result of these steps that is used elsewhere; None if there is none."""
     outputs = [
-        out for step in plan.steps if step.name in names and step.kind not in IDENTITY_KINDS for out in step.outputs
+        out for step in plan.steps if step.name in names and step.kind not in IDENTITY_STEPS for out in step.outputs
     ]
     read = {value for step in plan.steps if step.name not in names for value in step.inputs}
     read.update(out for out in plan.outputs if isinstance(out, int))

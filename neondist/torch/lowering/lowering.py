@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..ir.functionalize import store_out_of_place_variants, store_result, written_values
 from ..ir.graph import Value, axes_of_values, supports_gradients
 from ..ir.layout import Layout, Mesh, NeededRanges
-from ..ir.registry import POINTWISE_OPS, RULES, TRACING
+from ..ir.registry import POINTWISE_OPS, RULES, TRACING_LOCK
 from .builder import PlanBuilder
 
 _REMEDY_FOR_RANDOM_NUMBERS = "use torch.rand, randn, randint, bernoulli, multinomial or randperm instead"
@@ -187,7 +187,7 @@ class Lowering(PlanBuilder):
         """Return the results of a decomposition, detached where the operator itself has no gradient."""
         values, run = tensor_call(*call)
         try:
-            with TRACING:
+            with TRACING_LOCK:
                 outputs = _run_with_gradients(run, values, [self.fake_tensor(value) for value in values])
         except RuntimeError:  # PyTorch has no gradient with respect to an argument
             return results
@@ -201,7 +201,7 @@ class Lowering(PlanBuilder):
     def trace_and_lower(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
         """Return the results of a function of tensors, traced and lowered by operator; None if it cannot be traced."""
         try:
-            with TRACING:
+            with TRACING_LOCK:
                 fakes = [self.fake_tensor(value) for value in values]
                 graph = make_fx(run, tracing_mode="fake")(*fakes)
                 if not store_out_of_place_variants(graph.graph):

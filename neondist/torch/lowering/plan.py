@@ -13,7 +13,7 @@ import torch
 
 from ...halo import scheme_text
 from ...terminal.console import counted
-from ..ir.graph import IDENTITY_KINDS, Step, TorchGraph
+from ..ir.graph import IDENTITY_STEPS, Step, TorchGraph
 from .traffic import RankSubset, TrafficKey, traffic_of
 
 Traffic = dict[TrafficKey, int]
@@ -85,7 +85,7 @@ class TorchPlan(TorchGraph):
     def memory(self, rank: int) -> int:
         """Return the bytes of all values that a rank computes in a forward pass, excluding parameters and inputs."""
         ranks = RankSubset(self.mesh, [rank])
-        outputs = [self.values[out] for step in self.steps if step.kind not in IDENTITY_KINDS for out in step.outputs]
+        outputs = [self.values[out] for step in self.steps if step.kind not in IDENTITY_STEPS for out in step.outputs]
         return sum(int(ranks.nbytes(value)[0]) for value in outputs)
 
     def peak(self) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..ir.functionalize import storage_id
-from ..ir.graph import IDENTITY_KINDS, IN_PLACE_VARIANTS, Step, Value, supports_gradients
+from ..ir.graph import IDENTITY_STEPS, IN_PLACE_VARIANTS, Step, Value, supports_gradients
 from .plan import TorchPlan
 from .traffic import BackwardSteps, RankSubset
 
@@ -205,7 +205,7 @@ class _Lifetimes:
 
 
 def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
-    if step.kind in IDENTITY_KINDS or (step.kind == "view" and plan.runs_original_module):
+    if step.kind in IDENTITY_STEPS or (step.kind == "view" and plan.runs_original_module):
         return _SavedValues(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":
         inputs = step.inputs[: _SAVED_INPUT_COUNTS.get(step.kind, 0)]

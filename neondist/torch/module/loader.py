@@ -113,7 +113,7 @@ class Loader:
                     " the data set with torch, numpy.random or random, which the loader seeds for each sample, not with"
                     " a generator of your own"
                 )
-        mesh = Mesh.of(self.grid.shape, part.spatial)
+        mesh = Mesh.from_grid(self.grid.shape, part.spatial)
         place = mesh.place(self.grid.rank)
         leaves, tree = pytree.tree_flatten(part.batch)
         for at, sample_shape in enumerate(part.shapes):
@@ -275,7 +275,7 @@ class _TilingCollate:
         if not tensors:
             raise ConfigError("loader: samples contain no tensor; return the image as the first tensor")
         spatial = max(0, tensors[0].dim() - 2)
-        mesh, cells = Mesh.of(self.shape, spatial), tuple(tensors[0].shape[2:])
+        mesh, cells = Mesh.from_grid(self.shape, spatial), tuple(tensors[0].shape[2:])
         place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0
         shapes, images = list[tuple[int, ...] | None](), []
         for at, leaf in enumerate(leaves):

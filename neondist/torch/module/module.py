@@ -364,7 +364,7 @@ class DistributedModule(nn.Module):
 
     def _matches_example(self, shape: tuple[int, ...], index: int) -> bool:
         """Return whether an input has the axes and channels of the example."""
-        expected, channels = self.programs.shapes[index], slice(1, 2 if self.comm.mesh.spatial else 1)
+        expected, channels = self.programs.shapes[index], slice(1, 2 if self.comm.mesh.spatial_ndim else 1)
         return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
 
     def _global_shapes(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

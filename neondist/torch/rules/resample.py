@@ -74,7 +74,7 @@ def spatial_dims_and_result_axes(lowering: Lowering, x: Value, ndim: int) -> tup
     """
     dims = list(range(len(x.shape) - ndim, len(x.shape)))
     axes = {dim: lowering.axis_of(x, dim) for dim in dims}
-    if ndim == lowering.mesh.spatial and not x.axes - {0}:
+    if ndim == lowering.mesh.spatial_ndim and not x.axes - {0}:
         axes = {dim: at for at, dim in enumerate(dims, start=1)}
     return dims, axes
 

@@ -181,7 +181,7 @@ class TorchModel(TrainableModel):
             return
         layout = y.layout if dense else (y.layout[:1] if target_shape == () else (*y.layout[:1], *y.layout[2:]))
         shapes = [(y.shape, y.dtype), (shape_of(layout), y.dtype if dense else torch.int64)]
-        mesh = Mesh.of(plan.grid, len(plan.input_shape) - 1)
+        mesh = Mesh.from_grid(plan.grid, len(plan.input_shape) - 1)
         with self._attribute_errors_to_model("loss: "), compute_in(self.precision, self.module):
             check_criterion(self.cost.criterion, shapes, mesh, [y.layout, layout])
 

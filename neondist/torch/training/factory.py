@@ -12,7 +12,7 @@ from torch import nn
 from ...arrays.rng import key
 from ...errors import ConfigError
 from ..capture.capture import capture_module
-from ..ir.registry import TRACING
+from ..ir.registry import TRACING_LOCK
 from .losses_and_optimizers import call_checked, unwrap_named_function
 
 
@@ -46,7 +46,7 @@ class ModuleFactory:
         ConfigError
             The function does not return a module.
         """
-        with TRACING, torch.random.fork_rng(devices=[]):
+        with TRACING_LOCK, torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self.seed, "weights") >> 1)
             module = call_checked("arguments", self.function, **self.arguments)
         if not isinstance(module, nn.Module):

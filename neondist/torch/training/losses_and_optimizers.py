@@ -15,7 +15,7 @@ from ...errors import ConfigError, UserError
 from ...optim import Schedule, ScheduledOptimizer
 from ...registry import Registered, suggest
 from ...registry.functions import NamedFunction
-from ..ir.registry import TRACING
+from ..ir.registry import TRACING_LOCK
 
 REFUSED = "Optimizer", "LBFGS", "SparseAdam"
 """The base class, and optimisers that call the model themselves or need sparse gradients."""
@@ -112,7 +112,7 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
                 gradient = (values.sin() + step).split(4 // len(tensors))
                 for tensor, part in zip(tensors, gradient, strict=True):
                     tensor.grad = part.clone()
-                with TRACING:
+                with TRACING_LOCK:
                     optimizer.step()
         return torch.allclose(whole, torch.cat(tuple(halves)), rtol=1e-9, atol=0)
 
@@ -122,7 +122,7 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         parameter.grad = torch.zeros(2, 2)
         optimizer = self.create([parameter])
-        with TRACING:
+        with TRACING_LOCK:
             optimizer.step()
         values = [value for state in optimizer.state.values() for value in state.values()]
         return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in values)

@@ -101,7 +101,7 @@ class ModulePlan:
         UserError
             The module cannot be distributed, or returns no tensor.
         """
-        mesh = Mesh.of(grid, len(input_shape) - 1)
+        mesh = Mesh.from_grid(grid, len(input_shape) - 1)
         steps, _, lowering = execution.lower(program, mesh, 0, [default_layout(shape, mesh)], module)
         if not any(isinstance(out, int) for out in steps.outputs):
             raise ConfigError("factory: the module returns no tensor; return at least one")

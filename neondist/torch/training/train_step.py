@@ -12,7 +12,7 @@ from torch import nn
 from ...arrays.precision import ComputePrecision
 from ...models import TrainStep
 from ...runtime.observers.nonfinite import first_nonfinite_on_any_rank
-from ..ir.registry import TRACING
+from ..ir.registry import TRACING_LOCK
 
 
 @contextmanager
@@ -70,6 +70,6 @@ class ModuleStep(TrainStep):
     def update_parameters(self) -> None:
         """Update the parameters that this rank owns, and receive the others from their owners."""
         # optimisers behave differently while another thread traces
-        with self.trainable.built_parameters.optimizer_update(), TRACING:
+        with self.trainable.built_parameters.optimizer_update(), TRACING_LOCK:
             self.trainable.apply_scheduled_rates()
             self.trainable.torch_optimizer.step()
