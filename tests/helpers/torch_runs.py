@@ -21,7 +21,7 @@ import neondist.torch as ndt
 from neondist import ProcessGrid
 from neondist.comm import loopback
 from neondist.errors import UserError
-from neondist.torch.execution.image_blocks import TracedImage
+from neondist.torch.execution.image_blocks import TracedImageModule
 from neondist.torch.ir.layout import ranges_at_place, shape_of
 from neondist.torch.lowering import training_memory
 from neondist.torch.module import criteria
@@ -226,7 +226,7 @@ def run_in_blocks(module, x, size):
     module = module.to(x.dtype).eval()
     tensors = dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers(remove_duplicate=False))
     program = capturing.capture_module(module, [(tuple(x.shape), x.dtype)])
-    blocks = TracedImage(program, tuple(x.shape), (), "whole").blocks(size)
+    blocks = TracedImageModule(program, tuple(x.shape), (), "whole").blocks(size)
     with torch.no_grad():
         expected = next(y for y in torch.utils._pytree.tree_leaves(module(x)) if isinstance(y, torch.Tensor))
         output = torch.full_like(expected, torch.nan)

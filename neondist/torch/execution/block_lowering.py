@@ -83,30 +83,31 @@ class _BlockView(NamedTuple):
 
     def slicer_at(self, place: Place) -> Callable[..., Any]:
         """Return the function from a value to the view that the block at a place of the mesh needs."""
-        narrowed, padding = [], [0] * (2 * len(self.layout))
+        slices_by_dim, padding = [], [0] * (2 * len(self.layout))
         for dim, reach, atom in self.dims:
             first, last = atom.range(place)
-            view, at = reach.view(*reach.out_partition.range(place), atom.extent), 2 * (len(self.layout) - 1 - dim)
+            view = reach.view(*reach.out_partition.range(place), atom.extent)
+            pad_index = 2 * (len(self.layout) - 1 - dim)
             if view.ranges != ((first, last),):
-                narrowed.append((dim, tuple((lo - first if lo < hi else 0, hi - lo) for lo, hi in view.ranges)))
-            padding[at : at + 2] = view.pads
-        if not narrowed and not any(padding):
+                slices_by_dim.append((dim, tuple((lo - first if lo < hi else 0, hi - lo) for lo, hi in view.ranges)))
+            padding[pad_index : pad_index + 2] = view.pads
+        if not slices_by_dim and not any(padding):
             return identity_view
-        return _Slicer(tuple(narrowed), tuple(padding), self.fill)
+        return _Slicer(tuple(slices_by_dim), tuple(padding), self.fill)
 
 
 @dataclass(frozen=True)
 class _Slicer:
     """Function from a value to a view of it; equal for equal views, so that blocks share compiled functions."""
 
-    narrowed: Sequence[tuple[int, Sequence[Range]]]
+    slices_by_dim: Sequence[tuple[int, Sequence[Range]]]
     padding: Sequence[int]
     fill: float
 
     def __call__(self, a: torch.Tensor) -> tuple[torch.Tensor]:
-        for dim, parts in self.narrowed:
-            seen = [_narrow_checked(a, dim, *part) for part in parts]
-            a = seen[0] if len(seen) == 1 else torch.cat(seen, dim)
+        for dim, parts in self.slices_by_dim:
+            narrowed_parts = [_narrow_checked(a, dim, *part) for part in parts]
+            a = narrowed_parts[0] if len(narrowed_parts) == 1 else torch.cat(narrowed_parts, dim)
         return (F.pad(a, self.padding, value=self.fill) if any(self.padding) else a,)
 
 
@@ -130,7 +131,9 @@ class BlockLowering(Lowering):
         self.remedy, self.spatial, self.block_axes = remedy, spatial, axes
         blocked_axes = frozenset(range(1, spatial + 1)) if axes is None else axes
         super().__init__(BlockMesh((1,) * (spatial + 1), blocked_axes), 0)
-        self.dependences, self.input_norms, self._first_symbol = list[Dependence](), list[InputNorm](), 0
+        self.dependences = list[Dependence]()
+        self.input_norms = list[InputNorm]()
+        self._first_symbol_id = 0
 
     @property
     def has_partial_gradients(self) -> bool:
@@ -144,7 +147,7 @@ class BlockLowering(Lowering):
 
     def lower_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator and return its values."""
-        self._first_symbol = next(self.mesh.symbol_ids)
+        self._first_symbol_id = next(self.mesh.symbol_ids)
         return super().lower_call(target, args, kwargs)
 
     def view(
@@ -157,9 +160,9 @@ class BlockLowering(Lowering):
     ) -> Value:
         """Return the view of a value that a block needs, and record the reaches."""
         axes = axes_of((reach.out_partition,) for reach in reaches.values())
-        inside = value.axes | axes if partition_axes is None else frozenset(partition_axes)
+        result_axes = value.axes | axes if partition_axes is None else frozenset(partition_axes)
         dims = [(dim, reach, self.single_atom(value, dim)) for dim, reach in sorted(reaches.items())]
-        if axes_of(value.layout) - inside or any(
+        if axes_of(value.layout) - result_axes or any(
             a.axis is not None and r.out_partition.axis is None for _, r, a in dims
         ):
             self.refuse(_REFUSAL_REASON_BY_KIND["gather"])
@@ -167,10 +170,10 @@ class BlockLowering(Lowering):
         if not dims:
             return value
         view = _BlockView(value.layout, dims, fill)
-        result = self._new_value(view.shape(self._place), inside, value.dtype, value.kind, shape_at=view.shape)
+        result = self._new_value(view.shape(self._place), result_axes, value.dtype, value.kind, shape_at=view.shape)
         self._add_step("local", [value], [result], run=view.slicer_at(self._place), bind_to_place=view.slicer_at)
-        moved = ((reach, atom) for _, reach, atom in dims if atom.origin is not None)
-        self.dependences += (Dependence(self._first_symbol, result.id, *each) for each in moved)
+        reaches_and_atoms = ((reach, atom) for _, reach, atom in dims if atom.origin is not None)
+        self.dependences += (Dependence(self._first_symbol_id, result.id, *each) for each in reaches_and_atoms)
         return result
 
     def dim_parts_of_tiles(self, layout: Layout) -> None:
@@ -224,7 +227,7 @@ class BlockLowering(Lowering):
         super()._add_step(kind, inputs, outputs, **fields)
 
 
-class TracedPart:
+class TracedSubgraph:
     """Part of a captured module that can be computed in blocks of some of its values.
 
     Parameters
@@ -245,62 +248,68 @@ class TracedPart:
     def __init__(self, lowering: BlockLowering, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         self.spatial, self.mesh, self.outputs = lowering.spatial, lowering.mesh, outputs
         plan = _single_rank_plan(lowering.mesh, lowering.steps, lowering.values, inputs, outputs)
-        needed = {value for step in plan.steps for value in step.outputs}  # only steps that the outputs depend on
-        self.steps = [step for step in lowering.steps if not needed.isdisjoint(step.outputs)]
+        needed_ids = {value for step in plan.steps for value in step.outputs}  # only steps that the outputs depend on
+        self.steps = [step for step in lowering.steps if not needed_ids.isdisjoint(step.outputs)]
         self.values = lowering.values
-        self.dependences = [each for each in lowering.dependences if each.view_id in needed]
-        read = {value for step in self.steps for value in step.inputs}.union(output.id for output in outputs)
-        self.inputs = [value for value in inputs if value.id in read]
+        self.dependences = [each for each in lowering.dependences if each.view_id in needed_ids]
+        read_value_ids = {value for step in self.steps for value in step.inputs}.union(output.id for output in outputs)
+        self.inputs = [value for value in inputs if value.id in read_value_ids]
         self.symbol_ranges = lru_cache(8)(self._find_symbol_ranges)
 
     def differentiable_inputs(self) -> list[frozenset[int]]:
         """Return, for each output, the positions of the inputs to which its gradient propagates."""
-        sources = {value.id: frozenset({at}) for at, value in enumerate(self.inputs)}
+        input_positions_by_id = {value.id: frozenset({at}) for at, value in enumerate(self.inputs)}
         for step in self.steps:
-            reached = frozenset[int]().union(*(sources.get(value, ()) for value in step.inputs))
-            sources |= {out: reached for out in step.outputs if self.values[out].kind != "constant"}
-        return [sources.get(out.id, frozenset()) for out in self.outputs]
+            input_positions = frozenset[int]().union(*(input_positions_by_id.get(value, ()) for value in step.inputs))
+            input_positions_by_id |= {
+                out: input_positions for out in step.outputs if self.values[out].kind != "constant"
+            }
+        return [input_positions_by_id.get(out.id, frozenset()) for out in self.outputs]
 
     def source_ranges(self, ranges: AxisRanges) -> AxisRanges:
         """Return the ranges of the inputs, along each dimension, on which ranges of the outputs depend."""
-        needed = self.symbol_ranges(ranges)
+        symbol_ranges = self.symbol_ranges(ranges)
         return tuple(
-            tuple((0, a.extent) if a.origin is None else needed.get(a.origin[0], (0, 0)) for (a,) in value.layout)
+            tuple(
+                (0, a.extent) if a.origin is None else symbol_ranges.get(a.origin[0], (0, 0)) for (a,) in value.layout
+            )
             for value in self.inputs
         )
 
     def steps_for(self, ranges: AxisRanges) -> tuple[list[Step], list[Value]]:
         """Return the steps that compute at least these ranges of the outputs from their sources, and all values."""
-        place, values, steps = self.symbol_ranges(ranges), list(self.values), list[Step]()
+        symbol_ranges = self.symbol_ranges(ranges)
+        values, steps = list(self.values), list[Step]()
         for value in self.inputs:
-            values[value.id] = value.at_place(place)
+            values[value.id] = value.at_place(symbol_ranges)
         for step in self.steps:
-            results = [values[out].at_place(place) for out in step.outputs]
+            results = [values[out].at_place(symbol_ranges) for out in step.outputs]
             for value in results:
                 values[value.id] = value
-            run = step.run if step.bind_to_place is None else step.bind_to_place(place)
-            steps.append(replace(step, run=run, bind_to_place=None, kind_args=shapes_if_empty(results)))
+            run_function = step.run if step.bind_to_place is None else step.bind_to_place(symbol_ranges)
+            steps.append(replace(step, run=run_function, bind_to_place=None, kind_args=shapes_if_empty(results)))
         return steps, values
 
     def plan_for(self, ranges: AxisRanges) -> TorchPlan:
         """Return the plan that computes at least these ranges of the outputs from their sources."""
         steps, values = self.steps_for(ranges)
-        same, moved = dict[int, int](), list[Step]()
+        aliased_ids = dict[int, int]()
+        remaining_steps = list[Step]()
         for step in steps:
-            inputs = tuple(same.get(value, value) for value in step.inputs)
+            inputs = tuple(aliased_ids.get(value, value) for value in step.inputs)
             if step.run is identity_view:
-                same[step.outputs[0]] = inputs[0]
+                aliased_ids[step.outputs[0]] = inputs[0]
             else:
-                moved.append(replace(step, inputs=inputs))
-        return _single_rank_plan(self.mesh, moved, values, self.inputs, self.outputs)
+                remaining_steps.append(replace(step, inputs=inputs))
+        return _single_rank_plan(self.mesh, remaining_steps, values, self.inputs, self.outputs)
 
     def _find_symbol_ranges(self, ranges: AxisRanges) -> SymbolRanges:
         """Return the range of each symbol on which ranges of the outputs depend."""
-        ends: SymbolRanges = {}
+        output_symbol_ranges: SymbolRanges = {}
         for output, box in zip(self.outputs, ranges, strict=True):
             for (atom,), indices in zip(output.layout, box, strict=True):
-                extend_symbol_range(ends, atom, *indices)
-        return trace_ranges(self.dependences, ends)
+                extend_symbol_range(output_symbol_ranges, atom, *indices)
+        return trace_ranges(self.dependences, output_symbol_ranges)
 
 
 def _single_rank_plan(
@@ -319,9 +328,9 @@ def first_indices(layout: Layout) -> list[int]:
     return [0 if atom.bounds is None else atom.bounds[0] for (atom,) in layout]
 
 
-def narrow_to_ranges(tensor: torch.Tensor, ranges: Iterable[Range], first: Iterable[int]) -> torch.Tensor:
-    """Return ranges of a tensor whose indices start at `first`."""
-    for dim, ((lo, hi), start) in enumerate(zip(ranges, first, strict=True)):
+def narrow_to_ranges(tensor: torch.Tensor, ranges: Iterable[Range], first_indices: Iterable[int]) -> torch.Tensor:
+    """Return ranges of a tensor whose indices start at `first_indices`."""
+    for dim, ((lo, hi), start) in enumerate(zip(ranges, first_indices, strict=True)):
         tensor = _narrow_checked(tensor, dim, lo - start if lo < hi else 0, hi - lo)
     return tensor
 
@@ -332,13 +341,13 @@ def _narrow_checked(a: torch.Tensor, dim: int, start: int, length: int) -> torch
     return a.narrow(dim, start, length)
 
 
-def pair_ids_with_values(old: Any, new: Any) -> Iterator[tuple[int, Any]]:
+def pair_ids_with_values(old_tree: Any, new_tree: Any) -> Iterator[tuple[int, Any]]:
     """Yield the id of each old value with the corresponding new leaf."""
-    for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
+    for before, after in zip(pytree.tree_leaves(old_tree), pytree.tree_leaves(new_tree), strict=True):
         if isinstance(before, Value):
             yield before.id, after
 
 
-def value_ids_in(values: Any) -> list[int]:
+def value_ids_in(tree: Any) -> list[int]:
     """Return the ids of the values in a tree."""
-    return [value.id for value in pytree.tree_leaves(values) if isinstance(value, Value)]
+    return [value.id for value in pytree.tree_leaves(tree) if isinstance(value, Value)]

@@ -21,7 +21,7 @@ from ..exchange.normalisation import MomentsSpec
 from ..ir.graph import IN_PLACE_VARIANTS, Value
 from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, ranges_at_place
 from ..lowering.steps import OperatorPosition
-from .block_lowering import AxisRanges, TracedPart, first_indices, pair_ids_with_values, part_of_block
+from .block_lowering import AxisRanges, TracedSubgraph, first_indices, pair_ids_with_values, part_of_block
 from .program_lowering import OperatorRecord, ProgramLowering, even_layout, ranges_at
 from .recomputed_blocks import RecomputedBlocks, extend_empty_ranges
 from .segments import SEED_INPUT_NUMBER, OperatorSegment
@@ -31,7 +31,7 @@ from .segments import SEED_INPUT_NUMBER, OperatorSegment
 class _DeferredValue:
     """Placeholder for a value of the program that a segment has yet to compute."""
 
-    value: int
+    value_id: int
 
 
 class FusedLowering(ProgramLowering):
@@ -49,27 +49,31 @@ class FusedLowering(ProgramLowering):
         super().__init__(mesh, rank)
         self._segment_of_operator = {number: segment for segment in segments for number in segment.records}
         self.program_values = dict[int, Value]()  # values of the program that segments read or return
-        self.subdivides_tiles = any(segment.rows for segment in segments)
+        self.subdivides_tiles = any(segment.strip_rows for segment in segments)
         self._segments = segments
         # by id of a norm's input: this rank's own samples and cells, which enter the norm's sums
-        self._own_cells: dict[int, tuple[Range, tuple[slice, ...]]] = {}
-        self._needed_ranges = {segment.first: self._input_ranges(segment.parts) for segment in segments}
+        self._own_cells_by_id: dict[int, tuple[Range, tuple[slice, ...]]] = {}
+        self._input_ranges_by_segment = {
+            segment.first_operator: self._input_ranges(segment.parts) for segment in segments
+        }
         self.widened_ranges = [self._widened_ranges(image) for image in image_value_ids]
-        self._remaining_ranges = iter(self.widened_ranges)
+        self._widened_ranges_iterator = iter(self.widened_ranges)
         self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # by tile id: the passed value and its ranges
 
     @property
     def group_description(self) -> str:  # type: ignore[override]
         """Description of the segments."""
-        windows = sum(record.needs_halo_exchange for segment in self._segments for record in segment.records.values())
-        rows = [segment.rows for segment in self._segments]
-        text = f"segments: {len(rows)}, with {counted(windows, 'window')} and the operators after them"
-        return f"{text}, in strips of {_format_range(rows)} rows" if self.subdivides_tiles else text
+        num_windows = sum(
+            record.needs_halo_exchange for segment in self._segments for record in segment.records.values()
+        )
+        rows_by_segment = [segment.strip_rows for segment in self._segments]
+        text = f"segments: {len(rows_by_segment)}, with {counted(num_windows, 'window')} and the operators after them"
+        return f"{text}, in strips of {_format_range(rows_by_segment)} rows" if self.subdivides_tiles else text
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return the value of an argument, which may be a result of a segment."""
         return pytree.tree_map(
-            lambda leaf: self.program_values.get(leaf.value, leaf) if isinstance(leaf, _DeferredValue) else leaf,
+            lambda leaf: self.program_values.get(leaf.value_id, leaf) if isinstance(leaf, _DeferredValue) else leaf,
             super().read(env, arg),
         )
 
@@ -87,117 +91,130 @@ class FusedLowering(ProgramLowering):
 
     def passed_image_and_tile(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return the value passed as a module input (the tile, widened if necessary), and the tile itself."""
-        needed, axes = next(self._remaining_ranges), axes_of(layout)
-        if not needed:
+        needed_ranges = next(self._widened_ranges_iterator)
+        axes = axes_of(layout)
+        if not needed_ranges:
             return super().passed_image_and_tile(layout, dtype)
-        ranges = ranges_at_place(needed, self._place)
-        own = {dim: layout[dim][0].range(self._place) for dim in ranges}
+        ranges = ranges_at_place(needed_ranges, self._place)
+        tile_ranges = {dim: layout[dim][0].range(self._place) for dim in ranges}
         self.where = OperatorPosition("tile", "", "")
-        passed = self._new_value(_restrict_shape(local_shape(layout, self._place), ranges), axes, dtype, "value")
-        (tile,) = self._add_local(partial(_narrow_dims, ranges=own, held=ranges), [passed], [layout], [dtype], axes)
+        passed_value = self._new_value(_restrict_shape(local_shape(layout, self._place), ranges), axes, dtype, "value")
+        (tile,) = self._add_local(
+            partial(_narrow_dims, ranges=tile_ranges, held_ranges=ranges), [passed_value], [layout], [dtype], axes
+        )
         self.steps[-1].kind_args = None  # ranks without cells run the same step
-        self._widened_values[tile.id] = passed, needed
-        return passed, tile
+        self._widened_values[tile.id] = passed_value, needed_ranges
+        return passed_value, tile
 
-    def _input_ranges(self, parts: Sequence[TracedPart]) -> dict[int, NeededRanges]:
+    def _input_ranges(self, subgraphs: Sequence[TracedSubgraph]) -> dict[int, NeededRanges]:
         """Return, by id of each input, the ranges that the ranks at each coordinate of a mesh axis need."""
-        inputs = {value.id: even_layout(value, self.mesh) for part in parts for value in part.inputs}
-        needs = {
-            axis: [self._source_ranges(parts, {axis: part}) for part in range(self.mesh.parts[axis])]
+        input_layouts = {value.id: even_layout(value, self.mesh) for part in subgraphs for value in part.inputs}
+        source_ranges_by_axis = {
+            axis: [self._source_ranges(subgraphs, {axis: coordinate}) for coordinate in range(self.mesh.parts[axis])]
             for axis in self.mesh.axes
         }
         return {
             value: {
-                dim: (atom.axis, [sources[value][dim] for sources in needs[atom.axis]])
+                dim: (atom.axis, [sources[value][dim] for sources in source_ranges_by_axis[atom.axis]])
                 for dim, (atom,) in enumerate(layout)
                 if atom.axis is not None
             }
-            for value, layout in inputs.items()
+            for value, layout in input_layouts.items()
         }
 
     def _source_ranges(
-        self, parts: Sequence[TracedPart], mesh_coordinates: Mapping[int, int]
+        self, subgraphs: Sequence[TracedSubgraph], mesh_coordinates: Mapping[int, int]
     ) -> dict[int, tuple[Range, ...]]:
         """Return the ranges of the inputs that ranks with the given coordinates on some mesh axes need."""
-        sources = dict[int, tuple[Range, ...]]()
-        for part in parts:
-            own = self.own_ranges_of(part, mesh_coordinates)
-            for value, ranges in zip(part.inputs, part.source_ranges(extend_empty_ranges(own, own)), strict=True):
-                sources[value.id] = tuple(map(hull_of_ranges, sources.get(value.id, ranges), ranges))
-        return sources
+        ranges_by_id = dict[int, tuple[Range, ...]]()
+        for subgraph in subgraphs:
+            own = self.own_ranges_of(subgraph, mesh_coordinates)
+            for value, ranges in zip(
+                subgraph.inputs, subgraph.source_ranges(extend_empty_ranges(own, own)), strict=True
+            ):
+                ranges_by_id[value.id] = tuple(map(hull_of_ranges, ranges_by_id.get(value.id, ranges), ranges))
+        return ranges_by_id
 
-    def own_ranges_of(self, part: TracedPart, mesh_coordinates: Mapping[int, int] | None = None) -> AxisRanges:
+    def own_ranges_of(self, subgraph: TracedSubgraph, mesh_coordinates: Mapping[int, int] | None = None) -> AxisRanges:
         """Return the ranges of the outputs on this rank, or on ranks with the given coordinates on some mesh axes."""
-        layouts = [even_layout(out, self.mesh) for out in part.outputs]
+        layouts = [even_layout(out, self.mesh) for out in subgraph.outputs]
         own_coordinates = dict(enumerate(self._place))
         return ranges_at(layouts, own_coordinates if mesh_coordinates is None else mesh_coordinates)
 
-    def _widened_ranges(self, image: int) -> NeededRanges:
+    def _widened_ranges(self, image_id: int) -> NeededRanges:
         """Return the ranges of an image that each rank gets, with the margins of segments; {} without margins."""
         widened: NeededRanges = {}
         for segment in self._segments:
-            if segment.has_margin and image in segment.inputs:
-                value = segment.inputs[image]
+            if segment.has_margin and image_id in segment.inputs:
+                value = segment.inputs[image_id]
                 own = even_layout(value, self.mesh)
-                for dim, (axis, ranges) in self._needed_ranges[segment.first][value.id].items():
-                    _, before = widened.get(dim, (axis, own[dim][0].ranges))
-                    widened[dim] = axis, list(map(hull_of_ranges, before, ranges))
+                for dim, (axis, ranges) in self._input_ranges_by_segment[segment.first_operator][value.id].items():
+                    _, previous_ranges = widened.get(dim, (axis, own[dim][0].ranges))
+                    widened[dim] = axis, list(map(hull_of_ranges, previous_ranges, ranges))
         return widened
 
-    def input_views_and_origins(self, segment: OperatorSegment) -> tuple[dict[int, Value], dict[int, list[int]]]:
+    def input_views_and_offsets(self, segment: OperatorSegment) -> tuple[dict[int, Value], dict[int, list[int]]]:
         """Return this rank's views of a segment's inputs, and the first indices of the views, by id in the segment."""
-        views, origins = dict[int, Value](), dict[int, list[int]]()
+        views, view_offsets = dict[int, Value](), dict[int, list[int]]()
         for number, local in segment.inputs.items():
-            needed = self._needed_ranges[segment.first][local.id]
+            needed = self._input_ranges_by_segment[segment.first_operator][local.id]
             ranges = ranges_at_place(needed, self._place)
             views[local.id] = self._view_of(self.program_values[number], needed)
-            origins[local.id] = [ranges[dim][0] if dim in ranges else 0 for dim in range(len(local.layout))]
-        return views, origins
+            view_offsets[local.id] = [ranges[dim][0] if dim in ranges else 0 for dim in range(len(local.layout))]
+        return views, view_offsets
 
-    def _view_of(self, value: Value, needed: NeededRanges) -> Value:
+    def _view_of(self, value: Value, needed_ranges: NeededRanges) -> Value:
         """Return this rank's view of a value; no messages are needed if the view is part of the widened tile."""
-        passed, cells = self._widened_values.get(value.id, (value, {}))
-        if not (cells and all(_covers(cells[dim][1], ranges) for dim, (_, ranges) in needed.items())):
-            views = (
+        passed_value, passed_ranges = self._widened_values.get(value.id, (value, {}))
+        if not (
+            passed_ranges and all(_covers(passed_ranges[dim][1], ranges) for dim, (_, ranges) in needed_ranges.items())
+        ):
+            requests = (
                 DimRequest(dim, self.single_atom(value, dim), axis, tuple((indices,) for indices in ranges))
-                for dim, (axis, ranges) in sorted(needed.items())
+                for dim, (axis, ranges) in sorted(needed_ranges.items())
             )
-            moved = [request for request in views if not request.requests_only_own_cells]
-            return self.transfer(value, moved, self.mesh.axes) if moved else self.sum_gradient(value, self.mesh.axes)
-        ranges = ranges_at_place(needed, self._place)
-        source = self.sum_gradient(passed, self.mesh.axes)
+            exchange_requests = [request for request in requests if not request.requests_only_own_cells]
+            return (
+                self.transfer(value, exchange_requests, self.mesh.axes)
+                if exchange_requests
+                else self.sum_gradient(value, self.mesh.axes)
+            )
+        ranges = ranges_at_place(needed_ranges, self._place)
+        source = self.sum_gradient(passed_value, self.mesh.axes)
         view = self._new_value(_restrict_shape(source.local, ranges), self.mesh.axes, value.dtype, value.kind)
-        run = partial(_narrow_dims, ranges=ranges, held=ranges_at_place(cells, self._place))
-        self._add_step("local", [source], [view], run=lambda x: (run(x),))
+        narrow = partial(_narrow_dims, ranges=ranges, held_ranges=ranges_at_place(passed_ranges, self._place))
+        self._add_step("local", [source], [view], run=lambda x: (narrow(x),))
         return view
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: MomentsSpec, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised, and its statistics; other ranks may also have some of the cells of x."""
-        if x.id in self._own_cells:
-            (first, last), own = self._own_cells[x.id]
-            moments = moments._replace(own_cells=own, has_placeholder_sample=first == last)
+        if x.id in self._own_cells_by_id:
+            (first, last), own_cells = self._own_cells_by_id[x.id]
+            moments = moments._replace(own_cells=own_cells, has_placeholder_sample=first == last)
         return super().normalise(x, weight, bias, moments, groups)
 
     def add_segment_steps(self, segment: OperatorSegment) -> None:
         """Add the steps of a segment."""
-        self.where = segment.records[segment.first].where
+        self.where = segment.records[segment.first_operator].where
         if SEED_INPUT_NUMBER in segment.inputs:
             self.program_values[SEED_INPUT_NUMBER], _ = self.random_key()
-        views, origins = self.input_views_and_origins(segment)
-        if segment.rows:
-            self._add_strip_step(segment, views, origins)
+        views, view_offsets = self.input_views_and_offsets(segment)
+        if segment.strip_rows:
+            self._add_strip_step(segment, views, view_offsets)
         else:
             self._add_whole_tile_steps(segment, views)
 
     def _add_strip_step(
-        self, segment: OperatorSegment, views: Mapping[int, Value], first: Mapping[int, Sequence[int]]
+        self, segment: OperatorSegment, views: Mapping[int, Value], view_offsets: Mapping[int, Sequence[int]]
     ) -> None:
         """Add a step that computes the segment strip by strip, and recomputes it in the backward pass."""
-        blocks = RecomputedBlocks(segment.traced, self.own_ranges_of(segment.traced), [1] * len(self.mesh.parts), first)
+        blocks = RecomputedBlocks(
+            segment.traced, self.own_ranges_of(segment.traced), [1] * len(self.mesh.parts), view_offsets
+        )
         extents = blocks.max_own_extents()
-        blocks.block_counts = tuple(-(-n // segment.rows) if axis == 1 else 1 for axis, n in enumerate(extents))
+        blocks.block_counts = tuple(-(-n // segment.strip_rows) if axis == 1 else 1 for axis, n in enumerate(extents))
         self.where = self.where._replace(operator="strips", own_autocast=())
         self.program_values.update(zip(segment.outputs, self.add_block_step(blocks, views), strict=True))
 
@@ -211,7 +228,8 @@ class FusedLowering(ProgramLowering):
         layouts : sequence of Layout, optional
             Layouts of partial results; default: the results are tiles of the outputs.
         """
-        outputs, args = blocks.traced.outputs, [views[value.id] for value in blocks.traced.inputs]
+        outputs = blocks.traced.outputs
+        args = [views[value.id] for value in blocks.traced.inputs]
         results = self._add_local(
             blocks,
             args,
@@ -227,55 +245,72 @@ class FusedLowering(ProgramLowering):
 
     def _add_whole_tile_steps(self, segment: OperatorSegment, views: Mapping[int, Value]) -> None:
         """Add steps that compute the segment for the whole tile and the cells around it."""
-        traced, own_ranges = segment.traced, self.own_ranges_of(segment.traced)
+        traced = segment.traced
+        own_ranges = self.own_ranges_of(traced)
         steps, values = traced.steps_for(extend_empty_ranges(own_ranges, own_ranges))
-        held, norms = dict(views), {norm.y.id: number for number, norm in segment.norms.items()}
-        if any(values[value.id].local != held[value.id].local for value in traced.inputs):
+        lowered_values = dict(views)
+        norm_numbers = {norm.y.id: number for number, norm in segment.norms.items()}
+        if any(values[value.id].local != lowered_values[value.id].local for value in traced.inputs):
             raise RuntimeError("a segment received cells other than those it needs; this is a bug in neondist")
-        ends = {out.id: (even_layout(out, self.mesh), own) for out, own in zip(traced.outputs, own_ranges, strict=True)}
+        output_layouts_and_ranges = {
+            out.id: (even_layout(out, self.mesh), own) for out, own in zip(traced.outputs, own_ranges, strict=True)
+        }
         for step in steps:
-            if (first := step.outputs[0]) in norms:
-                x = segment.norms[norms[first]].x.id
-                held[first] = self._lower_norm(segment, norms[first], held, values[x], *ends[x])
+            if (first := step.outputs[0]) in norm_numbers:
+                x = segment.norms[norm_numbers[first]].x.id
+                lowered_values[first] = self._lower_norm(
+                    segment, norm_numbers[first], lowered_values, values[x], *output_layouts_and_ranges[x]
+                )
                 continue
             for value in (values[out] for out in step.outputs):
-                held[value.id] = self._new_value(value.local, self.mesh.axes, value.dtype, value.kind)
-            inputs, outputs = (tuple(held[value].id for value in of) for of in (step.inputs, step.outputs))
+                lowered_values[value.id] = self._new_value(value.local, self.mesh.axes, value.dtype, value.kind)
+            inputs, outputs = (tuple(lowered_values[value].id for value in of) for of in (step.inputs, step.outputs))
             op_name = "" if step.op_name in IN_PLACE_VARIANTS else step.op_name
             self.steps.append(replace(step, inputs=inputs, outputs=outputs, op_name=op_name))
         for number in segment.outputs:
-            local = segment.segment_values[number].id
-            if local in ends:
-                self.program_values[number] = self._crop_to_tile(held[local], values[local], *ends[local])
+            segment_value_id = segment.segment_values[number].id
+            if segment_value_id in output_layouts_and_ranges:
+                self.program_values[number] = self._crop_to_tile(
+                    lowered_values[segment_value_id],
+                    values[segment_value_id],
+                    *output_layouts_and_ranges[segment_value_id],
+                )
 
     def _crop_to_tile(self, value: Value, block: Value, layout: Layout, ranges: Sequence[Range]) -> Value:
         """Return this rank's tile of a value, given a block that may have more cells."""
-        run = partial(part_of_block, layout=block.layout, ranges=ranges)
-        (tile,) = self._add_local(run, [value], [layout], [value.dtype], self.mesh.axes)
+        crop = partial(part_of_block, layout=block.layout, ranges=ranges)
+        (tile,) = self._add_local(crop, [value], [layout], [value.dtype], self.mesh.axes)
         self.steps[-1].kind_args = None  # ranks without cells run the same step
         return tile
 
     def _lower_norm(
         self,
         segment: OperatorSegment,
-        number: int,
-        held: Mapping[int, Value],
+        operator_number: int,
+        lowered_values: Mapping[int, Value],
         block: Value,
         layout: Layout,
-        own: Sequence[Range],
+        own_ranges: Sequence[Range],
     ) -> Value:
         """Lower a norm for all cells of its input on this rank, with sums over the tile only; return the result."""
-        record, normed = segment.records[number], segment.norms[number].x.id
-        x = replace(held[normed], layout_or_none=layout)
-        cells = tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(own, first_indices(block.layout), strict=True))
-        self._own_cells[x.id] = own[0], cells[2:]
+        record = segment.records[operator_number]
+        norm_input_id = segment.norms[operator_number].x.id
+        x = replace(lowered_values[norm_input_id], layout_or_none=layout)
+        cells = tuple(
+            slice(lo - at, hi - at) for (lo, hi), at in zip(own_ranges, first_indices(block.layout), strict=True)
+        )
+        self._own_cells_by_id[x.id] = own_ranges[0], cells[2:]
         self.where, self.fake_out, self.draw_number = record.where, record.fake_out, record.draw_number
 
         def substitute(leaf: Any) -> Any:
             if not isinstance(leaf, Value):
                 return leaf
-            local = segment.segment_values[leaf.id].id
-            return x if local == normed else held.get(local, self.program_values.get(leaf.id))
+            segment_value_id = segment.segment_values[leaf.id].id
+            return (
+                x
+                if segment_value_id == norm_input_id
+                else lowered_values.get(segment_value_id, self.program_values.get(leaf.id))
+            )
 
         result = self.lower_by_rule(record.target, *pytree.tree_map(substitute, (record.args, record.kwargs)))
         y, *_ = pytree.tree_leaves(result)
@@ -289,10 +324,10 @@ def results_with_placeholders(record: OperatorRecord) -> Any:
     return pytree.tree_map(lambda leaf: _DeferredValue(leaf.id) if isinstance(leaf, Value) else leaf, record.result)
 
 
-def _narrow_dims(x: torch.Tensor, ranges: Mapping[int, Range], held: Mapping[int, Range]) -> torch.Tensor:
-    """Return ranges, possibly empty ones, of some dimensions of a tensor that has the ranges `held`."""
+def _narrow_dims(x: torch.Tensor, ranges: Mapping[int, Range], held_ranges: Mapping[int, Range]) -> torch.Tensor:
+    """Return ranges, possibly empty ones, of some dimensions of a tensor that has the ranges `held_ranges`."""
     for dim, (lo, hi) in ranges.items():
-        x = x.narrow(dim, max(0, lo - held[dim][0]), max(0, hi - lo))
+        x = x.narrow(dim, max(0, lo - held_ranges[dim][0]), max(0, hi - lo))
     return x
 
 

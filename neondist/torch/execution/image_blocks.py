@@ -16,11 +16,11 @@ from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import Value
 from ..ir.layout import Shape, axes_of
 from ..lowering.plan import TorchPlan
-from .block_lowering import AxisRanges, BlockLowering, TracedPart, part_of_block
+from .block_lowering import AxisRanges, BlockLowering, TracedSubgraph, part_of_block
 from .runner import PlanRunner
 
 
-class TracedImage(TracedPart):
+class TracedImageModule(TracedSubgraph):
     """Captured module that can be computed in blocks of its first output, an image.
 
     Parameters
@@ -40,18 +40,20 @@ class TracedImage(TracedPart):
     """
 
     def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], remedy: str) -> None:
-        first = BlockLowering(len(shape) - 2, remedy)
-        plan, _ = lower_program(program, first.mesh, 0, [first.mesh.image_layout(shape)], gather_at, lowering=first)
-        output = first.values[next(out for out in plan.outputs if isinstance(out, int))]
+        lowering = BlockLowering(len(shape) - 2, remedy)
+        plan, _ = lower_program(
+            program, lowering.mesh, 0, [lowering.mesh.image_layout(shape)], gather_at, lowering=lowering
+        )
+        output = lowering.values[next(out for out in plan.outputs if isinstance(out, int))]
         layout = output.layout
         if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
-            first.refuse(f"the output, of shape {output.shape}, is not an image")
-        named = {at: name for name, at in (plan.parameters | plan.buffers).items()}
-        super().__init__(first, [first.values[at] for at in (*plan.inputs, *named)], [output])
+            lowering.refuse(f"the output, of shape {output.shape}, is not an image")
+        names_by_id = {at: name for name, at in (plan.parameters | plan.buffers).items()}
+        super().__init__(lowering, [lowering.values[at] for at in (*plan.inputs, *names_by_id)], [output])
         if [value.id for value in self.inputs[:1]] != plan.inputs:
-            first.refuse("the output does not depend on the image")
+            lowering.refuse("the output does not depend on the image")
         #: names of the parameters and buffers among the inputs, in the order of `inputs`
-        self.state_input_names = [named[value.id] for value in self.inputs[1:]]
+        self.state_input_names = [names_by_id[value.id] for value in self.inputs[1:]]
 
     @property
     def extent(self) -> Shape:
@@ -78,7 +80,7 @@ class ModuleBlocks(OutputBlocks):
         Number of cells by which a block extends beyond its own cells.
     """
 
-    def __init__(self, traced: TracedImage, size: Sequence[int], overlap: int = 0) -> None:
+    def __init__(self, traced: TracedImageModule, size: Sequence[int], overlap: int = 0) -> None:
         super().__init__(traced.extent, size, overlap)
         self.traced = traced
         self._comm = MeshComm(ProcessGrid.serial(), len(self.size))
@@ -108,12 +110,12 @@ class ModuleBlocks(OutputBlocks):
 
     @cached_property
     def _peak_bytes_by_block(self) -> list[tuple[int, int, str]]:
-        costs = []
+        block_peaks = []
         for number in self.possibly_largest_blocks:
             plan = self.traced.plan_for(self.traced.output_box_ranges(self.output_box(number)))
-            ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _first_output(plan).id))
-            costs.append((*plan.peak(), ends))
-        return [(peak, ends, name) for peak, name, ends in costs]
+            image_bytes = sum(plan.values[at].nbytes for at in (plan.inputs[0], _first_output(plan).id))
+            block_peaks.append((*plan.peak(), image_bytes))
+        return [(peak, image_bytes, name) for peak, name, image_bytes in block_peaks]
 
 
 def _first_output(plan: TorchPlan) -> Value:

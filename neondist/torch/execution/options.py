@@ -82,23 +82,23 @@ class ExecutionOptions:
         if self.memory is not None:
             assert search is not None
             lower = partial(lower_program, program, mesh, 0, layouts, self.gather_at, self.schemes, self.recompute)
-            is_known = is_exact and self.strips is None and not self.recompute
-            plan = search.program.plan if is_known else None
+            can_reuse_plan = is_exact and self.strips is None and not self.recompute
+            plan = search.program.plan if can_reuse_plan else None
             lowering = create_trunk_lowering(search, segments, rank, lower, self.memory, module, plan)
         elif search is not None and segments:
             lowering = FusedLowering(mesh, rank, segments, search.program.image_value_ids)
-        by_channels = (
+        channel_regions = (
             find_channel_regions(program, mesh) if is_exact and lowering is None and not self.gather_at else ()
         )
-        return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=by_channels), lowering
+        return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=channel_regions), lowering
 
     def _find_segments(
         self, program: Any, mesh: Mesh, layouts: Sequence[Layout]
     ) -> tuple[SegmentSearch | None, list[OperatorSegment]]:
         """Return the search for segments, None if no option needs it, and the segments that the options require."""
-        fusing = mesh.axes and any(isinstance(policy, FusionScheme) for policy in self.schemes.values())
+        has_fusion_scheme = mesh.axes and any(isinstance(policy, FusionScheme) for policy in self.schemes.values())
         args = program, mesh, layouts, self.gather_at, self.schemes
-        if fusing or self.strips is not None:
+        if has_fusion_scheme or self.strips is not None:
             try:
                 search = SegmentSearch(*args, self.strips)
                 return search, plan_segments(search)

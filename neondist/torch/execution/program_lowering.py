@@ -32,7 +32,9 @@ class ProgramLowering(Lowering):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.input_values, self.is_inside_rule, self.operator_number = list[Value](), False, -1
+        self.input_values = list[Value]()
+        self.is_inside_rule = False
+        self.operator_number = -1
 
     def new_input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
         """Return a new input value."""
@@ -55,11 +57,12 @@ class ProgramLowering(Lowering):
 
     def lower_by_rule(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one call of an operator by its rule."""
-        before, self.is_inside_rule = self.is_inside_rule, True
+        was_inside_rule = self.is_inside_rule
+        self.is_inside_rule = True
         try:
             return super().lower_call(target, args, kwargs)
         finally:
-            self.is_inside_rule = before
+            self.is_inside_rule = was_inside_rule
 
     @abstractmethod
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -80,7 +83,7 @@ class OperatorRecord(NamedTuple):
     can_be_in_segment: bool
 
     @property
-    def read_ids(self) -> list[int]:
+    def read_value_ids(self) -> list[int]:
         """Ids of the values that the operator reads."""
         return value_ids_in((self.args, self.kwargs))
 
@@ -98,14 +101,15 @@ class _RecordingLowering(ProgramLowering):
         self.records, self.computed_value_ids = list[OperatorRecord](), set[int]()
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        start, context = len(self.steps), (target, args, kwargs, self.where, self.fake_out, self.draw_number)
+        num_earlier_steps = len(self.steps)
+        call_context = (target, args, kwargs, self.where, self.fake_out, self.draw_number)
         result = self.lower_by_rule(target, args, kwargs)
-        steps = self.steps[start:]
+        steps = self.steps[num_earlier_steps:]
         views = [step for step in steps if step.kind == "view"]
-        windows = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
-        local = all(map(_is_window_step, views)) and all(step.kind in _SEGMENT_STEP_KINDS for step in steps)
+        needs_halo_exchange = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
+        can_be_in_segment = all(map(_is_window_step, views)) and all(step.kind in _SEGMENT_STEP_KINDS for step in steps)
         self.computed_value_ids.update(value for step in steps for value in step.outputs)
-        self.records.append(OperatorRecord(*context, result, windows, local))
+        self.records.append(OperatorRecord(*call_context, result, needs_halo_exchange, can_be_in_segment))
         return result
 
 
@@ -138,24 +142,33 @@ class RecordedProgram:
     """
 
     def __init__(self, program: Any, mesh: Mesh, layouts: Sequence[Layout], gather_at: Sequence[str]) -> None:
-        probe, self.mesh, self.autograd_functions = _RecordingLowering(mesh, 0), mesh, program.functions
-        self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=probe)
-        self.records, self.values = probe.records, {value.id: value for value in probe.values}
+        recorder = _RecordingLowering(mesh, 0)
+        self.mesh, self.autograd_functions = mesh, program.functions
+        self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=recorder)
+        self.records, self.values = recorder.records, {value.id: value for value in recorder.values}
         self.image_value_ids = list(self.plan.inputs)
-        self.initial_value_ids = [value.id for value in probe.input_values]
+        self.initial_value_ids = [value.id for value in recorder.input_values]
         # steps that pass values from one module to another
-        between = (step for step in probe.steps if probe.computed_value_ids.isdisjoint(step.outputs))
-        self._output_ids = {value for step in between for value in step.inputs} | {*self.plan.mutated_tensors.values()}
-        self._output_ids.update(out for out in self.plan.outputs if isinstance(out, int))
-        self._readers: dict[int, list[int]] = {}
+        module_boundary_steps = (
+            step for step in recorder.steps if recorder.computed_value_ids.isdisjoint(step.outputs)
+        )
+        self._output_value_ids = {value for step in module_boundary_steps for value in step.inputs} | {
+            *self.plan.mutated_tensors.values()
+        }
+        self._output_value_ids.update(out for out in self.plan.outputs if isinstance(out, int))
+        self._readers_by_value_id: dict[int, list[int]] = {}
         for number, record in enumerate(self.records):
-            for value in record.read_ids:
-                self._readers.setdefault(value, []).append(number)
+            for value in record.read_value_ids:
+                self._readers_by_value_id.setdefault(value, []).append(number)
 
-    def outputs(self, values: Iterable[int], inside: Collection[int]) -> list[int]:
-        """Return those of `values` that are outputs of the program, or are read by operators other than `inside`."""
-        numbers = set(inside)
-        return [v for v in values if v in self._output_ids or not numbers.issuperset(self._readers.get(v, ()))]
+    def select_outputs(self, value_ids: Iterable[int], operator_numbers: Collection[int]) -> list[int]:
+        """Return the ids of values that the program returns, or that operators other than the given ones read."""
+        segment_numbers = set(operator_numbers)
+        return [
+            v
+            for v in value_ids
+            if v in self._output_value_ids or not segment_numbers.issuperset(self._readers_by_value_id.get(v, ()))
+        ]
 
 
 def even_layout(value: Value, mesh: Mesh) -> Layout:

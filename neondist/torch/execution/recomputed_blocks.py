@@ -19,7 +19,7 @@ from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
 from ..lowering.training_memory import TrainingMemory
-from .block_lowering import AxisRanges, TracedPart, narrow_to_ranges, part_of_block
+from .block_lowering import AxisRanges, TracedSubgraph, narrow_to_ranges, part_of_block
 from .runner import PlanRunner
 
 
@@ -42,7 +42,7 @@ class RecomputedBlocks:
     """
 
     def __init__(
-        self, traced: TracedPart, output_ranges: AxisRanges, block_counts: Sequence[int],
+        self, traced: TracedSubgraph, output_ranges: AxisRanges, block_counts: Sequence[int],
         view_offsets_by_id: Mapping[int, Sequence[int]],
     ) -> None:  # fmt: skip
         self.traced, self.output_ranges, self.block_counts = traced, output_ranges, tuple(block_counts)
@@ -67,14 +67,14 @@ class RecomputedBlocks:
 
     def block_plan(self, place: Sequence[int]) -> tuple[TorchPlan, AxisRanges]:
         """Return the plan of one block, and the ranges of the outputs that this block computes."""
-        own = tuple(
+        block_ranges = tuple(
             tuple(
                 _block_range(lo, hi, self.block_counts, place, atom.axis)
                 for (lo, hi), (atom,) in zip(ranges, out.layout, strict=True)
             )
             for ranges, out in zip(self.output_ranges, self.traced.outputs, strict=True)
         )
-        return self.traced.plan_for(extend_empty_ranges(own, self.output_ranges)), own
+        return self.traced.plan_for(extend_empty_ranges(block_ranges, self.output_ranges)), block_ranges
 
     def peak_bytes(self, inputs_requiring_grad: Collection[int] | None = None) -> int:
         """Return the peak number of live bytes while a block is computed, excluding the step's inputs and outputs.
@@ -91,21 +91,27 @@ class RecomputedBlocks:
             return max(plan.peak()[0] - plan.bytes_of_inputs() for plan in plans)
         peaks = []
         for plan in plans:
-            ids = [plan.inputs[at] for at in inputs_requiring_grad]
-            gradients = sum(plan.values[value].nbytes for value in ids)
-            peaks.append(TrainingMemory(plan, (), ids).peak(0) + gradients)
+            gradient_input_ids = [plan.inputs[at] for at in inputs_requiring_grad]
+            gradient_bytes = sum(plan.values[value].nbytes for value in gradient_input_ids)
+            peaks.append(TrainingMemory(plan, (), gradient_input_ids).peak(0) + gradient_bytes)
         return max(peaks)
 
     @cached_property
     def nonempty_blocks(self) -> list[_Block]:
         """Non-empty blocks."""
-        blocks, functions = list[_Block](), dict[Any, Callable[..., Any]]()
+        blocks = list[_Block]()
+        compiled_functions = dict[Any, Callable[..., Any]]()
         for place in product(*map(range, self.block_counts)):
-            plan, own = self.block_plan(place)
-            if any(all(lo < hi for lo, hi in ranges) for ranges in own):
-                sources = self.traced.source_ranges(extend_empty_ranges(own, self.output_ranges))
+            plan, block_ranges = self.block_plan(place)
+            if any(all(lo < hi for lo, hi in ranges) for ranges in block_ranges):
+                input_ranges = self.traced.source_ranges(extend_empty_ranges(block_ranges, self.output_ranges))
                 blocks.append(
-                    _Block(len(blocks), PlanRunner(self.comm, plan, None, self.compiler, functions), sources, own)
+                    _Block(
+                        len(blocks),
+                        PlanRunner(self.comm, plan, None, self.compiler, compiled_functions),
+                        input_ranges,
+                        block_ranges,
+                    )
                 )
         return blocks
 
@@ -193,45 +199,55 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
             outputs = blocks.run_block(block, *blocks.narrow_inputs(block, tensors))
             for part, y in zip(blocks.narrow_outputs(block, tiles), outputs, strict=True):
                 part.copy_(y)
-        needed, sources = ctx.needs_input_grad[1:], blocks.differentiable_inputs
-        constant = (tile for tile, inputs in zip(tiles, sources, strict=True) if not any(needed[i] for i in inputs))
-        ctx.mark_non_differentiable(*constant)
+        needs_input_grad = ctx.needs_input_grad[1:]
+        differentiable_inputs = blocks.differentiable_inputs
+        constant_outputs = (
+            tile
+            for tile, inputs in zip(tiles, differentiable_inputs, strict=True)
+            if not any(needs_input_grad[i] for i in inputs)
+        )
+        ctx.mark_non_differentiable(*constant_outputs)
         return tuple(tiles)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Any) -> Any:
-        blocks, needed, tensors = ctx.blocks, ctx.needs_input_grad[1:], ctx.saved_tensors
-        sums = [
+        blocks, tensors = ctx.blocks, ctx.saved_tensors
+        needs_input_grad = ctx.needs_input_grad[1:]
+        gradient_sums = [
             torch.zeros_like(t, dtype=t.dtype if value.axes - {0} else ACCUMULATION_DTYPES.get(t.dtype))
             if need
             else None
-            for t, value, need in zip(tensors, blocks.traced.inputs, needed, strict=True)
+            for t, value, need in zip(tensors, blocks.traced.inputs, needs_input_grad, strict=True)
         ]  # 16-bit dtypes are summed in float32 if every block contributes to all elements
         for block in blocks.nonempty_blocks:
             views = blocks.narrow_inputs(block, tensors)
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(views, needed, strict=True)]
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(views, needs_input_grad, strict=True)]
             with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
                 outputs = zip(blocks.run_block(block, *leaves), blocks.narrow_outputs(block, dys), strict=True)
-            pairs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad and dy is not None]
-            if not pairs:
+            outputs_and_gradients = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad and dy is not None]
+            if not outputs_and_gradients:
                 continue
-            ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
-            ends = [leaf for leaf in leaves if leaf.requires_grad]
-            into = [total for total in blocks.narrow_inputs(block, sums) if total is not None]
-            for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
+            ys, gradients = [y for y, _ in outputs_and_gradients], [dy for _, dy in outputs_and_gradients]
+            differentiable_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+            block_gradient_sums = [total for total in blocks.narrow_inputs(block, gradient_sums) if total is not None]
+            for total, grad in zip(
+                block_gradient_sums,
+                torch.autograd.grad(ys, differentiable_leaves, gradients, allow_unused=True),
+                strict=True,
+            ):
                 if grad is not None:
                     total.add_(grad)
-        return None, *(total if total is None else total.to(t) for total, t in zip(sums, tensors, strict=True))
+        return None, *(total if total is None else total.to(t) for total, t in zip(gradient_sums, tensors, strict=True))
 
 
-def extend_empty_ranges(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
+def extend_empty_ranges(ranges: AxisRanges, full_ranges: AxisRanges) -> AxisRanges:
     """Return the ranges, with empty ones extended to one index, since operators need not support empty tensors."""
     return tuple(
         tuple(
             (lo, hi) if lo < hi else (max(0, min(lo, end - 1)), max(1, min(lo + 1, end))) for (lo, hi), (_, end) in both
         )
-        for both in (zip(a, b, strict=True) for a, b in zip(own, whole, strict=True))
+        for both in (zip(a, b, strict=True) for a, b in zip(ranges, full_ranges, strict=True))
     )
 
 

@@ -35,7 +35,7 @@ class PlanRunner:
     deferred_gradients : mapping of int to (list of torch.Tensor, or None), optional
         By id(), the parameters whose gradients are not summed over the ranks in a backward pass, each with a list to
         which this rank's parts of the gradient are added, or with None.
-    compiler, functions : see TorchPlan.executed_segments
+    compiler, compiled_functions : see TorchPlan.executed_segments
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PlanRunner:
         plan: TorchPlan,
         deferred_gradients: Mapping[int, list[torch.Tensor] | None] | None = None,
         compiler: Callable[..., Any] | None = None,
-        functions: dict[Any, Callable[..., Any]] | None = None,
+        compiled_functions: dict[Any, Callable[..., Any]] | None = None,
     ) -> None:
         self.comm, self.plan = comm, plan
         self.deferred_gradients = {} if deferred_gradients is None else deferred_gradients
@@ -55,11 +55,11 @@ class PlanRunner:
             for step in plan.steps
             if step.transfer is not None
         }
-        self.rings = {id(step): RingChannel(comm, step) for step in plan.steps if step.kind == "ring"}
+        self.ring_channels = {id(step): RingChannel(comm, step) for step in plan.steps if step.kind == "ring"}
         schemes = [step.scheme for step in plan.steps if step.scheme is not None]
         # some schemes send different numbers of bytes in each step; the plan has their mean
         self._sent_bytes_vary = any(len(set(scheme.exchanges_per_call("forward"))) > 1 for scheme in schemes)
-        self._segments = plan.executed_segments(compiler, functions)
+        self._segments = plan.executed_segments(compiler, compiled_functions)
         for step in plan.steps:
             if step.blocks is not None:
                 step.blocks.compiler = compiler
@@ -80,33 +80,34 @@ class PlanRunner:
         env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
         env.update({value: buffers[name] for name, value in plan.buffers.items()})
         env.update(self._wrap_parameters(parameters))
-        own, ids = {**parameters, **buffers}, plan.parameters | plan.buffers
-        for value in [ids[name] for name in plan.mutated_tensors]:  # the backward pass may need previous values
+        tensors_by_name = {**parameters, **buffers}
+        ids_by_name = plan.parameters | plan.buffers
+        for value in [ids_by_name[name] for name in plan.mutated_tensors]:  # the backward pass may need previous values
             env[value] = env[value].clone()
         if plan.seed_id is not None:
             env[plan.seed_id] = self._draw_seed(inputs)
-        before = self.comm.bytes_sent
+        bytes_sent_before = self.comm.bytes_sent
         if plan.recompute and torch.is_grad_enabled():
             self._run_segments(env)
         else:
             with self._saved_tensors.record_saved_tensors():
                 for segment in self._segments:
                     self._run_steps(segment.steps, env)
-        self._check_sent_bytes(self.comm.bytes_sent - before)
+        self._check_sent_bytes(self.comm.bytes_sent - bytes_sent_before)
         if plan.mutated_tensors:
             with torch.no_grad():
-                moved = [env[value] for value in plan.mutated_tensors.values()]
-                torch._foreach_copy_([own[name] for name in plan.mutated_tensors], moved)
+                new_values = [env[value] for value in plan.mutated_tensors.values()]
+                torch._foreach_copy_([tensors_by_name[name] for name in plan.mutated_tensors], new_values)
         return [env[out] if isinstance(out, int) else out.value for out in plan.outputs]
 
     def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:
         """Run steps, add their outputs to `env`, and remove values that are no longer needed."""
-        run = self._run_observed if self.comm.grid.observers else self._run_step
+        run_step = self._run_observed if self.comm.grid.observers else self._run_step
         if self.comm.has_debug_checks:
-            run = partial(run_step_with_checks, self.plan.rank, run, self.plan.values)
+            run_step = partial(run_step_with_checks, self.plan.rank, run_step, self.plan.values)
         dtypes = self.plan.dtypes_under_autocast
         for step in steps:
-            outputs = run(step, [env[value] for value in step.inputs])
+            outputs = run_step(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, outputs, strict=True):
                 # autocast does not cast the result of an operator that is lowered to several steps
                 env[value] = tensor.to(dtypes[value]) if value in dtypes else tensor
@@ -115,9 +116,9 @@ class PlanRunner:
 
     def _run_segments(self, env: dict[int, torch.Tensor]) -> None:
         """Run all steps; segments before the last keep only values that later segments read (Chen et al. 2016)."""
-        *before, last = self._segments
+        *earlier_segments, last_segment = self._segments
         with set_checkpoint_early_stop(False):  # with early stop, ranks could stop before different messages
-            for segment in before:
+            for segment in earlier_segments:
                 inputs = [env[value] for value in segment.inputs]
                 run = partial(self._run_segment, segment, [])
                 outputs = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -126,20 +127,21 @@ class PlanRunner:
                     env.pop(value, None)
         # earlier segments must be recomputed from tensors with unchanged strides
         with self._saved_tensors.record_saved_tensors():
-            self._run_steps(last.steps, env)
+            self._run_steps(last_segment.steps, env)
 
     def _run_segment(self, segment: Segment, phases: list[Phase], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Run a segment, or repeat it in the phase of its first run, which is added to `phases`."""
-        env, current = dict(zip(segment.inputs, tensors, strict=True)), self.comm.phase
+        env = dict(zip(segment.inputs, tensors, strict=True))
+        current_phase = self.comm.phase
         if phases:
             self.comm.phase = phases[0].repeated()
         else:
-            self.comm.phase = current._replace(record=HaloRecord())
+            self.comm.phase = current_phase._replace(record=HaloRecord())
             phases.append(self.comm.phase)
         try:
             self._run_steps(segment.steps, env)
         finally:
-            self.comm.phase = current
+            self.comm.phase = current_phase
         outputs = [env[value] for value in segment.outputs]
         # tensors without a gradient, such as detached ones, are left as they are
         return [functions.RecomputedResult.apply(tensor) if tensor.requires_grad else tensor for tensor in outputs]
@@ -150,41 +152,43 @@ class PlanRunner:
         Generators of other ranks advance too, so that ranks with the same seed continue to shuffle in the same order.
         """
         world = self.comm.grid.world
-        draws = world.rank == 0 or not world.shares_process  # virtual ranks share the generator
-        number = world.bcast(int(torch.randint(2**62, ())) if draws else None)
-        return torch.tensor(number, device=inputs[0].device if inputs else None)
+        draws_seed = world.rank == 0 or not world.shares_process  # virtual ranks share the generator
+        seed = world.bcast(int(torch.randint(2**62, ())) if draws_seed else None)
+        return torch.tensor(seed, device=inputs[0].device if inputs else None)
 
     def _wrap_parameters(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        ids = self.plan.parameters
-        tensors_by_id = {value: parameters[name] for name, value in ids.items()}
+        ids_by_name = self.plan.parameters
+        tensors_by_id = {value: parameters[name] for name, value in ids_by_name.items()}
         if not (self.comm.mesh.axes and torch.is_grad_enabled()):
             return tensors_by_id
-        trained = [name for name in ids if parameters[name].requires_grad]
-        for name in trained:
+        trained_names = [name for name in ids_by_name if parameters[name].requires_grad]
+        for name in trained_names:
             if (recorded := self.deferred_gradients.get(id(parameters[name]))) is not None:
-                tensors_by_id[ids[name]] = functions.RecordGradient.apply(parameters[name], recorded)
-        trained = [name for name in trained if id(parameters[name]) not in self.deferred_gradients]
-        if trained:
-            parts: dict[str, DimPart | None] = {
-                name: step.kind_args if (step := self._parts.get(ids[name])) else None for name in trained
+                tensors_by_id[ids_by_name[name]] = functions.RecordGradient.apply(parameters[name], recorded)
+        trained_names = [name for name in trained_names if id(parameters[name]) not in self.deferred_gradients]
+        if trained_names:
+            parts_by_name: dict[str, DimPart | None] = {
+                name: step.kind_args if (step := self._parts.get(ids_by_name[name])) else None for name in trained_names
             }
-            unaliased = [ids[name] in self.plan.unaliased_gradients for name in trained]
+            are_unaliased = [ids_by_name[name] in self.plan.unaliased_gradients for name in trained_names]
             tensors = functions.SumParameterGradients.apply(
-                self.comm, [*parts.values()], unaliased, *(parameters[name] for name in trained)
+                self.comm, [*parts_by_name.values()], are_unaliased, *(parameters[name] for name in trained_names)
             )
-            tensors_by_id.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
+            tensors_by_id.update(
+                {ids_by_name[name]: tensor for name, tensor in zip(trained_names, tensors, strict=True)}
+            )
         return tensors_by_id
 
     @cached_property
     def _planned_sent_bytes(self) -> int:
         return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
-    def _check_sent_bytes(self, sent: int) -> None:
+    def _check_sent_bytes(self, sent_bytes: int) -> None:
         # autocast changes dtypes
-        if sent != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_dtypes())):
+        if sent_bytes != self._planned_sent_bytes and not (self._sent_bytes_vary or any(autocast_dtypes())):
             raise RuntimeError(
-                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned_sent_bytes} were planned;"
-                " this is a bug in neondist, or in a custom rule: model.guard() names the step"
+                f"rank {self.plan.rank}: a forward pass sent {sent_bytes} bytes, but {self._planned_sent_bytes} were"
+                " planned; this is a bug in neondist, or in a custom rule: model.guard() names the step"
             )
 
     def _run_observed(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -215,16 +219,16 @@ class PlanRunner:
             assert step.run is not None
             return step.run
         if step.kind == "norm":
-            moments, *present = step.kind_args
+            moments, *are_present = step.kind_args
 
             def normalise(x: torch.Tensor, *scaling_tensors: torch.Tensor) -> Any:
-                rest = iter(scaling_tensors)
-                scaling = [next(rest) if is_present else None for is_present in present]
-                return Normalise.apply(x, *scaling, comm, name, moments)
+                remaining_tensors = iter(scaling_tensors)
+                weight_and_bias = [next(remaining_tensors) if is_present else None for is_present in are_present]
+                return Normalise.apply(x, *weight_and_bias, comm, name, moments)
 
             return normalise
         if step.kind == "ring":
-            channel = self.rings[id(step)]
+            channel = self.ring_channels[id(step)]
             return lambda q, k, v, mask=None: (RingAttention.apply(q, k.to(q.dtype), v.to(q.dtype), mask, channel),)
         if step.kind == "view":
             return partial(self._run_exchange_step, step)
@@ -235,11 +239,11 @@ class PlanRunner:
         if step.kind == "max":
             return lambda x: (comm.reduce(name, "forward", x.detach(), axes, "max"),)
         if step.kind == "part":
-            local = self.plan.values[step.outputs[0]].local
+            output_shape = self.plan.values[step.outputs[0]].local
 
             def select_part(x: torch.Tensor) -> tuple[torch.Tensor]:
                 part: DimPart = step.kind_args
-                return (x if x.shape == local else part.select(x, comm.place),)
+                return (x if x.shape == output_shape else part.select(x, comm.place),)
 
             return select_part
         if step.kind == "spread":
@@ -258,11 +262,12 @@ class PlanRunner:
 
 def _empty_results(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:
     """Return the results of a local step on a rank that has no indices of them."""
-    differentiable, empty = [tensor for tensor in tensors if supports_gradients(tensor.dtype)], list[torch.Tensor]()
+    differentiable_tensors = [tensor for tensor in tensors if supports_gradients(tensor.dtype)]
+    results = list[torch.Tensor]()
     for shape, output in zip(step.kind_args, (values[out] for out in step.outputs), strict=True):
-        if differentiable and output.kind == "value":
-            empty.append(functions.EmptyResult.apply(shape, output.dtype, *differentiable))
+        if differentiable_tensors and output.kind == "value":
+            results.append(functions.EmptyResult.apply(shape, output.dtype, *differentiable_tensors))
         else:
             device = tensors[0].device if tensors else None
-            empty.append(torch.zeros(shape, dtype=output.dtype, device=device))
-    return empty
+            results.append(torch.zeros(shape, dtype=output.dtype, device=device))
+    return results

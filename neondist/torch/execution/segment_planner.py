@@ -21,22 +21,23 @@ from .recomputed_blocks import extend_empty_ranges
 from .segments import OperatorSegment, SegmentSearch
 
 
-def plan_segments(search: SegmentSearch, excluded: Collection[int] = ()) -> list[OperatorSegment]:
+def plan_segments(search: SegmentSearch, excluded_operators: Collection[int] = ()) -> list[OperatorSegment]:
     """Return the segments; segments under a scheme with a planner are divided at the lowest cost.
 
     Parameters
     ----------
-    excluded : collection of int
+    excluded_operators : collection of int
         Operators, by number, that belong to no segment.
     """
-    segments, starts = search.segments(excluded=excluded), set[int]()
+    segments = search.find_segments(excluded_operators=excluded_operators)
+    first_operators = set[int]()
     for segment in segments:
-        first = next(iter(segment.records.values()))
-        policy = policy_of_module(first.where.module, search.schemes)
+        first_record = next(iter(segment.records.values()))
+        policy = policy_of_module(first_record.where.module, search.schemes)
         profile = policy.planner_profile(search.mesh.size) if isinstance(policy, FusionScheme) else None
         if profile is not None:
-            starts |= _SegmentDivision(search, segment, profile).first_operators
-    return search.segments(starts, excluded) if starts else segments
+            first_operators |= _SegmentDivision(search, segment, profile).first_operators
+    return search.find_segments(first_operators, excluded_operators) if first_operators else segments
 
 
 class _SegmentDivision:
@@ -44,90 +45,111 @@ class _SegmentDivision:
 
     def __init__(self, search: SegmentSearch, segment: OperatorSegment, profile: MachineProfile) -> None:
         self.search, self.profile, self.operator_numbers = search, profile, list(segment.records)
-        self.windows = [
+        self.window_positions = [
             at for at, number in enumerate(self.operator_numbers) if segment.records[number].needs_halo_exchange
         ]
-        computing = {number: record for number, record in segment.records.items() if value_ids_in(record.result)}
-        self.flops = {number: _count_flops(record, search.program.values) for number, record in computing.items()}
+        computing_records = {
+            number: record for number, record in segment.records.items() if value_ids_in(record.result)
+        }
+        self.flops = {
+            number: _count_flops(record, search.program.values) for number, record in computing_records.items()
+        }
         self.middle_place = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
         self.seconds_by_range: dict[tuple[int, int], float] = {}
 
     @property
     def first_operators(self) -> set[int]:
         return {
-            self.operator_numbers[self.windows[first]] for first, _ in cheapest_ranges(self._seconds, len(self.windows))
+            self.operator_numbers[self.window_positions[first]]
+            for first, _ in cheapest_ranges(self._segment_seconds, len(self.window_positions))
         }
 
-    def _seconds(self, first: int, last: int) -> float:
+    def _segment_seconds(self, first_window: int, last_window: int) -> float:
         """Return the seconds per training step of exchanges and redundant computation for a segment of windows.
 
         This method is called for increasingly long segments with the same end. Redundant computation grows with length:
         once it costs more than separate exchanges, the result is inf for this segment and all longer ones.
         """
-        longer, shorter = (first, last), (first + 1, last)
-        if self.seconds_by_range.get(shorter) == inf:
-            self.seconds_by_range[longer] = inf
+        window_range, shorter_range = (first_window, last_window), (first_window + 1, last_window)
+        if self.seconds_by_range.get(shorter_range) == inf:
+            self.seconds_by_range[window_range] = inf
             return inf
-        sending, redundant = self._exchange_and_redundant_seconds(first, last)
-        separate = sum(self.seconds_by_range[at, at] for at in range(first, last)) + self.seconds_by_range.get(
-            (last, last), inf
+        exchange_seconds, redundant_seconds = self._exchange_and_redundant_seconds(first_window, last_window)
+        separate_seconds = sum(
+            self.seconds_by_range[at, at] for at in range(first_window, last_window)
+        ) + self.seconds_by_range.get((last_window, last_window), inf)
+        self.seconds_by_range[window_range] = (
+            inf if redundant_seconds > separate_seconds else exchange_seconds + redundant_seconds
         )
-        self.seconds_by_range[longer] = inf if redundant > separate else sending + redundant
-        return self.seconds_by_range[longer]
+        return self.seconds_by_range[window_range]
 
-    def _exchange_and_redundant_seconds(self, first: int, last: int) -> tuple[float, float]:
-        search, values, ends = self.search, self.search.program.values, [*self.windows, len(self.operator_numbers)]
-        segment = search.build_segment_of(self.operator_numbers[ends[first] : ends[last + 1]])
+    def _exchange_and_redundant_seconds(self, first_window: int, last_window: int) -> tuple[float, float]:
+        search, values = self.search, self.search.program.values
+        window_bounds = [*self.window_positions, len(self.operator_numbers)]
+        segment = search.build_segment_of(
+            self.operator_numbers[window_bounds[first_window] : window_bounds[last_window + 1]]
+        )
         layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]
-        own = ranges_at(layouts, dict(enumerate(self.middle_place)))
-        outputs = extend_empty_ranges(own, own)
-        sending = sum(
+        own_ranges = ranges_at(layouts, dict(enumerate(self.middle_place)))
+        output_ranges = extend_empty_ranges(own_ranges, own_ranges)
+        exchange_seconds = sum(
             self._exchange_seconds(values[value], ranges, 1 + (value not in search.program.image_value_ids))
-            for value, ranges in zip(segment.inputs, segment.traced.source_ranges(outputs), strict=True)
+            for value, ranges in zip(segment.inputs, segment.traced.source_ranges(output_ranges), strict=True)
             if value in values
         )
         records = {number: record for number, record in segment.records.items() if number in self.flops}
-        results = {number: values[value_ids_in(record.result)[0]] for number, record in records.items()}
-        redundant = sum(
-            self.flops[number] * self._redundant_share(segment, result, outputs) for number, result in results.items()
+        result_values = {number: values[value_ids_in(record.result)[0]] for number, record in records.items()}
+        redundant_flops = sum(
+            self.flops[number] * self._redundant_share(segment, result, output_ranges)
+            for number, result in result_values.items()
         )
-        return sending, TRAINING_COST_FACTOR * redundant / self.profile.flops_per_second
+        return exchange_seconds, TRAINING_COST_FACTOR * redundant_flops / self.profile.flops_per_second
 
     def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], num_directions: int) -> float:
         """Return the seconds that the middle rank needs to receive the required cells of a value."""
-        mesh, dims = self.search.mesh, enumerate(zip(value.layout, ranges, strict=True))
-        requests = (DimRequest(dim, atom, None, ((cells,),)) for dim, ((atom,), cells) in dims if atom.axis is not None)
+        mesh = self.search.mesh
+        atoms_and_ranges = enumerate(zip(value.layout, ranges, strict=True))
+        requests = (
+            DimRequest(dim, atom, None, ((cells,),))
+            for dim, ((atom,), cells) in atoms_and_ranges
+            if atom.axis is not None
+        )
         rank = mesh.rank(self.middle_place)
         pieces = [piece for piece in ViewTransfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
-        whole = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
-        count = sum(piece.source.size for piece in pieces) * whole * value.dtype.itemsize
-        return num_directions * (len(pieces) * self.profile.latency + count / self.profile.bandwidth)
+        unpartitioned_size = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
+        received_bytes = sum(piece.source.size for piece in pieces) * unpartitioned_size * value.dtype.itemsize
+        return num_directions * (len(pieces) * self.profile.latency + received_bytes / self.profile.bandwidth)
 
-    def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:
+    def _redundant_share(self, segment: OperatorSegment, value: Value, output_ranges: AxisRanges) -> float:
         """Return the number of cells that the middle rank computes beyond its own, as a fraction of the whole value."""
-        needs, own, needed = segment.traced.symbol_ranges(outputs), 1.0, 1.0
+        symbol_ranges = segment.traced.symbol_ranges(output_ranges)
+        own_share = computed_share = 1.0
         for (atom,), (block,) in zip(value.layout, segment.segment_values[value.id].layout, strict=True):
             if atom.axis is not None and block.origin is not None:
                 origin, factor = block.origin
-                (first, last), (lo, hi) = atom.range(self.middle_place), needs.get(origin, (0, 0))
-                own *= (last - first) / atom.extent
-                needed *= (hi - lo) * factor / atom.extent
-        return max(0.0, needed - own)
+                first, last = atom.range(self.middle_place)
+                lo, hi = symbol_ranges.get(origin, (0, 0))
+                own_share *= (last - first) / atom.extent
+                computed_share *= (hi - lo) * factor / atom.extent
+        return max(0.0, computed_share - own_share)
 
 
 def _count_flops(record: OperatorRecord, values: dict[int, Value]) -> float:
     """Return the forward FLOPs of an operator on the whole image, at least one per element."""
 
-    def meta(leaf: object) -> object:
+    def as_meta_tensor(leaf: object) -> object:
         if not isinstance(leaf, Value):
             return leaf
         value = values[leaf.id]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    least = prod(values[value_ids_in(record.result)[0]].shape)
+    min_flops = prod(values[value_ids_in(record.result)[0]].shape)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            record.target(*pytree.tree_map(meta, list(record.args)), **pytree.tree_map(meta, dict(record.kwargs)))
+            record.target(
+                *pytree.tree_map(as_meta_tensor, list(record.args)),
+                **pytree.tree_map(as_meta_tensor, dict(record.kwargs)),
+            )
     except Exception:  # the operator needs values, which meta tensors lack, so it is not a product
-        return least
-    return max(least, counter.get_total_flops())
+        return min_flops
+    return max(min_flops, counter.get_total_flops())

@@ -16,7 +16,7 @@ from ..exchange.schemes import policy_of_module
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh, axes_of, default_layout, is_box, shape_of
-from .block_lowering import BlockLowering, InputNorm, TracedPart, pair_ids_with_values, value_ids_in
+from .block_lowering import BlockLowering, InputNorm, TracedSubgraph, pair_ids_with_values, value_ids_in
 from .program_lowering import OperatorRecord, RecordedProgram
 
 Strips: TypeAlias = int | Literal["auto"] | None
@@ -51,66 +51,70 @@ class SegmentBuilder(BlockLowering):
         super().__init__(program.mesh.spatial_ndim, axes=axes)
         self.autograd_functions, self.program_values = program.autograd_functions, program.values
         self.max_norms, self.has_margin = max_norms, has_margin
-        self.numbers, self.segment_values = list[int](), dict[int, Value]()
+        self.operator_numbers = list[int]()
+        self.segment_values = dict[int, Value]()
         self.window_depth_by_value = dict[int, int]()
-        self.program_inputs, self.norms = dict[int, Value](), dict[int, InputNorm]()
+        self.program_inputs = dict[int, Value]()
+        self.norms = dict[int, InputNorm]()
         self.refusal: UnsupportedOperator | None = None
 
     def is_read_by(self, record: OperatorRecord) -> bool:
         """Return whether an operator reads a result of the segment."""
-        return not self.window_depth_by_value.keys().isdisjoint(record.read_ids)
+        return not self.window_depth_by_value.keys().isdisjoint(record.read_value_ids)
 
     def window_depth_with(self, record: OperatorRecord) -> int:
         """Return the largest number of consecutive windows of the segment up to and including an operator."""
         return record.needs_halo_exchange + max(
-            (self.window_depth_by_value.get(value, 0) for value in record.read_ids), default=0
+            (self.window_depth_by_value.get(value, 0) for value in record.read_value_ids), default=0
         )
 
-    def try_add(self, at: int, record: OperatorRecord, inside: bool = True) -> bool:
+    def try_add(self, number: int, record: OperatorRecord, in_segment: bool = True) -> bool:
         """Add an operator if possible; return whether it was added.
 
         Parameters
         ----------
-        inside : bool
+        in_segment : bool
             False: the operator is not part of the segment, which recomputes the operator's results that it needs.
         """
-        before = dict(self.program_inputs), dict(self.segment_values), list(self.input_norms), self.seed
+        state_before = dict(self.program_inputs), dict(self.segment_values), list(self.input_norms), self.seed
         try:
             result = self._lower_record(record)
-            norms = self.input_norms[len(before[2]) :]
+            norms = self.input_norms[len(state_before[2]) :]
             self.require_boxes(record, result, norms)
         except UnsupportedOperator as refusal:
-            self.program_inputs, self.segment_values, self.input_norms, self.seed = before
+            self.program_inputs, self.segment_values, self.input_norms, self.seed = state_before
             self.refusal = self.refusal or refusal
             return False
         self.segment_values.update(pair_ids_with_values(record.result, result))
-        self.norms.update((at, norm) for norm in norms)
-        if inside:
+        self.norms.update((number, norm) for norm in norms)
+        if in_segment:
             depth = self.window_depth_with(record)
             self.window_depth_by_value.update((value, depth) for value in value_ids_in(record.result))
-            self.numbers.append(at)
+            self.operator_numbers.append(number)
         return True
 
-    def add_input(self, number: int, value: Value, layout: Layout) -> Value:
+    def add_input(self, program_value_id: int, value: Value, layout: Layout) -> Value:
         """Add an input of the segment for a value of the program, partitioned as in a layout, and return it."""
         layout = tuple((self.mesh.even_atom(atom.extent, atom.axis),) for (atom,) in layout)
-        self.program_inputs[number] = self.new_input(layout, value.dtype, value.kind)
-        return self.program_inputs[number]
+        self.program_inputs[program_value_id] = self.new_input(layout, value.dtype, value.kind)
+        return self.program_inputs[program_value_id]
 
-    def inputs_of(self, parts: Sequence[TracedPart]) -> dict[int, Value]:
-        """Return the inputs on which parts of the segment depend, by their number in the program."""
-        read = {value.id for part in parts for value in part.inputs}
-        return {number: value for number, value in self.program_inputs.items() if value.id in read}
+    def inputs_of(self, subgraphs: Sequence[TracedSubgraph]) -> dict[int, Value]:
+        """Return the inputs on which subgraphs of the segment depend, by their number in the program."""
+        read_ids = {value.id for part in subgraphs for value in part.inputs}
+        return {number: value for number, value in self.program_inputs.items() if value.id in read_ids}
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
         """Reject an operator whose results cannot be computed from boxes of cells of its arguments."""
-        boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids_in(record.result)]
+        are_boxes = [is_box(self.program_values[value].layout, self.mesh.axes) for value in value_ids_in(record.result)]
         if not (
             record.is_getitem_or_constructor
-            or (record.can_be_in_segment and boxes and boxes[0] and (norms or all(boxes)))
+            or (record.can_be_in_segment and are_boxes and are_boxes[0] and (norms or all(are_boxes)))
         ):
             self.refuse()
-        if any((n.x, n.y.id) != (self.segment_values[record.read_ids[0]], value_ids_in(result)[0]) for n in norms):
+        if any(
+            (n.x, n.y.id) != (self.segment_values[record.read_value_ids[0]], value_ids_in(result)[0]) for n in norms
+        ):
             self.refuse()
 
     def _lower_record(self, record: OperatorRecord) -> Any:
@@ -135,9 +139,9 @@ class SegmentBuilder(BlockLowering):
 
     def random_key(self) -> tuple[Value, int]:
         """Return the random seed, which is an input of the segment, and a number for this call."""
-        new = self.seed is None
+        is_first_draw = self.seed is None
         key = super().random_key()
-        if new:
+        if is_first_draw:
             self.program_inputs[SEED_INPUT_NUMBER] = key[0]
         return key
 
@@ -156,11 +160,11 @@ class OperatorSegment:
         Numbers of the results that the rest of the program reads, or that the program returns.
     segment_values : dict of int to Value
         Values of `traced` by their number in the program.
-    traced : TracedPart
+    traced : TracedSubgraph
         Computation of the segment; its outputs are the partitioned outputs, then the inputs and results of norms.
     norms : dict of int to InputNorm
         Input norms by the number of their operator.
-    rows : int
+    strip_rows : int
         Rows of a strip; 0: the whole tile at once.
     has_margin : bool
         Whether a rank reads its tile of the image with a margin as wide as all windows of the segment need.
@@ -170,18 +174,18 @@ class OperatorSegment:
     inputs: dict[int, Value]
     outputs: list[int]
     segment_values: dict[int, Value]
-    traced: TracedPart
+    traced: TracedSubgraph
     norms: dict[int, InputNorm]
-    rows: int = 0
+    strip_rows: int = 0
     has_margin: bool = False
 
     @property
-    def first(self) -> int:
+    def first_operator(self) -> int:
         """Number of the segment's first operator."""
         return min(self.records)
 
     @property
-    def parts(self) -> list[TracedPart]:
+    def parts(self) -> list[TracedSubgraph]:
         """Parts that are computed one after the other."""
         return [self.traced]
 
@@ -207,51 +211,55 @@ class SegmentSearch:
         schemes: Mapping[str, ExchangePolicy],
         strips: Strips,
     ) -> None:
-        self.mesh, self.schemes, self.strips, self._has_neighbours = mesh, schemes, strips, bool(mesh.axes - {0})
-        self._sample_count, *_ = shape_of(layouts[0])
+        self.mesh, self.schemes, self.strips = mesh, schemes, strips
+        self._has_neighbours = bool(mesh.axes - {0})
+        self._num_samples, *_ = shape_of(layouts[0])
         if strips is not None and mesh.parts[1] == 1:  # so that rules show the dependences between rows
             mesh = Mesh((mesh.parts[0], 2, *mesh.parts[2:]))
             layouts = [default_layout(shape_of(layout), mesh) for layout in layouts]
         self.program = RecordedProgram(program, mesh, layouts, gather_at)
 
-    def segments(self, starts: Collection[int] = (), excluded: Collection[int] = ()) -> list[OperatorSegment]:
+    def find_segments(
+        self, first_operators: Collection[int] = (), excluded_operators: Collection[int] = ()
+    ) -> list[OperatorSegment]:
         """Return the segments of operators.
 
         Parameters
         ----------
-        starts : collection of int
+        first_operators : collection of int
             Operators, by number, that begin a new segment.
-        excluded : collection of int
+        excluded_operators : collection of int
             Operators, by number, that belong to no segment.
         """
-        builders, builder, policy = list[SegmentBuilder](), None, None
+        builders = list[SegmentBuilder]()
+        builder = builder_policy = None
         for number, record in enumerate(self.program.records):
-            if number in excluded:
+            if number in excluded_operators:
                 continue
             own_policy = policy_of_module(record.where.module, self.schemes)
             has_margin = self._must_read_margin(own_policy)
-            begins = record.needs_halo_exchange or (
-                has_margin and any(v in self.program.image_value_ids for v in record.read_ids)
+            begins_segment = record.needs_halo_exchange or (
+                has_margin and any(v in self.program.image_value_ids for v in record.read_value_ids)
             )
-            longest = self._max_window_depth(own_policy) if begins else inf
-            if builder is not None and (begins or builder.is_read_by(record)):
-                mergeable = not begins or _can_share_segment(own_policy, policy)
-                fits = mergeable and number not in starts and builder.window_depth_with(record) <= longest
+            max_depth = self._max_window_depth(own_policy) if begins_segment else inf
+            if builder is not None and (begins_segment or builder.is_read_by(record)):
+                can_merge = not begins_segment or _can_share_segment(own_policy, builder_policy)
+                fits = can_merge and number not in first_operators and builder.window_depth_with(record) <= max_depth
                 if fits and builder.try_add(number, record):
                     continue
                 if not (builder.is_read_by(record) or record.needs_halo_exchange):
                     continue
                 builder = None
-            if begins and longest:
-                builder, policy = self._new_builder(own_policy, has_margin), own_policy
+            if begins_segment and max_depth:
+                builder, builder_policy = self._new_builder(own_policy, has_margin), own_policy
                 if builder.try_add(number, record):
                     builders.append(builder)
                 else:
                     builder = None
-        deep = (
+        deep_builders = (
             b for b in builders if max(b.window_depth_by_value.values()) > (self.strips is None and not b.has_margin)
         )
-        segments = map(self._build_segment, deep)
+        segments = map(self._build_segment, deep_builders)
         results = [segment for segment in segments if segment.outputs]  # results of other segments are never read
         self._check_margin_schemes(results)
         return results
@@ -272,30 +280,33 @@ class SegmentSearch:
 
     def _check_margin_schemes(self, segments: Sequence[OperatorSegment]) -> None:
         """Raise ConfigError for a window that needs an exchange although its scheme exchanges nothing."""
-        alone = {number for s in segments if s.has_margin and self._reads_only_images(s) for number in s.records}
+        exchange_free_operators = {
+            number for s in segments if s.has_margin and self._reads_only_images(s) for number in s.records
+        }
         for number, record in enumerate(self.program.records):
             policy = policy_of_module(record.where.module, self.schemes)
-            if record.needs_halo_exchange and number not in alone and self._must_read_margin(policy):
+            if record.needs_halo_exchange and number not in exchange_free_operators and self._must_read_margin(policy):
                 assert isinstance(policy, FusionScheme)
                 where = record.where
-                norms = ", or use 'overlap_tile(statistics=global)', which sums the statistics of norms over tiles"
+                norms_hint = ", or use 'overlap_tile(statistics=global)', which sums the statistics of norms over tiles"
                 raise ConfigError(
                     f"{where.source and where.source + ': '}scheme: '{scheme_text(policy)}' exchanges nothing, but"
                     f" {where.operator} in module '{where.module}' depends on cells of other tiles that cannot be"
                     " computed from the image around a tile; give other modules another scheme, as in"
-                    " {'': 'halo', 'encoder': 'overlap_tile'}" + norms * (policy.statistics is None)
+                    " {'': 'halo', 'encoder': 'overlap_tile'}" + norms_hint * (policy.statistics is None)
                 )
 
     def _reads_only_images(self, segment: OperatorSegment) -> bool:
-        values, images = self.program.values, self.program.image_value_ids
-        others = (values[value] for value in segment.inputs if value in values and value not in images)
-        return not any(axes_of(value.layout) - {0} for value in others)
+        values = self.program.values
+        image_ids = self.program.image_value_ids
+        other_inputs = (values[value] for value in segment.inputs if value in values and value not in image_ids)
+        return not any(axes_of(value.layout) - {0} for value in other_inputs)
 
-    def build_segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
+    def build_segment_of(self, operator_numbers: Sequence[int]) -> OperatorSegment:
         """Return the segment of these operators, all of which can be in one segment."""
-        policy = policy_of_module(self.program.records[numbers[0]].where.module, self.schemes)
+        policy = policy_of_module(self.program.records[operator_numbers[0]].where.module, self.schemes)
         builder = self._new_builder(policy)
-        for number in numbers:
+        for number in operator_numbers:
             record = self.program.records[number]
             if record.needs_halo_exchange or builder.is_read_by(record):
                 builder.try_add(number, record)
@@ -310,30 +321,30 @@ class SegmentSearch:
         return 1 if self.mesh.axes - {0} else inf  # windows exchange nothing if only the batch is partitioned
 
     def _new_builder(self, policy: ExchangePolicy | None, has_margin: bool = False) -> SegmentBuilder:
-        sums = self.strips is None and isinstance(policy, FusionScheme) and policy.statistics is not None
-        return SegmentBuilder(self.program, self.program.mesh.axes, inf if sums else 0, has_margin)
+        sums_statistics = self.strips is None and isinstance(policy, FusionScheme) and policy.statistics is not None
+        return SegmentBuilder(self.program, self.program.mesh.axes, inf if sums_statistics else 0, has_margin)
 
     def _build_segment(self, builder: SegmentBuilder) -> OperatorSegment:
-        outputs = self.program.outputs(builder.window_depth_by_value, builder.numbers)
+        outputs = self.program.select_outputs(builder.window_depth_by_value, builder.operator_numbers)
         segment_values = builder.segment_values
-        boxes = (value for value in outputs if is_box(self.program.values[value].layout, builder.mesh.axes))
-        ends = [segment_values[value] for value in boxes]
+        box_ids = (value for value in outputs if is_box(self.program.values[value].layout, builder.mesh.axes))
+        output_values = [segment_values[value] for value in box_ids]
         for norm in builder.norms.values():  # a norm's statistics may be read even if its results are not
-            ends += norm.x, norm.y
-        traced = TracedPart(builder, [*builder.program_inputs.values()], ends)
-        records = {number: self.program.records[number] for number in builder.numbers}
-        inputs, rows = builder.inputs_of([traced]), self._rows_per_strip(builder, ends)
+            output_values += norm.x, norm.y
+        traced = TracedSubgraph(builder, [*builder.program_inputs.values()], output_values)
+        records = {number: self.program.records[number] for number in builder.operator_numbers}
+        inputs, rows = builder.inputs_of([traced]), self._rows_per_strip(builder, output_values)
         return OperatorSegment(
             records, inputs, outputs, segment_values, traced, builder.norms, rows, builder.has_margin
         )
 
-    def _rows_per_strip(self, builder: SegmentBuilder, ends: Sequence[Value]) -> int:
+    def _rows_per_strip(self, builder: SegmentBuilder, output_values: Sequence[Value]) -> int:
         if self.strips != "auto":
             return self.strips or 0
-        rows = max((atom.extent for end in ends for (atom,) in end.layout if atom.axis == 1), default=1)
+        rows = max((atom.extent for end in output_values for (atom,) in end.layout if atom.axis == 1), default=1)
         values = [self.program.values[value] for value in builder.window_depth_by_value]
-        numbers = sum(prod(value.shape) * value.dtype.itemsize for value in values) // self._sample_count
-        return max(1, min(rows, MAX_STRIP_BYTES * rows // max(1, numbers)))
+        bytes_per_sample = sum(prod(value.shape) * value.dtype.itemsize for value in values) // self._num_samples
+        return max(1, min(rows, MAX_STRIP_BYTES * rows // max(1, bytes_per_sample)))
 
 
 def _can_share_segment(a: ExchangePolicy | None, b: ExchangePolicy | None) -> bool:

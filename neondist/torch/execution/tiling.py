@@ -82,12 +82,14 @@ class Tiling:
         reference, layout = self._layouts_by_id.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             return layout
-        aliases = (known for reference, known in tuple(self._layouts_by_id.values()) if _is_alias(tensor, reference()))
-        marked: Layout | None = getattr(tensor, "neondist_layout", None)
+        alias_layouts = (
+            known for reference, known in tuple(self._layouts_by_id.values()) if _is_alias(tensor, reference())
+        )
+        attached_layout: Layout | None = getattr(tensor, "neondist_layout", None)
         parts = self.comm.mesh.parts
-        if any(a.axis is not None and len(a.ranges) != parts[a.axis] for atoms in marked or () for a in atoms):
+        if any(a.axis is not None and len(a.ranges) != parts[a.axis] for atoms in attached_layout or () for a in atoms):
             raise ConfigError("a tile was read for a grid other than the model's; pass grid=model.grid to the loader")
-        return marked or next(aliases, None)
+        return attached_layout or next(alias_layouts, None)
 
     def indices_of_ambiguous_inputs(self, tiles: Sequence[Any]) -> list[int]:
         """Return the indices of inputs of unknown layout that may be partitioned differently from the module's."""
@@ -99,19 +101,24 @@ class Tiling:
             and self.layout_of(tile) is None
         ]
 
-    def layouts_of_moved_inputs(self, tiles: Sequence[Any], ambiguous: Sequence[int]) -> dict[int, Layout]:
+    def layouts_of_repartitioned_inputs(
+        self, tiles: Sequence[Any], ambiguous_indices: Sequence[int]
+    ) -> dict[int, Layout]:
         """Return, by index, the layouts of tiles that are partitioned differently from the module's inputs.
 
         Collective if there are ambiguous inputs, which are recognised by their local shapes on all ranks.
         """
-        expected = dict(enumerate(self.input_layouts[: len(tiles)]))
-        candidates = {at: [expected[at], *self._returned_layouts_by_shape[shape_of(expected[at])]] for at in ambiguous}
-        layouts = {at: self.layout_of(tiles[at]) for at in expected if isinstance(tiles[at], torch.Tensor)}
+        expected_layouts = dict(enumerate(self.input_layouts[: len(tiles)]))
+        candidates = {
+            at: [expected_layouts[at], *self._returned_layouts_by_shape[shape_of(expected_layouts[at])]]
+            for at in ambiguous_indices
+        }
+        layouts = {at: self.layout_of(tiles[at]) for at in expected_layouts if isinstance(tiles[at], torch.Tensor)}
         layouts |= {at: fitting[0] for at, fitting in self._layouts_by_shape(tiles, candidates).items() if fitting}
         return {
             at: layout
             for at, layout in layouts.items()
-            if layout not in (None, expected[at]) and shape_of(layout) == shape_of(expected[at])
+            if layout not in (None, expected_layouts[at]) and shape_of(layout) == shape_of(expected_layouts[at])
         }
 
     def redistribute_input(self, tile: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
@@ -140,7 +147,8 @@ class Tiling:
 
     def training_target_layout(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
         """Return a target's layout: that of an output with the same spatial extents, or one that splits the batch."""
-        mesh, layouts = self.comm.mesh, self._output_and_input_layouts(outputs)
+        mesh = self.comm.mesh
+        layouts = self._output_and_input_layouts(outputs)
         for layout in layouts:
             if shape == shape_of(layout):
                 return layout
@@ -149,8 +157,8 @@ class Tiling:
                     return (layout[0], *replicated(shape[1:2]), *layout[2:])
                 if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
                     return (layout[0], *layout[2:])
-        batches = {shape_of(layout[:1]) for layout in layouts if layout}
-        if shape and (len(shape) > mesh.spatial_ndim or shape[:1] not in batches):
+        batch_shapes = {shape_of(layout[:1]) for layout in layouts if layout}
+        if shape and (len(shape) > mesh.spatial_ndim or shape[:1] not in batch_shapes):
             shapes = sorted({shape_of(layout) for layout in layouts if layout})
             raise ShapeError(
                 f"a target of shape {shape} matches none of the outputs {', '.join(map(str, shapes))}; it must have"
@@ -163,7 +171,7 @@ class Tiling:
         self,
         tensors: Sequence[torch.Tensor],
         outputs: Callable[[], Sequence[Layout]],
-        first_target: int | None = None,
+        first_target_index: int | None = None,
     ) -> list[Layout]:
         """Return the layouts of tensors, given this rank's parts. Collective.
 
@@ -172,16 +180,18 @@ class Tiling:
         Parameters
         ----------
         tensors : sequence of torch.Tensor
-            Parts of outputs, followed by parts of targets from the index `first_target` if given.
+            Parts of outputs, followed by parts of targets from the index `first_target_index` if given.
         outputs : callable
             Returns the layouts of the module's outputs.
         """
         layouts = [self.layout_of(tensor) for tensor in tensors]
-        unknown = [at for at, layout in enumerate(layouts) if layout is None]
-        known = self._output_and_input_layouts(outputs()) if unknown else []
+        unknown_indices = [at for at, layout in enumerate(layouts) if layout is None]
+        known_layouts = self._output_and_input_layouts(outputs()) if unknown_indices else []
         candidates = {
-            at: self._candidate_layouts(tensors[at], known, first_target is not None and at >= first_target)
-            for at in unknown
+            at: self._candidate_layouts(
+                tensors[at], known_layouts, first_target_index is not None and at >= first_target_index
+            )
+            for at in unknown_indices
         }  # the same on all ranks
         for at, fitting in self._layouts_by_shape(tensors, candidates).items():
             if not fitting:
@@ -197,22 +207,24 @@ class Tiling:
         self, tensors: Sequence[torch.Tensor], candidates: Mapping[int, Sequence[Layout]]
     ) -> dict[int, list[Layout]]:
         """Return, for some of the tensors, the candidates that have the tensor's shape on all ranks. Collective."""
-        place, world = self.comm.place, self.comm.grid.world
-        fit = {
+        place = self.comm.place
+        world = self.comm.grid.world
+        own_matches = {
             at: [i for i, layout in enumerate(layouts) if local_shape(layout, place) == tuple(tensors[at].shape)]
             for at, layouts in candidates.items()
         }
-        every = world.allgather(fit) if fit and world.size > 1 else [fit]
-        fitting = {
-            at: [c[i] for i in fit[at] if all(i in other[at] for other in every)] for at, c in candidates.items()
+        all_matches = world.allgather(own_matches) if own_matches and world.size > 1 else [own_matches]
+        matching_layouts = {
+            at: [c[i] for i in own_matches[at] if all(i in other[at] for other in all_matches)]
+            for at, c in candidates.items()
         }
-        for at, layouts in fitting.items():
+        for at, layouts in matching_layouts.items():
             if not all(self._has_same_parts(layout, layouts[0]) for layout in layouts):
                 raise ShapeError(
                     f"rank {self.comm.grid.rank}: a tensor of shape {tuple(tensors[at].shape)} was computed from"
                     " tensors partitioned in different ways; compute it in the module or in the criterion"
                 ).mark_raised_on_all_ranks()
-        return fitting
+        return matching_layouts
 
     def _has_same_parts(self, layout: Layout, other: Layout) -> bool:
         """Return whether two layouts have different global shapes, or give every rank the same indices."""
@@ -232,15 +244,19 @@ class Tiling:
 
     def _candidate_layouts(self, tensor: torch.Tensor, layouts: Sequence[Layout], is_target: bool) -> list[Layout]:
         mesh = self.comm.mesh
-        images = [layout for layout in layouts if len(layout) == mesh.spatial_ndim + 2]
-        cells = [layout[:1] + layout[2:] for layout in images]
-        channels = [(lay[0], *replicated(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
-        batch = [layout[:1] for layout in layouts]
-        own = replicated(tensor.shape[1:])
-        vectors = [(layout[0], *own) for layout in layouts if layout and 1 < tensor.dim() <= mesh.spatial_ndim]
+        image_layouts = [layout for layout in layouts if len(layout) == mesh.spatial_ndim + 2]
+        per_cell_layouts = [layout[:1] + layout[2:] for layout in image_layouts]
+        channel_layouts = [
+            (lay[0], *replicated(tensor.shape[1:2]), *lay[2:]) for lay in image_layouts if tensor.dim() == len(lay)
+        ]
+        batch_layouts = [layout[:1] for layout in layouts]
+        feature_dims = replicated(tensor.shape[1:])
+        vector_layouts = [
+            (layout[0], *feature_dims) for layout in layouts if layout and 1 < tensor.dim() <= mesh.spatial_ndim
+        ]
         if is_target:
-            return [*cells, *channels, *batch, *layouts, *vectors]
-        return [*layouts, *channels, *cells, *batch, *vectors]
+            return [*per_cell_layouts, *channel_layouts, *batch_layouts, *layouts, *vector_layouts]
+        return [*layouts, *channel_layouts, *per_cell_layouts, *batch_layouts, *vector_layouts]
 
     def gather(self, tile: torch.Tensor, layout: Layout, differentiable: bool = False) -> torch.Tensor:
         """Gather a whole tensor from the ranks' parts. Collective.
@@ -255,15 +271,15 @@ class Tiling:
         with torch.no_grad():
             return runner([tile.detach()], {}, {})[0]
 
-    def _runner(self, layout: Layout, target: Layout, dtype: torch.dtype) -> PlanRunner:
+    def _runner(self, layout: Layout, target_layout: Layout, dtype: torch.dtype) -> PlanRunner:
         """Return the runner that converts tensors from a layout to another."""
-        key = layout, target, dtype
+        key = layout, target_layout, dtype
         if key not in self._runners:
             mesh, rank = self.comm.mesh, self.comm.grid.rank
             builder = PlanBuilder(mesh, rank)
-            builder.where = OperatorPosition("redistribute" if axes_of(target) else "gather", "", "")
+            builder.where = OperatorPosition("redistribute" if axes_of(target_layout) else "gather", "", "")
             value = builder.new_input(layout, dtype)
-            result = builder.partition_as(value, target) if axes_of(target) else builder.gather(value)
+            result = builder.partition_as(value, target_layout) if axes_of(target_layout) else builder.gather(value)
             plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [result.id], {})
             self._runners[key] = PlanRunner(self.comm, plan)
         return self._runners[key]

@@ -30,7 +30,7 @@ from ..ir.layout import Layout, Mesh, default_layout, is_box, replicated
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import OperatorPosition
 from ..lowering.training_memory import TrainingMemory
-from .block_lowering import InputNorm, TracedPart, pair_ids_with_values, value_ids_in
+from .block_lowering import InputNorm, TracedSubgraph, pair_ids_with_values, value_ids_in
 from .fused_lowering import FusedLowering, results_with_placeholders
 from .program_lowering import OperatorRecord, RecordedProgram, even_layout
 from .recomputed_blocks import BlockMoments, RecomputedBlocks
@@ -39,7 +39,7 @@ from .segments import SEED_INPUT_NUMBER, OperatorSegment, SegmentBuilder, Segmen
 
 COPIES_OF_WEIGHTS_IN_TRAINING = 4
 """Copies of the weights in training: values, gradients, and an optimiser state of two arrays."""
-MANY_BLOCKS = 256
+MAX_FAST_BLOCKS = 256
 """Number of blocks of a rank above which a step may be slow, since each block has overhead and overlaps others."""
 TRUNK_STEP_NAME = "blocks"
 """Name of the step that computes the trunk."""
@@ -60,7 +60,7 @@ class _TrunkBuilder(SegmentBuilder):
 
     def can_read_inputs_of(self, record: OperatorRecord) -> bool:
         """Return whether all values that an operator reads are in the trunk, or can be passed to it."""
-        return all(value in self.segment_values or value in self.initial_value_ids for value in record.read_ids)
+        return all(value in self.segment_values or value in self.initial_value_ids for value in record.read_value_ids)
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
         """Reject windows under approximate schemes; accept all other operators, as only outputs must be boxes."""
@@ -74,44 +74,59 @@ class Trunk(OperatorSegment):
 
     Attributes
     ----------
-    norm_sweeps : sequence of TracedPart
+    norm_sweeps : sequence of TracedSubgraph
         For each input norm, the computation of its input, given the statistics of the previous norms.
     refusal : UnsupportedOperator or None
         Error of the operator that ends the trunk.
     """
 
-    norm_sweeps: Sequence[TracedPart]
+    norm_sweeps: Sequence[TracedSubgraph]
     refusal: UnsupportedOperator | None
     program: RecordedProgram
 
     @classmethod
     def find(cls, search: SegmentSearch, max_norms: int = 0) -> Trunk:
         """Return the trunk of a program, with at most `max_norms` input norms."""
-        program, outside = search.program, set[int]()
+        program = search.program
+        excluded_operators = set[int]()
         while True:
             builder = _TrunkBuilder(search, max_norms)
             for number, record in enumerate(program.records):
-                if number not in outside and builder.can_read_inputs_of(record):
-                    builder.try_add(number, record, inside=builder.is_read_by(record))
-            records = {at: program.records[at] for at in builder.numbers}
-            moments = {value for at in builder.norms for value in value_ids_in(records[at].result)[1:]}
-            results = builder.window_depth_by_value.keys() - moments - builder.initial_value_ids
-            outputs = program.outputs(sorted(results), records)
-            ends = [builder.segment_values[value] for value in outputs]
-            odd = {value for value, end in zip(outputs, ends, strict=True) if not is_box(end.layout, builder.mesh.axes)}
-            if not odd:
+                if number not in excluded_operators and builder.can_read_inputs_of(record):
+                    builder.try_add(number, record, in_segment=builder.is_read_by(record))
+            records = {at: program.records[at] for at in builder.operator_numbers}
+            statistics_ids = {value for at in builder.norms for value in value_ids_in(records[at].result)[1:]}
+            result_ids = builder.window_depth_by_value.keys() - statistics_ids - builder.initial_value_ids
+            outputs = program.select_outputs(sorted(result_ids), records)
+            output_values = [builder.segment_values[value] for value in outputs]
+            non_box_ids = {
+                value
+                for value, end in zip(outputs, output_values, strict=True)
+                if not is_box(end.layout, builder.mesh.axes)
+            }
+            if not non_box_ids:
                 break
-            outside.update(at for at, record in records.items() if not odd.isdisjoint(value_ids_in(record.result)))
-        inputs, parts = [*builder.program_inputs.values()], list[TracedPart]()
+            excluded_operators.update(
+                at for at, record in records.items() if not non_box_ids.isdisjoint(value_ids_in(record.result))
+            )
+        inputs, parts = [*builder.program_inputs.values()], list[TracedSubgraph]()
         for norm in builder.norms.values():
-            parts.append(TracedPart(builder, inputs, [norm.x]))
+            parts.append(TracedSubgraph(builder, inputs, [norm.x]))
             inputs += norm.mean, norm.variance
-        traced = TracedPart(builder, inputs, ends)
-        values = builder.inputs_of([*parts, traced]), outputs, builder.segment_values
-        return cls(records, *values, traced, builder.norms, norm_sweeps=parts, refusal=builder.refusal, program=program)
+        traced = TracedSubgraph(builder, inputs, output_values)
+        inputs_outputs_and_values = builder.inputs_of([*parts, traced]), outputs, builder.segment_values
+        return cls(
+            records,
+            *inputs_outputs_and_values,
+            traced,
+            builder.norms,
+            norm_sweeps=parts,
+            refusal=builder.refusal,
+            program=program,
+        )
 
     @property
-    def parts(self) -> list[TracedPart]:
+    def parts(self) -> list[TracedSubgraph]:
         """Parts that are computed one after the other."""
         return [*self.norm_sweeps, self.traced]
 
@@ -131,7 +146,8 @@ class TrunkLowering(FusedLowering):
         self, mesh: Mesh, rank: int, trunk: Trunk, segments: Sequence[OperatorSegment], block_counts: Sequence[int]
     ) -> None:
         super().__init__(mesh, rank, [trunk, *segments], trunk.program.image_value_ids)
-        self.subdivides_tiles, self.trunk, self.block_counts = True, trunk, tuple(block_counts)
+        self.subdivides_tiles = True
+        self.trunk, self.block_counts = trunk, tuple(block_counts)
         self.blocks = list[RecomputedBlocks]()
         self.output_tiles: list[Value] = []
         self._norm_moments: dict[int, tuple[Value, Value]] = {}  # by the id of the normalised value's placeholder
@@ -142,7 +158,7 @@ class TrunkLowering(FusedLowering):
         text = f"memory: {' x '.join(map(str, self.block_counts))} blocks per rank (samples x space)"
         if self.trunk.norms:
             text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms"
-        if prod(self.block_counts) > MANY_BLOCKS:
+        if prod(self.block_counts) > MAX_FAST_BLOCKS:
             text += ", so many that a step may be slow: with more memory or more ranks, fewer suffice"
         if self.trunk.refusal is not None:
             text += f", up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
@@ -159,8 +175,8 @@ class TrunkLowering(FusedLowering):
             norm = self.trunk.norms[self.operator_number]
             x = self.new_input(even_layout(norm.x, self.mesh), norm.x.dtype)
             self._norm_moments[x.id] = self._trunk_input_views[norm.mean.id], self._trunk_input_views[norm.variance.id]
-            _, *moved = self.lower_by_rule(target, (x, *args[1:]), kwargs)
-            self.program_values.update(pair_ids_with_values(record.result[1:], moved))
+            _, *running_statistics = self.lower_by_rule(target, (x, *args[1:]), kwargs)
+            self.program_values.update(pair_ids_with_values(record.result[1:], running_statistics))
         return results_with_placeholders(record)
 
     def normalise(
@@ -173,26 +189,33 @@ class TrunkLowering(FusedLowering):
         return super().normalise(x, weight, bias, moments, groups)
 
     def _add_trunk_steps(self) -> None:
-        trunk, where, draws = self.trunk, self.where, self.draw_number
+        trunk = self.trunk
+        where, draw_number = self.where, self.draw_number
         self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
         self.program_values.update(zip(trunk.program.initial_value_ids, self.input_values, strict=True))
         if SEED_INPUT_NUMBER in trunk.inputs:
             self.program_values[SEED_INPUT_NUMBER], _ = self.random_key()
-        views, first = self.input_views_and_origins(trunk)
+        views, view_offsets = self.input_views_and_offsets(trunk)
         for sweep, norm in zip(trunk.norm_sweeps, trunk.norms.values(), strict=True):
             self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
-            sums = BlockMoments(norm.moments, sweep, self.own_ranges_of(sweep), self.block_counts, first)
-            self.blocks.append(sums)
-            (rows,) = self.add_block_step(sums, views, [replicated(sums.shape)])
-            rows.axes = self.mesh.axes
+            block_moments = BlockMoments(
+                norm.moments, sweep, self.own_ranges_of(sweep), self.block_counts, view_offsets
+            )
+            self.blocks.append(block_moments)
+            (moments_value,) = self.add_block_step(block_moments, views, [replicated(block_moments.shape)])
+            moments_value.axes = self.mesh.axes
             self.where = OperatorPosition("statistics", "", "")
-            views[norm.mean.id] = mean = self._add_mean(sums.sum_of_elements, [rows], norm)
-            views[norm.variance.id] = self._add_mean(sums.sum_of_squared_deviations, [rows, mean], norm)
+            views[norm.mean.id] = mean = self._add_mean(block_moments.sum_of_elements, [moments_value], norm)
+            views[norm.variance.id] = self._add_mean(
+                block_moments.sum_of_squared_deviations, [moments_value, mean], norm
+            )
         self.where, self._trunk_input_views = OperatorPosition(TRUNK_STEP_NAME, "", ""), views
-        self.blocks.append(RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, first))
+        self.blocks.append(
+            RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, view_offsets)
+        )
         self.output_tiles = self.add_block_step(self.blocks[-1], views)
         self.program_values.update(zip(trunk.outputs, self.output_tiles, strict=True))
-        self.where, self.draw_number = where, draws
+        self.where, self.draw_number = where, draw_number
 
     def _add_mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: InputNorm) -> Value:
         total = self.allreduce_local_result(run, args, args[0].axes, norm.mean.layout)
@@ -226,67 +249,84 @@ def create_trunk_lowering(
     UserError
         A pass does not fit in memory; the message names the operator that ends the trunk, if there is one.
     """
-    weights = COPIES_OF_WEIGHTS_IN_TRAINING * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    limit, mesh, images = memory - weights, search.mesh, search.program.image_value_ids
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    weight_bytes = COPIES_OF_WEIGHTS_IN_TRAINING * sum(
+        tensor.nbytes for tensor in (*module.parameters(), *module.buffers())
+    )
+    limit_bytes = memory - weight_bytes
+    mesh, image_ids = search.mesh, search.program.image_value_ids
+    trained_names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
-    def peak_of(plan: TorchPlan) -> Callable[[], int]:
-        return partial(TrainingMemory(plan, trained).peak, 0) if module.training else lambda: plan.peak()[0]
+    def peak_function_of(plan: TorchPlan) -> Callable[[], int]:
+        return partial(TrainingMemory(plan, trained_names).peak, 0) if module.training else lambda: plan.peak()[0]
 
     def lowering_of_segments(rank: int) -> FusedLowering | None:
-        return FusedLowering(mesh, rank, segments, images) if segments else None
+        return FusedLowering(mesh, rank, segments, image_ids) if segments else None
 
-    needed = peak_of(plan_without_blocks or lower(lowering=lowering_of_segments(0))[0])()
-    if needed <= limit:
+    needed_bytes = peak_function_of(plan_without_blocks or lower(lowering=lowering_of_segments(0))[0])()
+    if needed_bytes <= limit_bytes:
         return lowering_of_segments(rank)
     if search.reads_margins:
         raise ConfigError(
-            f"memory: a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} is available, and"
-            " scheme 'overlap_tile' cannot be computed block by block; use 'deep_halo' or 'halo', more ranks, or give"
-            f" memory: {format_limit_for(needed + weights, mesh.size)} or more"
+            f"memory: a pass needs {format_bytes(needed_bytes + weight_bytes)}, but only {format_bytes(memory)} is"
+            " available, and scheme 'overlap_tile' cannot be computed block by block; use 'deep_halo' or 'halo', more"
+            f" ranks, or give memory: {format_limit_for(needed_bytes + weight_bytes, mesh.size)} or more"
         )
-    max_norms, suggested = 0, needed
+    max_norms = 0
+    suggested_bytes = needed_bytes
     while True:
         trunk = Trunk.find(search, max_norms)
         if trunk.outputs:
-            in_head = plan_segments(search, trunk.records)
-            lowering = TrunkLowering(mesh, 0, trunk, in_head, [1] * len(mesh.parts))
+            head_segments = plan_segments(search, trunk.records)
+            lowering = TrunkLowering(mesh, 0, trunk, head_segments, [1] * len(mesh.parts))
             plan, _ = lower(lowering=lowering)
-            peaks = _divide_trunk_to_fit_memory(lowering, peak_of(plan), limit)
-            (parts, last), needed = next(reversed(peaks.items())), min(peaks.values())
-            if last <= limit:
-                return TrunkLowering(mesh, rank, trunk, in_head, parts)
-            suggested = _peak_with_few_blocks(peaks)
+            peaks = _divide_trunk_to_fit_memory(lowering, peak_function_of(plan), limit_bytes)
+            block_counts, last_peak = next(reversed(peaks.items()))
+            needed_bytes = min(peaks.values())
+            if last_peak <= limit_bytes:
+                return TrunkLowering(mesh, rank, trunk, head_segments, block_counts)
+            suggested_bytes = _peak_with_few_blocks(peaks)
         if len(trunk.norms) < max_norms:
             break
         max_norms += 1 + max_norms // 3  # each norm costs another sweep
-    shortage = (
-        f"a pass needs {format_bytes(needed + weights)}, but only {format_bytes(memory)} is available; use more ranks,"
-        f" or give memory: {format_limit_for(suggested + weights, mesh.size)} or more"
+    shortage_message = (
+        f"a pass needs {format_bytes(needed_bytes + weight_bytes)}, but only {format_bytes(memory)} is available;"
+        f" use more ranks, or give memory: {format_limit_for(suggested_bytes + weight_bytes, mesh.size)} or more"
     )
     if trunk.refusal is None:
-        raise ConfigError(f"memory: {shortage}")
-    remedy = f"it and the operators after it are computed on whole tiles, so that {shortage}"
+        raise ConfigError(f"memory: {shortage_message}")
+    remedy = f"it and the operators after it are computed on whole tiles, so that {shortage_message}"
     raise UnsupportedOperator(trunk.refusal, trunk.refusal.why, action="be computed block by block", remedy=remedy)
 
 
 def _divide_trunk_to_fit_memory(
-    lowering: TrunkLowering, peak: Callable[[], int], limit: int
+    lowering: TrunkLowering, compute_peak: Callable[[], int], limit_bytes: int
 ) -> dict[tuple[int, ...], int]:
-    """Divide a trunk until a pass fits in `limit` bytes or its peak stops falling; return peaks by block counts."""
-    extents, parts = lowering.blocks[-1].max_own_extents(), list(lowering.block_counts)
-    parts[0], peaks, previous = extents[0], dict[tuple[int, ...], int](), inf
+    """Divide a trunk until a pass fits in `limit_bytes` or its peak stops falling; return peaks by block counts."""
+    extents = lowering.blocks[-1].max_own_extents()
+    block_counts = list(lowering.block_counts)
+    block_counts[0] = extents[0]
+    peaks = dict[tuple[int, ...], int]()
+    previous_peak = inf
     while True:
         for blocks in lowering.blocks:
-            blocks.block_counts = tuple(parts)
-        peaks[tuple(parts)] = needed = peak()
-        longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
-        if needed <= limit or extents[longest] == parts[longest] or needed >= previous:
+            blocks.block_counts = tuple(block_counts)
+        peaks[tuple(block_counts)] = peak_bytes = compute_peak()
+        longest_axis = max(range(len(block_counts)), key=lambda axis: extents[axis] / block_counts[axis])
+        if (
+            peak_bytes <= limit_bytes
+            or extents[longest_axis] == block_counts[longest_axis]
+            or peak_bytes >= previous_peak
+        ):
             return peaks
-        parts[longest], previous = min(2 * parts[longest], extents[longest]), needed
+        block_counts[longest_axis], previous_peak = (
+            min(2 * block_counts[longest_axis], extents[longest_axis]),
+            peak_bytes,
+        )
 
 
 def _peak_with_few_blocks(peaks: Mapping[tuple[int, ...], int]) -> int:
-    """Return the smallest near-minimal peak with at most MANY_BLOCKS blocks; if there is none, with the fewest."""
-    sufficient = {prod(parts): peak for parts, peak in peaks.items() if peak <= 1.25 * min(peaks.values())}
-    return min(peak for count, peak in sufficient.items() if count <= max(MANY_BLOCKS, min(sufficient)))
+    """Return the smallest near-minimal peak with at most MAX_FAST_BLOCKS blocks; if there is none, with the fewest."""
+    peaks_by_num_blocks = {prod(parts): peak for parts, peak in peaks.items() if peak <= 1.25 * min(peaks.values())}
+    return min(
+        peak for count, peak in peaks_by_num_blocks.items() if count <= max(MAX_FAST_BLOCKS, min(peaks_by_num_blocks))
+    )

@@ -125,16 +125,16 @@ class DistributedModule(nn.Module):
                 return self._run_module(tiles, state, prepared)
         error, values = None, dict[str, Any]()
         changes: tuple[int, ...] = ()
-        moved = self._layouts_of_moved_inputs(tiles)
+        repartitioned_layouts = self._layouts_of_repartitioned_inputs(tiles)
         try:
             prepared = self.programs.for_autocast([getattr(tile, "dtype", torch.float32) for tile in tiles])
             parameters, buffers = self.programs.watch.named_parameters_and_buffers()
-            self._check_tiles(tiles, prepared, moved)
+            self._check_tiles(tiles, prepared, repartitioned_layouts)
             check_parameter_shapes(prepared.runner.plan, parameters, buffers)
             if self.training:
                 self.execution.check_not_recomputed()
             values |= self._values_to_compare(tiles, prepared, parameters)
-            values |= {f"the layout of input {at}": layout for at, layout in moved.items()}
+            values |= {f"the layout of input {at}": layout for at, layout in repartitioned_layouts.items()}
             changes = version_counters([*parameters.values(), *buffers.values()])
             if len(self._versions) == len(changes):
                 changes = tuple(current - before for current, before in zip(changes, self._versions, strict=True))
@@ -147,7 +147,7 @@ class DistributedModule(nn.Module):
         self.comm.phase = Phase(self.training, self.step)
         tiles = tuple(map(self.backward_check.alias_for_model, tiles))
         tiles = tuple(
-            self.tiling.redistribute_input(tile, moved[at], at) if at in moved else tile
+            self.tiling.redistribute_input(tile, repartitioned_layouts[at], at) if at in repartitioned_layouts else tile
             for at, tile in enumerate(tiles)
         )
         outputs = list(map(self.backward_check.alias_of_output, prepared.runner(tiles, parameters, buffers)))
@@ -158,13 +158,13 @@ class DistributedModule(nn.Module):
             torch.zeros((), requires_grad=True).exp()
         return self._record_layouts(pytree.tree_unflatten(outputs, prepared.output_tree), prepared.layouts)
 
-    def _layouts_of_moved_inputs(self, tiles: Sequence[Any]) -> dict[int, Layout]:
+    def _layouts_of_repartitioned_inputs(self, tiles: Sequence[Any]) -> dict[int, Layout]:
         """Return, by index, the layouts of inputs, such as outputs of other models, that must be redistributed."""
         if self.execution.tiles_may_have_margins or self.grid.size == 1:
             return {}
         if ambiguous := self.tiling.indices_of_ambiguous_inputs(tiles):
             self.grid.check("forward", {"the model": self._name, "the list of inputs not from a model": ambiguous})
-        return self.tiling.layouts_of_moved_inputs(tiles, ambiguous)
+        return self.tiling.layouts_of_repartitioned_inputs(tiles, ambiguous)
 
     def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
@@ -379,7 +379,9 @@ class DistributedModule(nn.Module):
     def _output_layouts(self) -> list[Layout]:
         return self.programs.current.output_layouts
 
-    def _check_tiles(self, tiles: Sequence[Any], prepared: CompiledProgram, moved: Mapping[int, Layout]) -> None:
+    def _check_tiles(
+        self, tiles: Sequence[Any], prepared: CompiledProgram, repartitioned_layouts: Mapping[int, Layout]
+    ) -> None:
         count, plan = len(self.tiling.input_layouts), prepared.runner.plan
         if len(tiles) != count:
             raise ShapeError(
@@ -389,7 +391,7 @@ class DistributedModule(nn.Module):
         for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, prepared.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)
             expected = plan.values[plan.inputs[at]].local
-            if at not in moved and tuple(tile.shape) != expected:
+            if at not in repartitioned_layouts and tuple(tile.shape) != expected:
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"
                     f" {shape_of(layout)} is {expected}; cut the image with model.scatter(image)"

@@ -30,7 +30,7 @@ from ...strategies import Strategy, StrategyBuilder, as_strategy
 from ...system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes
 from ...terminal.console import counted, say
 from ..exchange.schemes import Schemes, parse_schemes
-from ..execution.image_blocks import ModuleBlocks, TracedImage
+from ..execution.image_blocks import ModuleBlocks, TracedImageModule
 from ..execution.options import ExecutionOptions
 from ..ir.layout import Mesh, axes_of, shape_of
 from ..module.criteria import check_criterion
@@ -202,7 +202,7 @@ class TorchModel(TrainableModel):
         if self.shape is not None:
             self.shape = [self.shape[0], *input_shape[:-1]]
 
-    def trace_for_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImage:
+    def trace_for_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImageModule:
         """Return an object that computes any box of the output from the cells on which the box depends.
 
         Raises
@@ -211,7 +211,7 @@ class TorchModel(TrainableModel):
             The module's receptive field is unbounded; the message names the remedy.
         """
         shape = (1, *self._sample_shape(tuple(input_shape)))
-        return TracedImage(self._factory.program(shape, False), shape, self.gather_at, remedy)
+        return TracedImageModule(self._factory.program(shape, False), shape, self.gather_at, remedy)
 
     @property
     def module(self) -> nn.Module:

@@ -18,7 +18,7 @@ from zoo import ZOO  # noqa: E402
 
 from neondist.errors import UserError  # noqa: E402
 from neondist.halo import as_scheme  # noqa: E402
-from neondist.torch.execution.image_blocks import TracedImage  # noqa: E402
+from neondist.torch.execution.image_blocks import TracedImageModule  # noqa: E402
 from neondist.torch.execution.program_lowering import even_layout, ranges_at  # noqa: E402
 from neondist.torch.execution.recomputed_blocks import extend_empty_ranges  # noqa: E402
 from neondist.torch.execution.segments import SegmentSearch  # noqa: E402
@@ -53,7 +53,7 @@ def trace_parts(module, shape, dtype=torch.float64):
     for training in (False, True):
         program = CAPTURE.capture_module(module.train(training), [(shape, dtype)])
         with suppress(UserError):  # it depends on the whole image
-            parts += [TracedImage(program, shape, (), "")] if shape[0] == 1 else []
+            parts += [TracedImageModule(program, shape, (), "")] if shape[0] == 1 else []
         with suppress(UserError):
             whole = Mesh((1,) * (len(shape) - 1))
             trunk = Trunk.find(SegmentSearch(program, whole, [whole.image_layout(shape)], (), {}, None), 3)
@@ -62,7 +62,7 @@ def trace_parts(module, shape, dtype=torch.float64):
             search = SegmentSearch(
                 program, mesh, [mesh.image_layout(shape)], (), {"": as_scheme("deep_halo(layers=3)")}, None
             )
-            parts += [segment.traced for segment in search.segments()]
+            parts += [segment.traced for segment in search.find_segments()]
     return parts
 
 
@@ -137,7 +137,7 @@ class LossModule(nn.Module):
 )
 def test_modules(module, shape):
     parts = trace_parts(module.double(), shape)
-    assert any(isinstance(part, TracedImage) for part in parts)
+    assert any(isinstance(part, TracedImageModule) for part in parts)
     merged = sum(check_symbol_ranges(part, random.Random(SEED), 3) for part in parts)
     assert bool(merged) == isinstance(module, ShiftedWindows)
 
