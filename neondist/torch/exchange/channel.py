@@ -11,7 +11,7 @@ import torch
 
 from ...geometry import Lattice, Piece, ViewTransfer, to_slice
 from ...observer import EventScope
-from .mesh_comm import Flats, MeshComm, StagedExchange
+from .mesh_comm import FlatTensorsByRank, MeshComm, StagedExchange
 
 
 class TransferChannel:
@@ -24,17 +24,20 @@ class TransferChannel:
 
     def __init__(self, comm: MeshComm, name: str, transfer: ViewTransfer, kind: str) -> None:
         self.comm, self.name, self.transfer, self.kind = comm, name, transfer, kind
-        rank, part = comm.grid.rank, [-request.source.range(comm.place)[0] for request in transfer.requests]
-        self.own, outgoing = (  # in coordinates of this rank's part
-            [replace(piece, source=piece.source.shift(part)) for piece in pieces]
+        rank = comm.grid.rank
+        part_shift = [-request.source.range(comm.place)[0] for request in transfer.requests]
+        self.own_pieces, outgoing_pieces = (  # in coordinates of this rank's part
+            [replace(piece, source=piece.source.shift(part_shift)) for piece in pieces]
             for pieces in (transfer.local(rank), transfer.sends(rank))
         )
         self.view_includes_own_part = transfer.view_includes_own_part(rank)
         self.incoming = _group_pieces_by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
-        self.outgoing = _group_pieces_by_peer(outgoing)
-        self.group, self.first = comm.message_group({axis for request in transfer.requests for axis in request.axes})
-        self._moved_dims = {request.dim for request in transfer.requests}
-        self._buffers: dict[Any, Any] = {}
+        self.outgoing = _group_pieces_by_peer(outgoing_pieces)
+        self.group, self.first_rank = comm.message_group(
+            {axis for request in transfer.requests for axis in request.axes}
+        )
+        self._exchanged_dims = {request.dim for request in transfer.requests}
+        self._message_buffers: dict[Any, Any] = {}
 
     def observe(self, direction: str) -> EventScope:
         """Return the context manager that reports this exchange to observers."""
@@ -58,7 +61,7 @@ class TransferChannel:
         for margin in self._margin_views(view):
             margin.fill_(fill)
         buffers = self._start_exchange("forward", tensor)
-        for piece in self.own:
+        for piece in self.own_pieces:
             self._lattice_view(view, piece.target).copy_(self._lattice_view(tensor, piece.source))
         for piece, cells in buffers.finish() if buffers else ():
             self._lattice_view(view, piece.target).copy_(cells)
@@ -68,9 +71,9 @@ class TransferChannel:
         """Yield the parts of a view around the rank's own part, if they may have indices that are not received."""
         if not self.transfer.has_unused_cells:
             return
-        own = [piece.target.ranges for piece in self.own]
+        own_ranges = [piece.target.ranges for piece in self.own_pieces]
         for at, request in enumerate(self.transfer.requests):
-            lo, hi = (own[0][at].start, own[0][at].stop) if own else (0, 0)
+            lo, hi = (own_ranges[0][at].start, own_ranges[0][at].stop) if own_ranges else (0, 0)
             yield view.narrow(request.dim, 0, lo)
             yield view.narrow(request.dim, hi, view.shape[request.dim] - hi)
 
@@ -106,17 +109,17 @@ class TransferChannel:
         """Return this rank's part of a result of `view`, or None if the result lacks some cells of the part."""
         if not self.view_includes_own_part:
             return None
-        return self._lattice_view(without_padding(view, pads), self.own[0].target)
+        return self._lattice_view(without_padding(view, pads), self.own_pieces[0].target)
 
     def own_gradient_contribution(
         self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False
     ) -> torch.Tensor:
         """Return the gradient of this rank's part from its own view only; possibly a view of `gradient`."""
-        whole = self.own_part_of(gradient)
-        if whole is not None:
-            return whole if in_place else whole.clone(memory_format=memory_format_of(gradient))
+        own_part = self.own_part_of(gradient)
+        if own_part is not None:
+            return own_part if in_place else own_part.clone(memory_format=memory_format_of(gradient))
         part = gradient.new_zeros(tuple(shape))
-        for piece in self.own:
+        for piece in self.own_pieces:
             self._lattice_view(part, piece.source).add_(self._lattice_view(gradient, piece.target))
         return part
 
@@ -130,18 +133,18 @@ class TransferChannel:
         """Start sending parts of a tensor or of its views; return buffers to wait for, or None if no rank sends."""
         if self.transfer.needs_no_messages:
             return None
-        sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved_dims)
+        sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._exchanged_dims)
         key = direction, (tensor.dtype, tensor.device), sizes
-        buffers = self._buffers.get(key)
+        buffers = self._message_buffers.get(key)
         if buffers is None:
             # keep the buffers of one batch size only
-            self._buffers = {k: kept for k, kept in self._buffers.items() if k[1:] == key[1:]}
-            buffers = self._buffers[key] = _MessageBuffers(self, tensor, direction == "forward")
+            self._message_buffers = {k: kept for k, kept in self._message_buffers.items() if k[1:] == key[1:]}
+            buffers = self._message_buffers[key] = _MessageBuffers(self, tensor, direction == "forward")
         for piece, cells in buffers.outgoing:
             cells.copy_(self._lattice_view(tensor, piece.source if direction == "forward" else piece.target))
-        for message in buffers.staged.exchange.sends:
-            self.comm.record_traffic(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
-        buffers.staged.start()
+        for message in buffers.staged_exchange.exchange.sends:
+            self.comm.record_traffic(self.kind, self.name, direction, self.first_rank + message.peer, message.nbytes)
+        buffers.staged_exchange.start()
         return buffers
 
 
@@ -158,8 +161,9 @@ class _MessageBuffers:
     """
 
     def __init__(self, channel: TransferChannel, like: torch.Tensor, is_forward: bool) -> None:
-        def allocate(pieces: _Pieces) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
-            flats, places = dict[int, torch.Tensor](), list[tuple[Piece, torch.Tensor]]()
+        def allocate(pieces: _Pieces) -> tuple[FlatTensorsByRank, list[tuple[Piece, torch.Tensor]]]:
+            flats = dict[int, torch.Tensor]()
+            piece_views = list[tuple[Piece, torch.Tensor]]()
             for peer, parts in pieces.items():
                 shapes = []
                 for piece in parts:
@@ -169,18 +173,22 @@ class _MessageBuffers:
                     shapes.append(shape)
                 sizes = list(map(prod, shapes))
                 flats[peer] = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-                flat = zip(flats[peer].split(sizes), shapes, strict=True)
-                places += zip(parts, (part.view(shape) for part, shape in flat), strict=True)
-            return flats, places
+                parts_and_shapes = zip(flats[peer].split(sizes), shapes, strict=True)
+                piece_views += zip(parts, (part.view(shape) for part, shape in parts_and_shapes), strict=True)
+            return flats, piece_views
 
-        sent, received = (channel.outgoing, channel.incoming) if is_forward else (channel.incoming, channel.outgoing)
-        outgoing, self.outgoing = allocate(sent)
-        incoming, self.incoming = allocate(received)
-        self.staged = StagedExchange(channel.comm, channel.group, outgoing, incoming, channel.first)
+        sent_pieces, received_pieces = (
+            (channel.outgoing, channel.incoming) if is_forward else (channel.incoming, channel.outgoing)
+        )
+        outgoing_flats, self.outgoing = allocate(sent_pieces)
+        incoming_flats, self.incoming = allocate(received_pieces)
+        self.staged_exchange = StagedExchange(
+            channel.comm, channel.group, outgoing_flats, incoming_flats, channel.first_rank
+        )
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:
         """Wait for the messages of other ranks, and return their contents by piece."""
-        self.staged.finish()
+        self.staged_exchange.finish()
         return self.incoming
 
 
@@ -192,10 +200,10 @@ def without_padding(view: torch.Tensor, pads: Sequence[tuple[int, int, int]]) ->
 
 
 def _group_pieces_by_peer(pieces: Iterable[Piece]) -> _Pieces:
-    by_peer: _Pieces = {}
+    pieces_by_peer: _Pieces = {}
     for piece in sorted(pieces, key=lambda p: p.peer):
-        by_peer.setdefault(piece.peer, []).append(piece)
-    return by_peer
+        pieces_by_peer.setdefault(piece.peer, []).append(piece)
+    return pieces_by_peer
 
 
 CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -205,7 +213,7 @@ CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return channels-last if only this format fits a tensor, or the tensor it is a slice of; otherwise contiguous."""
     if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:
-        cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
-        if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():
+        sizes_and_strides = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
+        if any(n > 1 for n, _ in sizes_and_strides) and not tensor.is_contiguous():
             return CHANNELS_LAST_BY_NDIM[tensor.dim()]
     return torch.contiguous_format

@@ -70,7 +70,7 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
 
 
 def _global_extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
-    return _grid_state_of(grid, window.ndim).global_extent_of(x, window)
+    return _grid_cache_of(grid, window.ndim).global_extent_of(x, window)
 
 
 # torch.compiler.disable as a decorator would import the compiler, which takes 2 s, with neondist.torch
@@ -112,29 +112,29 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
 
 @custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_HALO_ARGS}) -> Tensor")
 def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _decode_halo_arguments(grid, window_args)
-    state.check_arguments_on_all_ranks(x, window, extent)
-    view = state.view(window, extent)
-    with view.channel.observe("forward"):
-        return view.channel.view(x, view.pads, window.fill)
+    grid_cache, window, extent = _decode_halo_arguments(grid, window_args)
+    grid_cache.check_arguments_on_all_ranks(x, window, extent)
+    view_plan = grid_cache.view_plan(window, extent)
+    with view_plan.channel.observe("forward"):
+        return view_plan.channel.view(x, view_plan.pads, window.fill)
 
 
 @custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_HALO_ARGS}) -> Tensor")
 def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _decode_halo_arguments(grid, window_args)
-    values = {CALL_KEY: "backward of halo", "window": window, "global_shape": extent}
-    check_equal_on_ranks(state.comm.grid.world, values)
-    view = state.view(window, extent)
-    with view.channel.observe("backward"):
-        return view.channel.adjoint(gradient, shape, view.pads)
+    grid_cache, window, extent = _decode_halo_arguments(grid, window_args)
+    compared_values = {CALL_KEY: "backward of halo", "window": window, "global_shape": extent}
+    check_equal_on_ranks(grid_cache.comm.grid.world, compared_values)
+    view_plan = grid_cache.view_plan(window, extent)
+    with view_plan.channel.observe("backward"):
+        return view_plan.channel.adjoint(gradient, shape, view_plan.pads)
 
 
 @_halo.register_fake
 def _(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
-    state, window, extent = _decode_halo_arguments(grid, window_args)
-    state.check_tile_shape(x, window, extent)
-    view = state.view(window, extent)
-    return view.channel.empty_like_view(x, view.pads)
+    grid_cache, window, extent = _decode_halo_arguments(grid, window_args)
+    grid_cache.check_tile_shape(x, window, extent)
+    view_plan = grid_cache.view_plan(window, extent)
+    return view_plan.channel.empty_like_view(x, view_plan.pads)
 
 
 @_halo_adjoint.register_fake
@@ -158,12 +158,16 @@ _halo.register_autograd(_halo_backward, setup_context=_save_halo_args)
 
 @custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
 def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
-    state = _grid_state_of(ProcessGrid.from_handle(grid), 2)
-    values = {CALL_KEY: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "the dtype of x": x.dtype}
-    check_equal_on_ranks(state.comm.grid.world, values | {"x.requires_grad": x.requires_grad})
-    all_axes = state.comm.mesh.axes
+    grid_cache = _grid_cache_of(ProcessGrid.from_handle(grid), 2)
+    compared_values = {
+        CALL_KEY: f"reduce {op} over {group}",
+        "the shape of x": tuple(x.shape),
+        "the dtype of x": x.dtype,
+    }
+    check_equal_on_ranks(grid_cache.comm.grid.world, compared_values | {"x.requires_grad": x.requires_grad})
+    all_axes = grid_cache.comm.mesh.axes
     axes = {"tiles": all_axes - {0}, "replicas": all_axes & {0}, "world": all_axes}[group]
-    return state.comm.reduce("reduce", "forward", x, axes, op)
+    return grid_cache.comm.reduce("reduce", "forward", x, axes, op)
 
 
 @_reduce.register_fake
@@ -180,10 +184,10 @@ def _save_reduce_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 
 
 def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    saved = trigger_recompute(ctx)
+    saved_tensors = trigger_recompute(ctx)
     gradient = torch.ops.neondist.reduce(gradient, "sum", *ctx.group_args)
     if ctx.op == "max":
-        x, maximum = saved
+        x, maximum = saved_tensors
         is_maximum = (x == maximum).to(gradient.dtype)
         gradient = gradient * is_maximum / torch.ops.neondist.reduce(is_maximum, "sum", *ctx.group_args).clamp(min=1)
     return gradient, None, None, None
@@ -197,12 +201,12 @@ class _HaloViewPlan(NamedTuple):
     pads: tuple[tuple[int, int, int], ...]
 
 
-class _GridState:
+class _GridCache:
     """State of a grid for images with a given number of axes: communicators, planned messages, known extents."""
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.comm = MeshComm(grid, spatial)
-        self._views_by_window: dict[tuple[Window, tuple[int, ...]], _HaloViewPlan] = {}
+        self._view_plans_by_window: dict[tuple[Window, tuple[int, ...]], _HaloViewPlan] = {}
         self._extent_by_tile_shape: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def global_extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
@@ -210,9 +214,9 @@ class _GridState:
         shape = tuple(x.shape)
         extent = self._extent_by_tile_shape.get(shape)
         # only some ranks may have seen their tile's shape before: check whether all know the extent
-        values = {CALL_KEY: "halo", "window": window, "global_shape": None}
-        versions = (-1,) if extent is None else extent
-        if not check_equal_on_ranks(self.comm.grid.world, values, versions=versions) or extent is None:
+        compared_values = {CALL_KEY: "halo", "window": window, "global_shape": None}
+        known_extent = (-1,) if extent is None else extent
+        if not check_equal_on_ranks(self.comm.grid.world, compared_values, versions=known_extent) or extent is None:
             extent = self._extent_by_tile_shape[shape] = self._gather_extent(shape)
         return extent
 
@@ -223,22 +227,27 @@ class _GridState:
             self.check_tile_shape(x, window, extent)
         except UserError as problem:
             error = problem
-        values = {CALL_KEY: "halo", "window": window, "x.requires_grad": x.requires_grad, "the dtype of x": x.dtype}
-        samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # it may differ between replicas
-        values |= {"the number of samples of x": samples, "the number of channels of x": x.shape[1]}
-        values["global_shape"] = extent
-        check_equal_on_ranks(self.comm.grid.world, values, error)
+        compared_values = {
+            CALL_KEY: "halo",
+            "window": window,
+            "x.requires_grad": x.requires_grad,
+            "the dtype of x": x.dtype,
+        }
+        num_samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # it may differ between replicas
+        compared_values |= {"the number of samples of x": num_samples, "the number of channels of x": x.shape[1]}
+        compared_values["global_shape"] = extent
+        check_equal_on_ranks(self.comm.grid.world, compared_values, error)
 
     def _gather_extent(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         mesh, world = self.comm.mesh, self.comm.grid.world
         shapes = world.allgather(shape)
-        lines = range(1, mesh.spatial_ndim + 1)
+        spatial_axes = range(1, mesh.spatial_ndim + 1)
         extent = tuple(
             sum(
-                shapes[mesh.rank([at if line == axis else 0 for line in range(len(mesh.parts))])][axis + 1]
+                shapes[mesh.rank([at if other_axis == axis else 0 for other_axis in range(len(mesh.parts))])][axis + 1]
                 for at in range(mesh.parts[axis])
             )
-            for axis in lines
+            for axis in spatial_axes
         )
         error = None
         try:
@@ -256,44 +265,48 @@ class _GridState:
     def _check_shape(self, shape: tuple[int, ...], extent: tuple[int, ...]) -> None:
         mesh = self.comm.mesh
         layout = tuple((mesh.even_atom(n, axis + 1),) for axis, n in enumerate(extent))
-        expected = local_shape(layout, self.comm.place)
-        if shape[2:] != expected:
+        expected_extent = local_shape(layout, self.comm.place)
+        if shape[2:] != expected_extent:
             raise ShapeError(
                 f"rank {self.comm.grid.rank}: x has spatial extents {shape[2:]}, but this rank's tile of"
-                f" {shape_of(layout)} is {expected}; cut the image with grid.tile_box"
+                f" {shape_of(layout)} is {expected_extent}; cut the image with grid.tile_box"
             )
 
-    def view(self, window: Window, extent: tuple[int, ...]) -> _HaloViewPlan:
+    def view_plan(self, window: Window, extent: tuple[int, ...]) -> _HaloViewPlan:
         """Return the plan of the view for a window over an image, computed once."""
-        if (window, extent) in self._views_by_window:
-            return self._views_by_window[window, extent]
+        if (window, extent) in self._view_plans_by_window:
+            return self._view_plans_by_window[window, extent]
         mesh, requests, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
-            own = mesh.even_atom(n, axis + 1)
+            image_atom = mesh.even_atom(n, axis + 1)
             reach = Reach(mesh.even_atom(out, axis + 1), window.axis_window(axis), with_padding=True)
-            request, around = dim_request_of(reach, axis + 2, own)
+            request, pads_by_part = dim_request_of(reach, axis + 2, image_atom)
             requests.append(replace(request, used=None))  # user code may read every cell
-            pads.append((axis + 2, *around[request.part(self.comm.place)]))
-        padded = {dim for dim, before, after in pads if before or after}
-        moved = tuple(request for request in requests if request.dim in padded or not request.requests_only_own_cells)
-        channel = TransferChannel(self.comm, "halo", ViewTransfer(mesh.parts, moved), "halo")
-        view = self._views_by_window[window, extent] = _HaloViewPlan(channel, tuple(p for p in pads if p[0] in padded))
-        return view
+            pads.append((axis + 2, *pads_by_part[request.part(self.comm.place)]))
+        padded_dims = {dim for dim, before, after in pads if before or after}
+        exchange_requests = tuple(
+            request for request in requests if request.dim in padded_dims or not request.requests_only_own_cells
+        )
+        channel = TransferChannel(self.comm, "halo", ViewTransfer(mesh.parts, exchange_requests), "halo")
+        view_plan = self._view_plans_by_window[window, extent] = _HaloViewPlan(
+            channel, tuple(p for p in pads if p[0] in padded_dims)
+        )
+        return view_plan
 
 
-def _grid_state_of(grid: ProcessGrid, spatial: int) -> _GridState:
-    key = _GridState, spatial
+def _grid_cache_of(grid: ProcessGrid, spatial: int) -> _GridCache:
+    key = _GridCache, spatial
     if key not in grid.cached_objects:
-        grid.cached_objects[key] = _GridState(grid, spatial)
+        grid.cached_objects[key] = _GridCache(grid, spatial)
     return grid.cached_objects[key]
 
 
-def _decode_halo_arguments(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
+def _decode_halo_arguments(grid: int, window_args: Sequence[Any]) -> tuple[_GridCache, Window, tuple[int, ...]]:
     """Return the grid state, window and extent encoded in an operator's arguments."""
     kernel, stride, padding, dilation, fill, mode, extent = window_args
-    sides = tuple(zip(padding[::2], padding[1::2], strict=True))
-    window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode.split(","))
-    return _grid_state_of(ProcessGrid.from_handle(grid), window.ndim), window, tuple(extent)
+    padding_sides = tuple(zip(padding[::2], padding[1::2], strict=True))
+    window = Window(tuple(kernel), tuple(stride), padding_sides, tuple(dilation), fill=fill, mode=mode.split(","))
+    return _grid_cache_of(ProcessGrid.from_handle(grid), window.ndim), window, tuple(extent)
 
 
 def _check_grid(grid: Any) -> None:

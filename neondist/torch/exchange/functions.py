@@ -131,9 +131,9 @@ class CountGradientOnce(torch.autograd.Function):
     """Parameter used in replicated work: its gradient counts on only one of the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, is_counted: bool) -> torch.Tensor:
         """Return the values."""
-        ctx.is_counted = counts
+        ctx.is_counted = is_counted
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -147,9 +147,9 @@ class RecordGradient(torch.autograd.Function):
     """Parameter of a pass; this rank's contributions to its gradient are recorded."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, recorded_gradients: list[torch.Tensor]) -> torch.Tensor:
         """Return the parameter."""
-        ctx.parts = parts
+        ctx.recorded_gradients = recorded_gradients
         ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
@@ -157,7 +157,7 @@ class RecordGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient."""
-        ctx.parts.extend(gradient for gradient in gradients if gradient is not None)
+        ctx.recorded_gradients.extend(gradient for gradient in gradients if gradient is not None)
         return gradients[0], None
 
 
@@ -169,14 +169,21 @@ class SumParameterGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], unaliased: Sequence[bool], *tensors: torch.Tensor
+        ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], are_unaliased: Sequence[bool], *tensors: torch.Tensor
     ) -> Any:
         """Return the parameters, or this rank's parts of them; `unaliased`: whether each gradient may be modified."""
-        ctx.comm, ctx.parts, ctx.unaliased, ctx.shapes = comm, parts, unaliased, [tensor.shape for tensor in tensors]
+        ctx.comm, ctx.parts, ctx.are_unaliased, ctx.shapes = (
+            comm,
+            parts,
+            are_unaliased,
+            [tensor.shape for tensor in tensors],
+        )
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
-        pairs = zip(tensors, parts, strict=True)
-        return tuple(tensor if part is None else part.select(tensor, comm.place) for tensor, part in pairs)  # views
+        tensors_and_parts = zip(tensors, parts, strict=True)
+        return tuple(
+            tensor if part is None else part.select(tensor, comm.place) for tensor, part in tensors_and_parts
+        )  # views
 
     @staticmethod
     @once_differentiable
@@ -184,27 +191,28 @@ class SumParameterGradients(torch.autograd.Function):
         """Return the sums."""
         trigger_recompute(ctx)
         gradients = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
-        comm, sums = ctx.comm, list(gradients)
+        comm = ctx.comm
+        gradient_sums = list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             sizes = [shape.numel() * dtype.itemsize for shape in ctx.shapes]
-            of_dtype = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
-            for indices in _group_into_buckets([at for at in of_dtype if ctx.parts[at] is None], sizes):
+            indices_of_dtype = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
+            for indices in _group_into_buckets([at for at in indices_of_dtype if ctx.parts[at] is None], sizes):
                 grads = [gradients[at] for at in indices]
                 flat = _sum_bucket(ctx, indices, grads, comm.mesh.axes)
                 for at, tensor in zip(indices, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
-                    sums[at] = tensor
-            for indices in _group_into_buckets([at for at in of_dtype if ctx.parts[at] is not None], sizes):
+                    gradient_sums[at] = tensor
+            for indices in _group_into_buckets([at for at in indices_of_dtype if ctx.parts[at] is not None], sizes):
                 flat = _sum_bucket(ctx, indices, [gradients[at] for at in indices], comm.mesh.axes & {0})
-                whole = [torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device) for at in indices]
-                comm.gather_parts(GRADIENTS, "backward", flat, whole, [ctx.parts[at] for at in indices])
-                for at, tensor in zip(indices, whole, strict=True):
-                    sums[at] = tensor
-        return (None, None, None, *sums)
+                whole_sums = [torch.empty(ctx.shapes[at], dtype=dtype, device=flat.device) for at in indices]
+                comm.gather_parts(GRADIENTS, "backward", flat, whole_sums, [ctx.parts[at] for at in indices])
+                for at, tensor in zip(indices, whole_sums, strict=True):
+                    gradient_sums[at] = tensor
+        return (None, None, None, *gradient_sums)
 
 
 MAX_BUCKET_BYTES = 1 << 22
 """Bytes above which no gradient is added to a bucket: the allocator would not reuse the memory of larger arrays."""
-MIN_SINGLE_BYTES = 1 << 18
+MIN_UNBUCKETED_BYTES = 1 << 18
 """Size from which a gradient is summed alone, in place if possible, instead of being joined with others."""
 
 
@@ -213,22 +221,23 @@ def _group_into_buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[li
 
     `sizes` are those of whole gradients: all ranks need the same groups, although their parts may differ.
     """
-    buckets = [[at] for at in indices if sizes[at] >= MIN_SINGLE_BYTES]
-    joined, filled = list[int](), 0
-    for at in (at for at in indices if sizes[at] < MIN_SINGLE_BYTES):
-        if filled > MAX_BUCKET_BYTES:
-            buckets.append(joined)
-            joined, filled = [], 0
-        joined.append(at)
-        filled += sizes[at]
-    return [*buckets, joined] if joined else buckets
+    buckets = [[at] for at in indices if sizes[at] >= MIN_UNBUCKETED_BYTES]
+    bucket = list[int]()
+    bucket_bytes = 0
+    for at in (at for at in indices if sizes[at] < MIN_UNBUCKETED_BYTES):
+        if bucket_bytes > MAX_BUCKET_BYTES:
+            buckets.append(bucket)
+            bucket, bucket_bytes = [], 0
+        bucket.append(at)
+        bucket_bytes += sizes[at]
+    return [*buckets, bucket] if bucket else buckets
 
 
 def _sum_bucket(ctx: Any, indices: Sequence[int], grads: Sequence[torch.Tensor], axes: frozenset[int]) -> torch.Tensor:
     """Return the sums of gradients over axes as a flat tensor."""
-    first = grads[0]
-    if len(grads) == 1 and ctx.unaliased[indices[0]] and first.is_contiguous():
-        return ctx.comm.reduce(GRADIENTS, "backward", first.view(-1), axes, in_place=True)
+    first_gradient = grads[0]
+    if len(grads) == 1 and ctx.are_unaliased[indices[0]] and first_gradient.is_contiguous():
+        return ctx.comm.reduce(GRADIENTS, "backward", first_gradient.view(-1), axes, in_place=True)
     flat = torch._C._nn.flatten_dense_tensors(list(grads))
     return ctx.comm.reduce(GRADIENTS, "backward", flat, axes, in_place=len(grads) > 1)
 

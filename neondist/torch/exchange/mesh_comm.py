@@ -45,8 +45,8 @@ class MeshComm:
         self.phase = DEFAULT_PHASE
         self.bytes_sent = 0
         self.has_debug_checks = False
-        self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
-        self._sum_groups: dict[frozenset[int], list[tuple[str, Transport]]] = {}
+        self._group_by_axes: dict[frozenset[int], tuple[str, Transport]] = {}
+        self._sum_groups_by_axes: dict[frozenset[int], list[tuple[str, Transport]]] = {}
         if grid.world.shares_process:
             # autograd has one thread per GPU, where a waiting virtual rank would block the others: let each rank's own
             # thread run its backward passes, as for CPU tensors
@@ -66,24 +66,25 @@ class MeshComm:
 
     def group_for_sums(self, axes: frozenset[int]) -> tuple[str, Transport]:
         """Return the name and the transport of a group for sums; the first call is collective."""
-        group = self._groups.get(axes)
+        group = self._group_by_axes.get(axes)
         if group is None:
-            group = self._groups[axes] = self._create_group(axes)
+            group = self._group_by_axes[axes] = self._create_group(axes)
         return group
 
     def _create_group(self, axes: frozenset[int]) -> tuple[str, Transport]:
-        every, grid = self.mesh.axes, self.grid
-        if axes == every:
+        grid = self.grid
+        all_axes = self.mesh.axes
+        if axes == all_axes:
             return "world", grid.world
-        if axes == every - {0}:
+        if axes == all_axes - {0}:
             return "tiles", grid.tile_comm
         if axes == {0}:
             return "replicas", grid.replica_comm
         (axis,) = axes
-        others = Mesh(tuple(parts for other, parts in enumerate(self.mesh.parts) if other != axis))
+        mesh_of_other_axes = Mesh(tuple(parts for other, parts in enumerate(self.mesh.parts) if other != axis))
 
         def color(rank: int) -> int:
-            return others.rank([at for other, at in enumerate(self.mesh.place(rank)) if other != axis])
+            return mesh_of_other_axes.rank([at for other, at in enumerate(self.mesh.place(rank)) if other != axis])
 
         group = grid.world.split_by(color)
         grid.on_close(group.close)
@@ -107,28 +108,37 @@ class MeshComm:
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
 
     def gather_parts(
-        self, step: str, direction: str, own: torch.Tensor, whole: Sequence[torch.Tensor], parts: Sequence[DimPart]
+        self,
+        step: str,
+        direction: str,
+        own_parts: torch.Tensor,
+        whole_tensors: Sequence[torch.Tensor],
+        parts: Sequence[DimPart],
     ) -> None:
         """Fill tensors with the parts of all ranks that share an image. Collective over these ranks.
 
         Parameters
         ----------
-        own : torch.Tensor
+        own_parts : torch.Tensor
             This rank's parts of the tensors, flat.
         """
-        group, first = self.message_group(self.mesh.axes - {0})
-        places = {rank: self.mesh.place(rank) for rank in range(first, first + group.size)}
-        targets = {
-            rank: [part.select(tensor, place) for tensor, part in zip(whole, parts, strict=True)]
-            for rank, place in places.items()
+        group, first_rank = self.message_group(self.mesh.axes - {0})
+        place_by_rank = {rank: self.mesh.place(rank) for rank in range(first_rank, first_rank + group.size)}
+        targets_by_rank = {
+            rank: [part.select(tensor, place) for tensor, part in zip(whole_tensors, parts, strict=True)]
+            for rank, place in place_by_rank.items()
         }
-        received = {rank: _receive_buffer(own, targets[rank]) for rank in places if rank != self.grid.rank}
+        received_by_rank = {
+            rank: _receive_buffer(own_parts, targets_by_rank[rank]) for rank in place_by_rank if rank != self.grid.rank
+        }
         with self.grid.observers.observe("sync", step, direction):
-            if own.numel():
-                self.record_traffic("sum", step, direction, "tiles", own.nbytes)
-            StagedExchange(self, group, dict.fromkeys(received, own), received, first).run()
-        for rank, flat in {**received, self.grid.rank: own}.items():
-            for target, values in zip(targets[rank], flat.split([t.numel() for t in targets[rank]]), strict=True):
+            if own_parts.numel():
+                self.record_traffic("sum", step, direction, "tiles", own_parts.nbytes)
+            StagedExchange(self, group, dict.fromkeys(received_by_rank, own_parts), received_by_rank, first_rank).run()
+        for rank, flat in {**received_by_rank, self.grid.rank: own_parts}.items():
+            for target, values in zip(
+                targets_by_rank[rank], flat.split([t.numel() for t in targets_by_rank[rank]]), strict=True
+            ):
                 if values.data_ptr() != target.data_ptr():
                     target.copy_(values.view(target.shape))
 
@@ -142,35 +152,39 @@ class MeshComm:
         in_place: bool = False,
     ) -> Any:
         """Return the sum, or maximum, over axes: a new tensor unless `in_place` is set. Collective over the axes."""
-        groups = self._sum_groups.get(axes)
+        groups = self._sum_groups_by_axes.get(axes)
         if groups is None:  # created by all ranks, including those without elements
-            groups = self._sum_groups[axes] = list(map(self.group_for_sums, self.mesh.reduction_axes(axes)))
+            groups = self._sum_groups_by_axes[axes] = list(map(self.group_for_sums, self.mesh.reduction_axes(axes)))
         if not groups or not tensor.numel():
             return tensor if in_place else tensor.clone()
-        dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
-        wide = tensor.detach().to(self.staging_device(tensor.device), dtype, copy=not in_place)
-        if wide.is_complex() or wide.is_neg():
-            wide = wide.resolve_conj().resolve_neg()
-        wide = wide.contiguous()
-        real = wide.view(torch.uint8) if dtype == torch.bool else _as_real(wide)
-        array = real if self.grid.world.tensor_device_types else real.numpy()
+        wide_dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
+        wide_tensor = tensor.detach().to(self.staging_device(tensor.device), wide_dtype, copy=not in_place)
+        if wide_tensor.is_complex() or wide_tensor.is_neg():
+            wide_tensor = wide_tensor.resolve_conj().resolve_neg()
+        wide_tensor = wide_tensor.contiguous()
+        real_view = wide_tensor.view(torch.uint8) if wide_dtype == torch.bool else _as_real(wide_tensor)
+        array = real_view if self.grid.world.tensor_device_types else real_view.numpy()
         observers = self.grid.observers
         with observers.observe("sync" if step == GRADIENTS else "reduce", step, direction):
             for name, group in groups:
                 self.record_traffic("sum", step, direction, name, array.nbytes)
                 with observers.observe("wait", "", direction, name):
                     group.allreduce(array, op)
-        return wide if wide.dtype == tensor.dtype and wide.device == tensor.device else wide.to(tensor)
+        return (
+            wide_tensor
+            if wide_tensor.dtype == tensor.dtype and wide_tensor.device == tensor.device
+            else wide_tensor.to(tensor)
+        )
 
 
-def _receive_buffer(own: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return flat memory for values like `own`: the memory of the only target, if contiguous, or new memory."""
+def _receive_buffer(like: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return flat memory for values like `like`: the memory of the only target, if contiguous, or new memory."""
     if len(targets) == 1 and targets[0].is_contiguous():
         return targets[0].view(-1)
-    return own.new_empty(sum(target.numel() for target in targets))
+    return like.new_empty(sum(target.numel() for target in targets))
 
 
-Flats = dict[int, torch.Tensor]
+FlatTensorsByRank = dict[int, torch.Tensor]
 """A flat tensor for each rank of the world."""
 
 
@@ -179,23 +193,32 @@ class StagedExchange:
 
     Parameters
     ----------
-    group, first : results of `MeshComm.message_group`
+    group, first_rank : results of `MeshComm.message_group`
     """
 
-    def __init__(self, comm: MeshComm, group: Transport, out: Flats, back: Flats, first: int) -> None:
-        def stage(flats: Flats, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
-            by_peer = {}
+    def __init__(
+        self,
+        comm: MeshComm,
+        group: Transport,
+        outgoing: FlatTensorsByRank,
+        incoming: FlatTensorsByRank,
+        first_rank: int,
+    ) -> None:
+        def stage(flats: FlatTensorsByRank, staged_pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
+            buffers_by_peer = {}
             for peer, flat in flats.items():
-                buffer = by_peer[peer] = torch.empty_like(flat, device=comm.staging_device(flat.device))
+                buffer = buffers_by_peer[peer] = torch.empty_like(flat, device=comm.staging_device(flat.device))
                 if buffer.device == flat.device:
-                    by_peer[peer] = flat
+                    buffers_by_peer[peer] = flat
                 else:
-                    staged.append((flat, buffer))
-            return create_messages(by_peer, first, bool(group.tensor_device_types))
+                    staged_pairs.append((flat, buffer))
+            return create_messages(buffers_by_peer, first_rank, bool(group.tensor_device_types))
 
-        self._outgoing: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._incoming: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.exchange = group.create_exchange(stage(out, self._outgoing), stage(back, self._incoming))
+        self._staged_sends: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._staged_receives: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.exchange = group.create_exchange(
+            stage(outgoing, self._staged_sends), stage(incoming, self._staged_receives)
+        )
         self.exchange.observers = comm.grid.observers
 
     def run(self) -> None:
@@ -205,32 +228,32 @@ class StagedExchange:
 
     def start(self) -> None:
         """Send the current contents of the outgoing tensors."""
-        for flat, host in self._outgoing:
+        for flat, host in self._staged_sends:
             host.copy_(flat)
         self.exchange.start()
 
     def finish(self) -> None:
         """Fill the incoming tensors."""
         self.exchange.finish()
-        for flat, host in self._incoming:
+        for flat, host in self._staged_receives:
             flat.copy_(host)
 
 
-def create_messages(buffers: Flats, first: int, as_tensors: bool) -> list[Message]:
-    """Return a message for each buffer, keyed by rank of the world; `first` is the rank of the group's first member.
+def create_messages(buffers: FlatTensorsByRank, first_rank: int, as_tensors: bool) -> list[Message]:
+    """Return a message for each buffer, keyed by rank of the world; `first_rank` is that of the group's first member.
 
     Messages contain tensors if the transport supports them, otherwise NumPy arrays that share the tensors' memory.
     """
-    result = []
+    messages = []
     for peer, tensor in buffers.items():
         flat = _as_real(tensor)
         if as_tensors:
-            result.append(Message(peer - first, flat, (slice(0, flat.numel()),)))
+            messages.append(Message(peer - first_rank, flat, (slice(0, flat.numel()),)))
             continue
         array = flat.view(_TRANSPORT_DTYPES.get(flat.dtype, flat.dtype)).numpy()
         array = array.view(np.uint8) if array.dtype == np.bool_ else array
-        result.append(Message(peer - first, array, (slice(0, flat.numel()),)))
-    return result
+        messages.append(Message(peer - first_rank, array, (slice(0, flat.numel()),)))
+    return messages
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

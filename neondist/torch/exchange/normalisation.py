@@ -46,9 +46,9 @@ class MomentsSpec(NamedTuple):
         """Sum over the rows of each group."""
         return rows if self.groups is None else rows.unflatten(-1, (-1, channels // self.groups)).sum(-1)
 
-    def repeat_by_group(self, groups: torch.Tensor, channels: int) -> torch.Tensor:
+    def repeat_by_group(self, group_values: torch.Tensor, channels: int) -> torch.Tensor:
         """Repeat the values of groups for each of their rows."""
-        return groups if self.groups is None else groups.repeat_interleave(channels // self.groups, dim=-1)
+        return group_values if self.groups is None else group_values.repeat_interleave(channels // self.groups, dim=-1)
 
 
 class Normalise(torch.autograd.Function):
@@ -85,8 +85,10 @@ class Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of x, and this rank's parts of the gradients of the weight and the bias."""
-        (x, weight, mean, variance), (comm, name, moments) = ctx.saved_tensors, ctx.options
-        channels, needed = x.shape[1], ctx.needs_input_grad
+        x, weight, mean, variance = ctx.saved_tensors
+        comm, name, moments = ctx.options
+        channels = x.shape[1]
+        needs_input_grad = ctx.needs_input_grad
         dy = gradients[0][:0] if moments.has_placeholder_sample else gradients[0]
         rows, dy = moments.reshape_to_rows(x), moments.reshape_to_rows(dy.contiguous(memory_format=memory_format_of(x)))
         means, variances = moments.repeat_by_group(mean, channels), moments.repeat_by_group(variance, channels)
@@ -99,24 +101,28 @@ class Normalise(torch.autograd.Function):
         else:
             dscale, dshift = torch.zeros_like(means), torch.zeros_like(means)
         dx = None
-        if needed[0]:
+        if needs_input_grad[0]:
             sums = moments.sum_by_group(torch.stack([dshift, dscale]).mul_(scale), channels)
             sums = comm.reduce(name, "backward", sums, moments.axes, in_place=True)
-            first, second = moments.repeat_by_group(sums, channels).mul(std).div_(-moments.group_size).unbind()
-            slope = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
-            own = moments.select_own_cells(rows)
-            shifted = _normalise_rows(own, second, first, means, variances, moments.eps) if own.numel() else own.clone()
+            shift_term, scale_term = moments.repeat_by_group(sums, channels).mul(std).div_(-moments.group_size).unbind()
+            dy_factor = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
+            own_rows = moments.select_own_cells(rows)
+            statistics_gradient = (
+                _normalise_rows(own_rows, scale_term, shift_term, means, variances, moments.eps)
+                if own_rows.numel()
+                else own_rows.clone()
+            )
             if moments.own_cells is None:
-                dx = shifted.addcmul_(dy, slope)
+                dx = statistics_gradient.addcmul_(dy, dy_factor)
             else:
-                dx = (dy * slope).to(x.dtype)
-                moments.select_own_cells(dx).add_(shifted)
+                dx = (dy * dy_factor).to(x.dtype)
+                moments.select_own_cells(dx).add_(statistics_gradient)
             dx = dx.new_zeros(ctx.full) if moments.has_placeholder_sample else dx.view(x.shape)
         if len(dscale) != channels:  # one row per sample; there may be no samples
             dscale, dshift = (dv.view(len(dv) // channels, channels).sum(0) for dv in (dscale, dshift))
         return (
             dx,
-            *(dv if need else None for dv, need in zip((dscale, dshift), needed[1:3], strict=True)),
+            *(dv if need else None for dv, need in zip((dscale, dshift), needs_input_grad[1:3], strict=True)),
             *_NO_GRADIENTS,
         )
 
@@ -128,19 +134,19 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 def _local_moments(rows: torch.Tensor, moments: MomentsSpec, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean and variance of each group of this rank's elements."""
     if not rows.numel():
-        number = rows.shape[1] if moments.groups is None else samples * moments.groups
+        num_means = rows.shape[1] if moments.groups is None else samples * moments.groups
         dtype = torch.float32 if rows.dtype in _HALF_DTYPES else rows.dtype
-        return rows.new_zeros(number, dtype=dtype), rows.new_zeros(number, dtype=dtype)
-    grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
-    if grouped.dtype in _HALF_DTYPES:  # as PyTorch does: statistics in higher precision
-        grouped = grouped.float()
-    if grouped.device.type == "cpu" and memory_format_of(grouped) == torch.contiguous_format:
+        return rows.new_zeros(num_means, dtype=dtype), rows.new_zeros(num_means, dtype=dtype)
+    grouped_rows = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
+    if grouped_rows.dtype in _HALF_DTYPES:  # as PyTorch does: statistics in higher precision
+        grouped_rows = grouped_rows.float()
+    if grouped_rows.device.type == "cpu" and memory_format_of(grouped_rows) == torch.contiguous_format:
         # as accurate as PyTorch's sums of this layout, which are not vectorised, and five times as fast
-        dims = [0, *range(2, grouped.dim())]
-        mean = grouped.mean(dims)
-        deviations = grouped - mean.view(1, -1, *[1] * (grouped.dim() - 2))
-        return mean, deviations.square_().mean(dims)
-    mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)
+        reduced_dims = [0, *range(2, grouped_rows.dim())]
+        mean = grouped_rows.mean(reduced_dims)
+        deviations = grouped_rows - mean.view(1, -1, *[1] * (grouped_rows.dim() - 2))
+        return mean, deviations.square_().mean(reduced_dims)
+    mean, variance = torch.ops.aten.batch_norm_update_stats(grouped_rows, None, None, 0.0)
     return mean, variance
 
 
@@ -155,10 +161,10 @@ def _merge_moments(
         mean, own_mean = comm.reduce(name, "forward", mean * share, axes, in_place=True), mean
         deviations = (own_mean - mean).square_().add_(variance).mul_(share)
         return mean, comm.reduce(name, "forward", deviations, axes, in_place=True)
-    sums = torch.stack([mean, variance]).double()
-    own_mean, squares = sums.unbind()
+    moment_sums = torch.stack([mean, variance]).double()
+    own_mean, squares = moment_sums.unbind()
     squares.addcmul_(own_mean, own_mean)
-    mean, squares = comm.reduce(name, "forward", sums.mul_(share), axes, in_place=True).unbind()
+    mean, squares = comm.reduce(name, "forward", moment_sums.mul_(share), axes, in_place=True).unbind()
     return mean.to(dtype), squares.addcmul(mean, mean, value=-1).clamp_(min=0).to(dtype)
 
 

@@ -43,10 +43,15 @@ class RingPlan(NamedTuple):
 
     def ranks(self, rank: int) -> list[int]:
         """Return the ranks of a rank's ring, including the rank itself, in the order in which blocks travel."""
-        axes, place = axes_of([self.keys]), self.mesh.place(rank)
-        others = [coord for axis, coord in enumerate(place) if axis not in axes]
-        places = ((peer, self.mesh.place(peer)) for peer in range(self.mesh.size))
-        return [r for r, at in places if [coord for axis, coord in enumerate(at) if axis not in axes] == others]
+        axes = axes_of([self.keys])
+        place = self.mesh.place(rank)
+        other_coordinates = [coord for axis, coord in enumerate(place) if axis not in axes]
+        ranks_and_places = ((peer, self.mesh.place(peer)) for peer in range(self.mesh.size))
+        return [
+            r
+            for r, at in ranks_and_places
+            if [coord for axis, coord in enumerate(at) if axis not in axes] == other_coordinates
+        ]
 
 
 class RingChannel:
@@ -54,12 +59,13 @@ class RingChannel:
 
     def __init__(self, comm: MeshComm, step: Step) -> None:
         self.comm, self.name, self.ring = comm, step.name, step.kind_args
-        rank, mesh = comm.grid.rank, comm.mesh
+        mesh = comm.mesh
+        rank = comm.grid.rank
         self.ranks = self.ring.ranks(rank)
         self.own_position = self.ranks.index(rank)
         self.query_indices = torch.tensor(local_indices(self.ring.queries, comm.place))
         self.key_indices = [torch.tensor(local_indices(self.ring.keys, mesh.place(peer))) for peer in self.ranks]
-        self.group, self.first = comm.message_group(axes_of([self.ring.keys]))
+        self.group, self.first_rank = comm.message_group(axes_of([self.ring.keys]))
         self._planned_exchanges: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
     def observe(self, direction: str) -> EventScope:
@@ -71,32 +77,38 @@ class RingChannel:
 
         In the backward pass, the first half of the tensors finally returns to its owner, and is yielded again.
         """
-        number, is_backward = len(self.ranks), direction == "backward"
+        ring_size = len(self.ranks)
+        is_backward = direction == "backward"
         shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of the data of one key
-        ends = [prod(shape) for shape in shapes]
+        elements_per_key = [prod(shape) for shape in shapes]
         key = direction, (tensors[0].dtype, tensors[0].device), tuple(shapes)
         if key not in self._planned_exchanges:
             self._planned_exchanges = {k: kept for k, kept in self._planned_exchanges.items() if k[1] == key[1]}
-            self._planned_exchanges[key] = self._plan(sum(ends), is_backward, tensors[0])
+            self._planned_exchanges[key] = self._plan_exchanges(sum(elements_per_key), is_backward, tensors[0])
         flats, exchanges = self._planned_exchanges[key]
 
         def tensors_at(hop: int) -> list[torch.Tensor]:
-            length = len(self.key_indices[(self.own_position - hop) % number])
-            cells = flats[hop % 2][: sum(ends) * length].split([end * length for end in ends])
-            return [part.view(*shape[:-1], length, shape[-1]) for part, shape in zip(cells, shapes, strict=True)]
+            num_keys = len(self.key_indices[(self.own_position - hop) % ring_size])
+            flat_parts = flats[hop % 2][: sum(elements_per_key) * num_keys].split(
+                [end * num_keys for end in elements_per_key]
+            )
+            return [part.view(*shape[:-1], num_keys, shape[-1]) for part, shape in zip(flat_parts, shapes, strict=True)]
 
         for part, tensor in zip(tensors_at(0), tensors, strict=True):
             part.copy_(tensor)
-        for hop in range(number + is_backward):
-            yield (self.own_position - hop) % number, tensors_at(hop)
+        for hop in range(ring_size + is_backward):
+            yield (self.own_position - hop) % ring_size, tensors_at(hop)
             if hop < len(exchanges):
                 for message in exchanges[hop].exchange.sends:
-                    self.comm.record_traffic("ring", self.name, direction, self.first + message.peer, message.nbytes)
+                    self.comm.record_traffic(
+                        "ring", self.name, direction, self.first_rank + message.peer, message.nbytes
+                    )
                 exchanges[hop].run()
 
-    def scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
+    def compute_scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
         """Return the scores of this rank's scaled queries for some columns."""
-        scores, columns = q @ keys.mT, columns.to(q.device)
+        scores = q @ keys.mT
+        columns = columns.to(q.device)
         if mask is not None:
             mask = mask if mask.shape[-1] == 1 else mask.index_select(-1, columns)
             scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
@@ -104,19 +116,24 @@ class RingChannel:
             scores.masked_fill_(self.query_indices.to(q.device)[:, None] < columns, -torch.inf)
         return scores
 
-    def _plan(
-        self, elements: int, is_backward: bool, like: torch.Tensor
+    def _plan_exchanges(
+        self, elements_per_key: int, is_backward: bool, like: torch.Tensor
     ) -> tuple[list[torch.Tensor], list[StagedExchange]]:
-        """Return two buffers and the exchanges between them; `elements` is the number of elements per key."""
-        count, sizes = len(self.ranks), [elements * len(columns) for columns in self.key_indices]
-        flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
-        for hop in range(count - 1 + is_backward):
-            outgoing, incoming = (sizes[(self.own_position - step) % count] for step in (hop, hop + 1))
-            if hop == count - 1:  # only gradients return to their owner
-                outgoing, incoming = outgoing // 2, incoming // 2
-            ends = ((1, flats[hop % 2][:outgoing]), (-1, flats[(hop + 1) % 2][:incoming]))
-            out, into = ({self.ranks[(self.own_position + by) % count]: flat} for by, flat in ends)
-            exchanges.append(StagedExchange(self.comm, self.group, out, into, self.first))
+        """Return two buffers and the exchanges between them."""
+        ring_size = len(self.ranks)
+        block_sizes = [elements_per_key * len(columns) for columns in self.key_indices]
+        flats, exchanges = [torch.empty(max(block_sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
+        for hop in range(ring_size - 1 + is_backward):
+            outgoing_size, incoming_size = (
+                block_sizes[(self.own_position - step) % ring_size] for step in (hop, hop + 1)
+            )
+            if hop == ring_size - 1:  # only gradients return to their owner
+                outgoing_size, incoming_size = outgoing_size // 2, incoming_size // 2
+            shifts_and_flats = ((1, flats[hop % 2][:outgoing_size]), (-1, flats[(hop + 1) % 2][:incoming_size]))
+            outgoing_flats, incoming_flats = (
+                {self.ranks[(self.own_position + shift) % ring_size]: flat} for shift, flat in shifts_and_flats
+            )
+            exchanges.append(StagedExchange(self.comm, self.group, outgoing_flats, incoming_flats, self.first_rank))
         return flats, exchanges
 
 
@@ -128,32 +145,38 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, channel: RingChannel
     ) -> torch.Tensor:
         """Return (..., queries, channels of v)."""
-        wide, q = ACCUMULATION_DTYPES.get(q.dtype, q.dtype), q.contiguous()
-        queries = q.to(wide) * channel.ring.scale
-        least = torch.finfo(wide).min  # finite, so that rows without any key have no NaN
-        top = queries.new_full((*q.shape[:-1], 1), least)
-        total, y = torch.zeros_like(top), queries.new_zeros(*q.shape[:-1], v.shape[-1])
-        fused = _uses_fused_kernel(q, v, mask, channel.ring)
+        wide_dtype = ACCUMULATION_DTYPES.get(q.dtype, q.dtype)
+        q = q.contiguous()
+        queries = q.to(wide_dtype) * channel.ring.scale
+        min_score = torch.finfo(wide_dtype).min  # finite, so that rows without any key have no NaN
+        max_scores = queries.new_full((*q.shape[:-1], 1), min_score)
+        exp_sums = torch.zeros_like(max_scores)
+        y = queries.new_zeros(*q.shape[:-1], v.shape[-1])
+        is_fused = _uses_fused_kernel(q, v, mask, channel.ring)
         with channel.observe("forward"), torch.autocast(q.device.type, enabled=False):
             for whose, block in channel.rotate("forward", k, v):
                 if not (q.numel() and block[0].numel()):
                     continue
-                if fused:  # the outputs are treated as the values of a single key with scores `logs`
-                    output, logs = _OPS._scaled_dot_product_flash_attention_for_cpu(q, *block, scale=channel.ring.scale)
-                    parts = iter([(logs.unsqueeze(-1).clone(), output.to(wide))])
+                if is_fused:  # the outputs are treated as the values of a single key with scores `log_sums`
+                    output, log_sums = _OPS._scaled_dot_product_flash_attention_for_cpu(
+                        q, *block, scale=channel.ring.scale
+                    )
+                    scores_and_values = iter([(log_sums.unsqueeze(-1).clone(), output.to(wide_dtype))])
                 else:
                     chunks = _iter_key_value_chunks(channel.key_indices[whose], block, queries)
-                    parts = iter((channel.scores(queries, keys, mask, at), values) for at, keys, values in chunks)
-                for scores, values in parts:
-                    higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-                    scores.sub_(higher).exp_()
-                    fading = (top - higher).exp_()
-                    total.mul_(fading).add_(scores.sum(-1, keepdim=True))
-                    y.mul_(fading).add_(scores * values if fused else scores @ values)
-                    top = higher
-        has_keys = total > 0
-        y.div_(torch.where(has_keys, total, 1))
-        ctx.save_for_backward(q, k, v, mask, y, torch.where(has_keys, top + total.log(), 0))
+                    scores_and_values = iter(
+                        (channel.compute_scores(queries, keys, mask, at), values) for at, keys, values in chunks
+                    )
+                for scores, values in scores_and_values:
+                    new_max_scores = torch.maximum(max_scores, scores.amax(-1, keepdim=True))
+                    scores.sub_(new_max_scores).exp_()
+                    rescaling = (max_scores - new_max_scores).exp_()
+                    exp_sums.mul_(rescaling).add_(scores.sum(-1, keepdim=True))
+                    y.mul_(rescaling).add_(scores * values if is_fused else scores @ values)
+                    max_scores = new_max_scores
+        has_keys = exp_sums > 0
+        y.div_(torch.where(has_keys, exp_sums, 1))
+        ctx.save_for_backward(q, k, v, mask, y, torch.where(has_keys, max_scores + exp_sums.log(), 0))
         ctx.channel = channel
         return y.to(q.dtype)
 
@@ -161,10 +184,13 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of queries, keys and values."""
-        (q, k, v, mask, y, logs), channel = ctx.saved_tensors, ctx.channel
-        queries, dy = q.to(y.dtype) * channel.ring.scale, gradients[0].to(y.dtype).contiguous()
-        inner, dq = (dy * y).sum(-1, keepdim=True), torch.zeros_like(queries)
-        fused = _uses_fused_kernel(q, v, mask, channel.ring)
+        q, k, v, mask, y, log_sums = ctx.saved_tensors
+        channel = ctx.channel
+        queries = q.to(y.dtype) * channel.ring.scale
+        dy = gradients[0].to(y.dtype).contiguous()
+        dy_dot_y = (dy * y).sum(-1, keepdim=True)
+        dq = torch.zeros_like(queries)
+        is_fused = _uses_fused_kernel(q, v, mask, channel.ring)
         blocks = channel.rotate("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
         with channel.observe("backward"):
             for hop, (whose, (dk, dv, *block)) in enumerate(blocks):
@@ -172,36 +198,38 @@ class RingAttention(torch.autograd.Function):
                     break
                 if not (q.numel() and dk.numel()):
                     continue
-                if fused:
-                    args = dy.to(q.dtype), q, *block, y.to(q.dtype), logs.squeeze(-1), 0.0, False
-                    parts = _OPS._scaled_dot_product_flash_attention_for_cpu_backward(*args, scale=channel.ring.scale)
-                    for total, part in zip((dq, dk, dv), parts, strict=True):
+                if is_fused:
+                    args = dy.to(q.dtype), q, *block, y.to(q.dtype), log_sums.squeeze(-1), 0.0, False
+                    block_gradients = _OPS._scaled_dot_product_flash_attention_for_cpu_backward(
+                        *args, scale=channel.ring.scale
+                    )
+                    for total, part in zip((dq, dk, dv), block_gradients, strict=True):
                         total += part
                     continue
                 start = 0
                 for columns, keys, values in _iter_key_value_chunks(channel.key_indices[whose], block, queries):
-                    part = slice(start, start + len(columns))
-                    weights = channel.scores(queries, keys, mask, columns).sub_(logs).exp_()
-                    dv[..., part, :] += (weights.mT @ dy).to(dv)
-                    weights.mul_((dy @ values.mT).sub_(inner))
-                    dk[..., part, :] += (weights.mT @ queries).to(dk)
+                    key_slice = slice(start, start + len(columns))
+                    weights = channel.compute_scores(queries, keys, mask, columns).sub_(log_sums).exp_()
+                    dv[..., key_slice, :] += (weights.mT @ dy).to(dv)
+                    weights.mul_((dy @ values.mT).sub_(dy_dot_y))
+                    dk[..., key_slice, :] += (weights.mT @ queries).to(dk)
                     dq.add_(weights @ keys)
-                    start = part.stop
-        dq = dq if fused else dq * channel.ring.scale
+                    start = key_slice.stop
+        dq = dq if is_fused else dq * channel.ring.scale
         return dq.to(q.dtype), dk.to(k, copy=True), dv.to(v, copy=True), None, None
 
 
 def _uses_fused_kernel(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: RingPlan) -> bool:
     """Return whether PyTorch's fused kernel, which returns log-sum-exps, computes the blocks."""
-    available = hasattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu") and q.device.type == "cpu"
-    return available and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal
+    is_available = hasattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu") and q.device.type == "cpu"
+    return is_available and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal
 
 
 def _iter_key_value_chunks(
     columns: torch.Tensor, block: Sequence[torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    number = max(64, MAX_SCORES_AT_ONCE // max(1, prod(like.shape[:-1])))
-    for start in range(0, len(columns), number):
-        few = slice(start, start + number)
-        keys, values = (tensor[..., few, :].to(like) for tensor in block)
-        yield columns[few], keys, values
+    chunk_size = max(64, MAX_SCORES_AT_ONCE // max(1, prod(like.shape[:-1])))
+    for start in range(0, len(columns), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        keys, values = (tensor[..., chunk, :].to(like) for tensor in block)
+        yield columns[chunk], keys, values

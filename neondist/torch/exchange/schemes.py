@@ -39,20 +39,21 @@ class SchemeChannel:
         buffer = array.buffer(len(tensor))
         if self.comm.has_debug_checks:
             mark_unowned_cells(buffer)
-        seen = buffer.forward(_as_channels_last(tensor), self.comm.phase)
-        if self.comm.has_debug_checks and (missing := mask_of_unfilled(seen, array.plan)).any():
+        view_array = buffer.forward(_as_channels_last(tensor), self.comm.phase)
+        if self.comm.has_debug_checks and (missing := mask_of_unfilled(view_array, array.plan)).any():
             raise HaloError(
                 f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of the view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
             )
         self._record_messages(array, recorded_run_counts)
-        view = torch.from_numpy(seen).movedim(-1, 1)  # on the host, where schemes exchange cells
-        shape, inside = list(view.shape), [slice(None)] * tensor.dim()
+        view = torch.from_numpy(view_array).movedim(-1, 1)  # on the host, where schemes exchange cells
+        shape = list(view.shape)
+        unpadded_slices = [slice(None)] * tensor.dim()
         for dim, before, after in pads:
-            inside[dim] = slice(before, before + shape[dim])
+            unpadded_slices[dim] = slice(before, before + shape[dim])
             shape[dim] += before + after
         padded = tensor.new_full(shape, fill)
-        padded[tuple(inside)] = view
+        padded[tuple(unpadded_slices)] = view
         return padded
 
     def own_part_of(self, view: torch.Tensor, pads: Sequence[tuple[int, int, int]]) -> None:
@@ -80,7 +81,8 @@ class SchemeChannel:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._arrays:
             self._arrays = {of: kept for of, kept in self._arrays.items() if of[:2] == key[:2]}  # of one size
-            plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _as_channels_last(tensor[:0]).dtype
+            plan = self._halo_plan(tuple(tensor.shape[2:]), fill)
+            dtype = _as_channels_last(tensor[:0]).dtype
             array = GlobalArray(self.grid, (len(tensor), *plan.extent, tensor.shape[1]), dtype=str(dtype), reuse=True)
             array.set_halo_plan(plan)
             array.policy = self.policy
@@ -90,41 +92,45 @@ class SchemeChannel:
     def _halo_plan(self, extent: tuple[int, ...], fill: float) -> HaloPlan:
         """Return the transfer as a HaloPlan of neondist layers: in cells of the image, along all of its axes."""
         grid, transfer = self.grid, self.transfer
-        first, place = grid.rank - grid.tile, self.comm.place
+        first_rank, place = grid.rank - grid.tile, self.comm.place
         requests = {request.dim - 2: request for request in transfer.requests}
-        own, need, whole = ([(0, n) for n in extent] for _ in range(3))
-        used: dict[int, AxisCells] = {}
+        own_ranges, needed_ranges, image_ranges = ([(0, n) for n in extent] for _ in range(3))
+        used_cells: dict[int, AxisCells] = {}
         for axis, request in requests.items():
-            own[axis], whole[axis] = request.source.range(place), (0, request.source.extent)
-            (need[axis],) = request.ranges[request.part(place)]
+            own_ranges[axis], image_ranges[axis] = request.source.range(place), (0, request.source.extent)
+            (needed_ranges[axis],) = request.ranges[request.part(place)]
             if request.used is not None:
-                used[axis] = tuple(shift_range(cells, need[axis][0]) for cells in request.used[request.part(place)])
+                used_cells[axis] = tuple(
+                    shift_range(cells, needed_ranges[axis][0]) for cells in request.used[request.part(place)]
+                )
 
         def to_image_coordinates(piece: Piece) -> Piece:
             """Return the piece with both ends in cells of the image; each view is one range."""
-            cells = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own)}
+            cells = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own_ranges)}
             cells |= zip(requests, piece.source.ranges, strict=True)
-            return Piece(piece.peer - first, *[Lattice(tuple(cells.values()))] * 2)
+            return Piece(piece.peer - first_rank, *[Lattice(tuple(cells.values()))] * 2)
 
-        tile, view = Box.from_ranges(own), Box.from_ranges(need)
-        received, sends = ([*map(to_image_coordinates, of(grid.rank))] for of in (transfer.receives, transfer.sends))
-        receives = [piece for piece in received if piece.peer != grid.tile]
-        local = [piece for piece in received if piece.peer == grid.tile]
+        tile = Box.from_ranges(own_ranges)
+        view = Box.from_ranges(needed_ranges)
+        received_pieces = [*map(to_image_coordinates, transfer.receives(grid.rank))]
+        sent_pieces = [*map(to_image_coordinates, transfer.sends(grid.rank))]
+        remote_pieces = [piece for piece in received_pieces if piece.peer != grid.tile]
+        local_pieces = [piece for piece in received_pieces if piece.peer == grid.tile]
         return HaloPlan(
             own=tile,
             need=view,
-            pieces=lambda: (receives, sends, local),
+            pieces=lambda: (remote_pieces, sent_pieces, local_pieces),
             buffer=tile if view.empty else view.hull(tile),
-            extent=tuple(n for _, n in whole),
+            extent=tuple(n for _, n in image_ranges),
             window=Window(1, padding=0, fill=fill, ndim=len(extent)),
-            used=tuple(used.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(need)),
+            used=tuple(used_cells.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(needed_ranges)),
         )
 
     def _record_messages(self, array: GlobalArray, recorded_run_counts: list[int]) -> None:
         """Record the messages since the last call."""
-        recorded = array.recorded_exchanges
-        recorded_run_counts += [0] * (len(recorded) - len(recorded_run_counts))
-        for at, (direction, exchange) in enumerate(recorded):
+        exchanges = array.recorded_exchanges
+        recorded_run_counts += [0] * (len(exchanges) - len(recorded_run_counts))
+        for at, (direction, exchange) in enumerate(exchanges):
             for _ in range(recorded_run_counts[at], exchange.run_count):
                 for message in exchange.sends:
                     peer = self.grid.rank - self.grid.tile + message.peer

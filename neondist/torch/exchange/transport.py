@@ -29,7 +29,7 @@ MESSAGE_KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
 """Kinds of messages, each with its own tag: exchanges; collectives; the second half of pending sums."""
 ALLREDUCE_DTYPES = ("float32", "float64", "int32", "int64")
 """Dtypes reduced by gloo's own allreduce, which does not support all dtypes."""
-DIRECT_PAIRS = ("cpu:gloo", "cuda:nccl")
+DIRECT_DEVICE_BACKENDS = ("cpu:gloo", "cuda:nccl")
 """Devices whose tensors a backend sends directly; gloo supports cuda too, but not in messages."""
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
@@ -95,9 +95,9 @@ def join_process_group(address: str, rank: int, size: int, timeout: float = 600.
             "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
         )
     if not dist.is_initialized():
-        place, limit = f"tcp://{address}", timedelta(seconds=timeout)
+        init_url, timeout_delta = f"tcp://{address}", timedelta(seconds=timeout)
         try:
-            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=limit)
+            dist.init_process_group("gloo", init_method=init_url, rank=rank, world_size=size, timeout=timeout_delta)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"process {rank} of {size} cannot connect to the others at {address}: {str(error).splitlines()[0]};"
@@ -110,15 +110,15 @@ def join_process_group(address: str, rank: int, size: int, timeout: float = 600.
 class _GroupCounter:
     """Number of the last group of ranks that this process created in a process group."""
 
-    last: int = 0
+    last_number: int = 0
 
 
 class _RankSubset(NamedTuple):
     """Ordered subset of the ranks of a process group, and the number of this subgroup."""
 
     ranks: list[int]
-    number: int
-    groups: _GroupCounter
+    group_number: int
+    group_counter: _GroupCounter
 
 
 class TorchTransport(Transport):
@@ -155,11 +155,13 @@ class TorchTransport(Transport):
             )
         group_ranks = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
-        self._ranks, number, self._groups = part or _RankSubset(group_ranks, 0, _GroupCounter())
+        self._ranks, number, self._group_counter = part or _RankSubset(group_ranks, 0, _GroupCounter())
         self._tags = [FIRST_MESSAGE_TAG + number * len(MESSAGE_KINDS) + kind for kind in MESSAGE_KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
-        self.tensor_device_types = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT_PAIRS)
+        self.tensor_device_types = tuple(
+            pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT_DEVICE_BACKENDS
+        )
         self._is_whole_group = self.size == len(group_ranks)
 
     @property
@@ -184,13 +186,13 @@ class TorchTransport(Transport):
 
     def _new_subgroup_number(self) -> int:
         """Return a group number that no two of these ranks have used together. Collective."""
-        last = np.array([self._groups.last])
-        self.allreduce(last, "max")
-        self._groups.last = int(last[0]) + 1
-        return self._groups.last
+        last_number = np.array([self._group_counter.last_number])
+        self.allreduce(last_number, "max")
+        self._group_counter.last_number = int(last_number[0]) + 1
+        return self._group_counter.last_number
 
     def _subgroup(self, places: Sequence[int], number: int) -> TorchTransport:
-        part = _RankSubset([self._ranks[place] for place in places], number, self._groups)
+        part = _RankSubset([self._ranks[place] for place in places], number, self._group_counter)
         return TorchTransport(self.group, part, self.max_count)
 
     def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
@@ -216,10 +218,12 @@ class TorchTransport(Transport):
                 for part in tensor.view(-1).split(self.max_count):
                     dist.all_reduce(part, REDUCE_OPS[op], self.group)
             return
-        rows = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
-        self.sendrecv([(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(rows[p])) for p in self.peers])
+        tensors_by_rank = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
+        self.sendrecv(
+            [(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(tensors_by_rank[p])) for p in self.peers]
+        )
         combine: Any = torch.add if op == "sum" else torch.maximum
-        tensor.copy_(reduce(combine, rows))
+        tensor.copy_(reduce(combine, tensors_by_rank))
 
     def _can_allreduce(self, dtype: str, op: ReduceOp) -> bool:
         """Return whether the process group can reduce arrays of a dtype; gloo's maximum of floats loses NaN."""
@@ -326,10 +330,10 @@ class _PendingReduction(Request):
     """Pending sum or maximum: each rank reduces one part of all arrays, in rank order, and sends it to the others."""
 
     def __init__(self, transport: TorchTransport, flat: np.ndarray, op: ReduceOp, kind: int) -> None:
-        ends = [flat.size * place // transport.size for place in range(transport.size + 1)]
+        part_bounds = [flat.size * place // transport.size for place in range(transport.size + 1)]
         self.transport, self.kind = transport, kind
         self.combine = {"sum": np.add, "max": np.maximum}[op]
-        self.parts = [flat[start:end] for start, end in pairwise(ends)]
+        self.parts = [flat[start:end] for start, end in pairwise(part_bounds)]
         self.own_part = self.parts[transport.rank]
         self.received_parts = [np.empty_like(self.own_part) for _ in self.parts]
         self.received_parts[transport.rank][...] = self.own_part
@@ -353,21 +357,23 @@ class _TorchExchange(Exchange):
 
     def __init__(self, transport: TorchTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
-        self.sent, self.received = (
+        self.send_buffers, self.receive_buffers = (
             [_with_contiguous_buffer(m.cells) for m in group] for group in (self.sends, self.receives)
         )
-        self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.sent, strict=True)]
-        self.incoming = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.received, strict=True)]
+        self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.send_buffers, strict=True)]
+        self.incoming = [
+            (m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.receive_buffers, strict=True)
+        ]
 
     def _start(self) -> None:
-        for cells, data in self.sent:
+        for cells, data in self.send_buffers:
             if data is not cells:
                 data[...] = cells
         self.request = self.transport.post(self.outgoing, self.incoming, MESSAGES)
 
     def _finish(self) -> None:
         self.request.wait()
-        for cells, data in self.received:
+        for cells, data in self.receive_buffers:
             if data is not cells:
                 cells[...] = data
 
@@ -376,8 +382,8 @@ def _with_contiguous_buffer(cells: Any) -> tuple[Any, Any]:
     """Return cells and the contiguous array that is sent or received: the cells themselves, or a buffer."""
     if isinstance(cells, torch.Tensor):
         return cells, cells
-    fit = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns about read-only arrays
-    return cells, cells if fit else np.empty(cells.shape, cells.dtype)
+    is_sendable = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns about read-only arrays
+    return cells, cells if is_sendable else np.empty(cells.shape, cells.dtype)
 
 
 def as_uint8_tensor(array: np.ndarray) -> torch.Tensor:

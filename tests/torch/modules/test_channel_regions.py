@@ -136,7 +136,7 @@ def test_regions_end_before_operators_that_need_all_channels():
 def test_gradient_buckets_do_not_depend_on_uneven_parts(monkeypatch):
     """The larger of two uneven parts of the weights exceeds the bucket's limit, the smaller does not."""
     module = nn.Sequential(nn.Conv2d(8, 5, 3), nn.Conv2d(5, 5, 3), nn.Conv2d(5, 5, 3))
-    monkeypatch.setattr(functions, "MIN_SINGLE_BYTES", 5 // 2 * 5 * 9 * 8 + 1)
+    monkeypatch.setattr(functions, "MIN_UNBUCKETED_BYTES", 5 // 2 * 5 * 9 * 8 + 1)
     with partition_by_channels():
         check_module(module, (1, 8, 8, 8), grids=[(1, 2, 1)])
 
