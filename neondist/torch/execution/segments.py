@@ -298,8 +298,8 @@ class SegmentSearch:
 
     def _reads_only_images(self, segment: OperatorSegment) -> bool:
         values = self.program.values
-        image_ids = self.program.image_value_ids
-        other_inputs = (values[value] for value in segment.inputs if value in values and value not in image_ids)
+        image_value_ids = self.program.image_value_ids
+        other_inputs = (values[value] for value in segment.inputs if value in values and value not in image_value_ids)
         return not any(axes_of(value.layout) - {0} for value in other_inputs)
 
     def build_segment_of(self, operator_numbers: Sequence[int]) -> OperatorSegment:

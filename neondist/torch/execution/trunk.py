@@ -253,14 +253,14 @@ def create_trunk_lowering(
         tensor.nbytes for tensor in (*module.parameters(), *module.buffers())
     )
     limit_bytes = memory - weight_bytes
-    mesh, image_ids = search.mesh, search.program.image_value_ids
+    mesh, image_value_ids = search.mesh, search.program.image_value_ids
     trained_names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def peak_function_of(plan: TorchPlan) -> Callable[[], int]:
         return partial(TrainingMemory(plan, trained_names).peak, 0) if module.training else lambda: plan.peak()[0]
 
     def lowering_of_segments(rank: int) -> FusedLowering | None:
-        return FusedLowering(mesh, rank, segments, image_ids) if segments else None
+        return FusedLowering(mesh, rank, segments, image_value_ids) if segments else None
 
     needed_bytes = peak_function_of(plan_without_blocks or lower(lowering=lowering_of_segments(0))[0])()
     if needed_bytes <= limit_bytes:
