@@ -61,8 +61,8 @@ class Dataset(Registered, ABC):
     target_shape: tuple[int, ...] | None = None
     class_names: Sequence[str] = ()
     _validation_share: float | int | None = None  # default for subclasses that do not call this constructor
-    _shard_and_count: tuple[int, int] | None = None
-    _batch_limit: tuple[int, int] | None = None
+    _num_shards_and_index: tuple[int, int] | None = None
+    _batch_size_and_count: tuple[int, int] | None = None
     _grid: ProcessGrid | None = None  # set by `open`
 
     #: number of shards of the training samples, and number of samples in the smallest shard
@@ -87,8 +87,8 @@ class Dataset(Registered, ABC):
     def __getattr__(self, name: str) -> Any:
         """Raise NotReadyError for attributes that `check` or `open` has yet to set."""
         if name in (*SPLITS, "sample_shape", "classes"):
-            call = "open(grid)" if name in SPLITS else "check()"
-            raise NotReadyError(f"dataset: {type(self).__name__} has no '{name}' yet; call its {call} first")
+            required_call = "open(grid)" if name in SPLITS else "check()"
+            raise NotReadyError(f"dataset: {type(self).__name__} has no '{name}' yet; call its {required_call} first")
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     @property
@@ -156,8 +156,8 @@ class Dataset(Registered, ABC):
             for transform in augment:
                 transform.check_shape(self.sample_shape)
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
-            reading = OverlappingPartition.of_box(self.sample_shape[:-1], tile.input_box) if augment else None
-            splits = self.open_splits(grid.with_tiles(reading))
+            input_partition = OverlappingPartition.of_box(self.sample_shape[:-1], tile.input_box) if augment else None
+            splits = self.open_splits(grid.with_tiles(input_partition))
             splits = tuple(splits) if isinstance(splits, Iterator) else splits
             if not _are_splits(splits):
                 raise ConfigError(
@@ -168,14 +168,15 @@ class Dataset(Registered, ABC):
             self.train, *validation, self.test = splits
             self.validation = validation[0] if validation else None
             if self.validation is None and self._validation_share is not None:
-                samples = len(self.train)
-                first = samples - self.count_validation_samples(samples)
-                self.train, self.validation = self.train.subset(0, first), self.train.subset(first, samples)
+                num_samples = len(self.train)
+                num_training = num_samples - self.count_validation_samples(num_samples)
+                self.validation = self.train.subset(num_training, num_samples)
+                self.train = self.train.subset(0, num_training)
             self._grid = grid
-            if self._shard_and_count is not None:
-                self._restrict_to_shard(*self._shard_and_count, grid)
-            if self._batch_limit is not None:
-                self._restrict_to_batches(*self._batch_limit)
+            if self._num_shards_and_index is not None:
+                self._restrict_to_shard(*self._num_shards_and_index, grid)
+            if self._batch_size_and_count is not None:
+                self._restrict_to_batches(*self._batch_size_and_count)
             if augment:
                 self._augment_splits(tile)
         except MemoryError as caught:
@@ -213,10 +214,10 @@ class Dataset(Registered, ABC):
         check_value("shard: index", index, Index)
         if index >= num_shards:
             raise ConfigError(f"shard: index: {index} is out of range; give 0 to {num_shards - 1}")
-        if self.num_shards > 1 or self._shard_and_count is not None:
+        if self.num_shards > 1 or self._num_shards_and_index is not None:
             raise ConfigError("shard: the data set is already a shard; call shard once, with more shards")
         shard = copy(self)
-        shard._shard_and_count = num_shards, index
+        shard._num_shards_and_index = num_shards, index
         if self._grid is not None:
             error: Exception | None = None
             try:
@@ -229,37 +230,37 @@ class Dataset(Registered, ABC):
     def _restrict_to_shard(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
         """Keep one shard of the training samples. Collective over the tiles of a replica."""
         shards = grid.world.allgather((num_shards, index)) if grid.size > 1 else [(num_shards, index)]
-        own = shards[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
+        replica_shards = shards[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
         if shards == [(grid.size, rank) for rank in range(grid.size)]:
             num_shards, index = grid.replicas, grid.replica
-        elif len(set(own)) > 1:
+        elif len(set(replica_shards)) > 1:
             raise ConfigError(
-                f"shard: the ranks of replica {grid.replica} hold tiles of the same samples, but have shards {own};"
-                " give all of them the same shard: shard(grid.replicas, grid.replica)"
+                f"shard: the ranks of replica {grid.replica} hold tiles of the same samples, but have shards"
+                f" {replica_shards}; give all of them the same shard: shard(grid.replicas, grid.replica)"
             )
-        samples = len(self.train)
-        if samples < num_shards:
+        num_samples = len(self.train)
+        if num_samples < num_shards:
             raise DataError(
-                f"shard: {counted(samples, 'training sample')} cannot be divided into {counted(num_shards, 'shard')};"
-                " give at most one shard per sample"
+                f"shard: {counted(num_samples, 'training sample')} cannot be divided into"
+                f" {counted(num_shards, 'shard')}; give at most one shard per sample"
             )
-        self.num_shards, self.smallest_shard_size = num_shards, samples // num_shards
-        self.train = self.train.subset(index, samples, num_shards)
+        self.num_shards, self.smallest_shard_size = num_shards, num_samples // num_shards
+        self.train = self.train.subset(index, num_samples, num_shards)
 
-    def limit_batches(self, batch_size: int, count: int) -> None:
-        """Restrict every split to samples for `count` batches when the data set is opened, for a short run.
+    def limit_batches(self, batch_size: int, num_batches: int) -> None:
+        """Restrict every split to samples for `num_batches` batches when the data set is opened, for a short run.
 
         The samples are evenly spaced, so that they come from all files. If the last batch of a split is smaller than
         the others, a batch of its size is kept as well.
         """
-        self._batch_limit = batch_size, count
+        self._batch_size_and_count = batch_size, num_batches
 
-    def _restrict_to_batches(self, batch_size: int, count: int) -> None:
+    def _restrict_to_batches(self, batch_size: int, num_batches: int) -> None:
         for name, split in self.splits.items():
-            kept = batch_size * count + len(split) % batch_size
-            if len(split) > kept:
-                step = len(split) // kept
-                setattr(self, name, split.subset(0, step * kept, step))
+            num_kept = batch_size * num_batches + len(split) % batch_size
+            if len(split) > num_kept:
+                step = len(split) // num_kept
+                setattr(self, name, split.subset(0, step * num_kept, step))
 
     def _augment_splits(self, tile: AugmentedTile) -> None:
         for split in self.splits.values() if tile.moves_cells else ():
@@ -271,13 +272,14 @@ class Dataset(Registered, ABC):
                 )
         self.train = self.train.augment_with(tile)
         if tile.moves_cells:
-            others, tile = (self.validation, self.test), tile.without_augmentation()
-            self.validation, self.test = (None if split is None else split.augment_with(tile) for split in others)
+            other_splits = (self.validation, self.test)
+            tile = tile.without_augmentation()
+            self.validation, self.test = (None if split is None else split.augment_with(tile) for split in other_splits)
 
-    def count_validation_samples(self, samples: int) -> int:
+    def count_validation_samples(self, num_samples: int) -> int:
         """Return the number of training samples held out for validation; DataError if none would remain."""
         with set_error_subject(self):
-            return count_held_out("validation", self._validation_share or 0, samples)
+            return count_held_out("validation", self._validation_share or 0, num_samples)
 
     def properties_equal_on_all_ranks(self) -> list[str]:
         """Return the properties that must agree on all ranks once the data set is open, one per line."""
@@ -311,13 +313,13 @@ def require_fraction_or_count(field: str, share: Any) -> None:
         )
 
 
-def count_held_out(field: str, share: float | int, samples: int) -> int:
+def count_held_out(field: str, share: float | int, num_samples: int) -> int:
     """Return the number of training samples held out for another split; DataError if none would remain."""
-    limit = samples - 1
-    count = share if isinstance(share, Integral) else min(max(1, round(share * samples)), limit)
-    if not 0 < count <= limit:
+    max_count = num_samples - 1
+    count = share if isinstance(share, Integral) else min(max(1, round(share * num_samples)), max_count)
+    if not 0 < count <= max_count:
         raise DataError(
-            f"{field}: holding out {share} of {counted(samples, 'training sample')} leaves none for"
+            f"{field}: holding out {share} of {counted(num_samples, 'training sample')} leaves none for"
             " training; hold out fewer"
         )
     return int(count)

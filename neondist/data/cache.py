@@ -62,8 +62,8 @@ class CachedDataset(Dataset):
         if self.serialized_path is None:
             arrays = build()
         else:
-            stamp = cache_fingerprint(type(self).__name__, self.source_files(), grid, self.sample_shape[:-1])
-            arrays = load_or_build(resolve_cache_path(self.serialized_path, grid), stamp, build)
+            fingerprint = cache_fingerprint(type(self).__name__, self.source_files(), grid, self.sample_shape[:-1])
+            arrays = load_or_build(resolve_cache_path(self.serialized_path, grid), fingerprint, build)
         self.content_hash = arrays["content"].tobytes().hex()
         train, test = (
             Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], self.mean, self.std)
@@ -75,7 +75,7 @@ class CachedDataset(Dataset):
 def cache_fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: tuple[int, ...]) -> str:
     """Return the properties that the cached tile depends on, as text; reads the sources once for their checksums."""
     box = grid.tile_box(extent)
-    key = {
+    properties = {
         "format": FORMAT_VERSION,
         "data set": name,
         "sources": [_fingerprint_source(path) for path in sources],
@@ -83,7 +83,7 @@ def cache_fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, ext
         "tile": [box.lo, box.hi],
         "ranks": grid.size,
     }
-    return json.dumps(key, sort_keys=True)
+    return json.dumps(properties, sort_keys=True)
 
 
 def load_or_build(path: Path, fingerprint: str, build: Callable[[], ArraysByName]) -> ArraysByName:
@@ -121,27 +121,27 @@ def _require_own_file(path: Path, status: os.stat_result) -> None:
 def read_cache(path: Path, fingerprint: str) -> ArraysByName | None:
     """Return the arrays in `path`; None if it is missing, damaged, outdated, or writable by other users."""
     try:
-        opened = open_regular(path)
+        cache_file = open_regular(path)
     except OSError:
         return None
-    with opened:
-        _require_own_file(path, os.fstat(opened.fileno()))  # the file may have been replaced since the first check
+    with cache_file:
+        _require_own_file(path, os.fstat(cache_file.fileno()))  # the file may have been replaced since the first check
         with suppress(Exception):  # HDF5 may raise nearly any error for a damaged file; the cache is rebuilt
-            return _read_verified(opened, fingerprint)
+            return _read_verified(cache_file, fingerprint)
     return None
 
 
-def _read_verified(opened: BinaryIO, fingerprint: str) -> ArraysByName | None:
+def _read_verified(cache_file: BinaryIO, fingerprint: str) -> ArraysByName | None:
     import h5py
 
-    is_shared = os.fstat(opened.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    with h5py.File(opened, "r") as file:
+    is_shared = os.fstat(cache_file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    with h5py.File(cache_file, "r") as file:
         if is_shared or hdf5.get_text_attribute(file.attrs, "stamp") != fingerprint:
             return None
-        sums: dict[str, str] = json.loads(hdf5.get_text_attribute(file.attrs, "checksums"))
-        entries = {name: hdf5.find_object(file, name) for name in sums}
-        arrays = {name: np.asarray(array[()]) for name, array in entries.items() if hdf5.is_numeric(array)}
-    return arrays if checksums(arrays) == sums else None
+        expected_checksums: dict[str, str] = json.loads(hdf5.get_text_attribute(file.attrs, "checksums"))
+        hdf5_objects = {name: hdf5.find_object(file, name) for name in expected_checksums}
+        arrays = {name: np.asarray(array[()]) for name, array in hdf5_objects.items() if hdf5.is_numeric(array)}
+    return arrays if checksums(arrays) == expected_checksums else None
 
 
 def write_cache(path: Path, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -209,19 +209,19 @@ def check_path_template(template: object) -> None:
         raise ConfigError(f"serialized_path: {template!r} is not a path; give one, {_PATH_EXAMPLE}")
     text = os.fspath(template)
     try:
-        unknown = _template_field_names(text) - {"rank", "size"}
+        unknown_names = _template_field_names(text) - {"rank", "size"}
         fields = _parse_template_fields(text)
-        wide = [spec for _, _, spec, conversion in fields if conversion or not _FORMAT_SPEC.fullmatch(spec or "")]
-        if wide:
-            raise ValueError(f"'{wide[0]}' is not a valid format width" if wide[0] else "it has a conversion")
+        bad_specs = [spec for _, _, spec, conversion in fields if conversion or not _FORMAT_SPEC.fullmatch(spec or "")]
+        if bad_specs:
+            raise ValueError(f"'{bad_specs[0]}' is not a valid format width" if bad_specs[0] else "it has a conversion")
         if "\0" in text:
             raise ValueError("it has a null character")
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(
             f"serialized_path: {text!r} is not a template ({error}); write it as a path, {_PATH_EXAMPLE}"
         ) from error
-    if unknown:
-        names = ", ".join("{" + name + "}" for name in sorted(unknown))
+    if unknown_names:
+        names = ", ".join("{" + name + "}" for name in sorted(unknown_names))
         raise ConfigError(
             f"serialized_path: unknown field {names} in {text!r}; only {{rank}} and {{size}} are valid, {_PATH_EXAMPLE}"
         )

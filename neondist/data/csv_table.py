@@ -13,8 +13,8 @@ from ..io.regular_file import read_bytes
 def read_csv_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
     """Return the non-empty rows of a CSV file, each with its line number; `columns` is the format named in errors."""
     try:
-        lines = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())
-        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
+        reader = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())
+        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read ({short_reason(error)}); give a CSV file of {columns}") from error
     for separator, name in ((";", "semicolons"), ("\t", "tabs")):

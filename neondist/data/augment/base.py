@@ -95,6 +95,6 @@ def axis_indices(transform: Transform, axes: Sequence[str], shape: Sequence[int]
     return [names.index(name) for name in axes]
 
 
-def map_axis_ranges(box: Box, extent: Sequence[int], change: Callable[[int, int, int], Range]) -> Box:
-    """Return the box with the range change(lo, hi, n) on each axis; `box` has the range [lo, hi), the image n cells."""
-    return Box.from_ranges([change(lo, hi, n) for (lo, hi), n in zip(box.axes(), extent, strict=True)])
+def map_axis_ranges(box: Box, extent: Sequence[int], map_range: Callable[[int, int, int], Range]) -> Box:
+    """Return the box with the range map_range(lo, hi, n) on each axis: `box` has the range [lo, hi), images n cells."""
+    return Box.from_ranges([map_range(lo, hi, n) for (lo, hi), n in zip(box.axes(), extent, strict=True)])

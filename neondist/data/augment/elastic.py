@@ -49,11 +49,11 @@ class Elastic(Transform):
         """Return the interpolated cells, computed a few rows at a time to stay in the cache."""
         planes = np.ascontiguousarray(np.moveaxis(cells, -1, 0)).reshape(cells.shape[-1], -1)
         out = np.empty((*box.shape, len(planes)), cells.dtype)
-        rows = max(1, _BLOCK_CELLS // (box.size // box.shape[0]))
-        for top in range(box.lo[0], box.hi[0], rows):
-            block = Box((top, *box.lo[1:]), (min(top + rows, box.hi[0]), *box.hi[1:]))
+        rows_per_block = max(1, _BLOCK_CELLS // (box.size // box.shape[0]))
+        for top in range(box.lo[0], box.hi[0], rows_per_block):
+            block = Box((top, *box.lo[1:]), (min(top + rows_per_block, box.hi[0]), *box.hi[1:]))
             corners = list(self._weighted_corners(source, block, draw, cells.dtype))
-            for plane, values in zip(planes, np.moveaxis(out[top - box.lo[0] :][:rows], -1, 0), strict=True):
+            for plane, values in zip(planes, np.moveaxis(out[top - box.lo[0] :][:rows_per_block], -1, 0), strict=True):
                 values[...] = sum(plane.take(cell) * weight for cell, weight in corners)
         return out
 
@@ -61,16 +61,16 @@ class Elastic(Transform):
         self, source: Box, box: Box, draw: RandomDraw, dtype: np.dtype
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield flat indices into `source` and weights for a box, once for each corner of linear interpolation."""
-        ends = []  # for each axis, indices and weights of the cells on both sides of the positions
+        neighbours = []  # for each axis, indices and weights of the cells on both sides of the positions
         for axis, positions in enumerate(self._source_positions(box, draw)):
-            stride, last = prod(source.shape[axis + 1 :]), source.hi[axis] - 1
-            first = positions.astype(np.intp)  # rounds down: no position is negative
-            fraction = (positions - first).astype(dtype)
-            cells = [(np.minimum(first + step, last) - source.lo[axis]) * stride for step in (0, 1)]
-            ends.append(list(zip(cells, (1 - fraction, fraction), strict=True)))
-        for corner in product(*ends):
-            cell, weight = zip(*corner, strict=True)
-            yield reduce(np.add, cell), reduce(np.multiply, weight)
+            stride, last_index = prod(source.shape[axis + 1 :]), source.hi[axis] - 1
+            lower = positions.astype(np.intp)  # rounds down: no position is negative
+            fraction = (positions - lower).astype(dtype)
+            cells = [(np.minimum(lower + step, last_index) - source.lo[axis]) * stride for step in (0, 1)]
+            neighbours.append(list(zip(cells, (1 - fraction, fraction), strict=True)))
+        for corner in product(*neighbours):
+            indices, weights = zip(*corner, strict=True)
+            yield reduce(np.add, indices), reduce(np.multiply, weights)
 
     def transform_labels(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the labels of the nearest cells."""
@@ -79,13 +79,13 @@ class Elastic(Transform):
 
     def _source_positions(self, box: Box, draw: RandomDraw) -> list[np.ndarray]:
         """Return the source positions of the cells of a box, an array (*box.shape) for each axis."""
-        knots, points = zip(*(self._control_points(lo, hi) for lo, hi in box.axes()), strict=True)
-        lattice = tuple(int((n - 1) / self.spacing) + 4 for n in draw.extent)
-        index = draw.stream_indices((len(lattice), *lattice), (slice(0, len(lattice)), *points))
+        axis_knots, point_slices = zip(*(self._control_points(lo, hi) for lo, hi in box.axes()), strict=True)
+        lattice_shape = tuple(int((n - 1) / self.spacing) + 4 for n in draw.extent)
+        index = draw.stream_indices((len(lattice_shape), *lattice_shape), (slice(0, len(lattice_shape)), *point_slices))
         field = self.displacement * (2 * rng.uniform(draw.stream, index) - 1)
-        for axis, pairs in enumerate(knots, start=1):  # elementwise, so that cells are bitwise equal for any box
-            shape = (-1, *(1,) * (field.ndim - 1 - axis))
-            field = sum(weight.reshape(shape) * field.take(point, axis) for point, weight in pairs)
+        for axis, pairs in enumerate(axis_knots, start=1):  # elementwise, so that cells are bitwise equal for any box
+            weight_shape = (-1, *(1,) * (field.ndim - 1 - axis))
+            field = sum(weight.reshape(weight_shape) * field.take(point, axis) for point, weight in pairs)
         cells = np.meshgrid(*(np.arange(lo, hi) for lo, hi in box.axes()), indexing="ij", sparse=True)
         return [np.clip(cell + shift, 0, n - 1) for cell, shift, n in zip(cells, field, draw.extent, strict=True)]
 
@@ -94,12 +94,12 @@ class Elastic(Transform):
 
         Control point 0 lies one spacing before the first cell of the image.
         """
-        position = np.arange(lo, hi) / self.spacing
-        knot = np.floor(position).astype(np.intp)
-        t, first = position - knot, int(knot[0])
-        spline = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
-        pairs = [(knot - first + point, weight / 6) for point, weight in enumerate(spline)]
-        return pairs, slice(first, int(knot[-1]) + 4)
+        positions = np.arange(lo, hi) / self.spacing
+        knot = np.floor(positions).astype(np.intp)
+        t, first_knot = positions - knot, int(knot[0])
+        basis = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
+        weighted_points = [(knot - first_knot + point, weight / 6) for point, weight in enumerate(basis)]
+        return weighted_points, slice(first_knot, int(knot[-1]) + 4)
 
 
 _BLOCK_CELLS = 1 << 14  # cells

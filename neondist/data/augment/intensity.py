@@ -67,11 +67,11 @@ class Noise(Transform):
     def transform_image(self, cells: np.ndarray, source: Box, box: Box, draw: RandomDraw) -> np.ndarray:
         """Return the cells with noise, computed a few rows at a time to stay in the cache."""
         channels = slice(0, draw.shape[-1])
-        rows = max(1, _BLOCK_CELLS // cells[0].size)
-        for top in range(0, len(cells), rows):
-            block = cells[top : top + rows]
-            first = box.lo[0] + top
-            index = draw.stream_indices(draw.shape, (slice(first, first + len(block)), *box.slices[1:], channels))
+        rows_per_block = max(1, _BLOCK_CELLS // cells[0].size)
+        for top in range(0, len(cells), rows_per_block):
+            block = cells[top : top + rows_per_block]
+            row = box.lo[0] + top
+            index = draw.stream_indices(draw.shape, (slice(row, row + len(block)), *box.slices[1:], channels))
             block += (self.sigma * rng.coarse_normal(draw.stream, index)).astype(cells.dtype, copy=False)
         return cells
 

@@ -70,36 +70,36 @@ class AugmentedTile:
         """Return the box (n, *cells, ...) of the label maps of some samples."""
         return self._compute_cells(read, indices, epoch, self.box, True)
 
-    def _compute_cells(self, read: CellReader, indices: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
+    def _compute_cells(self, read: CellReader, indices: np.ndarray, epoch: int, box: Box, is_label: bool) -> np.ndarray:
         index = indices[:, None] * RANDOM_NUMBERS_PER_SAMPLE + np.arange(RANDOM_NUMBERS_PER_SAMPLE)
         draws = []
         for order, transform in enumerate(self.transforms):
-            if transform.moves_cells or not labels:
+            if transform.moves_cells or not is_label:
                 stream = rng.key(self.seed, "augment", order, type(transform).__name__, epoch)
                 draws.append((transform, rng.uniform(stream, index).tolist(), rng.key(stream, "cells")))
         if not draws or box.empty or not len(indices):
             return read(indices, box.relative_to(self.input_box).slices)
-        by_source = defaultdict[Box, list[tuple[int, list[Any]]]](list)
+        samples_by_source = defaultdict[Box, list[tuple[int, list[Any]]]](list)
         for position, number in enumerate(indices.tolist()):
-            steps, source = [], box
+            transform_calls, source = [], box
             for transform, uniform, stream in reversed(draws):
                 draw = RandomDraw(self.shape, uniform[position], stream, number)
                 if transform.applies_to(draw):
                     target, source = source, transform.source_box(source, draw)
-                    step = transform.transform_labels if labels else transform.transform_image
-                    steps.append((step, source, target, draw))
+                    method = transform.transform_labels if is_label else transform.transform_image
+                    transform_calls.append((method, source, target, draw))
             if not source.empty and source.intersect(self.input_box) != source:
                 raise ConfigError(
                     f"augment: {', '.join(type(t).__name__ for t, *_ in draws)}: source_box {source} is not inside"
                     f" {self.input_box}, the cells of max_source_box; extend max_source_box, or correct source_box"
                 )
-            by_source[source].append((position, steps))
+            samples_by_source[source].append((position, transform_calls))
         out: np.ndarray | None = None
-        for source, samples in by_source.items():
+        for source, samples in samples_by_source.items():
             cells = read(indices[[position for position, _ in samples]], source.relative_to(self.input_box).slices)
-            for sample, (position, steps) in zip(cells, samples, strict=True):
-                for step, *arguments in reversed(steps):
-                    sample = _transform(step, sample, *arguments)
+            for sample, (position, transform_calls) in zip(cells, samples, strict=True):
+                for method, *arguments in reversed(transform_calls):
+                    sample = _apply(method, sample, *arguments)
                 if out is None:
                     out = np.empty((len(indices), *sample.shape), sample.dtype)
                 out[position] = sample
@@ -107,16 +107,16 @@ class AugmentedTile:
         return out
 
 
-def _transform(step: Callable[..., Any], cells: np.ndarray, source: Box, target: Box, draw: RandomDraw) -> np.ndarray:
+def _apply(method: Callable[..., Any], cells: np.ndarray, source: Box, target: Box, draw: RandomDraw) -> np.ndarray:
     """Return the transformed cells; raise ConfigError if their shape is not that of the target."""
-    expected = (*target.shape, *cells.shape[target.ndim :])
-    result: np.ndarray = step(cells, source, target, draw)
-    if getattr(result, "shape", None) != expected:
-        transform = step.__self__  # type: ignore[attr-defined]
+    expected_shape = (*target.shape, *cells.shape[target.ndim :])
+    result: np.ndarray = method(cells, source, target, draw)
+    if getattr(result, "shape", None) != expected_shape:
+        transform = method.__self__  # type: ignore[attr-defined]
         with set_error_subject(transform):
             result_shape = getattr(result, "shape", type(result).__name__)
             raise ConfigError(
                 f"augment: {type(transform).__name__} returns {result_shape} for {target}; expected an array"
-                f" of shape {expected}"
+                f" of shape {expected_shape}"
             )
     return result

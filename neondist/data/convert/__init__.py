@@ -28,9 +28,9 @@ _BLOCK_CELLS = 1 << 17  # cells whose 64-bit copies stay in cache
 
 
 def open_split_sources(
-    sources: Sequence[Path], loader: ImageLoader, labels: Path | None = None, maps: Path | None = None
+    sources: Sequence[Path], loader: ImageLoader, table: Path | None = None, maps: Path | None = None
 ) -> dict[str, SplitSource]:
-    """Return the parts ('train', optionally 'validation' and 'test') of one or more files or of a folder.
+    """Return the splits ('train', optionally 'validation' and 'test') of one or more files or of a folder.
 
     Raises
     ------
@@ -38,32 +38,32 @@ def open_split_sources(
         If the format is unknown, a file is damaged, or an option does not apply to the sources.
     """
     paths = [Path(os.path.expanduser(source)) for source in sources]
-    for path in (*paths, *(extra for extra in (labels, maps) if extra is not None)):
+    for path in (*paths, *(extra for extra in (table, maps) if extra is not None)):
         if not os.path.exists(path):  # Path.exists would raise without permission
             raise DataError(f"{path}: no such file or folder; check the path and its permissions")
-    if labels is not None and maps is not None:
+    if table is not None and maps is not None:
         raise ConfigError(
             "--labels and --maps are mutually exclusive; use --labels for classes of images, --maps for pixels"
         )
     try:
-        return _create_split_sources(paths, loader, labels, maps)
+        return _create_split_sources(paths, loader, table, maps)
     except OSError as error:
         path, reason = error.filename or paths[0], error.strerror or error
         raise DataError(f"{path}: cannot be read ({reason}); check the path and its permissions") from error
 
 
 def _create_split_sources(
-    paths: list[Path], loader: ImageLoader, labels: Path | None, maps: Path | None
+    paths: list[Path], loader: ImageLoader, table: Path | None, maps: Path | None
 ) -> dict[str, SplitSource]:
     first = paths[0]
     if first.is_dir() and len(paths) == 1:
-        if labels is None and maps is None:
+        if table is None and maps is None:
             if any((folder / "test_batch.bin").is_file() for folder in (first, first / "cifar-10-batches-bin")):
                 return _reject_image_options(cifar_splits(first), loader)
             if official := find_idx_files(first):
                 return _reject_image_options(idx_splits(official), loader)
-        return image_splits(first, loader, labels, maps)
-    if labels is not None or maps is not None:
+        return image_splits(first, loader, table, maps)
+    if table is not None or maps is not None:
         raise ConfigError(
             f"--labels and --maps require a folder of images as the only source, not {first}; give that folder alone,"
             " or leave --labels and --maps out"
@@ -82,25 +82,25 @@ def _create_split_sources(
     )
 
 
-def _reject_image_options(parts: dict[str, SplitSource], loader: ImageLoader) -> dict[str, SplitSource]:
+def _reject_image_options(splits: dict[str, SplitSource], loader: ImageLoader) -> dict[str, SplitSource]:
     if loader != ImageLoader():
         raise ConfigError(
             "--size and --mode apply to folders of images; leave them out, since arrays are written unchanged"
         )
-    return parts
+    return splits
 
 
 def convert(
-    parts: dict[str, SplitSource], target: Path, compress: bool = False, progress: ConversionProgress | None = None
+    splits: dict[str, SplitSource], target: Path, compress: bool = False, progress: ConversionProgress | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Write the parts atomically to an HDF5 file for `HDF5Dataset`; return the shape of each part's images.
+    """Write the splits atomically to an HDF5 file for `HDF5Dataset`; return the shape of each split's images.
 
     Parameters
     ----------
-    parts : from `open_split_sources`; each is read once
+    splits : from `open_split_sources`; each is read once
     target : an existing file is replaced if it is HDF5
     compress : compress the chunks with gzip
-    progress : called as progress(part name, samples written, total samples)
+    progress : called as progress(split name, samples written, total samples)
 
     Raises
     ------
@@ -111,16 +111,16 @@ def convert(
     """
     if os.path.exists(target) and not _is_hdf5_or_empty(target):
         raise OutputError(f"{target}: exists but is not an HDF5 file, so it is not replaced; choose another name")
-    if len({part.shape for part in parts.values()}) > 1:
-        shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
+    if len({split.shape for split in splits.values()}) > 1:
+        shapes = ", ".join(f"{name} {split.shape}" for name, split in splits.items())
         raise DataError(f"samples of the splits differ in shape: {shapes}; scale them with --size")
-    for name, part in parts.items():
-        _require_sample_memory(name, part)
-    report = progress or (lambda name, done, total: None)
+    for name, split in splits.items():
+        _require_sample_memory(name, split)
+    report_progress = progress or (lambda name, done, total: None)
     try:
-        with hdf5.NewHDF5File(target) as new:
-            for name, part in parts.items():
-                _write_split(new, new.file.create_group(name), name, part, compress, report)
+        with hdf5.NewHDF5File(target) as new_file:
+            for name, split in splits.items():
+                _write_split(new_file, new_file.file.create_group(name), name, split, compress, report_progress)
     except OSError as error:
         raise OutputError(
             f"{target}: cannot be written ({error.strerror or error}); any existing file is unchanged; free disk"
@@ -128,72 +128,73 @@ def convert(
         ) from error
     except MemoryError as error:
         raise DataError(f"{target}: not enough memory for one sample of the source; crop its images first") from error
-    return {name: (part.count, *part.shape) for name, part in parts.items()}
+    return {name: (split.count, *split.shape) for name, split in splits.items()}
 
 
-def _require_sample_memory(name: str, part: SplitSource) -> None:
+def _require_sample_memory(name: str, split: SplitSource) -> None:
     """Raise DataError if one sample does not fit in memory, before it is allocated."""
-    sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
-    subject = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
-    require_memory(_SAMPLE_COPIES_IN_MEMORY * sample, subject, "cut it into pieces first")
+    sample_bytes = int(np.prod(split.shape, dtype=object)) * split.dtype.itemsize
+    subject = f"{name}: a sample of {' x '.join(map(str, split.shape))}"
+    require_memory(_SAMPLE_COPIES_IN_MEMORY * sample_bytes, subject, "cut it into pieces first")
 
 
 def _write_split(
-    new: hdf5.NewHDF5File, group: Any, name: str, part: SplitSource, compress: bool, progress: ConversionProgress
+    new_file: hdf5.NewHDF5File, group: Any, name: str, split: SplitSource, compress: bool, progress: ConversionProgress
 ) -> None:
     filters = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
-    chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
+    chunks = chunk_shape(split.shape[:-1], split.shape[-1], split.dtype.itemsize)
     images = group.create_dataset(
-        "images", (part.count, *part.shape), part.dtype, chunks=chunks, fletcher32=True, **filters
+        "images", (split.count, *split.shape), split.dtype, chunks=chunks, fletcher32=True, **filters
     )
-    shape = (part.count, *part.label_shape)
+    labels_shape = (split.count, *split.label_shape)
     labels = group.create_dataset(
-        "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunk_shape(part), **filters
+        "labels", labels_shape, split.label_dtype, fletcher32=True, chunks=_label_chunk_shape(split), **filters
     )
-    scale = white_value(part.dtype)
-    tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
+    scale = white_value(split.dtype)
+    checksum_tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
     label_blocks: list[np.ndarray] = []  # labels that are not maps: their chunks span several blocks of images
-    classes = ClassLabelChecker(name) if _labels_are_classes(part) else None
-    done, sums = 0, np.zeros((2, part.shape[-1]))
-    progress(name, 0, part.count)
-    for x, y in part.read_blocks():
-        if classes is not None:
-            classes.check_block(y)
+    label_checker = ClassLabelChecker(name) if _labels_are_classes(split) else None
+    done = 0
+    sums = np.zeros((2, split.shape[-1]))
+    progress(name, 0, split.count)
+    for x, y in split.read_blocks():
+        if label_checker is not None:
+            label_checker.check_block(y)
         images[done : done + len(x)] = x
         labels[done : done + len(y)] = y
-        tables[0].add(x, done)
+        checksum_tables[0].add(x, done)
         if labels.chunks[0] == 1:
-            tables[1].add(y, done)
+            checksum_tables[1].add(y, done)
         else:
             label_blocks.append(y)
-        new.raise_deferred_error()
+        new_file.raise_deferred_error()
         for image in x:
-            _add_moments(sums, image.reshape(-1, part.shape[-1]), scale)
+            _add_moments(sums, image.reshape(-1, split.shape[-1]), scale)
         if not np.isfinite(sums).all():
             index = next((n for n, image in enumerate(x) if not np.isfinite(image).all()), 0)
             raise DataError(f"{name}: sample {done + index} has values that are not finite, or too large; correct them")
         done += len(x)
-        progress(name, done, part.count)
-    if done != part.count:
+        progress(name, done, split.count)
+    if done != split.count:
         raise DataError(
-            f"{name}: {done} of {part.count} samples were read, since the source has changed; run the command again"
+            f"{name}: {done} of {split.count} samples were read, since the source has changed; run the command again"
         )
     if label_blocks:
-        tables[1].add(np.concatenate(label_blocks), 0)
-    for table, array in zip(tables, (images, labels), strict=True):
-        table.write(new.file, array.name.strip("/"))
-    mean, square = sums / max(1, part.count * int(np.prod(part.shape[:-1])))
-    std = np.sqrt(np.maximum(square - mean**2, 0.0))
+        checksum_tables[1].add(np.concatenate(label_blocks), 0)
+    for table, array in zip(checksum_tables, (images, labels), strict=True):
+        table.write(new_file.file, array.name.strip("/"))
+    mean, mean_square = sums / max(1, split.count * int(np.prod(split.shape[:-1])))
+    std = np.sqrt(np.maximum(mean_square - mean**2, 0.0))
     images.attrs["scale"], images.attrs["mean"] = scale, mean
     images.attrs["std"] = np.where(std > 0, std, 1.0)
-    if classes is not None:
-        labels.attrs["classes"] = max(classes.largest_label + 1, len(part.class_names))
-    if part.class_names:
-        labels.attrs["names"] = np.array([os.fsencode(label) for label in part.class_names])
+    if label_checker is not None:
+        labels.attrs["classes"] = max(label_checker.largest_label + 1, len(split.class_names))
+    if split.class_names:
+        labels.attrs["names"] = np.array([os.fsencode(label) for label in split.class_names])
 
 
-def _labels_are_classes(part: SplitSource) -> bool:
-    return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
+def _labels_are_classes(split: SplitSource) -> bool:
+    return split.label_dtype.kind in "iu" and (not split.label_shape or len(split.label_shape) == len(split.shape) - 1)
 
 
 def _add_moments(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
@@ -204,13 +205,13 @@ def _add_moments(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
             sums += block.sum(axis=0), np.einsum("ij,ij->j", block, block)
 
 
-def _label_chunk_shape(part: SplitSource) -> tuple[int, ...]:
-    spatial = len(part.shape) - 1
-    if len(part.label_shape) < spatial:
-        return (min(part.count, 1 << 13), *part.label_shape)
-    channels = part.label_shape[spatial:]
-    size = chunk_shape(part.label_shape[:spatial], int(np.prod(channels)), part.label_dtype.itemsize)
-    return (*size[:-1], *channels)
+def _label_chunk_shape(split: SplitSource) -> tuple[int, ...]:
+    num_spatial_axes = len(split.shape) - 1
+    if len(split.label_shape) < num_spatial_axes:
+        return (min(split.count, 1 << 13), *split.label_shape)
+    channels = split.label_shape[num_spatial_axes:]
+    map_chunk = chunk_shape(split.label_shape[:num_spatial_axes], int(np.prod(channels)), split.label_dtype.itemsize)
+    return (*map_chunk[:-1], *channels)
 
 
 def _is_hdf5_or_empty(path: Path) -> bool:
@@ -229,15 +230,15 @@ _WHITE_PIXEL_VALUE = 255
 
 
 class ClassLabelChecker:
-    """Validation of the labels of one part, block by block.
+    """Validation of the labels of one split, block by block.
 
     Attributes
     ----------
     largest_label : the largest label so far
     """
 
-    def __init__(self, part: str) -> None:
-        self.split_name, self.largest_label, self._checked_sample_count = part, 0, 0
+    def __init__(self, split_name: str) -> None:
+        self.split_name, self.largest_label, self._checked_sample_count = split_name, 0, 0
 
     def check_block(self, labels: np.ndarray) -> None:
         """Check the labels of the next samples, (n,) or (n, *spatial).
@@ -251,10 +252,10 @@ class ClassLabelChecker:
             return
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high > _MAX_CLASS_LABEL:
-            wrong = low if low < 0 else high
-            sample = self._checked_sample_count + int(np.argwhere(labels == wrong)[0][0])
+            bad_label = low if low < 0 else high
+            sample = self._checked_sample_count + int(np.argwhere(labels == bad_label)[0][0])
             raise DataError(
-                f"{self.split_name}: sample {sample} has the label {wrong}; correct it to a class number, from 0"
+                f"{self.split_name}: sample {sample} has the label {bad_label}; correct it to a class number, from 0"
             )
         is_mask = labels.ndim > 1 and high == _WHITE_PIXEL_VALUE and np.isin(labels, (0, _WHITE_PIXEL_VALUE)).all()
         if is_mask and not self.largest_label:

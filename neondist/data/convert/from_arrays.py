@@ -53,14 +53,14 @@ class ArrayFile:
                 stream: Any = stack.enter_context(open_regular(self.path))
             else:
                 stream = stack.enter_context(stack.enter_context(_open_zip(self.path)).open(self.member))
-            shape, fortran, dtype = read_header(stream)
+            shape, is_fortran, dtype = read_header(stream)
             if dtype.kind not in "biuf" or dtype.itemsize > 8:
                 raise DataError(f"{self.title}: has elements of dtype {dtype}; give real numbers of at most 64 bits")
-            if fortran and len(shape) > 1:
+            if is_fortran and len(shape) > 1:
                 raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray(array)")
-            expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
-            if self._remaining_bytes(stream) < expected:
-                raise DataError(f"{self.title}: is truncated: its shape {shape} needs {expected} bytes; save it again")
+            num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if self._remaining_bytes(stream) < num_bytes:
+                raise DataError(f"{self.title}: is truncated: its shape {shape} needs {num_bytes} bytes; save it again")
             yield shape, dtype, stream
 
     def _remaining_bytes(self, stream: Any) -> int:
@@ -75,12 +75,12 @@ class ArrayFile:
         with self.open() as (shape, dtype, _):
             return shape, dtype
 
-    def read_pieces(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the array along its first axis, at most `count` entries at once; DataError if it ends too early."""
+    def read_pieces(self, max_entries: int) -> Iterator[np.ndarray]:
+        """Yield the array along its first axis, at most `max_entries` at once; DataError if it ends too early."""
         with self.open() as (shape, dtype, stream):
             size = int(np.prod(shape[1:], dtype=object)) * dtype.itemsize
-            for lo in range(0, shape[0], count):
-                n = min(count, shape[0] - lo)
+            for lo in range(0, shape[0], max_entries):
+                n = min(max_entries, shape[0] - lo)
                 raw = stream.read(n * size)
                 if len(raw) < n * size:
                     raise DataError(
@@ -90,59 +90,59 @@ class ArrayFile:
 
 
 def npz_splits(path: Path) -> dict[str, SplitSource]:
-    """Return the parts of a .npz file, recognised by the names of its arrays."""
+    """Return the splits of a .npz file, recognised by the names of its arrays."""
     with _convert_errors(str(path)), _open_zip(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
-    parts = {}
-    for part, names in _IMAGE_KEYS.items():
-        pair = names, _LABEL_KEYS[part]
-        images, labels = (next((n for n in candidates if n in members), None) for candidates in pair)
-        if images is not None and labels is not None:
-            parts[part] = split_of_arrays(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
-    if "train" not in parts:
+    splits = {}
+    for split, names in _IMAGE_KEYS.items():
+        key_candidates = names, _LABEL_KEYS[split]
+        x_key, y_key = (next((n for n in candidates if n in members), None) for candidates in key_candidates)
+        if x_key is not None and y_key is not None:
+            splits[split] = split_of_arrays(ArrayFile(path, members.pop(x_key)), ArrayFile(path, members.pop(y_key)))
+    if "train" not in splits:
         raise DataError(
             f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name the arrays x_train, y_train (and x_val,"
             " y_val, x_test, y_test), or images and labels"
         )
     notes = tuple(f"left out: the array {name}" for name in sorted(members))
-    return parts | {"train": replace(parts["train"], messages=notes)}
+    return splits | {"train": replace(splits["train"], messages=notes)}
 
 
 def npy_splits(paths: list[Path]) -> dict[str, SplitSource]:
-    """Return the parts of .npy files: images and labels for training, optionally for validation and for testing."""
-    names = {2: ["train"], 4: ["train", "test"], 6: ["train", "validation", "test"]}.get(len(paths))
-    if names is None:
+    """Return the splits of .npy files: images and labels for training, optionally for validation and for testing."""
+    split_names = {2: ["train"], 4: ["train", "test"], 6: ["train", "validation", "test"]}.get(len(paths))
+    if split_names is None:
         raise DataError(
             f"{paths[0]}: give IMAGES.npy LABELS.npy, four files (training, test), or six (training, validation, test)"
         )
-    files = [ArrayFile(path) for path in paths]
-    return {name: split_of_arrays(*files[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
+    array_files = [ArrayFile(path) for path in paths]
+    return {name: split_of_arrays(*array_files[2 * index : 2 * index + 2]) for index, name in enumerate(split_names)}
 
 
 def split_of_arrays(images: ArrayFile, labels: ArrayFile) -> SplitSource:
     """Return the source of a split of images (N, H, W), (N, H, W, C) or (N, D, H, W, C) and their labels."""
     (shape, dtype), (label_shape, label_dtype) = images.shape_and_dtype(), labels.shape_and_dtype()
-    sample = add_channel_axis(images.path, shape[1:])
+    sample_shape = add_channel_axis(images.path, shape[1:])
     if not shape[0]:
         raise DataError(f"{images.title} of shape {shape}: there are no images; give at least one")
     if not label_shape or shape[0] != label_shape[0]:
         raise DataError(
             f"{images.title} of shape {shape} and {labels.title} of shape {label_shape}: give one label per image"
         )
-    target = () if label_shape[1:] == (1,) else label_shape[1:]
-    if label_dtype.kind == "f" and not target:
+    target_shape = () if label_shape[1:] == (1,) else label_shape[1:]
+    if label_dtype.kind == "f" and not target_shape:
         raise DataError(f"{labels.title}: labels are {label_dtype}; save them as integers")
     dtype, label_dtype = (np.dtype("u1") if d.kind == "b" else d.newbyteorder("=") for d in (dtype, label_dtype))
 
     def read_blocks() -> Iterator[ImagesAndLabels]:
-        count = samples_per_block(sample, dtype)
+        count = samples_per_block(sample_shape, dtype)
         for x, y in zip(images.read_pieces(count), labels.read_pieces(count), strict=True):
             yield (
-                x.reshape(-1, *sample).astype(dtype, copy=False),
-                y.reshape(-1, *target).astype(label_dtype, copy=False),
+                x.reshape(-1, *sample_shape).astype(dtype, copy=False),
+                y.reshape(-1, *target_shape).astype(label_dtype, copy=False),
             )
 
-    return SplitSource(shape[0], sample, dtype, target, label_dtype, read_blocks)
+    return SplitSource(shape[0], sample_shape, dtype, target_shape, label_dtype, read_blocks)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ Sample = tuple[Path, Any]  # an image, and its label or label map
 def image_splits(
     folder: Path, loader: ImageLoader, table: Path | None = None, maps: Path | None = None
 ) -> dict[str, SplitSource]:
-    """Return the parts of a folder; the messages of the first part list the files that are left out.
+    """Return the splits of a folder; the messages of the first one list the files that are left out.
 
     Subfolders are classes, sorted by name. Subfolders called train, val and test are splits instead, and their own
     subfolders are the classes. `table` is a CSV file with rows FILE,LABEL; `maps` is a folder with a class map for each
@@ -54,11 +54,11 @@ def image_splits(
             " --labels FILE.csv or --maps FOLDER"
         )
     samples = {name: _list_class_samples(path, names) for name, path in sets.items()}
-    empty = tuple(
+    empty_class_notes = tuple(
         f"left out: {path} has no images, so it is not counted as a class" for path in classes if path.name not in names
     )
-    parts = _build_splits(samples, loader, empty + _describe_unused(folder, samples))
-    return {name: replace(part, class_names=names) for name, part in parts.items()}
+    splits = _build_splits(samples, loader, empty_class_notes + _describe_unused(folder, samples))
+    return {name: replace(split, class_names=names) for name, split in splits.items()}
 
 
 def _list_class_samples(folder: Path, names: tuple[str, ...]) -> list[Sample]:
@@ -72,21 +72,21 @@ def _list_class_samples(folder: Path, names: tuple[str, ...]) -> list[Sample]:
 def _pair_images_with_maps(folder: Path, maps: Path) -> list[Sample]:
     if not maps.is_dir():
         raise DataError(f"{maps}: no such folder; expected a folder with a map for each image of {folder}")
-    by_stem: dict[Path, Path] = {}
+    map_by_stem: dict[Path, Path] = {}
     for path in walk_images(maps):
         _require_inside(maps, path)
         stem = path.relative_to(maps).with_suffix("")
-        if stem in by_stem:
-            raise DataError(f"{path}: is a second map for an image, besides {by_stem[stem].name}; keep one of them")
-        by_stem[stem] = path
+        if stem in map_by_stem:
+            raise DataError(f"{path}: is a second map for an image, besides {map_by_stem[stem].name}; keep one of them")
+        map_by_stem[stem] = path
     pairs = []
     for path in walk_images(folder):
         if path.is_relative_to(maps):
             continue
         stem = path.relative_to(folder).with_suffix("")
-        if stem not in by_stem:
+        if stem not in map_by_stem:
             raise DataError(f"{path}: has no map {maps / stem}.*; add a map for each image")
-        pairs.append((path, by_stem[stem]))
+        pairs.append((path, map_by_stem[stem]))
     return pairs
 
 
@@ -118,34 +118,34 @@ def _is_file_inside(folder: Path, name: str) -> bool:
 
 def _describe_unused(folder: Path, samples: dict[str, list[Sample]], *inputs: Path) -> tuple[str, ...]:
     """Return a line for each subfolder or kind of file of `folder` that is neither a sample nor one of the `inputs`."""
-    taken = {path for pairs in samples.values() for path, _ in pairs}
-    skipped: Counter[tuple[str, str]] = Counter()
+    used_paths = {path for pairs in samples.values() for path, _ in pairs}
+    skip_counts: Counter[tuple[str, str]] = Counter()
     for path in walk_files(folder):
         _require_inside(folder, path)
-        if path in taken or path.name.startswith(".") or any(path.is_relative_to(other) for other in inputs):
+        if path in used_paths or path.name.startswith(".") or any(path.is_relative_to(other) for other in inputs):
             continue
         parts = path.relative_to(folder).parts
         if path.suffix.lower() not in IMAGE_SUFFIXES:
-            skipped["file", f"called *{path.suffix}"] += 1
+            skip_counts["file", f"called *{path.suffix}"] += 1
         else:
-            skipped["image", f"in {folder / parts[0] if len(parts) > 1 else folder}"] += 1
-    return tuple(f"left out: {counted(count, noun)} {place}" for (noun, place), count in sorted(skipped.items()))
+            skip_counts["image", f"in {folder / parts[0] if len(parts) > 1 else folder}"] += 1
+    return tuple(f"left out: {counted(count, noun)} {place}" for (noun, place), count in sorted(skip_counts.items()))
 
 
 def _build_splits(
-    pairs: dict[str, list[Sample]], loader: ImageLoader, notes: tuple[str, ...]
+    samples_by_split: dict[str, list[Sample]], loader: ImageLoader, notes: tuple[str, ...]
 ) -> dict[str, SplitSource]:
-    parts = {name: _build_split(name, samples, loader) for name, samples in pairs.items()}
-    return parts | {"train": replace(parts["train"], messages=notes)}
+    splits = {name: _build_split(name, samples, loader) for name, samples in samples_by_split.items()}
+    return splits | {"train": replace(splits["train"], messages=notes)}
 
 
-def _build_split(name: str, pairs: list[Sample], loader: ImageLoader) -> SplitSource:
-    if not pairs:
+def _build_split(name: str, samples: list[Sample], loader: ImageLoader) -> SplitSource:
+    if not samples:
         raise DataError(f"{name}: no images found; recognised suffixes are " + " ".join(IMAGE_SUFFIXES))
-    first, label = pairs[0]
-    sample = loader.load(first)
+    first, label = samples[0]
+    image = loader.load(first)
     target = loader.load_labels(label) if isinstance(label, Path) else np.zeros((), _LABEL_DTYPE)
-    part = SplitSource(len(pairs), sample.shape, sample.dtype, target.shape, target.dtype, lambda: iter(()))
+    source = SplitSource(len(samples), image.shape, image.dtype, target.shape, target.dtype, lambda: iter(()))
 
     def require_same_format(path: Path, array: np.ndarray, expected: np.ndarray, origin: Path) -> np.ndarray:
         if (array.shape, array.dtype) != (expected.shape, expected.dtype):
@@ -156,17 +156,17 @@ def _build_split(name: str, pairs: list[Sample], loader: ImageLoader) -> SplitSo
         return array
 
     def read_blocks() -> Iterator[ImagesAndLabels]:
-        count = samples_per_block(sample.shape, sample.dtype)
-        for start in range(0, len(pairs), count):
-            batch = pairs[start : start + count]
-            x = np.stack([require_same_format(path, loader.load(path), sample, first) for path, _ in batch])
+        count = samples_per_block(image.shape, image.dtype)
+        for start in range(0, len(samples), count):
+            batch = samples[start : start + count]
+            x = np.stack([require_same_format(path, loader.load(path), image, first) for path, _ in batch])
             if target.ndim:
                 y = np.stack([require_same_format(path, loader.load_labels(path), target, label) for _, path in batch])
             else:
                 y = np.array([number for _, number in batch], _LABEL_DTYPE)
             yield x, y
 
-    return replace(part, read_blocks=read_blocks)
+    return replace(source, read_blocks=read_blocks)
 
 
 def _describe(array: np.ndarray) -> str:
@@ -217,23 +217,23 @@ def _require_inside(root: Path, path: Path) -> None:
         _reject_link(root, path, "file")
 
 
-def _reject_link(root: Path, path: Path, what: str = "folder") -> None:
-    problem = f"is a link to a {what}, possibly outside {root}, and is not followed"
-    raise DataError(f"{path}: {problem}; replace it by the {what}")
+def _reject_link(root: Path, path: Path, target_kind: str = "folder") -> None:
+    problem = f"is a link to a {target_kind}, possibly outside {root}, and is not followed"
+    raise DataError(f"{path}: {problem}; replace it by the {target_kind}")
 
 
 def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     """Return the folders of the splits by name, 'train' (possibly the folder itself) first, and the unused folders."""
-    folders = find_subfolders(folder)
+    subfolders = find_subfolders(folder)
     splits: dict[str, Path] = {}
     for split, names in _FOLDERS.items():
-        matches = [path for path in folders if path.name.lower() in names]
-        if len(matches) > 1:
+        split_folders = [path for path in subfolders if path.name.lower() in names]
+        if len(split_folders) > 1:
             raise DataError(
-                f"{folder}: has several folders for one split: {', '.join(p.name for p in matches)}; keep one"
+                f"{folder}: has several folders for one split: {', '.join(p.name for p in split_folders)}; keep one"
             )
-        if matches:
-            splits[split] = matches[0]
+        if split_folders:
+            splits[split] = split_folders[0]
     if not splits:
         return {"train": folder}, []
     if "train" not in splits:
@@ -242,4 +242,4 @@ def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:
             f"{folder}: has a folder '{name}', but no training folder; name that folder 'train', or rename '{name}' if"
             " it is a class"
         )
-    return splits, [path for path in folders if path not in splits.values()]
+    return splits, [path for path in subfolders if path not in splits.values()]

@@ -21,18 +21,18 @@ _CIFAR_CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "f
 def read_idx_magic_number(path: Path) -> int:
     """Return the magic number of an IDX file, plain or gzipped; 0 for other files."""
     with MaybeGzipStream(path) as stream:
-        number = int.from_bytes(stream.read(4), "big")
-    return number if number in (IMAGES_MAGIC, LABELS_MAGIC) else 0
+        magic = int.from_bytes(stream.read(4), "big")
+    return magic if magic in (IMAGES_MAGIC, LABELS_MAGIC) else 0
 
 
 def find_idx_files(folder: Path) -> list[Path]:
     """Return the IDX files of a folder: training files, images first, then those with test or t10k in their name."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and "idx" in path.name)
-    kinds = {path: read_idx_magic_number(path) for path in files}
-    recognised = (path for path in files if kinds[path])
-    ordered = sorted(recognised, key=lambda path: (_has_test_in_name(path), kinds[path] == LABELS_MAGIC))
+    magic_by_path = {path: read_idx_magic_number(path) for path in files}
+    idx_paths = (path for path in files if magic_by_path[path])
+    ordered_paths = sorted(idx_paths, key=lambda path: (_has_test_in_name(path), magic_by_path[path] == LABELS_MAGIC))
     # the same file may exist both plain and gzipped
-    return list({path.name.removesuffix(".gz"): path for path in ordered}.values())
+    return list({path.name.removesuffix(".gz"): path for path in ordered_paths}.values())
 
 
 def _has_test_in_name(path: Path) -> bool:
@@ -40,20 +40,20 @@ def _has_test_in_name(path: Path) -> bool:
 
 
 def idx_splits(paths: list[Path]) -> dict[str, SplitSource]:
-    """Return the parts of IDX files: images and labels of the training samples, and optionally of the test samples."""
-    kinds = [read_idx_magic_number(path) for path in paths]
-    if kinds not in ([IMAGES_MAGIC, LABELS_MAGIC], [IMAGES_MAGIC, LABELS_MAGIC] * 2):
+    """Return the splits of IDX files: images and labels of the training samples, and optionally of the test samples."""
+    magic_numbers = [read_idx_magic_number(path) for path in paths]
+    if magic_numbers not in ([IMAGES_MAGIC, LABELS_MAGIC], [IMAGES_MAGIC, LABELS_MAGIC] * 2):
         raise DataError(f"{paths[0]}: expected an image file and a label file, or two such pairs: training, then test")
-    pairs = (("train", paths[:2]), ("test", paths[2:]))
-    return {name: _idx_split(*pair) for name, pair in pairs if pair}
+    paths_by_split = (("train", paths[:2]), ("test", paths[2:]))
+    return {name: _idx_split(*pair) for name, pair in paths_by_split if pair}
 
 
 def _idx_split(images: Path, labels: Path) -> SplitSource:
-    header, digits = read_idx_header(images, IMAGES_MAGIC), read_idx_header(labels, LABELS_MAGIC)
-    if header.count != digits.count:
+    image_header, label_header = read_idx_header(images, IMAGES_MAGIC), read_idx_header(labels, LABELS_MAGIC)
+    if image_header.count != label_header.count:
         raise DataError(
-            f"{images} has {counted(header.count, 'image')}, {labels} has {counted(digits.count, 'label')}; take"
-            " both files from the same set"
+            f"{images} has {counted(image_header.count, 'image')}, {labels} has {counted(label_header.count, 'label')};"
+            " take both files from the same set"
         )
 
     def read_blocks() -> Iterator[ImagesAndLabels]:
@@ -61,15 +61,15 @@ def _idx_split(images: Path, labels: Path) -> SplitSource:
             classes = np.concatenate(list(reader.read_chunks(1 << 20))).astype(_LABEL_DTYPE)
         start = 0
         with open_idx(images, IMAGES_MAGIC) as pixels:
-            for chunk in pixels.read_chunks(samples_per_block(header.sample_shape, _PIXEL_DTYPE)):
+            for chunk in pixels.read_chunks(samples_per_block(image_header.sample_shape, _PIXEL_DTYPE)):
                 yield chunk[..., None], classes[start : start + len(chunk)]
                 start += len(chunk)
 
-    return SplitSource(header.count, (*header.sample_shape, 1), _PIXEL_DTYPE, (), _LABEL_DTYPE, read_blocks)
+    return SplitSource(image_header.count, (*image_header.sample_shape, 1), _PIXEL_DTYPE, (), _LABEL_DTYPE, read_blocks)
 
 
 def cifar_splits(path: Path) -> dict[str, SplitSource]:
-    """Return the parts of the binary CIFAR-10 batches, in a folder or a .tar.gz."""
+    """Return the splits of the binary CIFAR-10 batches, in a folder or a .tar.gz."""
     source = CIFAR10Files(path)
     sizes = source.file_sizes()
     for name, size in sizes.items():
@@ -86,7 +86,7 @@ def cifar_splits(path: Path) -> dict[str, SplitSource]:
                         raise DataError(f"{path}: has class {classes.max()}: damaged, or CIFAR-100; download CIFAR-10")
                     yield images, classes
 
-        count = sum(sizes[name] for name in names) // RECORD_BYTES
-        return SplitSource(count, (32, 32, 3), _PIXEL_DTYPE, (), _LABEL_DTYPE, read_blocks, _CIFAR_CLASS_NAMES)
+        num_samples = sum(sizes[name] for name in names) // RECORD_BYTES
+        return SplitSource(num_samples, (32, 32, 3), _PIXEL_DTYPE, (), _LABEL_DTYPE, read_blocks, _CIFAR_CLASS_NAMES)
 
     return {name: make_split(names) for name, names in BATCH_FILES.items()}
