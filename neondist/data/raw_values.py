@@ -15,17 +15,17 @@ def white_value(dtype: np.dtype) -> float:
     return {"u1": 255.0, "u2": 65535.0}.get(dtype.str[1:], 1.0)
 
 
-def fill_missing(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
+def fill_missing(path: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
     """Return cells of a file with NaN replaced by `fill`; DataError for NaN without `fill`, and for infinities."""
     if cells.dtype.kind != "f" or np.isfinite(cells.sum(dtype=np.float64)):
         return cells
     missing = np.isnan(cells)
     if np.isinf(cells).any():
-        raise DataError(f"{name}: has infinite values; replace them by NaN and set the data set's fill, or remove them")
+        raise DataError(f"{path}: has infinite values; replace them by NaN and set the data set's fill, or remove them")
     if not missing.any():
         return cells
     if fill is None:
-        raise DataError(f"{name}: has missing values (NaN); replace them in the file, or set the data set's fill")
+        raise DataError(f"{path}: has missing values (NaN); replace them in the file, or set the data set's fill")
     return np.where(missing, fill, cells).astype(cells.dtype)
 
 
@@ -33,11 +33,11 @@ def normalise(raw: ArrayLike, factor: Sequence[float], subtrahend: Sequence[floa
     """Return raw * factor - subtrahend, contiguous: `raw` is (n, *tile, C), the others have 1 or C numbers."""
     raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
     scale, shift = np.asarray(factor, out.dtype), np.asarray(subtrahend, out.dtype)
-    rows, target = raw, out
+    flat_raw, flat_out = raw, out
     if max(scale.size, shift.size) > 1 and raw.size and raw.ndim > 2 and raw.flags.c_contiguous:
-        rows, target = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # NumPy is slow on short axes
-        scale, shift = np.resize(scale, rows.shape[-1]), np.resize(shift, rows.shape[-1])
-    np.multiply(rows, scale, out=target, dtype=out.dtype, casting="unsafe")
+        flat_raw, flat_out = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # short axes are slow
+        scale, shift = np.resize(scale, flat_raw.shape[-1]), np.resize(shift, flat_raw.shape[-1])
+    np.multiply(flat_raw, scale, out=flat_out, dtype=out.dtype, casting="unsafe")
     if shift.any():
-        target -= shift
+        flat_out -= shift
     return out

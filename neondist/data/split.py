@@ -130,12 +130,12 @@ class Split:
 
     def subset(self, first: int, end: int, step: int = 1) -> Split:
         """Return the samples `first`, `first + step`, ... before `end` as a split, without copying."""
-        part = copy(self)
-        part.tiles, part.labels = (
+        subset = copy(self)
+        subset.tiles, subset.labels = (
             samples[first:end:step] if isinstance(samples, np.ndarray) else _Subset(samples, first, end, step)
             for samples in (self.tiles, self.labels)
         )
-        return part
+        return subset
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the order of training samples in an epoch (int, shape (N,)), the same on every rank."""
@@ -143,20 +143,20 @@ class Split:
 
     def properties_equal_on_all_ranks(self) -> str:
         """Return, as text, the properties that must agree on all ranks: size, scale, and labels that are not maps."""
-        whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
-        labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
-        factor, offset = self.factor_and_subtrahend
-        return f"{counted(len(self), 'sample')}, times {factor} minus {offset}{labels}"
+        includes_labels = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
+        labels = f", labels {checksum(self.labels):08x}" if includes_labels else ""  # type: ignore[arg-type]
+        factor, subtrahend = self.factor_and_subtrahend
+        return f"{counted(len(self), 'sample')}, times {factor} minus {subtrahend}{labels}"
 
     def normalise(self, mean: ArrayLike, std: ArrayLike, scale: float = 1.0) -> None:
         """Set the normalisation: `images` returns (x / scale - mean) / std."""
         self._factor = 1.0 / (scale * np.asarray(std, np.float64))
-        self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
+        self._subtrahend = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
 
     @property
     def factor_and_subtrahend(self) -> tuple[list[float], list[float]]:
         """Factor and subtrahend, one number or one per channel: `images` returns raw * factor - subtrahend."""
-        return np.ravel(self._factor).tolist(), np.ravel(self._offset).tolist()
+        return np.ravel(self._factor).tolist(), np.ravel(self._subtrahend).tolist()
 
     def targets(self, indices: ArrayLike) -> np.ndarray:
         """Return the targets of some samples: classes (n,), numbers (n, K), or tiles of target images (n, *tile)."""
@@ -167,7 +167,7 @@ class Split:
         return self.labels[sample_numbers]
 
     def batches(
-        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False
+        self, batch_indices: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False
     ) -> Generator[tuple[Any, np.ndarray]]:
         """Yield `images` and `targets` of consecutive batches; a split on disk prefetches the next batch.
 
@@ -178,8 +178,8 @@ class Split:
         lazy : bool
             Yield images that are read on demand, for a model that keeps one strip at a time in memory.
         """
-        for part in parts:
-            yield self.lazy_images(part, dtype) if lazy else self.images(part, dtype), self.targets(part)
+        for indices in batch_indices:
+            yield self.lazy_images(indices, dtype) if lazy else self.images(indices, dtype), self.targets(indices)
 
     def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes that reading all samples of the first `epochs` epochs adds to caches of this split."""
@@ -197,8 +197,8 @@ class _LazyImages(LazyTile):
     def __init__(self, split: Split, sample_numbers: np.ndarray, dtype: np.dtype) -> None:
         self._split, self._sample_numbers, self.dtype = split, sample_numbers, dtype
         tile = split._augmented
-        own = tile_shape(split.tiles) if tile is None else (*tile.box.shape, tile.shape[-1])
-        self.shape = (len(sample_numbers), *own)
+        own_shape = tile_shape(split.tiles) if tile is None else (*tile.box.shape, tile.shape[-1])
+        self.shape = (len(sample_numbers), *own_shape)
 
     def samples(self, chosen: range) -> LazyTile:
         return _LazyImages(self._split, self._sample_numbers[chosen.start : chosen.stop : chosen.step], self.dtype)
@@ -239,14 +239,14 @@ def describe_sample(tiles: TileArray, number: int) -> str:
     return f"sample {number}" if describe is None else str(describe(number))
 
 
-def read_cells(tiles: TileArray, samples: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+def read_cells(tiles: TileArray, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
     """Return cells (n, *cells, ...) of the tiles of some samples, cut from whole tiles if `tiles` cannot read parts."""
     if hasattr(tiles, "read_cells"):
-        part: np.ndarray = tiles.read_cells(samples, cells)
+        part: np.ndarray = tiles.read_cells(numbers, cells)
         return part
     if isinstance(tiles, np.ndarray):
-        return np.stack([tiles[number][cells] for number in samples]) if len(samples) else tiles[(slice(0), *cells)]
-    return tiles[samples][(slice(None), *cells)]
+        return np.stack([tiles[number][cells] for number in numbers]) if len(numbers) else tiles[(slice(0), *cells)]
+    return tiles[numbers][(slice(None), *cells)]
 
 
 def tile_shape(tiles: TileArray) -> tuple[int, ...]:

@@ -71,10 +71,10 @@ class CIFAR10Files:
                 yield file.read() if file is not None else b""
 
     def _members(self, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-        members, size = dict[str, tarfile.TarInfo](), 0
+        members, total_bytes = dict[str, tarfile.TarInfo](), 0
         for member in archive:
-            size += member.size + tarfile.BLOCKSIZE
-            if size > _MAX_ARCHIVE_BYTES:
+            total_bytes += member.size + tarfile.BLOCKSIZE
+            if total_bytes > _MAX_ARCHIVE_BYTES:
                 raise DataError(
                     f"{self.folder_or_archive}: decompresses to more than {_MAX_ARCHIVE_BYTES:,} bytes, five times the"
                     " size of CIFAR-10; download it again"

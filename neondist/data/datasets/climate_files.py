@@ -110,13 +110,13 @@ class ClimateFiles(Dataset):
     def check(self) -> None:
         """Check the headers of all files: variables, units, grid and increasing times."""
         self._checked_series = series = self.open_series(self.files)
-        inputs = len(self.input_channels(series))
-        self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
-        chosen = [series.channels[index] for index in self.target_channels(series)]
-        self.target_shape = (*series.extent, len(chosen))
+        num_inputs = len(self.input_channels(series))
+        self.sample_shape, self.classes = (*series.extent, num_inputs * self.steps), None
+        targets = [series.channels[index] for index in self.target_channels(series)]
+        self.target_shape = (*series.extent, len(targets))
         self._fields = FieldMetadata(
-            f"{series.file_names[0]}:{chosen[0].variable}",
-            chosen,
+            f"{series.file_names[0]}:{targets[0].variable}",
+            targets,
             series.extent,
             series.latitude,
             input_names=self.channel_names(series),
@@ -136,13 +136,13 @@ class ClimateFiles(Dataset):
         DataError
             If files or variables do not match.
         """
-        extra = [name for name in self.targets or () if name not in self.variables] if targets else []
+        target_only = [name for name in self.targets or () if name not in self.variables] if targets else []
         options: Any = {"argument_name": argument_name, "fill": self.fill, "cache_bytes": self._cache_bytes}
-        if not extra:
+        if not target_only:
             return FieldSeries(files, self.variables, self.levels, **options)
-        inputs = FieldSeries(files, self.variables, self.levels, **options)
-        missing = [name for name in extra if not inputs.find_channels(name)]
-        return FieldSeries(files, [*self.variables, *missing], self.levels, **options) if missing else inputs
+        input_series = FieldSeries(files, self.variables, self.levels, **options)
+        missing = [name for name in target_only if not input_series.find_channels(name)]
+        return FieldSeries(files, [*self.variables, *missing], self.levels, **options) if missing else input_series
 
     def input_channels(self, series: FieldSeries) -> list[int]:
         """Return the indices of the channels that an image has at each of its times."""
@@ -159,8 +159,8 @@ class ClimateFiles(Dataset):
     def channel_names(self, series: FieldSeries) -> list[str]:
         """Return the names of the images' channels, earliest time first: 't2m@t-1', 't2m'."""
         names = [series.channels[index].name for index in self.input_channels(series)]
-        ages = range(self.steps - 1, -1, -1)
-        return [f"{name}@t-{age}" if age else name for age in ages for name in names]
+        steps_back = range(self.steps - 1, -1, -1)
+        return [f"{name}@t-{age}" if age else name for age in steps_back for name in names]
 
     def input_units(self, series: FieldSeries) -> list[str]:
         """Return the units of the images' channels."""
@@ -199,17 +199,17 @@ class ClimateFiles(Dataset):
         series, fields = self._series, self.fields
         inputs, targets = self.input_channels(series), self.target_channels(series)
         box = grid.partition(series.extent).box(grid.tile)
-        mean, square = np.empty(0), np.empty(0)
-        training_times = len(self._sample_numbers_by_split()[0]) + self.steps - 1 + self.lead
+        mean, variance = np.empty(0), np.empty(0)
+        num_training_times = len(self._sample_numbers_by_split()[0]) + self.steps - 1 + self.lead
         with all_or_none(grid.world):
-            mean, square = _mean_and_variance_over_time(series, training_times, box)
+            mean, variance = _mean_and_variance_over_time(series, num_training_times, box)
         centre, deviation = np.zeros(len(series.channels)), np.ones(len(series.channels))
         if self.normalise == "training":
-            cells = math.prod(series.extent)
+            num_cells = math.prod(series.extent)
             contributes = grid.replica == 0
-            centre = _exact_global_sum(grid.world, mean, cells, contributes) / cells
-            squares = _exact_global_sum(grid.world, square + (mean - centre) ** 2, cells, contributes)
-            deviation = np.sqrt(squares / cells)
+            centre = _exact_global_sum(grid.world, mean, num_cells, contributes) / num_cells
+            square_sums = _exact_global_sum(grid.world, variance + (mean - centre) ** 2, num_cells, contributes)
+            deviation = np.sqrt(square_sums / num_cells)
             deviation = np.where(deviation > 0, deviation, 1.0)
         self._fields = fields = replace(
             fields, mean=centre[targets], std=deviation[targets], climatology=mean[..., targets]
@@ -220,38 +220,39 @@ class ClimateFiles(Dataset):
 
     def _sample_numbers_by_split(self) -> list[np.ndarray]:
         """Return the samples of the training, validation and test splits, as indices of their first times."""
-        times = len(self._series)
-        samples = times - self.steps + 1 - self.lead
-        held_out = sum(share is not None for share in self._held_out.values())
-        if samples < 1 + held_out:
+        num_times = len(self._series)
+        num_samples = num_times - self.steps + 1 - self.lead
+        num_held_out = sum(share is not None for share in self._held_out.values())
+        if num_samples < 1 + num_held_out:
             raise DataError(
                 f"{self.files}: too few times: with steps: {self.steps} and lead: {self.lead},"
-                f" {counted(times, 'time')} give {counted(max(samples, 0), 'sample')} for"
-                f" {counted(1 + held_out, 'split')}; add files"
+                f" {counted(num_times, 'time')} give {counted(max(num_samples, 0), 'sample')} for"
+                f" {counted(1 + num_held_out, 'split')}; add files"
             )
-        last = self._count_last_samples("test", samples)
-        middle = self._count_last_samples("validation", samples)
+        num_test = self._count_last_samples("test", num_samples)
+        num_validation = self._count_last_samples("validation", num_samples)
         if isinstance(self._held_out["validation"], str):  # the test samples are also later than this date
-            middle -= last
-        if middle < (self._held_out["validation"] is not None):
+            num_validation -= num_test
+        if num_validation < (self._held_out["validation"] is not None):
             raise DataError(
                 f"validation: {self._held_out['validation']} is not before the first test sample; give an earlier date"
             )
-        if last + middle >= samples:
+        if num_test + num_validation >= num_samples:
             raise DataError(
-                f"validation: {middle} of {counted(samples, 'sample')} for validation and {last} for test leave none"
-                " for training; hold out fewer"
+                f"validation: {num_validation} of {counted(num_samples, 'sample')} for validation and {num_test} for"
+                " test leave none for training; hold out fewer"
             )
-        first = samples - last - middle
-        return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]
+        test_start = num_samples - num_test
+        validation_start = test_start - num_validation
+        return np.split(np.arange(num_samples), [validation_start, test_start])
 
-    def _count_last_samples(self, split: str, samples: int) -> int:
+    def _count_last_samples(self, split: str, num_samples: int) -> int:
         """Return the number of last samples that are held out for a split, or have targets from its date on."""
         share, series = self._held_out[split], self._series
         if not isinstance(share, str):
-            return 0 if share is None else count_held_out(split, share, samples)
+            return 0 if share is None else count_held_out(split, share, num_samples)
         (date,) = seconds_of_cf_times(split, [0], f"seconds since {share}", series.calendar)
-        count = int((series.times[-samples:] >= date).sum())
+        count = int((series.times[-num_samples:] >= date).sum())
         if not count:
             raise DataError(f"{split}: no target is at {share} or later; give an earlier date")
         return count
@@ -259,8 +260,8 @@ class ClimateFiles(Dataset):
     def _make_split(self, tile: tuple[slice, ...], sample_numbers: np.ndarray) -> Split:
         series = self._series
         images = FieldTiles(series, sample_numbers, self.steps, self.input_channels(series), tile)
-        target = sample_numbers + self.steps - 1 + self.lead
-        labels = FieldTiles(series, target, 1, self.target_channels(series), tile)
+        target_times = sample_numbers + self.steps - 1 + self.lead
+        labels = FieldTiles(series, target_times, 1, self.target_channels(series), tile)
         return FieldSplit(images, labels, self.ahead, scale=1.0)
 
 
@@ -284,8 +285,8 @@ class FieldTiles:
         self.series, self._channels, self.tile = series, list(channels), tile
         self._first_times, self._times_per_sample = first_times, steps
         self.dtype, self.fill = series.dtype, series.fill
-        cells = [cut.stop - cut.start for cut in tile]
-        self.shape = (len(first_times), *cells, steps * len(self._channels))
+        extents = [cut.stop - cut.start for cut in tile]
+        self.shape = (len(first_times), *extents, steps * len(self._channels))
 
     def __len__(self) -> int:
         return len(self._first_times)
@@ -327,30 +328,31 @@ def factor_and_subtrahend(fields: FieldMetadata) -> tuple[list[float], list[floa
     return (1 / fields.std).tolist(), (fields.mean / fields.std).tolist()
 
 
-def _mean_and_variance_over_time(series: FieldSeries, count: int, box: Box) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and variance (*box, C) of each cell over the first `count` times, in float64."""
-    channels = len(series.channels)
-    mean, square = (np.zeros((*box.shape, channels)) for _ in range(2))
-    block = max(1, _BLOCK_BYTES // max(1, box.size * channels * series.dtype.itemsize))
-    for first in range(0, count if box.size else 0, block):
+def _mean_and_variance_over_time(series: FieldSeries, num_times: int, box: Box) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and variance (*box, C) of each cell over the first `num_times` times, in float64."""
+    num_channels = len(series.channels)
+    mean, square_sum = (np.zeros((*box.shape, num_channels)) for _ in range(2))
+    times_per_block = max(1, _BLOCK_BYTES // max(1, box.size * num_channels * series.dtype.itemsize))
+    for first in range(0, num_times if box.size else 0, times_per_block):
         # one time after the other, so that the results do not depend on the block size
-        for number, field in enumerate(series.read(np.arange(first, min(first + block, count)), box.slices), first + 1):
+        times = np.arange(first, min(first + times_per_block, num_times))
+        for number, field in enumerate(series.read(times, box.slices), first + 1):
             difference = field - mean
             mean += difference / number
-            square += difference * (field - mean)
-    return mean, square / max(count, 1)
+            square_sum += difference * (field - mean)
+    return mean, square_sum / max(num_times, 1)
 
 
-def _exact_global_sum(world: Transport, cells: np.ndarray, count: int, contributes: bool) -> np.ndarray:
+def _exact_global_sum(world: Transport, cells: np.ndarray, num_cells: int, contributes: bool) -> np.ndarray:
     """Return the sum of each channel over the cells of all ranks, the same for any grid. Collective.
 
     Values are added as integers of a common scale, whose sum does not depend on the order.
     """
-    channels = cells.shape[-1]
-    flat = cells.reshape(-1, channels)
+    num_channels = cells.shape[-1]
+    flat = cells.reshape(-1, num_channels)
     maxima = world.allgather(np.abs(flat).max(0, initial=0.0).tolist())
-    bound = np.maximum(np.array(maxima).max(0) * count, np.finfo(np.float64).tiny)
+    bound = np.maximum(np.array(maxima).max(0) * num_cells, np.finfo(np.float64).tiny)
     scale = np.exp2(np.minimum(61 - np.ceil(np.log2(bound)), 1000))
-    local = np.rint(flat * scale).astype(np.int64).sum(0).tolist() if contributes else [0] * channels
-    sums = [sum(column) for column in zip(*world.allgather(local), strict=True)]
+    local_sums = np.rint(flat * scale).astype(np.int64).sum(0).tolist() if contributes else [0] * num_channels
+    sums = [sum(column) for column in zip(*world.allgather(local_sums), strict=True)]
     return np.array(sums, np.float64) / scale

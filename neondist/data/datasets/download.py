@@ -73,27 +73,27 @@ def _download_verified(url: str, target: Path, md5: str, progress: OnProgress, t
     if _has_md5(target, md5):
         progress(target.name, target.stat().st_size, target.stat().st_size)
         return
-    part = target.with_name(f"{target.name}.part")
-    resumed = part.exists() and part.stat().st_size > 0
-    _resume_download(url, part, progress, timeout)
-    if resumed and not _has_md5(part, md5):
+    partial_file = target.with_name(f"{target.name}.part")
+    resumed = partial_file.exists() and partial_file.stat().st_size > 0
+    _resume_download(url, partial_file, progress, timeout)
+    if resumed and not _has_md5(partial_file, md5):
         # the partial file may be from another version: restart from the beginning
-        part.unlink()
-        _resume_download(url, part, progress, timeout)
-    if not _has_md5(part, md5):
-        part.unlink()
+        partial_file.unlink()
+        _resume_download(url, partial_file, progress, timeout)
+    if not _has_md5(partial_file, md5):
+        partial_file.unlink()
         raise DataError(f"{url}: the download is damaged (wrong checksum); try again, or choose another mirror")
-    os.replace(part, target)
+    os.replace(partial_file, target)
 
 
-def _resume_download(url: str, part: Path, progress: OnProgress, timeout: float) -> None:
-    start = part.stat().st_size if part.exists() else 0
+def _resume_download(url: str, partial_file: Path, progress: OnProgress, timeout: float) -> None:
+    start = partial_file.stat().st_size if partial_file.exists() else 0
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as response:
-            resumes, total = _parse_resumed_and_total_size(response)
-            with open(part, "ab" if resumes else "wb") as file:
-                received = _copy_response(response, file, lambda received: progress(part.stem, received, total))
+            is_resumed, size = _parse_resumed_and_total_size(response)
+            with open(partial_file, "ab" if is_resumed else "wb") as file:
+                received = _copy_response(response, file, lambda received: progress(partial_file.stem, received, size))
                 file.flush()
                 os.fsync(file.fileno())
     except urllib.error.HTTPError as error:
@@ -102,9 +102,9 @@ def _resume_download(url: str, part: Path, progress: OnProgress, timeout: float)
             return
         raise DataError(f"{url}: the server returned {error.code} {error.reason}; specify another mirror") from error
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException) as error:
-        raise DataError(_interruption_message(url, part, getattr(error, "reason", None) or error)) from error
-    if total is not None and received < total:
-        raise DataError(_interruption_message(url, part, f"{received} of {total} bytes arrived"))
+        raise DataError(_interruption_message(url, partial_file, getattr(error, "reason", None) or error)) from error
+    if size is not None and received < size:
+        raise DataError(_interruption_message(url, partial_file, f"{received} of {size} bytes arrived"))
 
 
 def _parse_resumed_and_total_size(response: http.client.HTTPResponse) -> tuple[bool, int | None]:
@@ -112,8 +112,8 @@ def _parse_resumed_and_total_size(response: http.client.HTTPResponse) -> tuple[b
     if response.status == 206:
         match = re.search(r"/(\d+)$", response.headers.get("Content-Range") or "")
         return True, int(match[1]) if match else None
-    length = response.headers.get("Content-Length")
-    return False, int(length) if length else None
+    content_length = response.headers.get("Content-Length")
+    return False, int(content_length) if content_length else None
 
 
 def _copy_response(response: http.client.HTTPResponse, file: BinaryIO, progress: Callable[[int], None]) -> int:
@@ -140,8 +140,8 @@ def _has_md5(path: Path, md5: str) -> bool:
         return False
 
 
-def _interruption_message(url: str, part: Path, reason: object) -> str:
-    alternative = f"copy the files by hand to {part.parent}"
-    if part.exists() and part.stat().st_size:
+def _interruption_message(url: str, partial_file: Path, reason: object) -> str:
+    alternative = f"copy the files by hand to {partial_file.parent}"
+    if partial_file.exists() and partial_file.stat().st_size:
         return f"{url}: the transfer stopped: {reason}; repeat the command to resume it, or {alternative}"
     return f"no network: {url}: {reason}; {alternative}, or specify another mirror"

@@ -83,15 +83,15 @@ class FieldSeries:
         self._coordinates: dict[str, np.ndarray | None] = {}
         self._reference_grid: tuple[str, tuple[str, ...]] | None = None
         self._first_file_and_calendar: tuple[str, str] | None = None
-        dtypes, times = set(), []
+        dtypes, times_by_file = set(), []
         try:
             for number, name in enumerate(self.file_names):
                 variable_sources = [self._open_and_check_axes(number, variable) for variable in self.variables]
                 self._set_or_check_channels(name, variable_sources)
                 dtypes |= {source.dtype for source, _ in variable_sources}
-                times.append(self._read_times(name, variable_sources))
-            self._file_offsets = np.cumsum([0, *map(len, times)])
-            self.times = np.concatenate(times)
+                times_by_file.append(self._read_times(name, variable_sources))
+            self._file_offsets = np.cumsum([0, *map(len, times_by_file)])
+            self.times = np.concatenate(times_by_file)
             self.dtype = np.result_type(*dtypes, np.float32)
             self._check_times()
         except BaseException:
@@ -103,13 +103,13 @@ class FieldSeries:
 
     def read(self, times: np.ndarray, cells: Sequence[slice], channels: Sequence[int] | None = None) -> np.ndarray:
         """Return cells (n, *cells, C) at `times`, given as indices; `channels`: indices of channels, all by default."""
-        chosen = range(len(self.channels)) if channels is None else channels
+        channel_indices = range(len(self.channels)) if channels is None else channels
         extents = [cut.stop - cut.start for cut in cells]
-        out = np.empty((len(times), *extents, len(chosen)), self.dtype)
+        out = np.empty((len(times), *extents, len(channel_indices)), self.dtype)
         if not out.size:
             return out
         for start, number, first, count in self._contiguous_reads(times):
-            for variable, selection in self._group_by_variable(chosen).items():
+            for variable, selection in self._group_by_variable(channel_indices).items():
                 source = self._open_variable(number, variable)
                 for index, channel in selection:
                     box = self._source_slices(source, slice(first, first + count), cells, channel)
@@ -172,14 +172,14 @@ class FieldSeries:
         for start, first, count in contiguous_runs(np.asarray(time_indices)):
             position = start
             while count:
-                file = self._file_index(first)
-                length = min(count, int(self._file_offsets[file + 1]) - first)
-                yield position, file, first - int(self._file_offsets[file]), length
-                position, first, count = position + length, first + length, count - length
+                file_index = self._file_index(first)
+                num_times = min(count, int(self._file_offsets[file_index + 1]) - first)
+                yield position, file_index, first - int(self._file_offsets[file_index]), num_times
+                position, first, count = position + num_times, first + num_times, count - num_times
 
-    def _group_by_variable(self, chosen: Sequence[int]) -> dict[str, list[tuple[int, FieldChannel]]]:
+    def _group_by_variable(self, channel_indices: Sequence[int]) -> dict[str, list[tuple[int, FieldChannel]]]:
         groups: dict[str, list[tuple[int, FieldChannel]]] = {}
-        for index, channel in enumerate(chosen):
+        for index, channel in enumerate(channel_indices):
             groups.setdefault(self.channels[channel].variable, []).append((index, self.channels[channel]))
         return groups
 
@@ -189,29 +189,29 @@ class FieldSeries:
         slices = {"T": times, "Y": cells[0], "X": cells[1], "Z": slice(level, level + 1)}
         return [slices.get(letter, slice(0, 1)) for letter in source.axes]
 
-    def _open_variable(self, number: int, variable: str) -> TileSource:
-        key = number, variable
+    def _open_variable(self, file_index: int, variable: str) -> TileSource:
+        key = file_index, variable
         if key not in self._sources:
             if len(self._sources) >= _MAX_OPEN_VARIABLES:
                 self._sources.popitem(last=False)[1].close()
-            source = open_source(f"{self.file_names[number]}:{variable}")
+            source = open_source(f"{self.file_names[file_index]}:{variable}")
             source.cache = self._cache
             self._sources[key] = source
         self._sources.move_to_end(key)
         return self._sources[key]
 
-    def _open_and_check_axes(self, number: int, variable: str) -> tuple[TileSource, list[AuxiliaryVariable]]:
+    def _open_and_check_axes(self, file_index: int, variable: str) -> tuple[TileSource, list[AuxiliaryVariable]]:
         """Return a variable and its auxiliary variables; DataError unless its axes are time, rows and columns."""
-        source = self._open_variable(number, variable)
-        letters = dict(zip(source.axes, source.shape, strict=True))
-        missing = {"T": "time", "Y": "latitude", "X": "longitude"}
-        for letter, kind in missing.items():
-            if letter not in letters:
+        source = self._open_variable(file_index, variable)
+        extent_by_letter = dict(zip(source.axes, source.shape, strict=True))
+        required_axes = {"T": "time", "Y": "latitude", "X": "longitude"}
+        for letter, kind in required_axes.items():
+            if letter not in extent_by_letter:
                 raise DataError(
                     f"{source.path}: has no {kind} axis (its axes are {source.axes[:-1]}); leave the variable out, or"
                     " add such an axis"
                 )
-        for letter, n in letters.items():
+        for letter, n in extent_by_letter.items():
             if letter not in "TZYX" and n > 1:
                 name = dimension_name(source, letter) or letter
                 raise DataError(
@@ -265,15 +265,15 @@ class FieldSeries:
         if count is None or (count == 1 and requested is None):
             return None
         axis = coordinate_along_axis(source, "Z", auxiliaries)
-        known = (
+        level_values = (
             np.arange(count, dtype=np.float64) if axis is None else np.asarray(unpacked_values(source.path, axis), "f8")
         )
-        listed = ", ".join(f"{value:g}" for value in known.tolist())
+        listed = ", ".join(f"{value:g}" for value in level_values.tolist())
         if requested is None:
             raise DataError(f"{source.path}: has {count} levels; choose some with levels: {listed}")
         levels = []
         for value in requested:
-            index = np.flatnonzero(np.isclose(known, value, rtol=1e-6, atol=0))
+            index = np.flatnonzero(np.isclose(level_values, value, rtol=1e-6, atol=0))
             if not index.size:
                 raise DataError(f"{source.path}: has no level {value:g}; choose from {listed}")
             levels.append((int(index[0]), float(value)))
@@ -281,24 +281,24 @@ class FieldSeries:
 
     def _check_grid(self, source: TileSource, auxiliaries: Sequence[AuxiliaryVariable]) -> None:
         """Raise DataError unless a variable has the same grid as the first one."""
-        letters = dict(zip(source.axes, source.shape, strict=True))
-        extent = letters["Y"], letters["X"]
-        names = tuple(dimension_name(source, letter) for letter in "YX")
+        extent_by_letter = dict(zip(source.axes, source.shape, strict=True))
+        extent = extent_by_letter["Y"], extent_by_letter["X"]
+        dim_names = tuple(dimension_name(source, letter) for letter in "YX")
         if self._reference_grid is None:
-            self.extent, self._reference_grid = extent, (source.path, names)
-        first, expected = self._reference_grid
-        if extent != self.extent or names != expected:
+            self.extent, self._reference_grid = extent, (source.path, dim_names)
+        first_path, first_names = self._reference_grid
+        if extent != self.extent or dim_names != first_names:
             grid, first_grid = (
                 " x ".join(f"{name or letter} {n}" for name, letter, n in zip(dimensions, "YX", sizes, strict=True))
-                for dimensions, sizes in ((names, extent), (expected, self.extent))
+                for dimensions, sizes in ((dim_names, extent), (first_names, self.extent))
             )
             raise DataError(
-                f"{source.path}: has the grid {grid}, but {first} has {first_grid}; variables must share their"
+                f"{source.path}: has the grid {grid}, but {first_path} has {first_grid}; variables must share their"
                 " dimensions: regrid one of them, or leave it out"
             )
         for letter in "YX":
-            axis = coordinate_along_axis(source, letter, auxiliaries)
-            values = None if axis is None else np.asarray(unpacked_values(source.path, axis), np.float64)
+            coord = coordinate_along_axis(source, letter, auxiliaries)
+            values = None if coord is None else np.asarray(unpacked_values(source.path, coord), np.float64)
             if values is not None and not np.isfinite(values).all():
                 raise DataError(
                     f"{source.path}: its coordinate {dimension_name(source, letter)} has missing values; give each row"
@@ -310,7 +310,7 @@ class FieldSeries:
             spacing = float(np.abs(np.diff(reference)).min()) if len(reference) > 1 else 1.0
             if not np.allclose(values, reference, rtol=0, atol=_COORDINATE_TOLERANCE * (spacing or 1.0)):
                 raise DataError(
-                    f"{source.path}: its coordinate {dimension_name(source, letter)} differs from that of {first};"
+                    f"{source.path}: its coordinate {dimension_name(source, letter)} differs from that of {first_path};"
                     f" {_grid_mismatch_remedy(values, reference)}"
                 )
 
@@ -318,20 +318,20 @@ class FieldSeries:
         """Return the times of a file in seconds; DataError if its variables have different times."""
         times: list[np.ndarray] = []
         for source, auxiliaries in sources:
-            axis = coordinate_along_axis(source, "T", auxiliaries)
-            if axis is None:
+            coord = coordinate_along_axis(source, "T", auxiliaries)
+            if coord is None:
                 raise DataError(
                     f"{source.path}: has no time coordinate along '{dimension_name(source, 'T') or 'T'}'; add one"
                     " with units such as 'hours since 2000-01-01 00:00:00'"
                 )
-            first, calendar = self._first_file_and_calendar or (name, calendar_of(axis))
-            self._first_file_and_calendar = first, calendar
-            if not are_comparable_calendars(f"{name}:{axis.name}", calendar_of(axis), calendar):
+            first_file, calendar = self._first_file_and_calendar or (name, calendar_of(coord))
+            self._first_file_and_calendar = first_file, calendar
+            if not are_comparable_calendars(f"{name}:{coord.name}", calendar_of(coord), calendar):
                 raise DataError(
-                    f"{name}: its times have the calendar '{calendar_of(axis)}', but {first} has '{calendar}';"
+                    f"{name}: its times have the calendar '{calendar_of(coord)}', but {first_file} has '{calendar}';"
                     " convert them to one calendar (xarray: convert_calendar)"
                 )
-            times.append(times_in_seconds(name, axis))
+            times.append(times_in_seconds(name, coord))
             if len(times[0]) != len(times[-1]) or not np.array_equal(times[0], times[-1]):
                 raise DataError(
                     f"{source.path}: its times differ from those of {sources[0][0].path}; variables must share their"
@@ -341,29 +341,30 @@ class FieldSeries:
 
     def _check_times(self) -> None:
         """Raise DataError if the times are not increasing, or have a gap."""
-        steps, usual = np.diff(self.times), self.time_step_seconds
-        wrong = np.flatnonzero(steps <= 0)  # unsorted times have gaps, too
-        wrong = wrong if wrong.size else np.flatnonzero(steps > _MAX_STEP_RATIO * usual)
-        if not wrong.size:
+        steps, usual_step = np.diff(self.times), self.time_step_seconds
+        bad_steps = np.flatnonzero(steps <= 0)  # unsorted times have gaps, too
+        bad_steps = bad_steps if bad_steps.size else np.flatnonzero(steps > _MAX_STEP_RATIO * usual_step)
+        if not bad_steps.size:
             return
-        at = int(wrong[0]) + 1
-        number = self._file_index(at)
-        name, index = self.file_names[number], at - self._file_offsets[number]
-        first, place = index == 0, f"time {index + 1} of {name}"
-        before = f"the last of {self.file_names[number - 1]}" if first else "the one before"
-        if steps[at - 1] <= 0:
+        time_index = int(bad_steps[0]) + 1
+        file_index = self._file_index(time_index)
+        name = self.file_names[file_index]
+        index_in_file = time_index - self._file_offsets[file_index]
+        is_first, where = index_in_file == 0, f"time {index_in_file + 1} of {name}"
+        previous = f"the last of {self.file_names[file_index - 1]}" if is_first else "the one before"
+        if steps[time_index - 1] <= 0:
             raise DataError(
-                f"{name}: times are not increasing: {place} is not after {before}; sort the times of the"
+                f"{name}: times are not increasing: {where} is not after {previous}; sort the times of the"
                 " file, and name the files so that they sort by time"
             )
         raise DataError(
-            f"{name}: has a gap in time: {place} is {_format_duration(steps[at - 1])} after {before}, but the"
-            f" usual step is {_format_duration(usual)}; add the missing file, or fill the gap"
+            f"{name}: has a gap in time: {where} is {_format_duration(steps[time_index - 1])} after {previous}, but the"
+            f" usual step is {_format_duration(usual_step)}; add the missing file, or fill the gap"
         )
 
 
-def _grid_mismatch_remedy(values: np.ndarray, expected: np.ndarray) -> str:
-    if np.allclose(values, expected[::-1]):
+def _grid_mismatch_remedy(values: np.ndarray, reference: np.ndarray) -> str:
+    if np.allclose(values, reference[::-1]):
         return "reverse that axis in one of the files"
     return "regrid one of the files, or sort its rows and columns in the same order"
 

@@ -115,17 +115,17 @@ class HDF5Dataset(Dataset):
     def open_splits(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the file on demand."""
         groups = self._read_groups()
-        first = groups["train"]
+        train = groups["train"]
         self.content_hash = hash_content(groups.values())
-        samples = {name: np.arange(len(group)) for name, group in groups.items()}
+        numbers = {name: np.arange(len(group)) for name, group in groups.items()}
         if self._random_test_share(groups):
-            count = len(samples["train"])
-            held_out = min(max(1, round(self._random_test_share(groups) * count)), count - 1)
-            samples["train"], samples["test"] = _split_off_random_samples("test_share", samples["train"], held_out)
+            num_training = len(numbers["train"])
+            num_test = min(max(1, round(self._random_test_share(groups) * num_training)), num_training - 1)
+            numbers["train"], numbers["test"] = _split_off_random_samples("test_share", numbers["train"], num_test)
         if self._validation_share is not None:
-            kept = self.count_validation_samples(len(samples["train"]))
-            samples["train"], samples["validation"] = _split_off_random_samples("validation", samples["train"], kept)
-        splits = {name: self._make_split(grid, groups.get(name, first), first, n) for name, n in samples.items()}
+            num_val = self.count_validation_samples(len(numbers["train"]))
+            numbers["train"], numbers["validation"] = _split_off_random_samples("validation", numbers["train"], num_val)
+        splits = {name: self._make_split(grid, groups.get(name, train), train, n) for name, n in numbers.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 
     def _file_and_group_of(
@@ -193,9 +193,9 @@ class HDF5Dataset(Dataset):
             if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
                 continue
             count = count if self._given_classes or attr is not None else max(count or 0, int(values.max()) + 1)
-            wrong = np.flatnonzero((values < 0) | (values >= (count or 0)))
-            if wrong.size:
-                at = wrong[0]
+            bad_samples = np.flatnonzero((values < 0) | (values >= (count or 0)))
+            if bad_samples.size:
+                at = bad_samples[0]
                 raise DataError(
                     f"{group.path}: {group.labels.name} of sample {at} is {values[at]}; expected a class from 0, below"
                     f" {count}; correct it, or give classes"
@@ -203,23 +203,23 @@ class HDF5Dataset(Dataset):
         return count
 
     def _make_split(
-        self, grid: ProcessGrid, group: HDF5GroupInfo, first: HDF5GroupInfo, sample_numbers: np.ndarray
+        self, grid: ProcessGrid, group: HDF5GroupInfo, train_group: HDF5GroupInfo, sample_numbers: np.ndarray
     ) -> Split:
-        def tiles(array: ArrayInfo, cls: type[HDF5Array]) -> HDF5Array:
+        def get_tiles(array: ArrayInfo, cls: type[HDF5Array]) -> HDF5Array:
             cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
             return cls(
                 group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_size_and_mtime
             )
 
         labels = (
-            tiles(group.labels, HDF5Targets) if group.sample_labels is None else group.sample_labels[sample_numbers]
+            get_tiles(group.labels, HDF5Targets) if group.sample_labels is None else group.sample_labels[sample_numbers]
         )
-        arguments = self._normalisation_arguments(first.images)
-        return PrefetchingSplit(tiles(group.images, HDF5Array), labels, self.ahead, **arguments)
+        arguments = self._normalisation_arguments(train_group.images)
+        return PrefetchingSplit(get_tiles(group.images, HDF5Array), labels, self.ahead, **arguments)
 
     def _normalisation_arguments(self, images: ArrayInfo) -> dict[str, Any]:
         defaults = {"mean": 0.0, "std": 1.0, "scale": white_value(images.dtype)}
-        result = {}
+        arguments = {}
         for field, default in defaults.items():
             override = getattr(self, field)
             stored = images.numeric_attributes.get(field, default)
@@ -229,8 +229,8 @@ class HDF5Dataset(Dataset):
                     f"{field}: values of shape {values.shape} do not fit the"
                     f" {counted(images.shape[-1], 'channel')} of {images.name}; give one value, or one per channel"
                 )
-            result[field] = _check_finite(field, values, positive=field != "mean")
-        return result
+            arguments[field] = _check_finite(field, values, positive=field != "mean")
+        return arguments
 
 
 def _check_hdf5_name(field: str, name: object) -> str:
@@ -239,10 +239,10 @@ def _check_hdf5_name(field: str, name: object) -> str:
     return name
 
 
-def _split_off_random_samples(key: str, sample_numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sample numbers without `count` randomly drawn ones, and the drawn ones; the same in every run."""
+def _split_off_random_samples(key: str, sample_numbers: np.ndarray, num_drawn: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sample numbers without `num_drawn` randomly drawn ones, and the drawn ones; the same in every run."""
     shuffled = sample_numbers[rng.uniform(rng.key(key), sample_numbers).argsort(kind="stable")]
-    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+    return np.sort(shuffled[num_drawn:]), np.sort(shuffled[:num_drawn])
 
 
 def _check_finite(field: str, values: np.ndarray, positive: bool) -> np.ndarray:

@@ -66,11 +66,11 @@ def read_group_info(path: Path, group: str, images: str, labels: str) -> HDF5Gro
     DataError
         If the file is missing or damaged, or an array is missing or invalid.
     """
-    before = size_and_mtime(path)
+    file_state = size_and_mtime(path)
     with open_hdf5(path) as file, convert_hdf5_errors(path):
         if find_object(file, group) is None:
             return None
-        return HDF5GroupInfo(path, before, *_read_hdf5_array_infos(path, file, group, images, labels))
+        return HDF5GroupInfo(path, file_state, *_read_hdf5_array_infos(path, file, group, images, labels))
 
 
 def hash_content(groups: Iterable[HDF5GroupInfo]) -> str:
@@ -98,11 +98,11 @@ def _read_hdf5_array_infos(
             f"{path}: {x.name} has {counted(x.shape[0], 'sample')}, {y.name} has {y.shape[0]}; give one label per"
             " sample"
         )
-    spatial = len(x.shape) - 2
-    if len(y.shape) > spatial:
+    ndim = len(x.shape) - 2
+    if len(y.shape) > ndim:
         return x, y, None
     if len(y.shape) > 2:
-        raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
+        raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {ndim} spatial axes")
     if find_object(file, y.name).nbytes > max(_MAX_COMPRESSION_RATIO * path.stat().st_size, 1 << 20):
         raise DataError(
             f"{path}: {y.name} declares {counted(y.shape[0], 'label')}, more than fit in the file; write it again"
@@ -115,8 +115,8 @@ def _read_class_names(array: Any) -> tuple[str, ...]:
     """Return the class names in the attribute 'names' of labels; () if there are none."""
     import h5py
 
-    kind = array.attrs.get_id("names") if "names" in array.attrs else None
-    if kind is None or len(kind.shape) != 1 or h5py.check_string_dtype(kind.dtype) is None:
+    attribute = array.attrs.get_id("names") if "names" in array.attrs else None
+    if attribute is None or len(attribute.shape) != 1 or h5py.check_string_dtype(attribute.dtype) is None:
         return ()
     return tuple(map(os.fsdecode, array.attrs["names"].tolist()))
 

@@ -44,7 +44,8 @@ class HDF5Array:
         file_size_and_mtime: tuple[int, int],
     ) -> None:
         self.path, self.name, self.dtype, self.tile, self.sample_numbers = path, name, dtype, tile, sample_numbers
-        self._expected, self._file_state = (tuple(shape), dtype), file_size_and_mtime
+        self._expected = (tuple(shape), dtype)
+        self._file_state = file_size_and_mtime
         self.shape = (len(sample_numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
         self._file: Any = None
         self._array: CheckedArray | None = None
@@ -67,8 +68,8 @@ class HDF5Array:
 
     def read_cells(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
-        inner = (slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True))
-        part = type(self)(self.path, self.name, *self._expected, tuple(inner), self.sample_numbers, self._file_state)
+        slices = (slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True))
+        part = type(self)(self.path, self.name, *self._expected, tuple(slices), self.sample_numbers, self._file_state)
         with convert_hdf5_errors(self.path):
             part._array = self._open_array().part(part.tile)
         return part[indices]
@@ -100,8 +101,8 @@ class HDF5Targets(HDF5Array):
     def __getitem__(self, indices: Any) -> np.ndarray:
         targets = super().__getitem__(indices)
         if targets.dtype.kind == "f" and not np.isfinite(targets).all():
-            at = int(np.flatnonzero(~np.isfinite(targets.reshape(len(targets), -1)).all(1))[0])
-            number = self.sample_numbers[indices][at]
+            index = int(np.flatnonzero(~np.isfinite(targets.reshape(len(targets), -1)).all(1))[0])
+            number = self.sample_numbers[indices][index]
             raise DataError(f"{self.path}: {self.name} of sample {number} is not finite; correct it")
         return targets
 
@@ -119,25 +120,25 @@ class PrefetchingSplit(Split):
         self._reader_thread: ThreadPoolExecutor | None = None
 
     def batches(
-        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False
+        self, batch_indices: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False
     ) -> Generator[tuple[Any, np.ndarray]]:
-        """Yield `images` and `targets` of consecutive parts; a thread prefetches the next part.
+        """Yield `images` and `targets` of consecutive batches; a thread prefetches the next one.
 
         An error of the thread is raised in place of its batch. The thread ends when the split is closed.
         """
         if lazy or not self._prefetches:
-            yield from super().batches(parts, dtype, lazy)
+            yield from super().batches(batch_indices, dtype, lazy)
             return
-        parts, pending = iter(parts), None
+        batch_indices, pending_batch = iter(batch_indices), None
         try:
-            pending = self._start_reading(next(parts, None), dtype)
-            while pending is not None:
-                batch = pending.result()
-                pending = self._start_reading(next(parts, None), dtype)
+            pending_batch = self._start_reading(next(batch_indices, None), dtype)
+            while pending_batch is not None:
+                batch = pending_batch.result()
+                pending_batch = self._start_reading(next(batch_indices, None), dtype)
                 yield batch
         finally:
-            if pending is not None:
-                pending.exception()
+            if pending_batch is not None:
+                pending_batch.exception()
 
     def close(self) -> None:
         """Wait for pending reads and close the file; a later read reopens it."""
@@ -149,14 +150,14 @@ class PrefetchingSplit(Split):
             if close is not None:
                 close()
 
-    def _start_reading(self, part: ArrayLike | None, dtype: DTypeLike) -> Future[tuple[np.ndarray, np.ndarray]] | None:
-        if part is None:
+    def _start_reading(self, index: ArrayLike | None, dtype: DTypeLike) -> Future[tuple[np.ndarray, np.ndarray]] | None:
+        if index is None:
             return None
         if self._reader_thread is None:
             from concurrent.futures import ThreadPoolExecutor
 
             self._reader_thread = ThreadPoolExecutor(1, "neondist-reader")
-        return self._reader_thread.submit(lambda: (self.images(part, dtype), self.targets(part)))
+        return self._reader_thread.submit(lambda: (self.images(index, dtype), self.targets(index)))
 
 
 def contiguous_runs(indices: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -122,18 +122,18 @@ class IdxReader:
         """The md5 of the unpacked bytes read so far: of the whole file once `read_chunks` is exhausted."""
         return self._md5.hexdigest()
 
-    def read_chunks(self, count: int = 1000) -> Iterator[np.ndarray]:
-        """Yield samples (n, *sample) uint8 in order, at most `count` at once; DataError if their number is wrong."""
+    def read_chunks(self, max_samples: int = 1000) -> Iterator[np.ndarray]:
+        """Yield samples (n, *sample) uint8 in order, at most `max_samples` at once; DataError for a wrong number."""
         header = self.header
-        size = prod(header.sample_shape)
-        count = max(1, min(count, _MAX_CHUNK_BYTES // size))
-        for lo in range(0, header.count, count):
-            n = min(count, header.count - lo)
-            raw = self._read_bytes(n * size)
-            if len(raw) < n * size:
+        sample_bytes = prod(header.sample_shape)
+        max_samples = max(1, min(max_samples, _MAX_CHUNK_BYTES // sample_bytes))
+        for lo in range(0, header.count, max_samples):
+            n = min(max_samples, header.count - lo)
+            raw = self._read_bytes(n * sample_bytes)
+            if len(raw) < n * sample_bytes:
                 raise DataError(
                     f"{self.path}: truncated: the header declares {header.count} {_CONTENTS[header.magic]}, but"
-                    f" the data end after {lo + len(raw) // size}; {REMEDY}"
+                    f" the data end after {lo + len(raw) // sample_bytes}; {REMEDY}"
                 )
             yield np.frombuffer(raw, np.uint8).reshape(n, *header.sample_shape)
         if self._stream.read(1):
@@ -143,18 +143,18 @@ class IdxReader:
             )
 
     def _read_header(self, magic: int) -> IdxHeader:
-        axes = magic & 0xFF
-        raw = self._read_bytes(4 + 4 * axes)
+        num_axes = magic & 0xFF
+        raw = self._read_bytes(4 + 4 * num_axes)
         actual = int.from_bytes(raw[:4], "big")
         if len(raw) >= 4 and actual != magic:
             raise DataError(
                 f"{self.path}: not an IDX file of {_CONTENTS[magic]}: magic number {actual}, expected {magic}; {REMEDY}"
             )
-        if len(raw) < 4 + 4 * axes:
+        if len(raw) < 4 + 4 * num_axes:
             raise DataError(
-                f"{self.path}: truncated: {len(raw)} bytes, but the header alone has {4 + 4 * axes}; {REMEDY}"
+                f"{self.path}: truncated: {len(raw)} bytes, but the header alone has {4 + 4 * num_axes}; {REMEDY}"
             )
-        header = IdxHeader(magic, struct.unpack(f">{axes}I", raw[4:]))
+        header = IdxHeader(magic, struct.unpack(f">{num_axes}I", raw[4:]))
         if 0 in header.extents:
             raise DataError(
                 f"{self.path}: the header declares no {_CONTENTS[magic]} (extents {header.extents}); {REMEDY}"
@@ -164,12 +164,12 @@ class IdxReader:
 
     def _check_size(self, expected: int, header: IdxHeader) -> None:
         """Compare the size declared by the header with the size on disk, before any data are read."""
-        size, packed = self._stream.size_on_disk, self._stream.is_gzip
-        if size == expected or (packed and expected <= size * _MAX_COMPRESSION_RATIO):
+        size, is_gzip = self._stream.size_on_disk, self._stream.is_gzip
+        if size == expected or (is_gzip and expected <= size * _MAX_COMPRESSION_RATIO):
             return
-        fault = "truncated" if packed or size < expected else "too long"
+        fault = "truncated" if is_gzip or size < expected else "too long"
         raise DataError(
-            f"{self.path}: {fault}: extents {header.extents} in the header need {expected} bytes{' unpacked' * packed}"
+            f"{self.path}: {fault}: extents {header.extents} in the header need {expected} bytes{' unpacked' * is_gzip}"
             f", but the file has {size}; {REMEDY}"
         )
 

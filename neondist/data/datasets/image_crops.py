@@ -37,16 +37,16 @@ class RandomCropPositions:
     def __init__(
         self,
         seed: int,
-        keys: np.ndarray,
-        extents: Sequence[tuple[int, ...]],
-        shape: tuple[int, ...],
-        purpose: str = "crop",
+        sample_keys: np.ndarray,
+        image_extents: Sequence[tuple[int, ...]],
+        crop_shape: tuple[int, ...],
+        stream_name: str = "crop",
     ) -> None:
-        self.epoch, self.shape = 0, shape
-        self._max_positions = np.array(extents) - shape
-        axes = np.arange(len(shape), dtype=np.uint64)
-        self._random_stream_indices = np.asarray(keys, np.uint64)[:, None] * np.uint64(len(shape)) + axes
-        self._seed, self._stream_name = seed, purpose
+        self.epoch, self.shape = 0, crop_shape
+        self._max_positions = np.array(image_extents) - crop_shape
+        axes = np.arange(len(crop_shape), dtype=np.uint64)
+        self._random_stream_indices = np.asarray(sample_keys, np.uint64)[:, None] * np.uint64(len(crop_shape)) + axes
+        self._seed, self._stream_name = seed, stream_name
         self._epoch_positions: tuple[int, np.ndarray] | None = None  # epoch and first cells of its crops
 
     def first_cell(self, number: int) -> list[int]:
@@ -83,12 +83,12 @@ class RandomCropTileReader:
     ) -> None:
         self.crops, self.images, self.tile, self._open_source, self.fill = crops, images, tile, opener, fill
         self._classes = classes
-        first = images[0]
+        first_image = images[0]
         dtype = np.result_type(*{item.dtype for item in images})
         self.dtype = np.dtype(np.uint8) if dtype == np.bool_ else dtype
-        self._drops_channel_axis = opener is not open_source and is_class_map(first)
-        cells = tuple(cut.stop - cut.start for cut in tile)
-        self.shape = (len(images), *cells, *(() if self._drops_channel_axis else first.shape[-1:]))
+        self._drops_channel_axis = opener is not open_source and is_class_map(first_image)
+        tile_extents = tuple(cut.stop - cut.start for cut in tile)
+        self.shape = (len(images), *tile_extents, *(() if self._drops_channel_axis else first_image.shape[-1:]))
         self._sources: OrderedDict[str, TileSource] = OrderedDict()
         self._cache = ChunkCache(cache)
 
@@ -114,16 +114,16 @@ class RandomCropTileReader:
 
     def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes of decoded chunks that reading all crops of the first `epochs` epochs adds to the cache."""
-        current, chunks, total = self.crops.epoch, set[Hashable](), 0
+        saved_epoch, seen_chunks, total_bytes = self.crops.epoch, set[Hashable](), 0
         try:
             for chunk, nbytes in self._chunks_of_epochs(epochs):
-                total += nbytes * (chunk not in chunks)
-                chunks.add(chunk)
-                if total >= self._cache.capacity_bytes:
+                total_bytes += nbytes * (chunk not in seen_chunks)
+                seen_chunks.add(chunk)
+                if total_bytes >= self._cache.capacity_bytes:
                     break
         finally:
-            self.crops.epoch = current
-        return max(0, min(self._cache.capacity_bytes, total) - self._cache.nbytes)
+            self.crops.epoch = saved_epoch
+        return max(0, min(self._cache.capacity_bytes, total_bytes) - self._cache.nbytes)
 
     def _chunks_of_epochs(self, epochs: int) -> Iterator[tuple[Hashable, int]]:
         """Yield the chunks, with their bytes, that are cached when all crops of the first `epochs` epochs are read."""
@@ -156,25 +156,25 @@ class RandomCropTileReader:
 
     def _open_image_file(self, name: str) -> TileSource:
         if name not in self._sources:
-            opened = self._open_source(name)
-            whole = opened.chunks == opened.shape
-            candidates = [other for other, source in self._sources.items() if (source.chunks == source.shape) == whole]
-            if len(candidates) >= (_MAX_OPEN_ONE_CHUNK_FILES if whole else _MAX_OPEN_FILES):
-                self._sources.pop(candidates[0]).close()
+            new_source = self._open_source(name)
+            whole = new_source.chunks == new_source.shape
+            names = [other for other, source in self._sources.items() if (source.chunks == source.shape) == whole]
+            if len(names) >= (_MAX_OPEN_ONE_CHUNK_FILES if whole else _MAX_OPEN_FILES):
+                self._sources.pop(names[0]).close()
             if not whole:
-                opened.cache = self._cache
-            self._sources[name] = opened
+                new_source.cache = self._cache
+            self._sources[name] = new_source
         self._sources.move_to_end(name)
         return self._sources[name]
 
     def _fill_and_check(self, item: ImageEntry, cells: np.ndarray) -> np.ndarray:
         cells = fill_missing(item.name, cells, self.fill)
         if self._classes is not None and self._drops_channel_axis:
-            count, ignored = self._classes
+            count, ignored_label = self._classes
             if cells.min() >= 0 and cells.max() < count:  # the common case, and cheaper
                 return cells
             wrong = cells[(cells < 0) | (cells >= count)]
-            wrong = wrong if ignored is None else wrong[wrong != ignored]
+            wrong = wrong if ignored_label is None else wrong[wrong != ignored_label]
             if wrong.size:
                 raise DataError(
                     f"{item.name}: contains label {wrong.flat[0]}; labels must be 0 to {count - 1}; correct the mask,"
@@ -190,19 +190,19 @@ class CropSplit(PrefetchingSplit):
     def __init__(
         self, crops: RandomCropPositions, tiles: RandomCropTileReader, labels: Any, prefetch: bool, **normalisation: Any
     ) -> None:
-        self._positions, self.fill = crops, tiles.fill
-        self._crop_tiles = [part for part in (tiles, labels) if isinstance(part, RandomCropTileReader)]
+        self._crop_positions, self.fill = crops, tiles.fill
+        self._tile_readers = [part for part in (tiles, labels) if isinstance(part, RandomCropTileReader)]
         super().__init__(tiles, labels, prefetch, **normalisation)
 
     @property
     def epoch(self) -> int:
         """The epoch, set by the training loop."""
-        return self._positions.epoch
+        return self._crop_positions.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._positions.epoch = epoch
+        self._crop_positions.epoch = epoch
 
     def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes that reading all crops of the first `epochs` epochs adds to the caches of decoded chunks."""
-        return sum(part.bytes_to_be_cached(epochs) for part in self._crop_tiles)
+        return sum(part.bytes_to_be_cached(epochs) for part in self._tile_readers)

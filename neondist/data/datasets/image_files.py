@@ -156,12 +156,12 @@ class ImageFiles(Dataset):
     def check(self) -> None:
         """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
         items_by_split, labels_by_split = self._list_images()
-        groups = {
+        splits_by_labels = {
             labels: [split for split in labels_by_split if labels_by_split[split] == labels]
             for labels in labels_by_split.values()
         }
         self._images, self._image_numbers = [], {}
-        for split in chain(*groups.values()):
+        for split in chain(*splits_by_labels.values()):
             first_number = len(self._images)
             self._images += items_by_split[split]
             self._image_numbers[split] = np.arange(first_number, len(self._images))
@@ -170,23 +170,23 @@ class ImageFiles(Dataset):
         require_same_format(self._images, extents, self.crop is None)
         self.sample_shape = (*extents, first.shape[-1])
         self.classes = self._given_classes
-        values, masks = [], []
-        names: Sequence[str] = ()
-        for labels, splits in groups.items():
+        target_arrays, masks = [], []
+        class_names: Sequence[str] = ()
+        for labels, splits in splits_by_labels.items():
             items = [item for split in splits for item in items_by_split[split]]
             if labels == "folders" or labels.lower().endswith(".csv"):
-                targets, self.classes, names = read_labels(labels, items, self.classes, names)
-                values.append(targets)
+                targets, self.classes, class_names = read_labels(labels, items, self.classes, class_names)
+                target_arrays.append(targets)
             else:
                 masks += find_masks(labels, items, len(extents))
-        self.class_names = self._given_class_names or names
-        kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
+        self.class_names = self._given_class_names or class_names
+        kinds = {(x.shape[1:], x.dtype.kind) for x in target_arrays} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
             raise DataError(
                 f"{splits[0]}: labels differ in type or shape from those of the training split; give classes,"
                 " numbers or masks of one kind in all splits"
             )
-        self._image_labels, self._masks = np.concatenate(values) if values else None, masks or None
+        self._image_labels, self._masks = np.concatenate(target_arrays) if target_arrays else None, masks or None
         if self._image_labels is not None:
             self.target_shape = self._image_labels.shape[1:]
         else:
@@ -201,9 +201,9 @@ class ImageFiles(Dataset):
             self.check()
         content = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._images, *(self._masks or [])]]
         self.content_hash = f"{checksum(np.frombuffer(repr(content).encode(), np.uint8)):08x}"
-        by_split = self._image_numbers_by_split()
-        normalisation = self._fit_normalisation(by_split[0])
-        train, *rest = (self._make_split(grid, part, normalisation) if len(part) else None for part in by_split)
+        numbers_by_split = self._image_numbers_by_split()
+        normalisation = self._fit_normalisation(numbers_by_split[0])
+        train, *rest = (self._make_split(grid, part, normalisation) if len(part) else None for part in numbers_by_split)
         assert train is not None
         return train, rest[0], rest[1]
 
@@ -220,53 +220,53 @@ class ImageFiles(Dataset):
         num_axes = None if self.crop is None else len(self.crop)
         labels = {"train": self.labels}
         labels |= {split: str(files.get("labels", self.labels)) for split, files in self._files_of_split.items()}
-        patterns = {"train": self.images} | {
+        patterns_by_split = {"train": self.images} | {
             split: files.get("images", "") for split, files in self._files_of_split.items()
         }
-        items: dict[str, list[ImageEntry]] = {}
-        for split, pattern in patterns.items():
+        items_by_split: dict[str, list[ImageEntry]] = {}
+        for split, pattern in patterns_by_split.items():
             field = "images" if split == "train" else f"{split}.images"
-            items[split] = list_images(match_images(field, pattern or self.images, labels[split]), num_axes)
-        if "" in patterns.values():  # tables select the images of splits
-            for split, pattern in patterns.items():
+            items_by_split[split] = list_images(match_images(field, pattern or self.images, labels[split]), num_axes)
+        if "" in patterns_by_split.values():  # tables select the images of splits
+            for split, pattern in patterns_by_split.items():
                 if pattern in ("", self.images):
-                    items[split] = select_images_in_table(labels[split], items[split])
-        for split, others in items.items():
-            for other in list(items)[: list(items).index(split)]:
-                if shared := {item.name for item in others} & {item.name for item in items[other]}:
-                    kind = "training" if other == "train" else other
-                    raise DataError(f"{split}: {min(shared)} is also a {kind} image; make the splits disjoint")
-        return items, labels
+                    items_by_split[split] = select_images_in_table(labels[split], items_by_split[split])
+        for split, others in items_by_split.items():
+            for other in list(items_by_split)[: list(items_by_split).index(split)]:
+                if shared := {item.name for item in others} & {item.name for item in items_by_split[other]}:
+                    other_name = "training" if other == "train" else other
+                    raise DataError(f"{split}: {min(shared)} is also a {other_name} image; make the splits disjoint")
+        return items_by_split, labels
 
     def _image_numbers_by_split(self) -> list[np.ndarray]:
         training = self._image_numbers["train"]
         count = len(training)
-        drawn = training[rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")]
+        shuffled = training[rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")]
         first = 0 if self._validation_share is None else self.count_validation_samples(count)
-        last = first + (0 if self._test_share is None else count_held_out("test", self._test_share, count))
-        if last >= count:
+        num_held_out = first + (0 if self._test_share is None else count_held_out("test", self._test_share, count))
+        if num_held_out >= count:
             raise DataError(
-                f"test: {counted(first, 'image')} for validation and {last - first} for test leave no training"
+                f"test: {counted(first, 'image')} for validation and {num_held_out - first} for test leave no training"
                 " images; hold out fewer"
             )
-        parts = {"train": drawn[last:], "validation": drawn[:first], "test": drawn[first:last]}
+        parts = {"train": shuffled[num_held_out:], "validation": shuffled[:first], "test": shuffled[first:num_held_out]}
         parts |= {split: numbers for split, numbers in self._image_numbers.items() if split != "train"}
         return [np.sort(parts[split]) for split in SPLITS]
 
     def _make_split(self, grid: ProcessGrid, image_numbers: np.ndarray, normalisation: dict[str, Any]) -> Split:
-        samples = np.repeat(image_numbers, self.crops_per_image)
-        keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(image_numbers))
+        sample_images = np.repeat(image_numbers, self.crops_per_image)
+        keys = sample_images * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(image_numbers))
         extents = self.sample_shape[:-1]
-        crops = RandomCropPositions(self.seed, keys, [self._images[n].extents for n in samples], extents)
+        crops = RandomCropPositions(self.seed, keys, [self._images[n].extents for n in sample_images], extents)
         tile = tile_slices(grid, self.sample_shape)[:-1]
         tiles = RandomCropTileReader(
-            crops, [self._images[n] for n in samples], tile, fill=self.fill, cache=self._cache_bytes
+            crops, [self._images[n] for n in sample_images], tile, fill=self.fill, cache=self._cache_bytes
         )
         if self._masks is None:
-            labels: Any = self._image_labels[samples]  # type: ignore[index]
+            labels: Any = self._image_labels[sample_images]  # type: ignore[index]
         else:
             classes = None if self._given_classes is None else (self._given_classes, self.ignore_index)
-            masks = [self._masks[n] for n in samples]
+            masks = [self._masks[n] for n in sample_images]
             labels = RandomCropTileReader(crops, masks, tile, self.open_mask, classes=classes, cache=self._cache_bytes)
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **normalisation)
 
@@ -276,24 +276,24 @@ class ImageFiles(Dataset):
         if self.normalise == "none" or len(overrides) == 2:
             return {"mean": 0.0, "std": 1.0, **overrides}
         positions = np.linspace(0, len(image_numbers) - 1, min(_NUM_FIT_BOXES, len(image_numbers)))
-        chosen = image_numbers[np.unique(positions.astype(np.int64))]
-        repeats = max(1, _NUM_FIT_BOXES // len(chosen))
-        cells = []
-        for number in chosen:
+        chosen_numbers = image_numbers[np.unique(positions.astype(np.int64))]
+        repeats = max(1, _NUM_FIT_BOXES // len(chosen_numbers))
+        box_cells = []
+        for number in chosen_numbers:
             item = self._images[number]
-            side = tuple(min(n, _BOX_EXTENT if len(item.extents) < 3 else _BOX_EXTENT // 4) for n in item.extents)
+            box_shape = tuple(min(n, _BOX_EXTENT if len(item.extents) < 3 else _BOX_EXTENT // 4) for n in item.extents)
             keys = number * repeats + np.arange(repeats)
-            boxes = RandomCropPositions(self.seed, keys, [item.extents] * repeats, side, "fit")
-            tiles = RandomCropTileReader(boxes, [item] * repeats, tuple(slice(0, n) for n in side), fill=self.fill)
-            cells.append(tiles[np.arange(repeats)].reshape(-1, self.sample_shape[-1]))
+            boxes = RandomCropPositions(self.seed, keys, [item.extents] * repeats, box_shape, "fit")
+            tiles = RandomCropTileReader(boxes, [item] * repeats, tuple(slice(0, n) for n in box_shape), fill=self.fill)
+            box_cells.append(tiles[np.arange(repeats)].reshape(-1, self.sample_shape[-1]))
             tiles.close()
-        sample = np.concatenate(cells).astype(np.float64)
+        values = np.concatenate(box_cells).astype(np.float64)
         if self.normalise == "mean":
-            low, width = sample.mean(0), sample.std(0)
+            offset, scale = values.mean(0), values.std(0)
         else:
-            low, high = np.percentile(sample, self.percentiles, axis=0)
-            width = high - low
-        return {"mean": low, "std": np.where(width > 0, width, 1.0), **overrides}
+            offset, high = np.percentile(values, self.percentiles, axis=0)
+            scale = high - offset
+        return {"mean": offset, "std": np.where(scale > 0, scale, 1.0), **overrides}
 
 
 def _files_of_split(

@@ -51,9 +51,9 @@ class ImageEntry:
 def match_files(field: str, pattern: str) -> list[str]:
     """Return the files that match a pattern, sorted by name, each with the pattern's array or level suffix."""
     match = _ARRAY_OR_LEVEL_SUFFIX.fullmatch(pattern)
-    files, suffix = (match[1] or match[3], match[2] or match[4]) if match else (pattern, "")
-    paths = sorted(glob.glob(os.path.expanduser(files), recursive=True))
-    if files.endswith("*"):  # also matches tables
+    file_pattern, suffix = (match[1] or match[3], match[2] or match[4]) if match else (pattern, "")
+    paths = sorted(glob.glob(os.path.expanduser(file_pattern), recursive=True))
+    if file_pattern.endswith("*"):  # also matches tables
         paths = [path for path in paths if has_known_suffix(Path(path))] or paths
     if not paths:
         raise DataError(f"{field}: no file matches {pattern}; correct the pattern, such as 'scans/*.tif'")
@@ -65,19 +65,19 @@ def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list
 
     With several patterns, an image is one file per pattern, joined by commas, with the same varying part of the path.
     """
-    columns = []
+    names_by_pattern = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         names = match_files(field, pattern)
         has_masks = labels not in ("folders", pattern) and not labels.lower().endswith(".csv")
         masks = match_files("labels", labels) if has_masks else []
-        columns.append(sorted({*names} - {*masks}) or names)
-    if len(columns) == 1:
-        return columns[0]
-    keys = [_varying_parts(column) for column in columns]
-    for pattern, column, own_keys in zip(patterns, columns, keys, strict=True):
+        names_by_pattern.append(sorted({*names} - {*masks}) or names)
+    if len(names_by_pattern) == 1:
+        return names_by_pattern[0]
+    keys = [_varying_parts(column) for column in names_by_pattern]
+    for pattern, column, own_keys in zip(patterns, names_by_pattern, keys, strict=True):
         if commas := [name for name in column if "," in name]:
             raise DataError(f"{commas[0]}: has a comma in its name, where commas separate files of an image; rename it")
-        for name, key in zip(columns[0] + column, keys[0] + own_keys, strict=True):
+        for name, key in zip(names_by_pattern[0] + column, keys[0] + own_keys, strict=True):
             if (key in keys[0]) != (key in own_keys):
                 raise DataError(
                     f"{name}: has no counterpart in {pattern if key in keys[0] else patterns[0]}; name the files of an"
@@ -85,7 +85,7 @@ def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list
                 )
         if len({*own_keys}) < len(own_keys):
             raise DataError(f"{field}: several files of {pattern} belong to the same image; correct the pattern")
-    files = [dict(zip(own_keys, column, strict=True)) for own_keys, column in zip(keys, columns, strict=True)]
+    files = [dict(zip(own_keys, column, strict=True)) for own_keys, column in zip(keys, names_by_pattern, strict=True)]
     return [",".join(by_key[key] for by_key in files) for key in keys[0]]
 
 
@@ -113,13 +113,13 @@ def list_images(names: Sequence[str], num_axes: int | None, masks: bool = False)
     items = []
     for name in names:
         with open_mask(name) if masks else open_source(name) as source:
-            spatial = sum(letter in "ZYX" for letter in source.axes) if num_axes is None else num_axes
-            leading = source.shape[: -spatial - 1]
-            if len(source.shape) <= spatial:
-                raise DataError(f"{name}: has axes {source.axes}; expected {spatial} spatial axes and channels")
-            for place in product(*map(range, leading)):
-                cut = tuple(slice(index, index + 1) for index in place)
-                items.append(ImageEntry(name, cut, source.shape[len(leading) :], source.dtype))
+            num_spatial = sum(letter in "ZYX" for letter in source.axes) if num_axes is None else num_axes
+            leading_shape = source.shape[: -num_spatial - 1]
+            if len(source.shape) <= num_spatial:
+                raise DataError(f"{name}: has axes {source.axes}; expected {num_spatial} spatial axes and channels")
+            for place in product(*map(range, leading_shape)):
+                leading_index = tuple(slice(index, index + 1) for index in place)
+                items.append(ImageEntry(name, leading_index, source.shape[len(leading_shape) :], source.dtype))
     return items
 
 
@@ -143,49 +143,49 @@ def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], w
 
 
 def read_labels(
-    labels: str, items: Sequence[ImageEntry], classes: int | None, names: Sequence[str] = ()
+    labels: str, items: Sequence[ImageEntry], classes: int | None, class_names: Sequence[str] = ()
 ) -> tuple[np.ndarray, int | None, Sequence[str]]:
     """Return the class or target of each image (from its folder or a table), the number of classes, and their names.
 
-    `names`: the class names of the training split, whose numbers the other splits share.
+    `class_names`: the class names of the training split, whose numbers the other splits share.
     """
     if labels == "folders":
         folders = [Path(split_stack_name(item.name)[0]).parent.name for item in items]
-        if not names and len(set(folders)) < 2:
+        if not class_names and len(set(folders)) < 2:
             raise DataError(f"labels: all images are in folder '{folders[0]}'; give each class a folder, or set labels")
-        values, names = _number_class_names(labels, folders, names)
-        return values, classes or len(names), names
+        values, class_names = _number_class_names(labels, folders, class_names)
+        return values, classes or len(class_names), class_names
     table = _read_label_table(Path(os.path.expanduser(labels)), items)
     if table.shape[1] == 1 and not any(map(is_number, table[:, 0])):
-        if not names and len(set(table[:, 0])) < 2:
+        if not class_names and len(set(table[:, 0])) < 2:
             raise DataError(f"{labels}: all images have the class '{table[0, 0]}'; give two classes, or more")
-        values, names = _number_class_names(labels, table[:, 0].tolist(), names)
+        values, class_names = _number_class_names(labels, table[:, 0].tolist(), class_names)
         table = values.reshape(-1, 1).astype(str)
     if table.shape[1] > 1 or not all(value.lstrip("+").isdecimal() for value in table[:, 0]):
         try:
-            numbers = table.astype(np.float64)
+            targets = table.astype(np.float64)
         except ValueError as error:
-            wrong = str(error).partition(": ")[2].removeprefix("np.str_(").removesuffix(")")
+            bad_value = str(error).partition(": ")[2].removeprefix("np.str_(").removesuffix(")")
             raise DataError(
-                f"{labels}: {wrong} is not a number; write FILE,CLASS with a number from 0 or a class name, or"
+                f"{labels}: {bad_value} is not a number; write FILE,CLASS with a number from 0 or a class name, or"
                 " FILE,NUMBER"
             ) from None
-        if not np.isfinite(numbers).all():
-            at = int(np.flatnonzero(~np.isfinite(numbers).all(1))[0])
+        if not np.isfinite(targets).all():
+            at = int(np.flatnonzero(~np.isfinite(targets).all(1))[0])
             raise DataError(f"{labels}: {items[at].name} has a target that is not finite; correct it")
-        return numbers, classes, ()
+        return targets, classes, ()
     values = table[:, 0].astype(np.int64)
     count = classes or int(values.max()) + 1
     if values.max() >= count:
         at = int(np.argmax(values))
         raise DataError(f"{labels}: {items[at].name} has the class {values[at]}; expected 0 to {count - 1}; correct it")
-    return values, count, names
+    return values, count, class_names
 
 
 def select_images_in_table(labels: str, items: Sequence[ImageEntry]) -> list[ImageEntry]:
     """Return the images that a table of labels lists."""
-    names = _read_rows_by_image(Path(os.path.expanduser(labels)), items)
-    return [item for item in items if item.name in names]
+    rows_by_image = _read_rows_by_image(Path(os.path.expanduser(labels)), items)
+    return [item for item in items if item.name in rows_by_image]
 
 
 def _number_class_names(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[np.ndarray, Sequence[str]]:
@@ -200,19 +200,19 @@ def _number_class_names(labels: str, texts: Sequence[str], names: Sequence[str])
 def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list[ImageEntry]:
     """Return the mask of each image: the file of the same name, or the only mask for the only image."""
     names = match_files("labels", pattern)
-    images = list(dict.fromkeys(item.name for item in items))
-    firsts = [split_stack_name(name)[0] for name in images]
-    is_pair = len(images) == len(names) == 1
-    mask_by_first = dict(zip(firsts, names, strict=True)) if is_pair else _match_masks_by_stem(firsts, names, pattern)
-    mask_by_image = {name: mask_by_first[first] for name, first in zip(images, firsts, strict=True)}
-    masks = {name: list_images([mask_by_image[name]], num_axes, masks=True) for name in images}
-    counts = Counter(item.name for item in items)
-    for name, group in masks.items():
-        if len(group) != counts[name]:
-            image = f"its image {name} has {counted(counts[name], 'sample')}"
+    image_names = list(dict.fromkeys(item.name for item in items))
+    files = [split_stack_name(name)[0] for name in image_names]
+    is_pair = len(image_names) == len(names) == 1
+    mask_by_first = dict(zip(files, names, strict=True)) if is_pair else _match_masks_by_stem(files, names, pattern)
+    mask_by_image = {name: mask_by_first[first] for name, first in zip(image_names, files, strict=True)}
+    masks_by_image = {name: list_images([mask_by_image[name]], num_axes, masks=True) for name in image_names}
+    samples_by_image = Counter(item.name for item in items)
+    for name, group in masks_by_image.items():
+        if len(group) != samples_by_image[name]:
+            image = f"its image {name} has {counted(samples_by_image[name], 'sample')}"
             problem = f"{counted(len(group), 'mask')} of {_describe(group[0])}, but {image}"
             raise DataError(f"{group[0].name}: has {problem}; give a mask for each slice, page or time")
-    all_masks = [mask for group in masks.values() for mask in group]
+    all_masks = [mask for group in masks_by_image.values() for mask in group]
     for item, mask in zip(items, all_masks, strict=True):
         if mask.extents != item.extents:
             raise DataError(
@@ -228,46 +228,46 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
     return all_masks
 
 
-def _match_masks_by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
+def _match_masks_by_stem(images: Sequence[str], mask_names: Sequence[str], pattern: str) -> dict[str, str]:
     """Return the mask of each image, matched by name up to the first dot, or by the full name if that is ambiguous.
 
     If no names match, or masks have equal names, masks are matched by the varying part of their paths:
     'case1/case1_t1.nii' and 'case1/case1_seg.nii'.
     """
-    is_unique = len({_stem_without_suffixes(name).partition(".")[0] for name in images}) == len(images)
+    are_stems_unique = len({_stem_without_suffixes(name).partition(".")[0] for name in images}) == len(images)
 
     def stem_of(name: str) -> str:
-        return _stem_without_suffixes(name).partition(".")[0] if is_unique else _stem_without_suffixes(name)
+        return _stem_without_suffixes(name).partition(".")[0] if are_stems_unique else _stem_without_suffixes(name)
 
-    stems = [stem_of(name) for name in names]
+    stems = [stem_of(name) for name in mask_names]
     if len(set(stems)) < len(stems) or not {stem_of(name) for name in images} & set(stems):
-        image_parts, mask_parts = _varying_parts(images), _varying_parts(names)
+        image_parts, mask_parts = _varying_parts(images), _varying_parts(mask_names)
         if len({*image_parts}) == len(images) and sorted(image_parts) == sorted(mask_parts):
-            mask_by_part = dict(zip(mask_parts, names, strict=True))
+            mask_by_part = dict(zip(mask_parts, mask_names, strict=True))
             return {name: mask_by_part[part] for name, part in zip(images, image_parts, strict=True)}
-    by_stem: dict[str, str] = {}
-    for name in names:
-        if stem_of(name) in by_stem:
-            raise DataError(f"{name}: has the same name as the mask {by_stem[stem_of(name)]}; keep one of them")
-        by_stem[stem_of(name)] = name
-    missing = [name for name in images if stem_of(name) not in by_stem]
+    mask_by_stem: dict[str, str] = {}
+    for name in mask_names:
+        if stem_of(name) in mask_by_stem:
+            raise DataError(f"{name}: has the same name as the mask {mask_by_stem[stem_of(name)]}; keep one of them")
+        mask_by_stem[stem_of(name)] = name
+    missing = [name for name in images if stem_of(name) not in mask_by_stem]
     if missing:
         others = f", and {counted(len(missing) - 1, 'other image')} of {len(images)} have none" if missing[1:] else ""
         problem = f"has no mask called {stem_of(missing[0])} among {pattern}{others}"
         raise DataError(f"{missing[0]}: {problem}; add it, name masks like their images, or remove the image")
-    surplus = sorted(set(by_stem) - {stem_of(name) for name in images})
+    surplus = sorted(set(mask_by_stem) - {stem_of(name) for name in images})
     if surplus:
-        raise DataError(f"{by_stem[surplus[0]]}: is a mask without an image; remove it, or correct the pattern")
-    return {name: by_stem[stem_of(name)] for name in images}
+        raise DataError(f"{mask_by_stem[surplus[0]]}: is a mask without an image; remove it, or correct the pattern")
+    return {name: mask_by_stem[stem_of(name)] for name in images}
 
 
 def _varying_parts(names: Sequence[str]) -> list[str]:
     """Return the paths without their suffixes, and without their common beginning and end."""
     paths = [str(Path(name).with_name(_stem_without_suffixes(name))) for name in names]
-    start = _common_beginning(paths)
-    tails = [path.removeprefix(start)[::-1] for path in paths]
-    end = _common_beginning(tails)
-    return [tail.removeprefix(end)[::-1] for tail in tails]
+    common_start = _common_beginning(paths)
+    tails = [path.removeprefix(common_start)[::-1] for path in paths]
+    common_end = _common_beginning(tails)
+    return [tail.removeprefix(common_end)[::-1] for tail in tails]
 
 
 def _common_beginning(texts: Sequence[str]) -> str:

@@ -98,15 +98,15 @@ class PhotographCrops:
         photographs: list[np.ndarray],
         shape: Sequence[int],
         tile: tuple[slice, ...],
-        count: int,
+        num_crops: int,
         key: tuple[int | str, ...],
     ) -> None:
         self._photographs, self._crop_width, self._tile_slices = photographs, shape[1], tile
-        index = np.arange(count)
+        index = np.arange(num_crops)
         self.labels = index % len(photographs)
-        room = [[n - side + 1 for n, side in zip(image.shape, shape, strict=False)] for image in photographs]
+        num_positions = [[n - side + 1 for n, side in zip(image.shape, shape, strict=False)] for image in photographs]
         draws = [rng.uniform(rng.key(name, *key), index) for name in ("row", "column", "mirror")]
-        self._crop_corners = [(draws[axis] * np.array(room)[self.labels, axis]).astype(int) for axis in (0, 1)]
+        self._crop_corners = [(draws[axis] * np.array(num_positions)[self.labels, axis]).astype(int) for axis in (0, 1)]
         self._mirrored = draws[2] < 0.5
 
     def __len__(self) -> int:
@@ -118,10 +118,10 @@ class PhotographCrops:
         for tile, number in zip(out, sample_numbers, strict=True):
             top, left = (int(corner[number]) for corner in self._crop_corners)
             rows, cols = self._tile_slices[:2]
-            whole = self._photographs[self.labels[number]][
+            crop = self._photographs[self.labels[number]][
                 top + rows.start : top + rows.stop, left : left + self._crop_width
             ]
-            tile[..., 0] = (whole[:, ::-1] if self._mirrored[number] else whole)[:, cols]
+            tile[..., 0] = (crop[:, ::-1] if self._mirrored[number] else crop)[:, cols]
         return out
 
 
@@ -136,14 +136,14 @@ def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
     """
     margins = [min(_REFLECTION_MARGIN_CELLS, n - 1) for n in image.shape]
     padded = np.pad(np.asarray(image, np.float64), [(m, m) for m in margins], mode="reflect")
-    rows, cols = np.fft.fftfreq(padded.shape[0])[:, None], np.fft.rfftfreq(padded.shape[1])[None]
-    frequency = np.sqrt(rows * rows + cols * cols)
+    row_freqs, col_freqs = np.fft.fftfreq(padded.shape[0])[:, None], np.fft.rfftfreq(padded.shape[1])[None]
+    frequency = np.sqrt(row_freqs * row_freqs + col_freqs * col_freqs)
     gain = frequency * np.exp(-((frequency / cutoff) ** 4))
-    white = np.fft.irfft2(np.fft.rfft2(padded) * gain, s=padded.shape)
-    white = white[tuple(slice(m, n - m) for m, n in zip(margins, padded.shape, strict=True))]
-    white -= white.mean()
-    deviation, noise = white.std(), 1e-12 * np.abs(padded).max(initial=0)
-    return (white / deviation if deviation > noise else np.zeros_like(white)).astype(np.float32)
+    whitened = np.fft.irfft2(np.fft.rfft2(padded) * gain, s=padded.shape)
+    whitened = whitened[tuple(slice(m, n - m) for m, n in zip(margins, padded.shape, strict=True))]
+    whitened -= whitened.mean()
+    deviation, noise_floor = whitened.std(), 1e-12 * np.abs(padded).max(initial=0)
+    return (whitened / deviation if deviation > noise_floor else np.zeros_like(whitened)).astype(np.float32)
 
 
 PACKAGE_PHOTOGRAPHS = {
@@ -180,8 +180,8 @@ def _find_packaged_photographs(package: str) -> list[Path]:
         raise DataError(
             f"the default photographs need scikit-image and scikit-learn, but {name} is missing; {_INSTALL_HINT}"
         )
-    place, names = PACKAGE_PHOTOGRAPHS[package]
-    paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
+    subfolder, names = PACKAGE_PHOTOGRAPHS[package]
+    paths = [Path(spec.submodule_search_locations[0]) / subfolder / name for name in names.split()]
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path}: is missing, though {package} is installed; reinstall {package}, or give a path")

@@ -123,15 +123,15 @@ class Gratings:
         shape: Sequence[int],
         tile: tuple[slice, ...],
         classes: int,
-        count: int,
+        num_images: int,
         key: tuple[int | str, ...],
         noise: float,
     ) -> None:
         self._image_shape, self._tile_slices, self._classes, self._noise = tuple(shape), tile, classes, noise
-        self.labels = np.arange(count) % classes
+        self.labels = np.arange(num_images) % classes
         # within a third of a turn: the class means differ, so that even a linear model can learn
-        self._phases = (2 * rng.uniform(rng.key("phase", *key), np.arange(count)) - 1) * np.pi / 3
-        self._stream = rng.key("noise", *key)
+        self._phases = (2 * rng.uniform(rng.key("phase", *key), np.arange(num_images)) - 1) * np.pi / 3
+        self._noise_stream = rng.key("noise", *key)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -150,41 +150,42 @@ class Gratings:
 
     def read_cells(self, indices: Any, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, C) of some images; slices count from the tile's first cell."""
-        part, inner = copy(self), zip(self._tile_slices, cells, strict=False)
-        part._tile_slices = (*(slice(t.start + c.start, t.start + c.stop) for t, c in inner), self._tile_slices[-1])
-        return part[indices]
+        cropped = copy(self)
+        pairs = zip(self._tile_slices, cells, strict=False)
+        cropped._tile_slices = (*(slice(t.start + c.start, t.start + c.stop) for t, c in pairs), self._tile_slices[-1])
+        return cropped[indices]
 
     def _fill_tile(self, image: np.ndarray, number: int) -> None:
         """Compute one tile, a few rows at a time to keep the 64-bit temporaries in cache."""
-        rows = max(1, _BLOCK_CELLS // max(1, image[:1].size))
+        rows_per_block = max(1, _BLOCK_CELLS // max(1, image[:1].size))
         angles = self._angles(number)
-        first = self._tile_slices[0].start
-        for lo in range(0, len(image), rows):
-            hi = min(lo + rows, len(image))
-            block = (slice(first + lo, first + hi), *self._tile_slices[1:])
+        first_row = self._tile_slices[0].start
+        for lo in range(0, len(image), rows_per_block):
+            hi = min(lo + rows_per_block, len(image))
+            block = (slice(first_row + lo, first_row + hi), *self._tile_slices[1:])
             image[lo:hi] = self._grating(angles, block) + self._cell_noise(number, block)
 
     def _angles(self, number: int) -> list[np.ndarray]:
         """Return the angles added along each axis of the whole image; those along the channels include the phase."""
-        label, axes = int(self.labels[number]), len(self._image_shape) - 1
-        turn = np.pi * label / self._classes
+        label, num_axes = int(self.labels[number]), len(self._image_shape) - 1
+        orientation = np.pi * label / self._classes
         # wavelengths from 12 down to 6 cells: a few kernels wide, whatever the size of the image
         frequency = 2 * np.pi * (1 + label / self._classes) / 12
-        parts = [np.cos(turn - np.pi * axis / axes) if axes > 1 else 1.0 for axis in range(axes)]
-        angles = [frequency * part * np.arange(n) for part, n in zip(parts, self._image_shape[:-1], strict=True)]
+        direction = [np.cos(orientation - np.pi * axis / num_axes) if num_axes > 1 else 1.0 for axis in range(num_axes)]
+        angles = [frequency * part * np.arange(n) for part, n in zip(direction, self._image_shape[:-1], strict=True)]
         channels = self._image_shape[-1]
         return [*angles, self._phases[number] + np.pi / 2 * np.arange(channels) / channels]
 
     def _grating(self, angles: list[np.ndarray], block: tuple[slice, ...]) -> np.ndarray:
         sine, cosine = np.zeros((1,) * len(block)), np.ones((1,) * len(block))
         for axis, (angle, cut) in enumerate(zip(angles, block, strict=True)):
-            shape = [1] * len(block)
-            shape[axis] = -1
-            s, c = np.sin(angle)[cut].reshape(shape), np.cos(angle)[cut].reshape(shape)
+            angle_shape = [1] * len(block)
+            angle_shape[axis] = -1
+            s, c = np.sin(angle)[cut].reshape(angle_shape), np.cos(angle)[cut].reshape(angle_shape)
             sine, cosine = sine * c + cosine * s, cosine * c - sine * s
         return sine
 
     def _cell_noise(self, number: int, block: tuple[slice, ...]) -> np.ndarray:
         index = rng.row_major_indices(self._image_shape, block)
         index += np.uint64(number * int(np.prod(self._image_shape, dtype=object)))
-        return self._noise * (2 * rng.uniform(self._stream, index) - 1)
+        return self._noise * (2 * rng.uniform(self._noise_stream, index) - 1)

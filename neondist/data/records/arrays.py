@@ -23,15 +23,15 @@ class HDF5Records(RecordReader):
     array : str
     """
 
-    def __init__(self, path: Path, array: str) -> None:
-        super().__init__(f"{path}:{array}")
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(f"{path}:{name}")
         self.path = path
         self._file = open_hdf5(path)
         with convert_hdf5_errors(path):
-            records = find_object(self._file, array)
+            records = find_object(self._file, name)
             if records is None or not getattr(records, "shape", ()) or records.dtype.kind not in "iufb":
                 names = ", ".join(array_names(self._file)) or "none"
-                raise DataError(f"{path}: has no numeric array '{array}' with an axis of records; choose from {names}")
+                raise DataError(f"{path}: has no numeric array '{name}' with an axis of records; choose from {names}")
             self._records = records
 
     def __len__(self) -> int:

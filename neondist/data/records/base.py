@@ -79,22 +79,22 @@ class ConcatenatedRecords(RecordReader):
         """Return records by their numbers over all parts."""
         records = []
         for number in record_numbers:
-            reader, own_number = self._find_part(number)
+            reader, number_in_part = self._find_part(number)
             try:
-                records += reader.read([own_number])
+                records += reader.read([number_in_part])
             except BadRecordError as error:
                 raise BadRecordError(number, str(error)) from error
         return records
 
     def describe_record(self, number: int) -> str:
         """Return the location of a record within its part."""
-        reader, own_number = self._find_part(number)
-        return reader.describe_record(own_number)
+        reader, number_in_part = self._find_part(number)
+        return reader.describe_record(number_in_part)
 
     def _find_part(self, number: int) -> tuple[RecordReader, int]:
         index = int(np.searchsorted(self._cumulative_lengths, number, side="right"))
-        first = int(self._cumulative_lengths[index]) - len(self.readers[index])
-        return self.readers[index], number - first
+        first_number = int(self._cumulative_lengths[index]) - len(self.readers[index])
+        return self.readers[index], number - first_number
 
     def close(self) -> None:
         """Close all parts."""

@@ -39,25 +39,25 @@ class CsvRecords(RecordReader):
             raise DataError(f"{path}: cannot be read ({short_reason(error)}); specify a CSV file") from error
         if not len(self._line_offsets):
             raise DataError(f"{path}: is empty; expected one record per line")
-        head = [self._read_cells(number) for number in range(min(2, len(self._line_offsets)))]
-        named = len(head) > 1 and len(head[0]) == len(head[1])
-        if named:
-            names = head[0]
-            named = names == ["", *map(str, range(len(names) - 1))] or any(
-                _is_text(name) and is_number(cell) for name, cell in zip(*head, strict=True)
+        first_rows = [self._read_cells(number) for number in range(min(2, len(self._line_offsets)))]
+        has_header = len(first_rows) > 1 and len(first_rows[0]) == len(first_rows[1])
+        if has_header:
+            names = first_rows[0]
+            has_header = names == ["", *map(str, range(len(names) - 1))] or any(
+                _is_text(name) and is_number(cell) for name, cell in zip(*first_rows, strict=True)
             )
-        if named:
-            self.column_names = head[0]
+        if has_header:
+            self.column_names = first_rows[0]
             self._line_numbers, self._line_offsets = self._line_numbers[1:], self._line_offsets[1:]
-        first = head[-1] if named else head[0]
-        self._column_count, self._is_text = len(first), any(map(_is_text, first))
+        first_record = first_rows[-1] if has_header else first_rows[0]
+        self._column_count, self._has_text = len(first_record), any(map(_is_text, first_record))
 
     def __len__(self) -> int:
         return len(self._line_offsets)
 
     def describe_row(self) -> str:
         """Return the number and type of the cells of a row as text."""
-        return counted(self._column_count, "text cell" if self._is_text else "number")
+        return counted(self._column_count, "text cell" if self._has_text else "number")
 
     def read(self, record_numbers: Sequence[int]) -> list[np.ndarray]:
         """Return rows by their numbers."""
@@ -75,7 +75,7 @@ class CsvRecords(RecordReader):
         cells = self._read_cells(number)
         if len(cells) != self._column_count:
             raise self._bad_record(number, f"has {counted(len(cells), 'column')}, expected {self._column_count}")
-        if self._is_text:
+        if self._has_text:
             return np.array(cells)
         try:
             return np.array(cells, np.float64)
@@ -99,17 +99,17 @@ class CsvRecords(RecordReader):
 
     def _index_lines(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers, from 1, and the offsets of the lines that are not empty."""
-        ends, offset = [np.array([-1])], 0
+        newline_offsets, offset = [np.array([-1])], 0
         while block := self._file.read(_BLOCK_BYTES):
-            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset)
+            newline_offsets.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset)
             offset += len(block)
-        last = np.concatenate(ends)
-        starts = last + 1
+        line_ends = np.concatenate(newline_offsets)
+        starts = line_ends + 1
         lengths = np.diff(np.append(starts, offset + 1)) - 1
-        full = np.array(
+        is_not_blank = np.array(
             [length > 2 or self._is_non_blank_line(start) for start, length in zip(starts, lengths, strict=True)]
         )
-        return np.flatnonzero(full) + 1, starts[full]
+        return np.flatnonzero(is_not_blank) + 1, starts[is_not_blank]
 
     def _is_non_blank_line(self, start: int) -> bool:
         self._file.seek(start)

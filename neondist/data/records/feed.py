@@ -64,20 +64,20 @@ class FeedFunction:
         labels = self._check_array(f"{name}: labels", result[1], len(records))
         return _channels_last(features), _channels_last(labels) if labels.shape[2:] == features.shape[2:] else labels
 
-    def _check_array(self, name: str, values: Any, records: int) -> np.ndarray:
+    def _check_array(self, name: str, values: Any, num_records: int) -> np.ndarray:
         try:
             array = np.asarray(values) if hasattr(values, "__array__") else np.stack([np.asarray(x) for x in values])
             count = len(array)
         except (TypeError, ValueError) as error:
-            if isinstance(values, Sequence) and len(values) != records:
+            if isinstance(values, Sequence) and len(values) != num_records:
                 array, count = np.empty(0), len(values)
             else:
                 raise ConfigError(
                     f"{self.location}: {name} cannot form one array ({error}); return values of one shape"
                 ) from error
-        if count != records:
+        if count != num_records:
             raise ConfigError(
-                f"{self.location}: {name}: got {count} for {counted(records, 'record')}; return one per record"
+                f"{self.location}: {name}: got {count} for {counted(num_records, 'record')}; return one per record"
             )
         if array.dtype.kind not in "biuf":
             raise ConfigError(f"{self.location}: {name} have dtype {array.dtype}; return numbers")
@@ -116,8 +116,8 @@ class RecordSamples:
     def content_hash(self) -> str:
         """Return a hash of some records, equal on all ranks that read the same source."""
         numbers = self.record_numbers[np.linspace(0, len(self) - 1, min(8, len(self))).astype(int)]
-        sums = [zlib.crc32(np.ascontiguousarray(record).tobytes()) for record in self.reader.read(numbers.tolist())]
-        return f"{len(self)}:{zlib.crc32(np.array(sums, np.int64).tobytes()):08x}"
+        crcs = [zlib.crc32(np.ascontiguousarray(record).tobytes()) for record in self.reader.read(numbers.tolist())]
+        return f"{len(self)}:{zlib.crc32(np.array(crcs, np.int64).tobytes()):08x}"
 
 
 class _SampleTiles:
@@ -125,8 +125,8 @@ class _SampleTiles:
 
     def __init__(self, samples: RecordSamples, component: int, shape: tuple[int, ...], tile: tuple[slice, ...]) -> None:
         self._samples, self._component, self._tile_slices = samples, component, tile
-        own = tuple(len(range(*cut.indices(n))) for cut, n in zip(tile, shape, strict=False))
-        self.shape = (len(samples), *own, *shape[len(tile) :])
+        own_extents = tuple(len(range(*cut.indices(n))) for cut, n in zip(tile, shape, strict=False))
+        self.shape = (len(samples), *own_extents, *shape[len(tile) :])
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -175,10 +175,10 @@ class _RecordDataset(Dataset):
         extent = self.sample_shape[:-1]
         cells = grid.tile_box(extent).slices if extent else ()
         features, labels = samples.features_and_labels(range(min(_NUM_RECORDS_CHECKED, len(samples))))
-        shape = (0,) if labels is None else labels.shape[1:]
-        maps = bool(extent) and shape[: len(extent)] == extent
+        label_shape = (0,) if labels is None else labels.shape[1:]
+        has_label_maps = bool(extent) and label_shape[: len(extent)] == extent
         images = _SampleTiles(samples, 0, features.shape[1:], cells)
-        return Split(images, _SampleTiles(samples, 1, shape, cells if maps else ()), scale=1.0)
+        return Split(images, _SampleTiles(samples, 1, label_shape, cells if has_label_maps else ()), scale=1.0)
 
 
 def record_dataset(training: RecordSamples, evaluation: RecordSamples | None = None) -> Dataset:

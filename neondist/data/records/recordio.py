@@ -76,8 +76,8 @@ class RecordIOWriter:
     def __enter__(self) -> RecordIOWriter:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error_type is None:
             self.close()
         self._draft.discard()
 
@@ -87,8 +87,8 @@ class RecordIOWriter:
         packed = b"".join(struct.pack("<I", len(record)) + record for record in self._records)
         if self._compressor == _GZIP:
             packed = gzip.compress(packed, mtime=0)
-        head = _HEADER.pack(MAGIC, zlib.crc32(packed), self._compressor, len(packed), len(self._records))
-        self._draft.file.write(head + packed)
+        header = _HEADER.pack(MAGIC, zlib.crc32(packed), self._compressor, len(packed), len(self._records))
+        self._draft.file.write(header + packed)
         self._records = []
 
 
@@ -144,26 +144,26 @@ class RecordIORecords(RecordReader):
 
     def _index_chunks(self) -> list[tuple[int, int]]:
         """Return the offset and the number of records of each chunk."""
-        chunks, start, records = list[tuple[int, int]](), 0, 0
-        size = self._file.seek(0, io.SEEK_END)
-        while start < size:
+        chunks, start, num_records = list[tuple[int, int]](), 0, 0
+        file_size = self._file.seek(0, io.SEEK_END)
+        while start < file_size:
             self._file.seek(start)
-            head = self._file.read(_HEADER.size)
-            if len(head) < _HEADER.size or _HEADER.unpack(head)[0] != MAGIC:
-                problem = f"record {records}" if chunks else "not a RecordIO file"
+            header = self._file.read(_HEADER.size)
+            if len(header) < _HEADER.size or _HEADER.unpack(header)[0] != MAGIC:
+                problem = f"record {num_records}" if chunks else "not a RecordIO file"
                 raise DataError(f"{self.path}: {problem}: no chunk begins at byte {start}; rewrite the file")
-            _, _, _, length, count = _HEADER.unpack(head)
-            if start + _HEADER.size + length > size:
-                raise DataError(f"{self.path}: record {records}: the file ends inside its chunk; rewrite the file")
+            _, _, _, length, count = _HEADER.unpack(header)
+            if start + _HEADER.size + length > file_size:
+                raise DataError(f"{self.path}: record {num_records}: the file ends inside its chunk; rewrite the file")
             if count:
                 chunks.append((start, count))
-            start, records = start + _HEADER.size + length, records + count
+            start, num_records = start + _HEADER.size + length, num_records + count
         return chunks
 
-    def _read_chunk(self, number: int) -> list[bytes]:
+    def _read_chunk(self, chunk: int) -> list[bytes]:
         """Return the records of a chunk; ValueError if it is damaged."""
-        start = int(self._chunk_offsets[number])
-        count = int(self._cumulative_counts[number]) - self._first_record(number)
+        start = int(self._chunk_offsets[chunk])
+        count = int(self._cumulative_counts[chunk]) - self._first_record(chunk)
         self._file.seek(start)
         _, checksum, compressor, length, _ = _HEADER.unpack(self._file.read(_HEADER.size))
         packed = self._file.read(min(length, _MAX_CHUNK_BYTES))

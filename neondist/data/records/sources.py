@@ -42,31 +42,31 @@ def open_records(source: str, role: str = "training") -> RecordReader:
     if array and not path.exists() and Path(os.path.expanduser(file)).is_file():
         return HDF5Records(Path(os.path.expanduser(file)), array)
     if path.is_dir():
-        parts = [_open_file(p, role) for p in sorted(path.iterdir()) if p.is_file() and p.name[0] not in "._"]
-        if not parts:
+        readers = [_open_file(p, role) for p in sorted(path.iterdir()) if p.is_file() and p.name[0] not in "._"]
+        if not readers:
             raise DataError(f"{path}: has no files; specify a folder of CSV or RecordIO files")
-        rows = {part.describe_row(): part.source for part in parts if isinstance(part, CsvRecords)}
-        if len(rows) > 1:
-            (row, file), (other, other_file), *_ = rows.items()
+        formats = {reader.describe_row(): reader.source for reader in readers if isinstance(reader, CsvRecords)}
+        if len(formats) > 1:
+            (row_format, file), (other_format, other_file), *_ = formats.items()
             raise DataError(
-                f"{path}: {file} has rows of {row}, but {other_file} of {other}; keep only files with the same columns"
-                " in the folder"
+                f"{path}: {file} has rows of {row_format}, but {other_file} of {other_format}; keep only files with"
+                " the same columns in the folder"
             )
-        return ConcatenatedRecords(source, parts)
+        return ConcatenatedRecords(source, readers)
     return _open_file(path, role)
 
 
 def _open_file(path: Path, role: str) -> RecordReader:
     try:
         with open_regular(path) as file:
-            head = file.read(len(HDF5_SIGNATURE))
+            signature = file.read(len(HDF5_SIGNATURE))
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({short_reason(error)}); check the path and its permissions. Expected a CSV,"
             " RecordIO or HDF5 file, or a folder of such files"
         ) from error
-    if head == HDF5_SIGNATURE:
+    if signature == HDF5_SIGNATURE:
         return DatasetSplitRecords(str(path), HDF5Dataset(path), role)
-    if head.startswith(MAGIC.to_bytes(4, "little")) or path.suffix == ".recordio":
+    if signature.startswith(MAGIC.to_bytes(4, "little")) or path.suffix == ".recordio":
         return RecordIORecords(path)
     return CsvRecords(path)

@@ -33,15 +33,15 @@ class SQLTableRecords(RecordReader):
         address, _, table = url.partition("#")
         self._rows: list[Any] = []
         try:
-            parsed = sqlalchemy.make_url(address)
-            self.source = f"{parsed.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
-            engine = sqlalchemy.create_engine(parsed)
+            parsed_url = sqlalchemy.make_url(address)
+            self.source = f"{parsed_url.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
+            engine = sqlalchemy.create_engine(parsed_url)
             if engine.url.get_backend_name() == "sqlite":
                 self._require_sqlite_file(engine.url.database)
             with engine.connect() as connection:
-                selected = self._find_table(sqlalchemy, engine, table)
-                self.column_names = [column.name for column in selected.columns]
-                query = sqlalchemy.select(selected).order_by(*selected.primary_key.columns)
+                sql_table = self._find_table(sqlalchemy, engine, table)
+                self.column_names = [column.name for column in sql_table.columns]
+                query = sqlalchemy.select(sql_table).order_by(*sql_table.primary_key.columns)
                 self._rows = [tuple(row) for row in connection.execute(query)]
             engine.dispose()
         except ImportError as error:
@@ -81,20 +81,20 @@ class SQLTableRecords(RecordReader):
 
     def _find_table(self, sqlalchemy: Any, engine: Any, table: str) -> Any:
         inspector = sqlalchemy.inspect(engine)
-        tables = inspector.get_table_names()
-        names = [*tables, *inspector.get_view_names()]
-        if not table and 1 in (len(tables), len(names)):
+        table_names = inspector.get_table_names()
+        names = [*table_names, *inspector.get_view_names()]
+        if not table and 1 in (len(table_names), len(names)):
             table = names[0]
         if table not in names:
             contents = f"the database has {', '.join(names) or 'none'}"
             if not table:
                 raise DataError(f"{self.source}: specify a table, as URL#TABLE; {contents}")
             raise DataError(f"{self.source}: no table '{table}'; {contents}")
-        selected = sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
-        for column in selected.columns:
+        sql_table = sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
+        for column in sql_table.columns:
             if isinstance(column.type, sqlalchemy.Numeric):
                 column.type.asdecimal = False  # a Decimal would be rounded to the column's digits, or to 10
-        return selected
+        return sql_table
 
 
 def _is_number(value: Any) -> bool:
