@@ -40,16 +40,16 @@ class Axes:
         self._lacks_channel_axis = "C" not in letters
         self.channels_last_letters = "".join(ordered) + "C" * self._lacks_channel_axis
 
-    def to_channels_last(self, stored: Sequence[int]) -> tuple[int, ...]:
+    def to_channels_last(self, stored_extents: Sequence[int]) -> tuple[int, ...]:
         """Return extents of the stored array (shape or chunks) in the order of `channels_last_letters`."""
-        return (*(int(stored[axis]) for axis in self._channels_last_order), *(1,) * self._lacks_channel_axis)
+        return (*(int(stored_extents[axis]) for axis in self._channels_last_order), *(1,) * self._lacks_channel_axis)
 
     def to_stored_order(self, extents: Sequence[Any]) -> tuple[Any, ...]:
         """Return extents, or slices, in stored order."""
-        stored: list[Any] = [None] * len(self.letters)
+        stored_extents: list[Any] = [None] * len(self.letters)
         for axis, extent in zip(self._channels_last_order, extents, strict=False):
-            stored[axis] = extent
-        return tuple(stored)
+            stored_extents[axis] = extent
+        return tuple(stored_extents)
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         """Return stored cells with channels last."""
@@ -88,18 +88,18 @@ def squeeze_channels(axes: str, shape: tuple[int, ...], options: Mapping[str, An
 
 def box_to_slices(box: BoxLike, shape: Sequence[int], name: str) -> Cells:
     """Return a box as slices of an array; ShapeError if the number of axes is wrong, or the box exceeds the array."""
-    pairs = (
+    bounds = (
         list(box.axes())
         if isinstance(box, Box)
         else [_slice_bounds(part, n) for part, n in zip(box, shape, strict=False)]
     )
     ndim = box.ndim if isinstance(box, Box) else len(box)
-    if ndim != len(shape) or not all(0 <= lo <= hi <= n for (lo, hi), n in zip(pairs, shape, strict=False)):
+    if ndim != len(shape) or not all(0 <= lo <= hi <= n for (lo, hi), n in zip(bounds, shape, strict=False)):
         raise ShapeError(
-            f"{name}: box {pairs} does not fit in an array of shape {list(shape)}; give one pair of bounds"
+            f"{name}: box {bounds} does not fit in an array of shape {list(shape)}; give one pair of bounds"
             " within the array per axis"
         )
-    return tuple(slice(int(lo), int(hi)) for lo, hi in pairs)
+    return tuple(slice(int(lo), int(hi)) for lo, hi in bounds)
 
 
 def relative_slices(cells: Sequence[slice], origin: Sequence[slice]) -> Cells:
@@ -107,8 +107,8 @@ def relative_slices(cells: Sequence[slice], origin: Sequence[slice]) -> Cells:
     return tuple(slice(cut.start - base.start, cut.stop - base.start) for cut, base in zip(cells, origin, strict=True))
 
 
-def _slice_bounds(part: Any, extent: int) -> tuple[int, int]:
-    if isinstance(part, slice):
-        return (0 if part.start is None else part.start, extent if part.stop is None else part.stop)
-    lo, hi = part
+def _slice_bounds(axis_part: Any, extent: int) -> tuple[int, int]:
+    if isinstance(axis_part, slice):
+        return (0 if axis_part.start is None else axis_part.start, extent if axis_part.stop is None else axis_part.stop)
+    lo, hi = axis_part
     return lo, hi

@@ -104,10 +104,10 @@ class TileSource(ABC):
             raise DataError(f"{path}: holds {self.dtype}, not numbers; give an array of numbers")
         if min(self.shape) < 1:
             raise DataError(f"{path}: is empty, with shape {list(self.shape)}; give an array with at least one element")
-        decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
-        if decoded > self.max_chunk_bytes:
+        nbytes = prod(self.chunks or (1,)) * self.dtype.itemsize
+        if nbytes > self.max_chunk_bytes:
             raise DataError(
-                f"{path}: {format_bytes(decoded)} must be decoded at once; rewrite the file with chunks of about 1 MB"
+                f"{path}: {format_bytes(nbytes)} must be decoded at once; rewrite the file with chunks of about 1 MB"
             )
 
     @property
@@ -144,16 +144,16 @@ class TileSource(ABC):
 
     def _number_classes(self, array: np.ndarray) -> np.ndarray:
         order = np.argsort(self.class_values)
-        known = np.asarray(self.class_values)[order]
-        at = np.searchsorted(known, array).clip(max=len(known) - 1)
-        wrong = known[at] != array
-        classes: np.ndarray = order[at]
+        sorted_values = np.asarray(self.class_values)[order]
+        positions = np.searchsorted(sorted_values, array).clip(max=len(sorted_values) - 1)
+        is_wrong = sorted_values[positions] != array
+        classes: np.ndarray = order[positions]
         if self.ignored_value is not None:
-            ignored = array == self.ignored_value
-            wrong, classes = wrong & ~ignored, np.where(ignored, self.ignored_value, classes)
-        if wrong.any():
+            is_ignored = array == self.ignored_value
+            is_wrong, classes = is_wrong & ~is_ignored, np.where(is_ignored, self.ignored_value, classes)
+        if is_wrong.any():
             raise DataError(
-                f"{self.path}: contains the value {array[wrong][0]}, but class_values are {list(self.class_values)};"
+                f"{self.path}: contains the value {array[is_wrong][0]}, but class_values are {list(self.class_values)};"
                 " add it, or correct the mask"
             )
         return classes.astype(self.dtype)
@@ -172,23 +172,23 @@ class TileSource(ABC):
         """Return cells from the cache; first read and cache missing chunks, a row of neighbouring chunks at a time."""
         out = np.empty([cut.stop - cut.start for cut in cells], self.dtype)
         spans = [_chunk_overlaps(cut, c, n) for cut, c, n in zip(cells, chunks, self.shape, strict=True)]
-        longest = max(range(len(spans)), key=lambda axis: len(spans[axis]))
-        for line in product(*spans[:longest], spans[longest][:1], *spans[longest + 1 :]):
+        longest_axis = max(range(len(spans)), key=lambda axis: len(spans[axis]))
+        for line in product(*spans[:longest_axis], spans[longest_axis][:1], *spans[longest_axis + 1 :]):
             missing = []
-            for span in spans[longest]:
-                chunk, within, into = zip(*line[:longest], span, *line[longest + 1 :], strict=True)
+            for span in spans[longest_axis]:
+                chunk, in_chunk, in_box = zip(*line[:longest_axis], span, *line[longest_axis + 1 :], strict=True)
                 cached = cache.get((self.path, self.shape, *(cut.start for cut in chunk)))
                 if cached is None:
-                    missing.append((chunk, within, into))
+                    missing.append((chunk, in_chunk, in_box))
                 else:
-                    out[into] = cached[within]
+                    out[in_box] = cached[in_chunk]
             if missing:
-                enclosing = tuple(slice(a.start, b.stop) for a, b in zip(missing[0][0], missing[-1][0], strict=True))
-                decoded = self._read_channels_last(enclosing)
-                for chunk, within, into in missing:
-                    cached = decoded[relative_slices(chunk, enclosing)].copy()
+                union = tuple(slice(a.start, b.stop) for a, b in zip(missing[0][0], missing[-1][0], strict=True))
+                decoded = self._read_channels_last(union)
+                for chunk, in_chunk, in_box in missing:
+                    cached = decoded[relative_slices(chunk, union)].copy()
                     cache.put((self.path, self.shape, *(cut.start for cut in chunk)), cached)
-                    out[into] = cached[within]
+                    out[in_box] = cached[in_chunk]
         return out
 
     def chunks_of_box(self, box: BoxLike) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -227,8 +227,8 @@ class TileSource(ABC):
     def _decoded_bytes(self, cells: Cells) -> int:
         bounds = [(cut.start, cut.stop) for cut in cells]
         if self.chunks is not None:
-            extents = zip(bounds, self.chunks, self.shape, strict=True)
-            bounds = [(lo // c * c, min(n, ceil(hi / c) * c)) for (lo, hi), c, n in extents]
+            axes = zip(bounds, self.chunks, self.shape, strict=True)
+            bounds = [(lo // c * c, min(n, ceil(hi / c) * c)) for (lo, hi), c, n in axes]
         return prod(hi - lo for lo, hi in bounds) * self.dtype.itemsize
 
 
@@ -335,13 +335,13 @@ class TileSink(ABC):
 
 def _chunk_overlaps(cut: slice, chunk: int, extent: int) -> list[tuple[slice, slice, slice]]:
     """Return, along one axis, each chunk that contains cells of a box, and their slices in the chunk and the box."""
-    spans = []
+    overlaps = []
     for lo in range(cut.start // chunk * chunk, cut.stop, chunk):
         first, end = max(lo, cut.start), min(lo + chunk, cut.stop)
-        spans.append(
+        overlaps.append(
             (slice(lo, min(lo + chunk, extent)), slice(first - lo, end - lo), slice(first - cut.start, end - cut.start))
         )
-    return spans
+    return overlaps
 
 
 @contextmanager
@@ -358,9 +358,9 @@ def convert_read_errors(path: str | Path) -> Iterator[None]:
     except Exception as error:  # on damaged files, readers raise arbitrary exceptions
         text = " ".join(str(error).strip("'\"").split())[:200]
         text = "".join(letter if letter.isprintable() else "?" for letter in text)
-        why = text or type(error).__name__
+        reason = text or type(error).__name__
         raise DataError(
-            f"{path}: cannot be read: damaged, or of another file type ({why}); restore it from a good copy"
+            f"{path}: cannot be read: damaged, or of another file type ({reason}); restore it from a good copy"
         ) from error
 
 

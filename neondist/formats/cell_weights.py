@@ -45,8 +45,8 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMet
         latitude = _require_latitude(extent, fields)
         cosine = np.cos(np.deg2rad(latitude))
         cosine = np.maximum(cosine, 0.0)  # rounding may give negative cosines at the poles
-        whole = np.broadcast_to(cosine[:, None] if cosine.ndim == 1 else cosine, tuple(extent))
-        return np.ascontiguousarray((whole[box.slices] / cosine.mean())[..., None])
+        cosine_map = np.broadcast_to(cosine[:, None] if cosine.ndim == 1 else cosine, tuple(extent))
+        return np.ascontiguousarray((cosine_map[box.slices] / cosine.mean())[..., None])
     variable = _CellWeightVariable(weights, extent)
     try:
         return (variable.read(box) / variable.mean())[..., None]
@@ -82,38 +82,38 @@ class _CellWeightVariable:
 
     def __init__(self, name: str, extent: Sequence[int]) -> None:
         self._source, self._extent = open_source(name), tuple(extent)
-        stored = {letter: n for letter, n in zip(self._source.axes, self._source.shape, strict=True) if n > 1}
+        stored_extents = {letter: n for letter, n in zip(self._source.axes, self._source.shape, strict=True) if n > 1}
         expected = dict(zip("ZYX"[3 - len(self._extent) :], self._extent, strict=True))
-        if any(expected.get(letter) != n for letter, n in stored.items()):
+        if any(expected.get(letter) != n for letter, n in stored_extents.items()):
             self._source.close()
             raise DataError(
-                f"{name}: has shape {stored}, expected {expected}; give one weight for each cell of the outputs"
+                f"{name}: has shape {stored_extents}, expected {expected}; give one weight for each cell of the outputs"
             )
 
     def read(self, box: Box) -> np.ndarray:
-        names = "ZYX"[3 - box.ndim :]
-        cuts = dict(zip(names, box.slices, strict=True))
-        extents = dict(zip(self._source.axes, self._source.shape, strict=True))
-        cells = [cuts[x] if x in cuts and n > 1 else slice(0, 1) for x, n in extents.items()]
+        letters = "ZYX"[3 - box.ndim :]
+        slice_by_letter = dict(zip(letters, box.slices, strict=True))
+        stored = dict(zip(self._source.axes, self._source.shape, strict=True))
+        cells = [slice_by_letter[x] if x in slice_by_letter and n > 1 else slice(0, 1) for x, n in stored.items()]
         values = self._source.read(cells)
-        shape = [cut.stop - cut.start if extents.get(x, 1) > 1 else 1 for x, cut in cuts.items()]
-        order = [x for x in extents if x in cuts]
-        values = values.reshape([n for x, n in zip(extents, values.shape, strict=True) if x in cuts])
-        values = np.transpose(values, [order.index(x) for x in names if x in order]).reshape(shape).astype(np.float64)
+        shape = [cut.stop - cut.start if stored.get(x, 1) > 1 else 1 for x, cut in slice_by_letter.items()]
+        order = [x for x in stored if x in slice_by_letter]
+        values = values.reshape([n for x, n in zip(stored, values.shape, strict=True) if x in slice_by_letter])
+        values = np.transpose(values, [order.index(x) for x in letters if x in order]).reshape(shape).astype(np.float64)
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise DataError(f"{self._source.path}: has negative or missing weights; correct them")
         return np.broadcast_to(values, box.shape)
 
     def mean(self) -> float:
         """Return the mean over all cells, summed in fixed blocks of rows, so that it is equal on all ranks."""
-        rows, *others = self._extent
-        sums = 0.0
-        for first in range(0, rows, _ROWS_PER_BLOCK):
-            box = Box((first, *[0] * len(others)), (min(first + _ROWS_PER_BLOCK, rows), *others))
-            sums += float(self.read(box).sum())
-        if not sums:
+        num_rows, *other_extents = self._extent
+        total = 0.0
+        for first in range(0, num_rows, _ROWS_PER_BLOCK):
+            box = Box((first, *[0] * len(other_extents)), (min(first + _ROWS_PER_BLOCK, num_rows), *other_extents))
+            total += float(self.read(box).sum())
+        if not total:
             raise DataError(f"{self._source.path}: all weights are 0; give positive weights")
-        return sums / float(np.prod(self._extent))
+        return total / float(np.prod(self._extent))
 
     def close(self) -> None:
         self._source.close()

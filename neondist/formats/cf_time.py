@@ -31,7 +31,7 @@ _TIME_UNITS_PATTERN = re.compile(
     re.IGNORECASE,
 )
 _MONTHS = range(-12 * 10_000, 12 * 1_000_000)
-_FIRST_GREGORIAN = 1582, 10, 15
+_FIRST_GREGORIAN_DATE = 1582, 10, 15
 _DAYS_BEFORE_MONTH = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
 """days of a common year before each month"""
 
@@ -56,36 +56,36 @@ def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "st
     """
     kind = _calendar_kind(where, calendar)
     match = _TIME_UNITS_PATTERN.fullmatch(units.strip())
-    unit = _SECONDS_PER_UNIT.get(match["unit"].lower()) if match else None
-    if match is None or unit is None:
+    unit_seconds = _SECONDS_PER_UNIT.get(match["unit"].lower()) if match else None
+    if match is None or unit_seconds is None:
         raise DataError(
             f"{where}: units '{units}' are not supported; use days, hours, minutes or seconds since a date, such as"
             " 'hours since 2000-01-01 00:00:00'"
         )
     times = np.asarray(values, np.float64)
     if not np.isfinite(times).all():
-        number = int(np.flatnonzero(~np.isfinite(np.ravel(times)))[0]) + 1
-        raise DataError(f"{where}: value {number} is missing; give every time a value, or remove that time")
+        position = int(np.flatnonzero(~np.isfinite(np.ravel(times)))[0]) + 1
+        raise DataError(f"{where}: value {position} is missing; give every time a value, or remove that time")
     year = int(match["year"])
     year += year < 0 and kind in ("standard", "julian")  # these calendars have no year 0
     date = year, int(match["month"]), int(match["day"])
-    hours = int(match["hour"] or 0), int(match["minute"] or 0), float(match["second"] or 0)
-    if not _is_valid_date(kind, *date, *hours):
+    clock = int(match["hour"] or 0), int(match["minute"] or 0), float(match["second"] or 0)
+    if not _is_valid_date(kind, *date, *clock):
         raise DataError(
             f"{where}: units '{units}' begin at a date that does not exist in the calendar '{calendar}'; correct"
             " its month, day or hour"
         )
-    start = (
-        86400.0 * _day_number(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone_seconds(match["zone"])
+    start_seconds = (
+        86400.0 * _day_number(kind, *date) + 3600 * clock[0] + 60 * clock[1] + clock[2] - _zone_seconds(match["zone"])
     )
-    return start + unit * times
+    return start_seconds + unit_seconds * times
 
 
 def are_comparable_calendars(where: str, calendar: str, other_calendar: str) -> bool:
     """Return whether seconds since the epochs of two calendars are comparable; DataError for unknown calendars."""
-    classes = {"gregorian": "standard", "julian": "standard"}
+    comparable_kinds = {"gregorian": "standard", "julian": "standard"}
     a, b = (_calendar_kind(where, name) for name in (calendar, other_calendar))
-    return classes.get(a, a) == classes.get(b, b)
+    return comparable_kinds.get(a, a) == comparable_kinds.get(b, b)
 
 
 def month_containing(time: float, calendar: str) -> int:
@@ -105,31 +105,31 @@ def _calendar_kind(where: str, calendar: str) -> str:
     return kind
 
 
-def _zone_seconds(text: str | None) -> float:
-    if not text:
+def _zone_seconds(zone: str | None) -> float:
+    if not zone:
         return 0.0
-    hours, minutes = text[1:].replace(":", "")[:2], text[1:].replace(":", "")[2:]
-    return (-1 if text[0] == "-" else 1) * (3600.0 * int(hours) + 60.0 * int(minutes or 0))
+    hours, minutes = zone[1:].replace(":", "")[:2], zone[1:].replace(":", "")[2:]
+    return (-1 if zone[0] == "-" else 1) * (3600.0 * int(hours) + 60.0 * int(minutes or 0))
 
 
 def _is_valid_date(calendar_kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
     if not (1 <= month <= 12 and day >= 1 and hour < 24 and minute < 60 and second < 60):
         return False
-    following = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)
+    next_month = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)
     number = _day_number(calendar_kind, year, month, day)
-    gap = calendar_kind == "standard" and (1582, 10, 5) <= (year, month, day) < _FIRST_GREGORIAN
-    return _day_number(calendar_kind, year, month, 1) <= number < _day_number(calendar_kind, *following) and not gap
+    in_gap = calendar_kind == "standard" and (1582, 10, 5) <= (year, month, day) < _FIRST_GREGORIAN_DATE
+    return _day_number(calendar_kind, year, month, 1) <= number < _day_number(calendar_kind, *next_month) and not in_gap
 
 
 def _day_number(calendar_kind: str, year: int, month: int, day: int) -> int:
     if calendar_kind == "360_day":
         return 360 * year + 30 * (month - 1) + day
     if calendar_kind in ("noleap", "all_leap"):
-        leap = calendar_kind == "all_leap"
-        return (365 + leap) * year + int(_DAYS_BEFORE_MONTH[month - 1]) + (leap and month > 2) + day
+        is_leap = calendar_kind == "all_leap"
+        return (365 + is_leap) * year + int(_DAYS_BEFORE_MONTH[month - 1]) + (is_leap and month > 2) + day
     if calendar_kind == "standard":
-        calendar_kind = "julian" if (year, month, day) < _FIRST_GREGORIAN else "gregorian"
-    early = (14 - month) // 12  # Julian day numbers
-    y, m = year + 4800 - early, month + 12 * early - 3
-    number = day + (153 * m + 2) // 5 + 365 * y + y // 4
-    return number - 32083 if calendar_kind == "julian" else number - y // 100 + y // 400 - 32045
+        calendar_kind = "julian" if (year, month, day) < _FIRST_GREGORIAN_DATE else "gregorian"
+    is_jan_or_feb = (14 - month) // 12  # Julian day numbers
+    y, m = year + 4800 - is_jan_or_feb, month + 12 * is_jan_or_feb - 3
+    day_number = day + (153 * m + 2) // 5 + 365 * y + y // 4
+    return day_number - 32083 if calendar_kind == "julian" else day_number - y // 100 + y // 400 - 32045

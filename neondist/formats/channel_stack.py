@@ -16,9 +16,9 @@ from .cache import ChunkCache
 from .conventions import AuxiliaryVariable
 
 
-def split_stack_name(text: str) -> list[str]:
+def split_stack_name(name: str) -> list[str]:
     """Return the files of an image 'FILE,FILE,...' whose channels are stacked; only the text itself if it is a file."""
-    return [text] if os.path.exists(text) else [part for part in text.split(",") if part]
+    return [name] if os.path.exists(name) else [part for part in name.split(",") if part]
 
 
 class ChannelStack(TileSource):
@@ -39,7 +39,8 @@ class ChannelStack(TileSource):
                 )
         ends = list(accumulate(source.shape[-1] for source in sources))
         self._first_channels = [0, *ends[:-1]]
-        path, chunks = ",".join(source.path for source in sources), first.chunks and (*first.chunks[:-1], ends[-1])
+        path = ",".join(source.path for source in sources)
+        chunks = first.chunks and (*first.chunks[:-1], ends[-1])
         shape, dtype = (*first.shape[:-1], ends[-1]), np.result_type(*(source.dtype for source in sources))
         super().__init__(path, first.axes, shape, dtype, chunks, min(source.levels for source in sources))
         self.stored_axes, self.metadata = first.stored_axes, first.metadata
@@ -62,12 +63,12 @@ class ChannelStack(TileSource):
     def read(self, box: BoxLike) -> np.ndarray:
         """Return the cells of a box as a new array with channels last."""
         *cells, channels = box_to_slices(box, self.shape, self.path)
-        parts = []
+        channel_blocks = []
         for source, first in zip(self.sources, self._first_channels, strict=True):
             cut = slice(*np.clip([channels.start - first, channels.stop - first], 0, source.shape[-1]).tolist())
-            parts.append(source.read([*cells, cut]))
+            channel_blocks.append(source.read([*cells, cut]))
         self.bytes_read = sum(source.bytes_read for source in self.sources)
-        return np.concatenate(parts, axis=-1, dtype=self.dtype)
+        return np.concatenate(channel_blocks, axis=-1, dtype=self.dtype)
 
     def chunks_of_box(self, box: BoxLike) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield the source, the first cell and the decoded bytes of each chunk that contains cells of a box."""

@@ -113,8 +113,8 @@ def unreadable_attribute_message(attribute: str, variable: str) -> str:
 
 def list_metadata_names(variables: Sequence[AuxiliaryVariable], unreadable: Sequence[str]) -> list[str]:
     """Return the names of auxiliary variables and attributes of an array, including `unreadable` ones."""
-    own = [name for one in variables if one.name in ("", "/") for name in one.attributes]
-    return [*(one.name for one in variables if one.values is not None), *own, *unreadable]
+    attribute_names = [name for one in variables if one.name in ("", "/") for name in one.attributes]
+    return [*(one.name for one in variables if one.values is not None), *attribute_names, *unreadable]
 
 
 def load_auxiliary_variables(
@@ -124,8 +124,8 @@ def load_auxiliary_variables(
 
     References of these variables are followed as well.
     """
-    position = {name: own_attributes[name] for name in POSITION_ATTRIBUTES if name in own_attributes}
-    variables = [AuxiliaryVariable("", (), None, position), *dimensions]
+    position_attributes = {name: own_attributes[name] for name in POSITION_ATTRIBUTES if name in own_attributes}
+    variables = [AuxiliaryVariable("", (), None, position_attributes), *dimensions]
     while missing := sorted(
         {name for one in variables for name in referenced_variables(one.attributes)} - {one.name for one in variables}
     ):
@@ -137,8 +137,8 @@ def referenced_variables(attributes: Mapping[str, Any]) -> list[str]:
     """Return the variables that attributes refer to: 'lat lon', 'crs: x y', 'area: areacella', 'ap: ap b: b ps: ps'."""
     names = []
     for key in REFERENCE_ATTRIBUTES:
-        keyed = key in ("cell_measures", "formula_terms")
-        names += [word.strip(":") for word in split_words(attributes.get(key)) if not (keyed and word.endswith(":"))]
+        has_keys = key in ("cell_measures", "formula_terms")
+        names += [word.strip(":") for word in split_words(attributes.get(key)) if not (has_keys and word.endswith(":"))]
     return names
 
 
@@ -174,10 +174,10 @@ def infer_axes(where: str, variable: VariableMetadata, shape: Sequence[int]) -> 
     return "".join(axes)
 
 
-def _ambiguity_error(where: str, names: Sequence[str], shape: Sequence[int], why: str) -> DataError:
+def _ambiguity_error(where: str, names: Sequence[str], shape: Sequence[int], reason: str) -> DataError:
     listed = ", ".join(name or "(no name)" for name in names)
     message = (
-        f"{where}: cannot tell which of its axes ({listed}) are rows and columns ({why}); give axes, one letter per"
+        f"{where}: cannot tell which of its axes ({listed}) are rows and columns ({reason}); give axes, one letter per"
         f" axis in the stored order, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}', or give its"
         " coordinates the attribute axis (X, Y, Z or T)"
     )
@@ -202,18 +202,18 @@ def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable
     declared = _letters_from_attributes(own_attributes) if own is not None and own.dimensions[:1] == (name,) else set()
     if len(declared) > 1:
         raise ambiguity_error(f"the attributes of '{name}' say {' and '.join(sorted(declared))}")
-    listed = _letters_from_listed_coordinates(name, variable) if name and not declared else set()
-    if listed >= _ROW_COLUMN_LETTERS:
+    listed_letters = _letters_from_listed_coordinates(name, variable) if name and not declared else set()
+    if listed_letters >= _ROW_COLUMN_LETTERS:
         raise ambiguity_error(
             f"'{name}' has both latitudes and longitudes, so it lists points and is not an axis of a grid"
         )
-    by_name = _letters_from_name(name) or _letters_from_long_name(own_attributes)
+    name_letters = _letters_from_name(name) or _letters_from_long_name(own_attributes)
     unreadable = [key for key in AXIS_ATTRIBUTES if own_attributes.get(key, "") is None]
-    if unreadable and not (declared or listed or by_name):
+    if unreadable and not (declared or listed_letters or name_letters):
         raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_message(unreadable[0], name)}")
     if name.lower() == "height" and "width" in map(str.lower, variable.dimensions):  # extents of pictures
-        by_name = {"Y"}
-    for evidence, letters in enumerate((declared, listed, by_name)):
+        name_letters = {"Y"}
+    for evidence, letters in enumerate((declared, listed_letters, name_letters)):
         if len(letters) == 1:
             return _InferredAxis(next(iter(letters)), evidence)
     return _InferredAxis("", 0)
@@ -225,77 +225,77 @@ def _resolve_conflicts(
     """Return the letter of each axis: '-' for an axis that counts as samples, '' if unknown."""
     axes = [candidate.letter for candidate in candidates]
     for letter in "TNC" + "ZYX":
-        same = [at for at, candidate in enumerate(candidates) if candidate.letter == letter]
-        strongest = min((candidates[at].evidence for at in same), default=0)
-        best = [at for at in same if candidates[at].evidence == strongest]
-        if len(best) > 1 and letter not in "TN":
-            raise ambiguity_error(f"{' and '.join(repr(names[at]) for at in best)} are both {letter}")
-        for at in same:
-            axes[at] = letter if at == best[0] else "-"
+        matching_axes = [at for at, candidate in enumerate(candidates) if candidate.letter == letter]
+        min_evidence = min((candidates[at].evidence for at in matching_axes), default=0)
+        best_axes = [at for at in matching_axes if candidates[at].evidence == min_evidence]
+        if len(best_axes) > 1 and letter not in "TN":
+            raise ambiguity_error(f"{' and '.join(repr(names[at]) for at in best_axes)} are both {letter}")
+        for at in matching_axes:
+            axes[at] = letter if at == best_axes[0] else "-"
     return axes
 
 
 def _assign_curvilinear_axes(variable: VariableMetadata, axes: list[str]) -> None:
     """Fill in the axes of two-dimensional latitudes and longitudes, rows first."""
     for name in split_words(variable.attributes.get("coordinates")):
-        other = variable.coordinates.get(name)
-        claimed = (
-            (_letters_from_attributes(other.attributes) or _letters_from_name(name)) if other is not None else set()
+        coord = variable.coordinates.get(name)
+        letters = (
+            (_letters_from_attributes(coord.attributes) or _letters_from_name(name)) if coord is not None else set()
         )
-        if other is None or len(claimed) != 1 or not claimed <= _ROW_COLUMN_LETTERS:
+        if coord is None or len(letters) != 1 or not letters <= _ROW_COLUMN_LETTERS:
             continue
-        both = [variable.dimensions.index(dim) for dim in other.dimensions if dim and dim in variable.dimensions]
-        both = [at for at in both if axes[at] in ("", "Y", "X")]
-        if len(both) == 2:
-            _assign_row_and_column_axes(axes, both)
+        positions = [variable.dimensions.index(dim) for dim in coord.dimensions if dim and dim in variable.dimensions]
+        positions = [at for at in positions if axes[at] in ("", "Y", "X")]
+        if len(positions) == 2:
+            _assign_row_and_column_axes(axes, positions)
 
 
 def _assign_axes_by_order(axes: list[str]) -> None:
     """Fill in rows and columns by the order T Z Y X, if it is unambiguous."""
-    unknown = [at for at, letter in enumerate(axes) if not letter]
+    unknown_axes = [axis for axis, letter in enumerate(axes) if not letter]
     if len(axes) == 1:
         axes[0] = axes[0] or "X"
-    elif len(unknown) == 2 and not _ROW_COLUMN_LETTERS & set(axes):
-        _assign_row_and_column_axes(axes, unknown)
-    elif len(unknown) == 1 and len(_ROW_COLUMN_LETTERS & set(axes)) == 1:
-        (at,) = unknown
-        adjacent = axes.index("Y") + 1 == at if "Y" in axes else at + 1 == axes.index("X")
-        if adjacent or len(axes) == 2:
-            axes[at] = "X" if "Y" in axes else "Y"
+    elif len(unknown_axes) == 2 and not _ROW_COLUMN_LETTERS & set(axes):
+        _assign_row_and_column_axes(axes, unknown_axes)
+    elif len(unknown_axes) == 1 and len(_ROW_COLUMN_LETTERS & set(axes)) == 1:
+        (axis,) = unknown_axes
+        is_adjacent = axes.index("Y") + 1 == axis if "Y" in axes else axis + 1 == axes.index("X")
+        if is_adjacent or len(axes) == 2:
+            axes[axis] = "X" if "Y" in axes else "Y"
 
 
 def _assign_row_and_column_axes(axes: list[str], positions: list[int]) -> None:
     """Fill in missing rows and columns, rows first."""
-    missing = [letter for letter in "YX" if letter not in axes]
+    missing_letters = [letter for letter in "YX" if letter not in axes]
     for at in positions:
-        if not axes[at] and missing:
-            axes[at] = missing.pop(0)
+        if not axes[at] and missing_letters:
+            axes[at] = missing_letters.pop(0)
 
 
 def _letters_from_listed_coordinates(name: str, variable: VariableMetadata) -> set[str]:
     """Return the letters of a dimension implied by listed coordinates that vary along it alone."""
-    listed = [variable.coordinates.get(other) for other in split_words(variable.attributes.get("coordinates"))]
-    on_axis = [other for other in listed if other is not None and other.dimensions == (name,)]
-    return {letter for other in on_axis for letter in _letters_from_attributes(other.attributes)} - {"N", "C"}
+    listed_coords = [variable.coordinates.get(other) for other in split_words(variable.attributes.get("coordinates"))]
+    coords_on_axis = [other for other in listed_coords if other is not None and other.dimensions == (name,)]
+    return {letter for other in coords_on_axis for letter in _letters_from_attributes(other.attributes)} - {"N", "C"}
 
 
 def _letters_from_attributes(attributes: Mapping[str, Any]) -> set[str]:
     """Return the letters that attributes of a coordinate imply, more than one if they contradict each other."""
-    text = {key: value.strip("\0 ") for key, value in attributes.items() if isinstance(value, str)}
-    standard = {
-        letter for letter, pattern in _STANDARD_NAMES.items() if re.fullmatch(pattern, text.get("standard_name", ""))
+    texts = {key: value.strip("\0 ") for key, value in attributes.items() if isinstance(value, str)}
+    name_letters = {
+        letter for letter, pattern in _STANDARD_NAMES.items() if re.fullmatch(pattern, texts.get("standard_name", ""))
     }
-    if standard == {"N"}:
-        return standard
-    implied = {text.get("axis", "").upper(), text.get("cartesian_axis", "").upper()} & {*"TZYX"}
-    implied |= {"N"} if text.get("axis", "").upper() == "E" else set()
-    kind = _LETTER_BY_COORDINATE_TYPE.get(text.get("_CoordinateAxisType", "").lower())
-    units = {
-        letter for letter, pattern in _UNIT_PATTERNS.items() if re.fullmatch(pattern, text.get("units", "").lower())
+    if name_letters == {"N"}:
+        return name_letters
+    letters = {texts.get("axis", "").upper(), texts.get("cartesian_axis", "").upper()} & {*"TZYX"}
+    letters |= {"N"} if texts.get("axis", "").upper() == "E" else set()
+    type_letter = _LETTER_BY_COORDINATE_TYPE.get(texts.get("_CoordinateAxisType", "").lower())
+    unit_letters = {
+        letter for letter, pattern in _UNIT_PATTERNS.items() if re.fullmatch(pattern, texts.get("units", "").lower())
     }
-    upright = {"Z"} if text.get("positive", "").lower() in ("up", "down") else set()
-    implied |= standard | units | ({kind} if kind else set()) | upright
-    return implied - {"C"} if "C" in implied and len(implied) > 1 else implied
+    vertical_letters = {"Z"} if texts.get("positive", "").lower() in ("up", "down") else set()
+    letters |= name_letters | unit_letters | ({type_letter} if type_letter else set()) | vertical_letters
+    return letters - {"C"} if "C" in letters and len(letters) > 1 else letters
 
 
 def _letters_from_name(name: str) -> set[str]:

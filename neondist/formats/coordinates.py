@@ -16,8 +16,8 @@ from .packing import PACKING_ATTRIBUTES, Packing
 
 def dimension_name(source: TileSource, axis_letter: str) -> str:
     """Return the name of the dimension along an axis; '' if the dimension is unnamed."""
-    named = dict(zip(source.stored_axes.letters, source.metadata.get("dimensions", ()), strict=False))
-    return str(named.get(axis_letter, ""))
+    names_by_letter = dict(zip(source.stored_axes.letters, source.metadata.get("dimensions", ()), strict=False))
+    return str(names_by_letter.get(axis_letter, ""))
 
 
 def coordinate_along_axis(
@@ -80,15 +80,15 @@ def _require_readable_attributes(where: str, coord: AuxiliaryVariable, *names: s
 def _missing_mask(coord: AuxiliaryVariable) -> np.ndarray:
     """Return a mask of the missing values of an integer coordinate; NumPy's NaT is the least int64."""
     assert coord.values is not None
-    marks = [np.ravel(coord.attributes[name]) for name in ("_FillValue", "missing_value") if name in coord.attributes]
-    marks += [np.array([np.iinfo(np.int64).min])] if coord.values.dtype == np.int64 else []
-    return np.isin(coord.values, np.concatenate(marks)) if marks else np.zeros(coord.values.shape, bool)
+    markers = [np.ravel(coord.attributes[name]) for name in ("_FillValue", "missing_value") if name in coord.attributes]
+    markers += [np.array([np.iinfo(np.int64).min])] if coord.values.dtype == np.int64 else []
+    return np.isin(coord.values, np.concatenate(markers)) if markers else np.zeros(coord.values.shape, bool)
 
 
 def latitudes_of(source: TileSource, variables: Sequence[AuxiliaryVariable]) -> np.ndarray | None:
     """Return the latitudes of a variable's rows (H,), or of its cells (H, W), in degrees; None if there are none."""
-    rows, columns = dimension_name(source, "Y"), dimension_name(source, "X")
-    extent = dict(zip(source.axes, source.shape, strict=True))
+    row_dim, column_dim = dimension_name(source, "Y"), dimension_name(source, "X")
+    extent_by_letter = dict(zip(source.axes, source.shape, strict=True))
     for coord in variables:
         units = text_attribute(coord.attributes, "units").lower()
         is_latitude = text_attribute(coord.attributes, "standard_name").lower() == "latitude" or units in _DEGREES_NORTH
@@ -99,11 +99,11 @@ def latitudes_of(source: TileSource, variables: Sequence[AuxiliaryVariable]) -> 
         if not (np.abs(values) > np.pi / 2).any():  # larger values must be in degrees
             _require_readable_attributes(source.path, coord, "units")
         values = np.rad2deg(values) if units in ("radian", "radians", "rad") else values
-        if coord.dimensions == (rows,) and values.shape == (extent["Y"],):
+        if coord.dimensions == (row_dim,) and values.shape == (extent_by_letter["Y"],):
             return values
-        if coord.dimensions == (rows, columns):
+        if coord.dimensions == (row_dim, column_dim):
             return values
-        if coord.dimensions == (columns, rows):
+        if coord.dimensions == (column_dim, row_dim):
             return values.T
     return None
 

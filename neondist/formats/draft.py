@@ -58,11 +58,11 @@ class DraftSink(TileSink):
         **options: Any,
     ) -> None:
         super().__init__(path, shape, dtype, axes, chunks, grid)
-        unknown = sorted(set(options) - set(self.default_options))
-        if unknown:
+        unknown_options = sorted(set(options) - set(self.default_options))
+        if unknown_options:
             raise ConfigError(
-                f"{path}: the format has no option '{unknown[0]}'"
-                f"{suggest(unknown[0], self.default_options) or '; leave it out'}"
+                f"{path}: the format has no option '{unknown_options[0]}'"
+                f"{suggest(unknown_options[0], self.default_options) or '; leave it out'}"
             )
         self._options = {**self.default_options, **options}
         self._overwrite, self._keep_on_close, self._is_open = overwrite, resume, False
@@ -73,10 +73,10 @@ class DraftSink(TileSink):
             if grid is None or grid.rank == 0:
                 self._create_or_resume(like, resume)
         with raise_on_all_ranks(grid), convert_write_errors(path):
-            note = json.loads(read_bytes(self._description_path))
-            self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
-            self.lost_metadata = note.get("lost", [])
-            self._open_created_file(note["facts"])
+            description = json.loads(read_bytes(self._description_path))
+            self.resumed, self.chunks = description["resumed"], description["chunks"] and tuple(description["chunks"])
+            self.lost_metadata = description.get("lost", [])
+            self._open_created_file(description["facts"])
             self._is_open = True
 
     @abstractmethod
@@ -111,13 +111,13 @@ class DraftSink(TileSink):
         }  # fmt: skip
         if resume and self._description_path.exists() and self._temp_path.exists():
             with suppress(ValueError, KeyError):
-                note = json.loads(read_bytes(self._description_path))
-                if note["asked"] != request:
+                description = json.loads(read_bytes(self._description_path))
+                if description["asked"] != request:
                     raise OutputError(
                         f"{self._temp_path}: was begun with a different shape, dtype, axes, chunks or options;"
                         " delete it to start over, or choose another name"
                     )
-                write_text(self._description_path, json.dumps(note | {"resumed": True}))
+                write_text(self._description_path, json.dumps(description | {"resumed": True}))
                 return
         # a process was killed while it replaced the folder
         if not self.path.exists() and _replaced_path(self.path).exists():
@@ -127,11 +127,11 @@ class DraftSink(TileSink):
         self._remove_files()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            values = self._create_empty_file(like)
+            open_arguments = self._create_empty_file(like)
             if like is not None:
                 self._list_lost_metadata(like)
-            state = {"resumed": False, "chunks": self.chunks, "facts": values, "lost": self.lost_metadata}
-            write_text(self._description_path, json.dumps({"asked": request} | state))
+            file_state = {"resumed": False, "chunks": self.chunks, "facts": open_arguments, "lost": self.lost_metadata}
+            write_text(self._description_path, json.dumps({"asked": request} | file_state))
         except BaseException:
             self._remove_files()
             raise
@@ -151,22 +151,22 @@ class DraftSink(TileSink):
     def _list_lost_metadata(self, like: TileSource) -> None:
         """List in `lost_metadata` the metadata of the `like` image that the file does not store."""
         for name in like.metadata_names():
-            copied, defaults = self._copied_metadata.get(name), AXIS_METADATA_DEFAULTS.get(name, ())
-            declared = [axis for axis, v in like.metadata[name].items() if v not in defaults] if defaults else []
-            missing = [axis for axis in declared if axis not in (copied or ())]
-            if defaults and missing:
-                self.lost_metadata.append(name if missing == declared else f"{name} of {' '.join(missing)}")
-            elif not defaults and copied is None:
+            copied_axes, defaults = self._copied_metadata.get(name), AXIS_METADATA_DEFAULTS.get(name, ())
+            declared_axes = [axis for axis, v in like.metadata[name].items() if v not in defaults] if defaults else []
+            lost_axes = [axis for axis in declared_axes if axis not in (copied_axes or ())]
+            if defaults and lost_axes:
+                self.lost_metadata.append(name if lost_axes == declared_axes else f"{name} of {' '.join(lost_axes)}")
+            elif not defaults and copied_axes is None:
                 self.lost_metadata.append(name)
         names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME_LENGTH]) for name in self.lost_metadata]
         more = [f"{len(names) - _MAX_LISTED_NAMES} more"] if len(names) > _MAX_LISTED_NAMES else []
         self.lost_metadata = names[:_MAX_LISTED_NAMES] + more
 
     def _require_disk_space(self) -> None:
-        needed, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
-        if needed > free:
+        required, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
+        if required > free:
             raise OutputError(
-                f"{self.path}: needs {format_bytes(needed)}, but only {format_bytes(free)} are free; free disk space"
+                f"{self.path}: needs {format_bytes(required)}, but only {format_bytes(free)} are free; free disk space"
             )
 
     def _remove_files(self) -> None:
@@ -175,19 +175,19 @@ class DraftSink(TileSink):
     def _publish(self) -> None:
         if self.path.exists() and not self._overwrite:
             raise OutputError(f"{self.path}: {_CREATED_MEANWHILE_MESSAGE}")
-        part, old = self._finish_draft_file(), _replaced_path(self.path)
-        identity = os.stat(part)
+        draft_path, replaced_path = self._finish_draft_file(), _replaced_path(self.path)
+        draft_status = os.stat(draft_path)
         description = json.loads(read_bytes(self._description_path))
-        write_text(self._description_path, json.dumps(description | {"named": identity.st_ino}))
+        write_text(self._description_path, json.dumps(description | {"named": draft_status.st_ino}))
         is_folder = self.path.is_dir()  # a rename cannot replace a folder
         if is_folder:
-            _remove_path(old)
-            os.rename(self.path, old)
+            _remove_path(replaced_path)
+            os.rename(self.path, replaced_path)
         try:
-            rename_complete_file(part, self.path, identity)
+            rename_complete_file(draft_path, self.path, draft_status)
         except OSError:
             if is_folder and not self.path.exists():
-                os.rename(old, self.path)
+                os.rename(replaced_path, self.path)
             raise
         self._keep_on_close = True
         _remove_side_files(self.path)
@@ -202,14 +202,14 @@ def clean_up_if_published(path: Path) -> bool:
 
     Call this only once all cells of a job are written. Another file of that name, which is to be replaced, is kept.
     """
-    note = _description_path_of(path)
+    description_path = _description_path_of(path)
     if not path.exists():
         return False
-    if not note.exists():
+    if not description_path.exists():
         return not partial_path(path).exists()
     with convert_write_errors(path):
         try:
-            inode = json.loads(read_bytes(note))["named"]
+            inode = json.loads(read_bytes(description_path))["named"]
         except (ValueError, KeyError, TypeError):
             return False
         if inode != os.stat(path).st_ino:
@@ -219,8 +219,8 @@ def clean_up_if_published(path: Path) -> bool:
 
 
 def _description_path_of(path: Path) -> Path:
-    part = partial_path(path)
-    return part.with_name(part.name + ".json")
+    draft_path = partial_path(path)
+    return draft_path.with_name(draft_path.name + ".json")
 
 
 def _replaced_path(path: Path) -> Path:
@@ -229,13 +229,13 @@ def _replaced_path(path: Path) -> Path:
 
 
 def _remove_side_files(path: Path) -> None:
-    """Remove all temporary files of a sink; the note last, since later processes find the other files through it."""
-    part = partial_path(path)
-    packed, lock = (part.with_name(part.name + suffix) for suffix in (COMPRESSED_SUFFIX, LOCK_SUFFIX))
-    for temporary in (_replaced_path(path), packed, partial_path(packed), lock, part):
+    """Remove all temporary files of a sink; the description last, since later processes find the others through it."""
+    draft_path = partial_path(path)
+    packed, lock_path = (draft_path.with_name(draft_path.name + suffix) for suffix in (COMPRESSED_SUFFIX, LOCK_SUFFIX))
+    for temporary in (_replaced_path(path), packed, partial_path(packed), lock_path, draft_path):
         _remove_path(temporary)
-    note = _description_path_of(path)
-    for temporary in (partial_path(note), note):
+    description_path = _description_path_of(path)
+    for temporary in (partial_path(description_path), description_path):
         _remove_path(temporary)
 
 

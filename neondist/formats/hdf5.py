@@ -57,8 +57,8 @@ class HDF5Source(TileSource):
                     names = ", ".join(self._root_array_names() or array_names(self._file))
                     raise DataError(f"{path}: has no array '{self._name}'; it has {names or 'none'}")
                 self._array = array
-                named, dtype, metadata = self._axes_dtype_metadata(array)
-                axes, name = axes or named, f"{path}:{self._name}" if name_in_file else path
+                stored_axes, dtype, metadata = self._axes_dtype_metadata(array)
+                axes, name = axes or stored_axes, f"{path}:{self._name}" if name_in_file else path
                 shape, chunks = self._shape_as_read(array), array.chunks
                 super().__init__(
                     name,
@@ -95,23 +95,24 @@ class HDF5Source(TileSource):
     def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         """Return the axes (None if the file does not name them), the dtype of the values, and metadata for sinks."""
         # HDF5's own dimension labels are not used: libhdf5 crashes on damaged ones
-        named = get_text_attribute(array.attrs, _AXES_ATTRIBUTE) if _AXES_ATTRIBUTE in array.attrs else ""
-        named = named if named.isascii() and named.isupper() and named.isalpha() else ""
+        axes = get_text_attribute(array.attrs, _AXES_ATTRIBUTE) if _AXES_ATTRIBUTE in array.attrs else ""
+        axes = axes if axes.isascii() and axes.isupper() and axes.isalpha() else ""
         metadata = {name: None for name in array.attrs if name not in _OWN_ATTRIBUTES}
-        return named if len(named) == len({*named}) == array.ndim else None, array.dtype, metadata
+        return axes if len(axes) == len({*axes}) == array.ndim else None, array.dtype, metadata
 
     def _shape_as_read(self, array: Any) -> tuple[int, ...]:
         return tuple(array.shape or ())  # a null dataspace has no shape
 
     def _read(self, cells: Cells) -> np.ndarray:
-        path, (first, *tile) = Path(self._file.filename), cells
+        path = Path(self._file.filename)
+        samples, *tile = cells
         out = np.empty([cut.stop - cut.start for cut in cells], self._array.dtype)
         with convert_hdf5_errors(path):
             if self._whole_array is None:
                 self._whole_array = self._tile_reader = CheckedArray(self._file, self._name)
             if self._tile_reader.tile != tuple(tile):
                 self._tile_reader = self._whole_array.part(tuple(tile))
-            self._tile_reader.read(first.start, out)
+            self._tile_reader.read(samples.start, out)
         if size_and_mtime(path) != self._file_state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return out
@@ -141,24 +142,25 @@ class HDF5Sink(InPlaceSink):
         axes, shape = squeeze_channels(self.axes, self.shape, self._options)
         by_channel = self.one_array_per_channel
         self.chunks = (*self.chunks[:-1], 1) if by_channel else self.chunks
-        chunks, own = self.chunks[: len(shape)], len(shape) - by_channel
-        offsets: dict[tuple[int, ...], int] = {}
+        chunks = self.chunks[: len(shape)]
+        array_ndim = len(shape) - by_channel
+        chunk_offsets: dict[tuple[int, ...], int] = {}
         with open(draft, "xb+") as file:
             new = DeferredErrorHDF5File(file, libver="v110")
             try:
-                arrays = [self._create_array(new.hdf5, name, shape[:own], chunks[:own]) for name in names]
+                arrays = [self._create_array(new.hdf5, name, shape[:array_ndim], chunks[:array_ndim]) for name in names]
                 self._write_metadata(arrays, like)
                 new.hdf5.flush()
                 for number, array in enumerate(arrays):
                     channel = (number,) if by_channel else ()
 
                     def record_offset(chunk: Any, channel: tuple[int, ...] = channel) -> None:
-                        offsets[(*chunk.chunk_offset, *channel)] = chunk.byte_offset
+                        chunk_offsets[(*chunk.chunk_offset, *channel)] = chunk.byte_offset
 
                     array.id.chunk_iter(record_offset)
             finally:
                 new.close()
-        return CellLayout(axes, self.dtype.str, shape, chunks, tuple(offsets[at] for at in sorted(offsets)))
+        return CellLayout(axes, self.dtype.str, shape, chunks, tuple(chunk_offsets[at] for at in sorted(chunk_offsets)))
 
     def _create_array(self, file: Any, name: str, shape: Sequence[int], chunks: Sequence[int]) -> Any:
         """Return a new array, whose chunks are allocated at once."""
@@ -169,8 +171,8 @@ class HDF5Sink(InPlaceSink):
         properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         properties.set_obj_track_times(False)  # the file depends only on its data
-        kind, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
-        return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, properties))
+        hdf5_type, dataspace = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
+        return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), hdf5_type, dataspace, properties))
 
     def _new_array_names(self) -> list[str]:
         """Return the names of the arrays: one, or one for each channel."""

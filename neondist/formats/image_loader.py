@@ -33,7 +33,7 @@ _LAYOUT_TAGS = (*range(254, 270), *range(273, 282), 284, 317, 322, 323, 324, 325
 """TIFF tags for the pixel layout, which Pillow includes in EXIF"""
 _INCH_UNIT_CODE = 2  # TIFF's code for the unit of resolution
 _METADATA_NAMES = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
-_UNSIGNED, _SIGNED = 1, 2
+_UNSIGNED_FORMAT, _SIGNED_FORMAT = 1, 2
 _PILLOW_LOCK = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
 _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before an error
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -64,9 +64,9 @@ class ImageLoader:
         from PIL import ImageSequence
 
         with _open_pillow_image(path, self.size) as image:
-            pages = getattr(image, "n_frames", 1)
-            if image.format == "TIFF" and pages > 1:
-                _require_memory(path, image.size if self.size is None else self.size, 4, pages)
+            num_pages = getattr(image, "n_frames", 1)
+            if image.format == "TIFF" and num_pages > 1:
+                _require_memory(path, image.size if self.size is None else self.size, 4, num_pages)
                 return np.stack([_to_array(self._convert_image(path, page)) for page in ImageSequence.Iterator(image)])
             return _to_array(self._convert_image(path, image))
 
@@ -83,11 +83,11 @@ class ImageLoader:
                 raise DataError(
                     f"{path}: JPEG is lossy and changes class indices; recreate the map, and save it as PNG"
                 )
-            raw = _raw_mode(image)
+            raw_mode = _raw_mode(image)
             if image.format == "PPM" and image.tile[0].codec_name != "raw":
                 raise DataError(f"{path}: its values are scaled to the maximum in its header; save it as PNG")
-            if image.mode == "L" and ";" in raw:  # 'L;4', 'L;I': grey levels, which Pillow stretches or inverts
-                raise DataError(f"{path}: its values are grey levels ({raw}); save the map with 8 bits per pixel")
+            if image.mode == "L" and ";" in raw_mode:  # 'L;4', 'L;I': grey levels, which Pillow stretches or inverts
+                raise DataError(f"{path}: its values are grey levels ({raw_mode}); save the map with 8 bits per pixel")
             image = _apply_orientation(image, path)
             size = image.size if self.size is None else self.size[::-1]
             array = np.asarray(image if image.size == size else image.resize(size, Image.Resampling.NEAREST))
@@ -104,8 +104,8 @@ class ImageLoader:
         """Return (H, W) of an image before it is scaled, without decoding it; DataError if it is invalid."""
         with _open_pillow_image(path, self.size) as image:
             # for TIFF, Pillow returns the extents after rotation
-            transposed = image.format != "TIFF" and _read_exif(image).get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
-            return image.size if transposed else image.size[::-1]
+            is_sideways = image.format != "TIFF" and _read_exif(image).get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
+            return image.size if is_sideways else image.size[::-1]
 
     def shape_and_dtype(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
         """Return the shape and dtype of the result of `load` without `mode` and `size`; only TIFF files are decoded."""
@@ -113,10 +113,10 @@ class ImageLoader:
             if image.format != "TIFF":
                 _check_bit_depth(path, image)
                 mode = self._default_mode(path, image)
-                transposed = _read_exif(image).get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
-                width, height = image.size[::-1] if transposed else image.size
-                kind = {"I": "i4", "F": "f4"}.get(mode, "u2" if mode in _WIDE_MODES else "u1")
-                return (height, width, 1 if mode in _WIDE_MODES else len(mode)), np.dtype(kind)
+                is_sideways = _read_exif(image).get(_ORIENTATION, 1) in _SIDEWAYS_ORIENTATIONS
+                width, height = image.size[::-1] if is_sideways else image.size
+                type_code = {"I": "i4", "F": "f4"}.get(mode, "u2" if mode in _WIDE_MODES else "u1")
+                return (height, width, 1 if mode in _WIDE_MODES else len(mode)), np.dtype(type_code)
         cells = self.load(path)
         return cells.shape, cells.dtype
 
@@ -134,34 +134,34 @@ class ImageLoader:
 
     def _default_mode(self, path: Path, image: Any) -> str:
         mode = image.mode
-        target = (
+        target_mode = (
             _MODE_WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
         )
-        if target not in _KEPT_MODES:
+        if target_mode not in _KEPT_MODES:
             raise DataError(f"{path}: has {mode} pixels; convert them (--mode RGB), or save them as RGB")
-        return str(target)
+        return str(target_mode)
 
     def _convert_image(self, path: Path, image: Any) -> Any:
         _check_bit_depth(path, image)
         image = _apply_orientation(image, path)
-        mode, transparent = image.mode, image.has_transparency_data
+        mode, is_transparent = image.mode, image.has_transparency_data
         if self.mode is None:
-            target = self._default_mode(path, image)
+            target_mode = self._default_mode(path, image)
         else:
-            target = self.mode
+            target_mode = self.mode
             if mode in _WIDE_MODES:
                 raise DataError(
                     f"{path}: has {mode} pixels, with values beyond the 8 bits of mode {self.mode}; leave the"
                     " mode out, or scale the values to 0 ... 255 yourself"
                 )
-            if transparent and target != "RGBA":
+            if is_transparent and target_mode != "RGBA":
                 image = image.convert("RGBA")
                 if image.getextrema()[-1][0] < 255:
                     raise DataError(
-                        f"{path}: has transparent pixels, which mode {target} would lose; use mode RGBA, or"
+                        f"{path}: has transparent pixels, which mode {target_mode} would lose; use mode RGBA, or"
                         " composite the image on a background yourself"
                     )
-        image = image if image.mode == target else image.convert(target)
+        image = image if image.mode == target_mode else image.convert(target_mode)
         if self.size is not None and image.size != self.size[::-1]:
             image = image.resize(self.size[::-1])
         return image
@@ -187,26 +187,26 @@ def _to_array(image: Any) -> np.ndarray:
 
 def _raw_mode(image: Any) -> str:
     """Return Pillow's raw mode, which describes the pixels in the file; '' if unknown."""
-    arguments = image.tile[0].args if image.tile else ""
-    first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+    decoder_args = image.tile[0].args if image.tile else ""
+    first = decoder_args[0] if isinstance(decoder_args, tuple) and decoder_args else decoder_args
     return first if isinstance(first, str) else ""
 
 
 def _check_bit_depth(path: Path, image: Any) -> None:
     """Raise DataError for pixels whose values Pillow would truncate."""
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
-    arguments = image.tile[0].args if image.tile else ()
-    most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0
+    decoder_args = image.tile[0].args if image.tile else ()
+    most = decoder_args[1] if image.format == "PPM" and isinstance(decoder_args, tuple) and len(decoder_args) > 1 else 0
     if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # BGR;16 has 5 or 6 bits each
         raise DataError(
             f"{path}: has 16 bits per channel, of which only 8 would be kept; save it as .npy, or with 8 bits"
         )
     if ";64" in raw:
         raise DataError(f"{path}: has 64-bit values, of which only 32 bits would be kept; save it as .npy")
-    if raw in ("I;32", "I;32N", "I;32B") and tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _UNSIGNED:
+    if raw in ("I;32", "I;32N", "I;32B") and tags.get(_SAMPLE_FORMAT, (_UNSIGNED_FORMAT,))[0] == _UNSIGNED_FORMAT:
         if image.getextrema()[0] < 0:
             raise DataError(f"{path}: has values above 2147483647, which would turn negative; save it as .npy")
-    elif tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _SIGNED and tags.get(_SAMPLE_BITS, (16,))[0] <= 8:
+    elif tags.get(_SAMPLE_FORMAT, (_UNSIGNED_FORMAT,))[0] == _SIGNED_FORMAT and tags.get(_SAMPLE_BITS, (16,))[0] <= 8:
         raise DataError(f"{path}: has signed 8-bit values, which would lose their sign; save it as .npy")
     if image.format == "TIFF" and raw.endswith("X"):
         raise DataError(f"{path}: has channels {raw}, of which X would be lost on reading; save it as .npy")
@@ -226,10 +226,10 @@ def _has_metadata_after_pixels(file: Any) -> bool:
     position, seen_pixels = file.tell(), False
     file.seek(len(_PNG_SIGNATURE))
     while len(head := file.read(8)) == 8:
-        kind = head[4:]
-        if seen_pixels and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
+        chunk_type = head[4:]
+        if seen_pixels and chunk_type in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
             break
-        seen_pixels |= kind == b"IDAT"
+        seen_pixels |= chunk_type == b"IDAT"
         file.seek(int.from_bytes(head[:4], "big") + 4, 1)  # content and checksum
     file.seek(position)
     return len(head) == 8
@@ -244,10 +244,10 @@ def _apply_orientation(image: Any, path: Path) -> Any:
 
 def _require_memory(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
     """Reject images that do not fit in memory, based on their extents."""
-    extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
+    extents_text = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
     needed = prod(size) * channels * pages * _IMAGE_COPIES_IN_MEMORY
     require_memory(
-        needed, f"{path}: an image of {extents}", "split it into smaller images, or use a machine with more memory"
+        needed, f"{path}: an image of {extents_text}", "split it into smaller images, or use a machine with more memory"
     )
 
 

@@ -44,25 +44,25 @@ class CellLayout:
 
     def byte_runs(self, cells: Cells) -> Iterator[tuple[Cells, np.ndarray, int]]:
         """Yield (cells relative to the box, offsets of runs, bytes per run) for each block that intersects a box."""
-        counts = [ceil(n / b) for n, b in zip(self.shape, self.block, strict=True)]
-        item = np.dtype(self.dtype).itemsize
-        strides = [item * prod(self.block[axis + 1 :]) for axis in range(len(self.block))]
-        bounds = [range(cut.start // b, ceil(cut.stop / b)) for cut, b in zip(cells, self.block, strict=True)]
-        for place in product(*bounds):
-            first = [at * b for at, b in zip(place, self.block, strict=True)]
-            part = [
+        block_counts = [ceil(n / b) for n, b in zip(self.shape, self.block, strict=True)]
+        itemsize = np.dtype(self.dtype).itemsize
+        strides = [itemsize * prod(self.block[axis + 1 :]) for axis in range(len(self.block))]
+        block_ranges = [range(cut.start // b, ceil(cut.stop / b)) for cut, b in zip(cells, self.block, strict=True)]
+        for place in product(*block_ranges):
+            block_start = [at * b for at, b in zip(place, self.block, strict=True)]
+            block_cells = [
                 slice(max(cut.start, lo), min(cut.stop, lo + b))
-                for cut, lo, b in zip(cells, first, self.block, strict=True)
+                for cut, lo, b in zip(cells, block_start, self.block, strict=True)
             ]
-            extents = [cut.stop - cut.start for cut in part]
-            first_full_axis = len(part)  # this axis and all later ones are covered completely
+            extents = [cut.stop - cut.start for cut in block_cells]
+            first_full_axis = len(block_cells)  # this axis and all later ones are covered completely
             while first_full_axis > 1 and extents[first_full_axis - 1] == self.block[first_full_axis - 1]:
                 first_full_axis -= 1
-            offsets = np.array([self.offsets[int(np.ravel_multi_index(place, counts))]], np.int64)
-            for axis, (cut, lo) in enumerate(zip(part, first, strict=True)):
-                places = range(cut.start - lo, cut.stop - lo) if axis < first_full_axis - 1 else [cut.start - lo]
-                offsets = np.add.outer(offsets, np.array(places, np.int64) * strides[axis]).ravel()
-            yield relative_slices(part, cells), offsets, item * prod(extents[first_full_axis - 1 :])
+            offsets = np.array([self.offsets[int(np.ravel_multi_index(place, block_counts))]], np.int64)
+            for axis, (cut, lo) in enumerate(zip(block_cells, block_start, strict=True)):
+                positions = range(cut.start - lo, cut.stop - lo) if axis < first_full_axis - 1 else [cut.start - lo]
+                offsets = np.add.outer(offsets, np.array(positions, np.int64) * strides[axis]).ravel()
+            yield relative_slices(block_cells, cells), offsets, itemsize * prod(extents[first_full_axis - 1 :])
 
 
 class InPlaceSink(DraftSink):
@@ -79,10 +79,10 @@ class InPlaceSink(DraftSink):
 
     def _create_empty_file(self, like: TileSource | None) -> dict[str, Any]:
         self._require_disk_space()
-        place = self._create_layout(self._temp_path, like)
-        end = max(place.offsets) + prod(place.block) * np.dtype(place.dtype).itemsize
-        os.truncate(self._temp_path, max(end, self._temp_path.stat().st_size))
-        return asdict(place)
+        layout = self._create_layout(self._temp_path, like)
+        end_offset = max(layout.offsets) + prod(layout.block) * np.dtype(layout.dtype).itemsize
+        os.truncate(self._temp_path, max(end_offset, self._temp_path.stat().st_size))
+        return asdict(layout)
 
     def _open_created_file(self, open_arguments: dict[str, Any]) -> None:
         fields: dict[str, Any] = {
@@ -96,15 +96,15 @@ class InPlaceSink(DraftSink):
         os.close(self._descriptor)
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
-        stored = self._stored_axes.to_file(array)
+        stored_cells = self._stored_axes.to_file(array)
         for inner, offsets, size in self._cell_layout.byte_runs(self._stored_axes.to_stored_order(cells)):
-            values = np.ascontiguousarray(stored[inner], self._cell_layout.dtype)
-            rest = memoryview(values.reshape(-1).view(np.uint8).data)
+            values = np.ascontiguousarray(stored_cells[inner], self._cell_layout.dtype)
+            unwritten = memoryview(values.reshape(-1).view(np.uint8).data)
             for offset in offsets.tolist():
-                run, rest = rest[:size], rest[size:]
+                run, unwritten = unwritten[:size], unwritten[size:]
                 while run:
-                    count = os.pwrite(self._descriptor, run, offset)
-                    run, offset = run[count:], offset + count
+                    num_written = os.pwrite(self._descriptor, run, offset)
+                    run, offset = run[num_written:], offset + num_written
 
 
 def read_cells_in_place(file: Any, path: str, layout: CellLayout, cells: Cells) -> np.ndarray:

@@ -10,18 +10,18 @@ import numpy as np
 
 from .cf_time import month_containing, start_of_month
 
-_DAY = 86400.0
-_TOLERANCE = 3600.0  # seconds; float32 coordinates are inexact
+_DAY_SECONDS = 86400.0
+_TOLERANCE_SECONDS = 3600.0  # seconds; float32 coordinates are inexact
 _ORIGINS: dict[str, tuple[Callable[[float], float], tuple[float, float], float]] = {
-    "end": (lambda length: length, (-_DAY, 0), _TOLERANCE),
-    "middle": (lambda length: length / 2, (0, 0), _TOLERANCE),
-    "start": (lambda length: 0.0, (0, 31 * _DAY), _TOLERANCE),
-    "middle day": (lambda length: length / 2 // _DAY * _DAY, (0, _DAY), _TOLERANCE),
-    "near middle": (lambda length: length / 2, (-2 * _DAY, 2 * _DAY), inf),
+    "end": (lambda length: length, (-_DAY_SECONDS, 0), _TOLERANCE_SECONDS),
+    "middle": (lambda length: length / 2, (0, 0), _TOLERANCE_SECONDS),
+    "start": (lambda length: 0.0, (0, 31 * _DAY_SECONDS), _TOLERANCE_SECONDS),
+    "middle day": (lambda length: length / 2 // _DAY_SECONDS * _DAY_SECONDS, (0, _DAY_SECONDS), _TOLERANCE_SECONDS),
+    "near middle": (lambda length: length / 2, (-2 * _DAY_SECONDS, 2 * _DAY_SECONDS), inf),
 }
 """By place in a period, most specific first: origin as a function of the period's length, allowed offsets of times from
 the origin, and largest difference between these offsets"""
-_SHORTEST_STEP = 25 * _DAY  # from two days after the middle of February to two days before the middle of March
+_SHORTEST_STEP = 25 * _DAY_SECONDS  # from two days after the middle of February to two days before the middle of March
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ class MonthStep:
             )
         least, greatest = 28 * self.period, 31 * self.period
         for month, days, seconds in self.stamps:
-            if not (1 <= month <= 12 and least <= days <= greatest and 0 <= seconds <= days * _DAY):
+            if not (1 <= month <= 12 and least <= days <= greatest and 0 <= seconds <= days * _DAY_SECONDS):
                 raise ValueError(f"{month}, {days}, {seconds}: expected a calendar month, its days, and seconds in it")
 
     def matches_times(self, times: np.ndarray, calendar: str) -> bool:
         """Return whether times in seconds have this step."""
         origin, (least, greatest), max_difference = _ORIGINS[self.place]
-        numbers, offsets = [], []
+        months, offsets = [], []
         for time in times.tolist():
-            first = self._first_month_of_period(time, calendar)
-            numbers.append(first)
-            offsets.append(time - start_of_month(first, calendar) - origin(self._period_seconds(first, calendar)))
+            month = self._first_month_of_period(time, calendar)
+            months.append(month)
+            offsets.append(time - start_of_month(month, calendar) - origin(self._period_seconds(month, calendar)))
         return (
-            bool((np.diff(numbers) == self.months).all())
+            bool((np.diff(months) == self.months).all())
             and max(offsets) - min(offsets) <= max_difference
-            and min(offsets) >= least - _TOLERANCE
-            and max(offsets) <= greatest + _TOLERANCE
+            and min(offsets) >= least - _TOLERANCE_SECONDS
+            and max(offsets) <= greatest + _TOLERANCE_SECONDS
         )
 
     def with_stamps(self, times: np.ndarray, calendar: str) -> MonthStep:
@@ -77,10 +77,10 @@ class MonthStep:
             return self
         stamps = {(month, days): seconds for month, days, seconds in self.stamps}
         for time in times.tolist():
-            first = self._first_month_of_period(time, calendar)
-            key = first % 12 + 1, round(self._period_seconds(first, calendar) / _DAY)
+            month = self._first_month_of_period(time, calendar)
+            key = month % 12 + 1, round(self._period_seconds(month, calendar) / _DAY_SECONDS)
             stamps.pop(key, None)  # the latest stamp comes last
-            stamps[key] = time - start_of_month(first, calendar)
+            stamps[key] = time - start_of_month(month, calendar)
         return replace(self, stamps=tuple((*key, seconds) for key, seconds in stamps.items()))
 
     def advance(self, time: float, steps: int, calendar: str) -> float:
@@ -90,17 +90,17 @@ class MonthStep:
         latest stamp of any period with the most similar length.
         """
         origin, *_ = _ORIGINS[self.place]
-        first = self._first_month_of_period(time, calendar)
-        later = first + steps * self.months
-        length = self._period_seconds(later, calendar)
+        month = self._first_month_of_period(time, calendar)
+        later_month = month + steps * self.months
+        length = self._period_seconds(later_month, calendar)
         if self.stamps:
-            number, days = later % 12 + 1, length / _DAY
-            nearest = min(reversed(self.stamps), key=lambda s: (s[0] != number, abs(s[1] - days), -s[1]))
-            return start_of_month(later, calendar) + nearest[2]
-        offset = time - start_of_month(first, calendar) - origin(self._period_seconds(first, calendar)) + origin(length)
+            calendar_month, days = later_month % 12 + 1, length / _DAY_SECONDS
+            nearest_stamp = min(reversed(self.stamps), key=lambda s: (s[0] != calendar_month, abs(s[1] - days), -s[1]))
+            return start_of_month(later_month, calendar) + nearest_stamp[2]
+        offset = time - start_of_month(month, calendar) - origin(self._period_seconds(month, calendar)) + origin(length)
         if self.place == "start" and offset >= length:
-            offset = length - _DAY + offset % _DAY
-        return start_of_month(later, calendar) + offset
+            offset = length - _DAY_SECONDS + offset % _DAY_SECONDS
+        return start_of_month(later_month, calendar) + offset
 
     def _first_month_of_period(self, time: float, calendar: str) -> int:
         """Return the first month of the period of a time: for longer periods, of the period with the closest middle."""
@@ -113,18 +113,18 @@ class MonthStep:
 
         return min(range(month - self.period // 2 - 1, month - self.period // 2 + 2), key=distance)
 
-    def _period_seconds(self, first: int, calendar: str) -> float:
-        return start_of_month(first + self.period, calendar) - start_of_month(first, calendar)
+    def _period_seconds(self, first_month: int, calendar: str) -> float:
+        return start_of_month(first_month + self.period, calendar) - start_of_month(first_month, calendar)
 
 
 def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
     """Return the constant step of times in seconds, as calendar months; None if there is none, or one time or none."""
-    if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE:
+    if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE_SECONDS:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())
     # times at a constant distance may be near the middle of some months by chance
-    places = [place for place in _ORIGINS if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE]
-    periods = {place: {1, second - first} if "middle" in place else {1} for place in places if second > first}
-    steps = [MonthStep(second - first, place, period=n) for place in periods for n in sorted(periods[place])]
-    step = next((step for step in steps if step.matches_times(times, calendar)), None)
+    places = [place for place in _ORIGINS if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE_SECONDS]
+    periods_of = {place: {1, second - first} if "middle" in place else {1} for place in places if second > first}
+    candidates = [MonthStep(second - first, place, period=n) for place in periods_of for n in sorted(periods_of[place])]
+    step = next((step for step in candidates if step.matches_times(times, calendar)), None)
     return None if step is None else step.with_stamps(times, calendar)

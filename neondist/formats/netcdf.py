@@ -28,8 +28,8 @@ from .hdf5 import HDF5Sink, HDF5Source
 from .in_place import CellLayout
 from .packing import Packing
 
-_DIMENSION_IDS, _DIMENSION_ID, _USERS_LIST = ("_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST")
-_OWN_ATTRIBUTES = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS_LIST}
+_DIMENSION_IDS, _DIMENSION_ID, _REFERENCE_LIST = ("_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST")
+_OWN_ATTRIBUTES = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _REFERENCE_LIST}
 _NO_COORDINATES_TEXT = "This is a netCDF dimension but not a netCDF variable."
 _MAX_NESTING = 100  # limit of nested groups, each of which is searched for dimensions
 _NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of a variable with a dimension's name that is not its coordinate
@@ -54,18 +54,18 @@ class NetCDFSource(HDF5Source):
         super().__init__(path, name_in_file, level, axes)
 
     def _resolve_name(self, name: str) -> str:
-        group, _, last = name.rpartition("/")
-        hidden = f"{group}/{_NON_COORDINATE_PREFIX}{last}".strip("/")
-        return hidden if find_object(self._file, hidden) is not None else name
+        group, _, base_name = name.rpartition("/")
+        hidden_name = f"{group}/{_NON_COORDINATE_PREFIX}{base_name}".strip("/")
+        return hidden_name if find_object(self._file, hidden_name) is not None else name
 
     def _choose_default_array(self, path: Path) -> str:
         arrays = {name: self._file[name] for name in self._root_array_names()}
-        named = {other for one in arrays.values() for other in referenced_variables(_all_attributes(one))}
-        ndims = {name: a.ndim for name, a in arrays.items() if a.ndim > 1 and is_numeric(a) and name not in named}
+        referenced = {other for one in arrays.values() for other in referenced_variables(_all_attributes(one))}
+        ndims = {name: a.ndim for name, a in arrays.items() if a.ndim > 1 and is_numeric(a) and name not in referenced}
         ndims = {name: n for name, n in ndims.items() if not name.endswith(("_bnds", "_bounds"))}
-        largest = [name for name, n in ndims.items() if n == max(ndims.values())]
-        if len(largest) == 1:
-            return largest[0]
+        largest_names = [name for name, n in ndims.items() if n == max(ndims.values())]
+        if len(largest_names) == 1:
+            return largest_names[0]
         if not ndims:
             names = [name for name in array_names(self._file) if "/" in name]
             choices = f"one in a group: {', '.join(f'{path}:{name}' for name in names)}" if names else f"{path}:NAME"
@@ -92,9 +92,9 @@ class NetCDFSource(HDF5Source):
             for name in (
                 split_words(array.attrs["coordinates"]) if "coordinates" in _storable_attributes(array, "", []) else ()
             ):
-                other = self._find_in_scope(name)
-                if name not in coordinates and other is not None:
-                    coordinates[name] = self._variable_metadata(name, other)
+                variable = self._find_in_scope(name)
+                if name not in coordinates and variable is not None:
+                    coordinates[name] = self._variable_metadata(name, variable)
             axes = conventions.infer_axes(
                 where, VariableMetadata(names, _all_attributes(array), coordinates), array.shape
             )
@@ -108,24 +108,24 @@ class NetCDFSource(HDF5Source):
         if None not in array.maxshape:
             return tuple(extents)
         for axis, (_, scale) in enumerate(self._dimensions(array)):
-            users = dict(_addresses_of_dimension_users(scale)) if array.maxshape[axis] is None else {}
-            for group in self._enclosing_groups() if users else ():
+            axis_by_user = dict(_addresses_of_dimension_users(scale)) if array.maxshape[axis] is None else {}
+            for group in self._enclosing_groups() if axis_by_user else ():
                 for _, user in iter_arrays(find_object(self._file, group)):
-                    at = users.get(h5py.h5o.get_info(user.id).addr)
-                    if at is not None and at < user.ndim:
-                        extents[axis] = max(extents[axis], user.shape[at])
+                    user_axis = axis_by_user.get(h5py.h5o.get_info(user.id).addr)
+                    if user_axis is not None and user_axis < user.ndim:
+                        extents[axis] = max(extents[axis], user.shape[user_axis])
         return tuple(extents)
 
     def _read(self, cells: Cells) -> np.ndarray:
-        stored = tuple(
+        stored_cells = tuple(
             slice(min(cut.start, n), min(cut.stop, n)) for cut, n in zip(cells, self._array.shape, strict=True)
         )
-        if stored == cells:
+        if stored_cells == cells:
             return self._packing.decode(super()._read(cells))
         shape = [cut.stop - cut.start for cut in cells]
         raw = np.full(shape, self._array.fillvalue, self._array.dtype)
-        if all(cut.start < cut.stop for cut in stored):
-            raw[tuple(slice(0, cut.stop - cut.start) for cut in stored)] = super()._read(stored)
+        if all(cut.start < cut.stop for cut in stored_cells):
+            raw[tuple(slice(0, cut.stop - cut.start) for cut in stored_cells)] = super()._read(stored_cells)
         return self._packing.decode(raw)
 
     def _variable_metadata(self, name: str, array: Any) -> VariableMetadata:
@@ -135,8 +135,9 @@ class NetCDFSource(HDF5Source):
 
     def _enclosing_groups(self) -> list[str]:
         """Return the groups that contain the variable, the innermost first."""
-        inner, groups = self._array.parent.name, ["/"]
-        for part in inner.strip("/").split("/") if inner != "/" else ():
+        parent_name = self._array.parent.name
+        groups = ["/"]
+        for part in parent_name.strip("/").split("/") if parent_name != "/" else ():
             groups.append(f"{groups[-1].rstrip('/')}/{part}")
         return groups[::-1]
 
@@ -160,27 +161,30 @@ class NetCDFSource(HDF5Source):
 
         if array.name in self._dimensions_by_variable:
             return self._dimensions_by_variable[array.name]
-        own, scale_of = h5py.h5o.get_info(array.id).addr, dict[int, tuple[str, Any]]()
+        addr = h5py.h5o.get_info(array.id).addr
+        scale_by_axis = dict[int, tuple[str, Any]]()
         ids = np.ravel(array.attrs[_DIMENSION_IDS]).tolist() if _has_numeric_attribute(array, _DIMENSION_IDS) else []
         ids = ids if "CLASS" in array.attrs and len(ids) == array.ndim else []
         for group in self._enclosing_groups():
             users, scales = self._dimensions_of_group(group)
-            for axis, scale in [*users.get(own, ()), *((at, scales[id]) for at, id in enumerate(ids) if id in scales)]:
-                scale_of.setdefault(axis, scale)
-        if not scale_of and array.ndim == 1 and "CLASS" in array.attrs:
-            scale_of[0] = (array.name.rpartition("/")[2], array)
-        self._dimensions_by_variable[array.name] = [scale_of.get(axis, ("", None)) for axis in range(array.ndim)]
+            for axis, scale in [*users.get(addr, ()), *((at, scales[id]) for at, id in enumerate(ids) if id in scales)]:
+                scale_by_axis.setdefault(axis, scale)
+        if not scale_by_axis and array.ndim == 1 and "CLASS" in array.attrs:
+            scale_by_axis[0] = (array.name.rpartition("/")[2], array)
+        self._dimensions_by_variable[array.name] = [scale_by_axis.get(axis, ("", None)) for axis in range(array.ndim)]
         return self._dimensions_by_variable[array.name]
 
     def _dimensions_of_group(self, group: str) -> tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]:
         """Return the dimensions of a group: by address of each variable that uses them, and by number."""
         if group not in self._scales_by_group:
-            users, numbered = self._scales_by_group[group] = dict[int, list[tuple[int, Any]]](), dict[int, Any]()
+            scales_by_user = dict[int, list[tuple[int, Any]]]()
+            scales_by_id = dict[int, Any]()
+            self._scales_by_group[group] = scales_by_user, scales_by_id
             for name, scale in iter_arrays(find_object(self._file, group)):
                 for at, axis in _addresses_of_dimension_users(scale):
-                    users.setdefault(at, []).append((axis, (name, scale)))
+                    scales_by_user.setdefault(at, []).append((axis, (name, scale)))
                 if "CLASS" in scale.attrs and _has_numeric_attribute(scale, _DIMENSION_ID):
-                    numbered.setdefault(int(np.ravel(scale.attrs[_DIMENSION_ID])[0]), (name, scale))
+                    scales_by_id.setdefault(int(np.ravel(scale.attrs[_DIMENSION_ID])[0]), (name, scale))
         return self._scales_by_group[group]
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
@@ -190,9 +194,9 @@ class NetCDFSource(HDF5Source):
             variables = [AuxiliaryVariable("/", (), None, _storable_attributes(self._file, "", unreadable))]
             own = _storable_attributes(array, "", [])
             unreadable += [name for name in conventions.POSITION_ATTRIBUTES if name in array.attrs and name not in own]
-            axes = [self._load_variable(name, one, unreadable) for name, one in self._dimensions(array) if name]
+            dimensions = [self._load_variable(name, one, unreadable) for name, one in self._dimensions(array) if name]
             variables += conventions.load_auxiliary_variables(
-                own, axes, lambda name: self._load_variable(name, self._find_in_scope(name), unreadable)
+                own, dimensions, lambda name: self._load_variable(name, self._find_in_scope(name), unreadable)
             )
         return variables, list(dict.fromkeys(unreadable))
 
@@ -214,10 +218,10 @@ class NetCDFSource(HDF5Source):
             return AuxiliaryVariable(name, dimensions, None, {})
         if is_numeric(array) and "" not in dimensions and array.nbytes <= conventions.MAX_COORDINATE_BYTES:
             attributes = _storable_attributes(array, f"{name}:", unreadable)
-            unread = [
+            unread_names = [
                 one for one, value in _all_attributes(array).items() if value is None and one not in _OWN_ATTRIBUTES
             ]
-            return AuxiliaryVariable(name, dimensions, read_array(array, name), attributes, tuple(unread))
+            return AuxiliaryVariable(name, dimensions, read_array(array, name), attributes, tuple(unread_names))
         unreadable.append(name)
         return AuxiliaryVariable(name, dimensions, None, {})
 
@@ -262,26 +266,27 @@ class NetCDFSink(HDF5Sink):
         return names
 
     def _write_metadata(self, arrays: Sequence[Any], like: TileSource | None) -> None:
-        file, names, variables = arrays[0].file, dict[str, str](), list[AuxiliaryVariable]()
+        file, variables = arrays[0].file, list[AuxiliaryVariable]()
+        dimension_names = dict[str, str]()
         if like is not None:
             variables, self.lost_metadata = like.auxiliary_variables()
             # nothing is left for `_list_lost_metadata`: `lost_metadata` is complete at the end of this method
             self._copied_metadata = {name: set() for name in list_metadata_names(variables, self.lost_metadata)}
             stored = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
-            names = {letter: name for letter, name in stored if name}
-        sizes = self._dimension_sizes(names)
+            dimension_names = {letter: name for letter, name in stored if name}
+        sizes = self._dimension_sizes(dimension_names)
         own_dimensions = tuple(sizes)
-        kept = self._write_coordinates(file, variables, sizes)
-        _write_dimensions(file, sizes, set(kept))
+        written = self._write_coordinates(file, variables, sizes)
+        _write_dimensions(file, sizes, set(written))
         for array in arrays:
             array.attrs[_DIMENSION_IDS] = np.arange(len(own_dimensions), dtype=np.int32)
-        all_own = [(array.name, own_dimensions) for array in arrays]
-        for name, dimensions in [*all_own, *((one.name, one.dimensions) for one in kept.values())]:
+        own_arrays = [(array.name, own_dimensions) for array in arrays]
+        for name, dimensions in [*own_arrays, *((one.name, one.dimensions) for one in written.values())]:
             for axis, dimension in enumerate(dimensions if name not in sizes else ()):
                 file[name].dims[axis].attach_scale(file[dimension])
         for one in variables:
-            if one.name in {"", "/", *kept}:
-                self._write_attributes([file[one.name]] if one.name else arrays, one, set(kept))
+            if one.name in {"", "/", *written}:
+                self._write_attributes([file[one.name]] if one.name else arrays, one, set(written))
         for array, (_, attributes) in zip(arrays, self._options["variables"] or (), strict=False):
             for key, value in attributes.items():
                 array.attrs[key] = np.bytes_(value.encode()) if isinstance(value, str) else value
@@ -289,8 +294,8 @@ class NetCDFSink(HDF5Sink):
 
     def _dimension_sizes(self, names: Mapping[str, str]) -> dict[str, int]:
         """Return the extent of each dimension by name; `names` are those of the `like` variable by letter."""
-        usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
-        sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
+        default = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
+        sizes = {names.get(one, default.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
         if self.one_array_per_channel:
             sizes.popitem()  # channels
         return sizes
@@ -299,27 +304,27 @@ class NetCDFSink(HDF5Sink):
         self, file: Any, variables: Sequence[AuxiliaryVariable], sizes: dict[str, int]
     ) -> dict[str, AuxiliaryVariable]:
         """Write and return the variables that fit the dimensions `sizes`, to which their own dimensions are added."""
-        kept = dict[str, AuxiliaryVariable]()
+        written = dict[str, AuxiliaryVariable]()
         for one in variables:
             if one.values is not None:
                 extents = dict(zip(one.dimensions, one.values.shape, strict=True))
                 if sizes | extents == extents | sizes and one.name not in self._new_array_names():
                     sizes.update(extents)
-                    kept[one.name] = one
+                    written[one.name] = one
                     file[one.name] = one.values
                 else:
                     self.lost_metadata.append(one.name)
-        return kept
+        return written
 
-    def _write_attributes(self, targets: Sequence[Any], variable: AuxiliaryVariable, kept: set[str]) -> None:
+    def _write_attributes(self, objects: Sequence[Any], variable: AuxiliaryVariable, kept_names: set[str]) -> None:
         """Write a variable's attributes, except those that refer to variables that are not kept."""
         for key, value in variable.attributes.items():
             referenced = referenced_variables({key: value})
-            if key == "coordinates" and not {*referenced} <= kept:
-                referenced = [name for name in referenced if name in kept]
+            if key == "coordinates" and not {*referenced} <= kept_names:
+                referenced = [name for name in referenced if name in kept_names]
                 value = np.bytes_(" ".join(referenced)) if referenced else None
-            if value is not None and {*referenced} <= kept:
-                for target in targets:
+            if value is not None and {*referenced} <= kept_names:
+                for target in objects:
                     target.attrs[key] = value
             else:
                 self.lost_metadata.append(f"{variable.name}:{key}" if variable.name else key)
@@ -336,31 +341,31 @@ def _write_dimensions(file: Any, sizes: Mapping[str, int], coordinates: Containe
 
 def _storable_attributes(item: Any, unreadable_prefix: str, unreadable: list[str]) -> dict[str, Any]:
     """Return attributes of numbers or fixed-length text; append names of others, except netCDF's, to `unreadable`."""
-    kept: dict[str, Any] = {}
+    storable: dict[str, Any] = {}
     for name in item.attrs:
         if name in _OWN_ATTRIBUTES or name.startswith("_N"):
             continue
         if _has_text(item, name) or (is_numeric(item.attrs.get_id(name)) and item.attrs.get_id(name).shape is not None):
-            kept[name] = item.attrs[name]
+            storable[name] = item.attrs[name]
         else:
             unreadable.append(f"{unreadable_prefix}{name}")
-    return kept
+    return storable
 
 
 def _addresses_of_dimension_users(scale: Any) -> list[tuple[int, int]]:
     """Return the addresses of the variables that use a dimension, and the dimension's axis in each."""
     from h5py import h5t
 
-    if _USERS_LIST not in getattr(scale, "attrs", {}):
+    if _REFERENCE_LIST not in getattr(scale, "attrs", {}):
         return []
-    at = scale.attrs.get_id(_USERS_LIST)
-    kind = at.get_type()
-    members = [kind.get_member_type(n) for n in range(2)] if kind.get_class() == h5t.COMPOUND else []
-    if [(one.get_class(), one.get_size()) for one in members] != [(h5t.REFERENCE, 8), (h5t.INTEGER, 4)]:
+    attribute = scale.attrs.get_id(_REFERENCE_LIST)
+    item_type = attribute.get_type()
+    member_types = [item_type.get_member_type(n) for n in range(2)] if item_type.get_class() == h5t.COMPOUND else []
+    if [(one.get_class(), one.get_size()) for one in member_types] != [(h5t.REFERENCE, 8), (h5t.INTEGER, 4)]:
         return []
-    raw = np.empty(at.shape, f"V{kind.get_size()}")
-    at.read(raw, kind)
-    offsets = [kind.get_member_offset(n) for n in range(2)]
+    raw = np.empty(attribute.shape, f"V{item_type.get_size()}")
+    attribute.read(raw, item_type)
+    offsets = [item_type.get_member_offset(n) for n in range(2)]
     formats = ["=u8", "=i4"]
     fields: Any = {"names": ["at", "axis"], "formats": formats, "offsets": offsets, "itemsize": raw.itemsize}
     return [(int(one["at"]), int(one["axis"])) for one in raw.view(np.dtype(fields)).ravel()]
@@ -385,5 +390,5 @@ def _lacks_coordinates(item: Any) -> bool:
 
 
 def _has_text(item: Any, name: str) -> bool:
-    kind = item.attrs.get_id(name)
-    return kind.dtype.kind == "S" and kind.shape == ()
+    attribute = item.attrs.get_id(name)
+    return attribute.dtype.kind == "S" and attribute.shape == ()

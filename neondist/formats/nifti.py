@@ -60,24 +60,24 @@ class NIfTISource(TileSource):
             nibabel.imageglobals.logger.addHandler(_SILENT_HANDLER)  # otherwise Python prints warnings
             check_regular(path)
             with open_regular(path) as file:
-                start = file.read(4)
-            if path.suffix.lower() == ".gz" and start in _HEADER_STARTS:
+                first_bytes = file.read(4)
+            if path.suffix.lower() == ".gz" and first_bytes in _HEADER_STARTS:
                 raise DataError(f"{path}: is not compressed, despite its name; rename it to {path.stem}")
             image: Any = nibabel.load(path, mmap=False)  # truncating a mapped file would kill the process
-            proxy = image.dataobj
-            shape, stored = tuple(map(int, proxy.shape)), proxy.dtype
+            array_proxy = image.dataobj
+            shape, stored_dtype = tuple(map(int, array_proxy.shape)), array_proxy.dtype
             kept = [axis for axis, n in enumerate(shape) if axis < 2 or n != 1]
             if not shape or max(kept) >= len(_NIFTI_AXES):
                 raise DataError(f"{path}: has an array of shape {list(shape)}; give one of up to 5 axes")
-            size, needed = path.stat().st_size, prod(shape) * stored.itemsize
-            if needed > (size - proxy.offset if path.suffix == ".nii" else _MAX_DEFLATE_RATIO * size):
+            file_size, nbytes = path.stat().st_size, prod(shape) * stored_dtype.itemsize
+            if nbytes > (file_size - array_proxy.offset if path.suffix == ".nii" else _MAX_DEFLATE_RATIO * file_size):
                 raise DataError(f"{path}: is truncated: its header specifies {list(shape)} voxels; restore the file")
-            self._array_proxy, self._stored_axes = proxy, kept
-            scaled = (proxy.slope, proxy.inter) != (1, 0)
-            self._value_dtype = np.dtype(np.float64) if scaled else stored
-            usual = "".join(_NIFTI_AXES[axis] for axis in kept)
-            metadata = _volume_metadata(image.header, kept, axes or usual, usual)
-            super().__init__(path, axes or usual, [shape[axis] for axis in kept], self._value_dtype, metadata=metadata)
+            self._array_proxy, self._stored_axes = array_proxy, kept
+            is_scaled = (array_proxy.slope, array_proxy.inter) != (1, 0)
+            self._value_dtype = np.dtype(np.float64) if is_scaled else stored_dtype
+            names = "".join(_NIFTI_AXES[axis] for axis in kept)
+            metadata = _volume_metadata(image.header, kept, axes or names, names)
+            super().__init__(path, axes or names, [shape[axis] for axis in kept], self._value_dtype, metadata=metadata)
 
     def _read(self, cells: Cells) -> np.ndarray:
         index: list[Any] = [0] * len(self._array_proxy.shape)
@@ -99,20 +99,20 @@ class NIfTISink(InPlaceSink):
             raise ConfigError(
                 f"{self.path}: NIfTI files have axes of {_NIFTI_AXES}, not '{self.axes}'; choose another format"
             )
-        full = [extents.get(name, 1) for name in _NIFTI_AXES]
-        while len(full) > 3 and full[-1] == 1:
-            full.pop()
-        header = (nibabel.Nifti1Header if max(full) < 1 << 15 else nibabel.Nifti2Header)()
+        nifti_shape = [extents.get(name, 1) for name in _NIFTI_AXES]
+        while len(nifti_shape) > 3 and nifti_shape[-1] == 1:
+            nifti_shape.pop()
+        header = (nibabel.Nifti1Header if max(nifti_shape) < 1 << 15 else nibabel.Nifti2Header)()
         try:
             header.set_data_dtype(self.dtype)
         except nibabel.spatialimages.HeaderDataError:
             raise ConfigError(f"{self.path}: NIfTI files cannot store {self.dtype}; choose another dtype") from None
-        header.set_data_shape(full)
+        header.set_data_shape(nifti_shape)
         self._write_header_metadata(
             header, like, [name for name in _NIFTI_AXES if name in extents and name in self.axes]
         )
-        start = -(-(int(header["sizeof_hdr"]) + 4) // 16) * 16
-        header.set_data_offset(start)
+        data_offset = -(-(int(header["sizeof_hdr"]) + 4) // 16) * 16
+        header.set_data_offset(data_offset)
         header.set_slope_inter(1, 0)
         with open(draft, "xb") as file:
             header.write_to(file)
@@ -120,31 +120,31 @@ class NIfTISink(InPlaceSink):
         shape = tuple(extents[name] for name in names)
         self.chunks = None
         axes = names.replace("T", "N") if "N" in self.axes else names
-        return CellLayout(axes, self.dtype.str, shape, shape, (start,))
+        return CellLayout(axes, self.dtype.str, shape, shape, (data_offset,))
 
     def _write_header_metadata(self, header: Any, like: TileSource | None, axes: list[str]) -> None:
         """Write metadata of the `like` image into a header: voxel sizes, units, affine, times."""
         units, sizes = ({} if like is None else like.metadata.get(name, {}) for name in ("units", "scale"))
         for candidates, base, standard in (("XYZ", "m", "micrometer"), ("T", "s", "second")):
             chosen = "".join(axis for axis in candidates if axis in axes and is_cell_size(axis, sizes.get(axis, 1.0)))
-            scale, named = self._copy_metadata(like, "scale", chosen), {units.get(axis, "") for axis in chosen}
-            measures = {axis: base_unit(units.get(axis, "")) or ("", 1.0) for axis in chosen}
-            unit = named.pop() if len(named) == 1 else ""
+            scale, unit_names = self._copy_metadata(like, "scale", chosen), {units.get(axis, "") for axis in chosen}
+            base_units = {axis: base_unit(units.get(axis, "")) or ("", 1.0) for axis in chosen}
+            unit = unit_names.pop() if len(unit_names) == 1 else ""
             if unit not in _UNIT_CODES or (_UNIT_CODES[unit] < _FIRST_TIME_UNIT_CODE) != (base == "m"):
                 unit = ""
-                if chosen and len(scale) == len(chosen) and {kind for kind, _ in measures.values()} == {base}:
+                if chosen and len(scale) == len(chosen) and {kind for kind, _ in base_units.values()} == {base}:
                     unit = standard  # if units differ, or NIfTI has no code for them
-                    scale = {axis: n * measures[axis][1] / _UNIT_FACTORS[unit] for axis, n in scale.items()}
+                    scale = {axis: n * base_units[axis][1] / _UNIT_FACTORS[unit] for axis, n in scale.items()}
             if unit:
                 self._copy_metadata(like, "units", chosen)
                 header["xyzt_units"] += _UNIT_CODES[unit]
             for axis, n in scale.items():
                 header["pixdim"][1 + _NIFTI_AXES.index(axis)] = n
-        source = self._copy_metadata(like, "affine")
-        if source is not None:
-            header["pixdim"][:4] = source["pixdim"][:4]
+        affine = self._copy_metadata(like, "affine")
+        if affine is not None:
+            header["pixdim"][:4] = affine["pixdim"][:4]
         for names, origin in (
-            (_AFFINE_FIELDS, source),
+            (_AFFINE_FIELDS, affine),
             *((_TIMING_FIELDS[name], self._copy_metadata(like, name)) for name in _TIMING_FIELDS),
         ):
             for name in names if origin is not None else ():
@@ -153,21 +153,21 @@ class NIfTISink(InPlaceSink):
     def _finish_draft_file(self) -> Path:
         if self.path.suffix.lower() != ".gz":
             return self._temp_path
-        packed = self._temp_path.with_name(self._temp_path.name + COMPRESSED_SUFFIX)
+        compressed_path = self._temp_path.with_name(self._temp_path.name + COMPRESSED_SUFFIX)
         with (
             open_regular(self._temp_path) as plain,
-            atomic_replacement(packed) as file,
+            atomic_replacement(compressed_path) as file,
             gzip.GzipFile("", "wb", 6, file, 0) as into,
         ):
             shutil.copyfileobj(plain, into, 1 << 20)
-        return packed
+        return compressed_path
 
 
 def _volume_metadata(header: Any, kept_axes: list[int], axes: str, default_axes: str) -> dict[str, Any]:
     """Return the metadata of a volume: voxel sizes and units by axis; the value of all others is the header."""
-    zooms, code = header.get_zooms(), int(header["xyzt_units"])
+    zooms, unit_code = header.get_zooms(), int(header["xyzt_units"])
     names = {number: unit for unit, number in _UNIT_CODES.items()}
-    space, time = names.get(code % _FIRST_TIME_UNIT_CODE), names.get(code - code % _FIRST_TIME_UNIT_CODE)
+    space, time = names.get(unit_code % _FIRST_TIME_UNIT_CODE), names.get(unit_code - unit_code % _FIRST_TIME_UNIT_CODE)
     units = {
         axis: time if name == "T" else space for axis, name in zip(axes, default_axes, strict=False) if name in "XYZT"
     }

@@ -29,8 +29,8 @@ class NPYSource(TileSource):
             self._file_state, self._file = size_and_mtime(path), open_regular(path)
             try:
                 self._cell_layout = _read_cell_layout(path, self._file, axes)
-                stored = self._cell_layout
-                super().__init__(path, stored.axes, stored.shape, stored.dtype, axes_given=axes is not None)
+                layout = self._cell_layout
+                super().__init__(path, layout.axes, layout.shape, layout.dtype, axes_given=axes is not None)
             except BaseException:
                 self._file.close()
                 raise
@@ -62,19 +62,19 @@ class NPYSink(InPlaceSink):
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Return the shape, whether the cells are in Fortran order, and the dtype; the cells follow in the stream."""
     version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    parse_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     with _HEADER_LOCK:
-        return read(file)
+        return parse_header(file)
 
 
 def _read_cell_layout(path: Path, file: BinaryIO, axes: str | None) -> CellLayout:
-    shape, fortran, dtype = read_header(file)
+    shape, is_fortran, dtype = read_header(file)
     if dtype.hasobject or dtype.itemsize == 0:
         raise DataError(f"{path}: holds {dtype}, not numbers; give an array of numbers")
-    start, end = file.tell(), file.seek(0, 2)
-    if min(shape, default=1) < 0 or start + prod(shape) * dtype.itemsize > end:
+    data_start, file_end = file.tell(), file.seek(0, 2)
+    if min(shape, default=1) < 0 or data_start + prod(shape) * dtype.itemsize > file_end:
         raise DataError(f"{path}: is truncated: its header specifies an array of {list(shape)}; restore the file")
     axes = axes or guess_axes(shape, path)
-    if fortran:
+    if is_fortran:
         axes, shape = axes[::-1], shape[::-1]
-    return CellLayout(axes, dtype.str, shape, shape, (start,))
+    return CellLayout(axes, dtype.str, shape, shape, (data_start,))

@@ -44,9 +44,9 @@ _LAYOUT_ATTRIBUTES = {
 """elements and attributes of OME-XML that describe the file layout"""
 
 
-def unit_name(text: str) -> str:
+def unit_name(symbol: str) -> str:
     """Return OME-Zarr's name of a unit, or the text itself if there is none."""
-    return _UNIT_NAMES.get(text.strip(), text.strip())
+    return _UNIT_NAMES.get(symbol.strip(), symbol.strip())
 
 
 def base_unit(name: str) -> tuple[str, float] | None:
@@ -59,18 +59,18 @@ def is_cell_size(axis: str, size: float) -> bool:
     return size > 0 or (axis == "T" and size == 0)
 
 
-def metadata_from_xml(text: str | None, image_number: int) -> dict[str, Any]:
+def metadata_from_xml(xml: str | None, image_number: int) -> dict[str, Any]:
     """Return the metadata of an image of a file: scale, units, and other contents of its OME-XML by name."""
     try:
-        root = ElementTree.fromstring(text or "<none/>")
+        root = ElementTree.fromstring(xml or "<none/>")
     except ElementTree.ParseError:
-        return {"OME-XML": text}
+        return {"OME-XML": xml}
     images = [one for one in root if _tag_name(one) == "Image"]
     scale, units, other = dict[str, float](), dict[str, str](), dict[str, Any]()
     if image_number < len(images):
         for one in images[image_number].iter():
-            structural = _LAYOUT_ATTRIBUTES.get(_tag_name(one), set())
-            other |= {f"{_tag_name(one)} {name}": value for name, value in one.attrib.items() if name not in structural}
+            excluded = _LAYOUT_ATTRIBUTES.get(_tag_name(one), set())
+            other |= {f"{_tag_name(one)} {name}": value for name, value in one.attrib.items() if name not in excluded}
             if (one.text or "").strip() and _tag_name(one) != "UUID":
                 other[_tag_name(one)] = (one.text or "").strip()
         for pixels in (one for one in images[image_number] if _tag_name(one) == "Pixels"):
@@ -88,27 +88,27 @@ def metadata_from_xml(text: str | None, image_number: int) -> dict[str, Any]:
 def largest_declared_plane_count(attributes: Mapping[str, str]) -> float:
     """Return the largest number of planes, or of plane indices, that an element of OME-XML specifies."""
     values = {name: _to_float(value) or 0.0 for name, value in attributes.items()}
-    counts = [values.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
-    counts.append(prod(values.get(f"Size{axis}", 1.0) for axis in "ZCT"))
+    plane_counts = [values.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
+    plane_counts.append(prod(values.get(f"Size{axis}", 1.0) for axis in "ZCT"))
     if {"Start", "End"} <= {*values}:
-        counts.append(abs(values["End"] - values["Start"]) / (abs(values.get("Step", 1.0)) or 1e-30))
-    return max(inf if isnan(count) else count for count in counts)
+        plane_counts.append(abs(values["End"] - values["Start"]) / (abs(values.get("Step", 1.0)) or 1e-30))
+    return max(inf if isnan(count) else count for count in plane_counts)
 
 
 def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[str, Any]:
     """Return the valid cell sizes with OME-XML units, by OME-XML attribute."""
-    sizes: dict[str, Any] = {}
+    xml_attributes: dict[str, Any] = {}
     for axis, name in _SIZE_ATTRIBUTES.items():
         unit = _UNIT_SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _REFERENCE_FRAME_UNIT
-        base = "m" if axis != "T" else "s"
+        base_name = "m" if axis != "T" else "s"
         if (
             axis in scale
             and is_cell_size(axis, scale[axis])
             and unit
-            and (unit == _REFERENCE_FRAME_UNIT or _OME_UNITS[unit][1] == base)
+            and (unit == _REFERENCE_FRAME_UNIT or _OME_UNITS[unit][1] == base_name)
         ):
-            sizes |= {name: scale[axis], name + "Unit": unit}
-    return sizes
+            xml_attributes |= {name: scale[axis], name + "Unit": unit}
+    return xml_attributes
 
 
 def axes_with_sizes(sizes: Mapping[str, Any]) -> str:
@@ -168,23 +168,23 @@ def parse_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, 
     axes = image.get("axes", list(_DEFAULT_AXIS_NAMES))
     names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
     units = [str(axis["unit"]) if isinstance(axis, dict) and axis.get("unit") else None for axis in axes]
-    scale, translation, rest = [1.0] * len(names), [0.0] * len(names), dict(others)
-    steps = image["datasets"][min(level, len(levels) - 1)].get("coordinateTransformations", [])
-    for step in [*steps, *image.get("coordinateTransformations", [])]:
-        kind = str(step.get("type"))
-        values = [_to_float(value) for value in step.get(kind) or []] if kind in ("scale", "translation") else []
-        finite = [value for value in values if value is not None and isfinite(value)]
-        if kind == "scale" and len(finite) == len(names):
-            scale = [a * b for a, b in zip(scale, finite, strict=True)]
-            translation = [a * b for a, b in zip(translation, finite, strict=True)]
-        elif kind == "translation" and len(finite) == len(names):
-            translation = [a + b for a, b in zip(translation, finite, strict=True)]
+    scale, translation, other_metadata = [1.0] * len(names), [0.0] * len(names), dict(others)
+    transforms = image["datasets"][min(level, len(levels) - 1)].get("coordinateTransformations", [])
+    for transform in [*transforms, *image.get("coordinateTransformations", [])]:
+        kind = str(transform.get("type"))
+        values = [_to_float(value) for value in transform.get(kind) or []] if kind in ("scale", "translation") else []
+        numbers = [value for value in values if value is not None and isfinite(value)]
+        if kind == "scale" and len(numbers) == len(names):
+            scale = [a * b for a, b in zip(scale, numbers, strict=True)]
+            translation = [a * b for a, b in zip(translation, numbers, strict=True)]
+        elif kind == "translation" and len(numbers) == len(names):
+            translation = [a + b for a, b in zip(translation, numbers, strict=True)]
         elif kind != "identity":
-            rest[f"transform '{kind}'"] = step
-    standard = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
-    rest |= {name: value for name, value in image.items() if name not in standard}
-    types = [str(axis.get("type") or "") if isinstance(axis, dict) else "" for axis in axes]
-    return MultiscaleImage(levels, names, units, scale, translation, rest, types)
+            other_metadata[f"transform '{kind}'"] = transform
+    known_keys = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
+    other_metadata |= {name: value for name, value in image.items() if name not in known_keys}
+    axis_types = [str(axis.get("type") or "") if isinstance(axis, dict) else "" for axis in axes]
+    return MultiscaleImage(levels, names, units, scale, translation, other_metadata, axis_types)
 
 
 def format_multiscale(
@@ -198,23 +198,23 @@ def format_multiscale(
     units: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the 'multiscales' entry of an image; a coarse cell is the first (`nearest`) or mean of merged cells."""
-    kinds = {"T": "time", "C": "channel"}
+    types = {"T": "time", "C": "channel"}
     datasets = []
     for level in range(levels):
         factors = {axis: 2**level if axis in halved else 1 for axis in axes}
-        step = [scale.get(axis, 1.0) * factors[axis] for axis in axes]
-        shift = [
+        cell_sizes = [scale.get(axis, 1.0) * factors[axis] for axis in axes]
+        offsets = [
             translation.get(axis, 0.0) + scale.get(axis, 1.0) * (0 if nearest else (factors[axis] - 1) / 2)
             for axis in axes
         ]
-        transforms: list[dict[str, Any]] = [{"type": "scale", "scale": step}]
-        if any(shift):
-            transforms.append({"type": "translation", "translation": shift})
+        transforms: list[dict[str, Any]] = [{"type": "scale", "scale": cell_sizes}]
+        if any(offsets):
+            transforms.append({"type": "translation", "translation": offsets})
         datasets.append({"path": str(level), "coordinateTransformations": transforms})
     return {
         "name": name,
         "axes": [
-            {"name": axis.lower(), "type": kinds.get(axis, "space")} | ({"unit": units[axis]} if axis in units else {})
+            {"name": axis.lower(), "type": types.get(axis, "space")} | ({"unit": units[axis]} if axis in units else {})
             for axis in axes
         ],
         "datasets": datasets,

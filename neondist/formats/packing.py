@@ -56,16 +56,16 @@ class Packing:
         stored_dtype = np.dtype(stored_dtype)
         self._signed_dtype, self._stored_dtype = stored_dtype, self._apply_unsigned(stored_dtype)
         self._scale, self._offset = self._scalar_attribute("scale_factor"), self._scalar_attribute("add_offset")
-        packing = [one.dtype for one in (self._scale, self._offset) if one is not None]
+        pack_dtypes = [one.dtype for one in (self._scale, self._offset) if one is not None]
         self.dtype = self._stored_dtype.newbyteorder("=")
         self._missing_values, self._valid_min, self._valid_max = np.empty(0, self._stored_dtype), None, None
-        if packing and stored_dtype.kind in "iub":
-            floats = [kind if kind.kind == "f" else np.dtype(np.float64) for kind in packing]
-            self.dtype = np.result_type(np.float32, self.dtype, *floats)
-        elif packing and stored_dtype.kind == "f":
-            self.dtype = np.result_type(self.dtype, *(kind if kind.kind == "f" else np.float64 for kind in packing))
+        if pack_dtypes and stored_dtype.kind in "iub":
+            float_dtypes = [kind if kind.kind == "f" else np.dtype(np.float64) for kind in pack_dtypes]
+            self.dtype = np.result_type(np.float32, self.dtype, *float_dtypes)
+        elif pack_dtypes and stored_dtype.kind == "f":
+            self.dtype = np.result_type(self.dtype, *(kind if kind.kind == "f" else np.float64 for kind in pack_dtypes))
         if self.dtype.kind == "f":
-            self._set_missing_values(has_default_fill, bool(packing))
+            self._set_missing_values(has_default_fill, bool(pack_dtypes))
 
     def decode(self, raw: np.ndarray) -> np.ndarray:
         """Return the values of stored numbers."""
@@ -89,20 +89,20 @@ class Packing:
         if "_Unsigned" not in self._attributes or stored_dtype.kind not in "iu":
             return stored_dtype
         text = self._attributes["_Unsigned"]
-        unsigned = text.strip("\0 ").lower() if isinstance(text, str) else ""
-        if unsigned not in ("true", "false"):
+        flag = text.strip("\0 ").lower() if isinstance(text, str) else ""
+        if flag not in ("true", "false"):
             raise self._invalid_attribute("_Unsigned", "is neither 'true' nor 'false'", "c,true")
-        if unsigned == "false" and stored_dtype.kind == "u":
+        if flag == "false" and stored_dtype.kind == "u":
             raise self._invalid_attribute("_Unsigned", "is 'false', but the stored integers are unsigned", "c,true")
-        return np.dtype(stored_dtype.str.replace("i", "u")) if unsigned == "true" else stored_dtype
+        return np.dtype(stored_dtype.str.replace("i", "u")) if flag == "true" else stored_dtype
 
-    def _set_missing_values(self, has_default_fill: bool, packed: bool) -> None:
-        fill = self._representable(self._numeric_attribute("_FillValue"))
+    def _set_missing_values(self, has_default_fill: bool, is_packed: bool) -> None:
+        fill_values = self._representable(self._numeric_attribute("_FillValue"))
         default = _DEFAULT_FILL_VALUES.get(self._stored_dtype.str[1:])
-        if has_default_fill and not fill and default is not None and self._stored_dtype == self._signed_dtype:
-            fill = self._representable(np.array(default))
+        if has_default_fill and not fill_values and default is not None and self._stored_dtype == self._signed_dtype:
+            fill_values = self._representable(np.array(default))
         self._missing_values = np.array(
-            fill + self._representable(self._numeric_attribute("missing_value")), self._stored_dtype
+            fill_values + self._representable(self._numeric_attribute("missing_value")), self._stored_dtype
         )
         name = "valid_range" if "valid_range" in self._attributes else "valid_min"
         bounds = {name: self._numeric_attribute(name)}
@@ -114,7 +114,7 @@ class Packing:
             bounds["valid_max"] = self._numeric_attribute("valid_max")
             low, high = self._scalar_attribute("valid_min"), self._scalar_attribute("valid_max")
         for bound, values in bounds.items():
-            if packed and self._stored_dtype.kind in "iu" and values.size and values.dtype.kind == "f":
+            if is_packed and self._stored_dtype.kind in "iu" and values.size and values.dtype.kind == "f":
                 problem = "is not an integer, so it could refer to packed integers or to unpacked values"
                 raise self._invalid_attribute(bound, problem, "s,PACKED")
         self._valid_min, self._valid_max = self._stored_bound(low), self._stored_bound(high)
@@ -126,31 +126,31 @@ class Packing:
         if self._stored_dtype.kind == "f":
             with np.errstate(over="ignore"):
                 return self._stored_dtype.type(value)
-        bound = int(value)
-        if bound < 0 and self._stored_dtype != self._signed_dtype:
-            bound += 1 << 8 * self._stored_dtype.itemsize
-        return bound
+        stored = int(value)
+        if stored < 0 and self._stored_dtype != self._signed_dtype:
+            stored += 1 << 8 * self._stored_dtype.itemsize
+        return stored
 
     def _representable(self, candidates: np.ndarray) -> list[Any]:
         """Return the numbers that the stored type represents exactly, without rounding or wrap-around of integers."""
         if self._stored_dtype.kind == "f":
             with np.errstate(over="ignore", invalid="ignore"):
-                cast = candidates.ravel().astype(self._stored_dtype)
-            return list(cast[np.isfinite(cast) == np.isfinite(candidates.ravel())])
-        exact = []
+                converted = candidates.ravel().astype(self._stored_dtype)
+            return list(converted[np.isfinite(converted) == np.isfinite(candidates.ravel())])
+        exact_integers = []
         for number in candidates.ravel().tolist():
             if isinstance(number, float) and not number.is_integer():
                 continue
-            whole = int(number)
-            signed = np.iinfo(self._signed_dtype) if self._signed_dtype.kind != "b" else np.iinfo(np.uint8)
-            if self._stored_dtype != self._signed_dtype and signed.min <= whole < 0:
-                whole += 1 << 8 * self._stored_dtype.itemsize
+            integer = int(number)
+            signed_range = np.iinfo(self._signed_dtype) if self._signed_dtype.kind != "b" else np.iinfo(np.uint8)
+            if self._stored_dtype != self._signed_dtype and signed_range.min <= integer < 0:
+                integer += 1 << 8 * self._stored_dtype.itemsize
             if (
                 self._stored_dtype.kind == "b"
-                or np.iinfo(self._stored_dtype).min <= whole <= np.iinfo(self._stored_dtype).max
+                or np.iinfo(self._stored_dtype).min <= integer <= np.iinfo(self._stored_dtype).max
             ):
-                exact.append(whole)
-        return exact
+                exact_integers.append(integer)
+        return exact_integers
 
     def _numeric_attribute(self, name: str) -> np.ndarray:
         if name not in self._attributes:

@@ -70,9 +70,9 @@ class FolderSource(TileSource):
         with open_source(self._files[0], level=level) as first:
             shape, chunks = first.shape, first.chunks
             metadata = {f"{name} of each image": None for name in first.metadata_names()}
-            stacked = (len(self._files), *shape)
+            stack_shape = (len(self._files), *shape)
             super().__init__(
-                path, "N" + first.axes, stacked, first.dtype, chunks and (1, *chunks), first.levels, metadata
+                path, "N" + first.axes, stack_shape, first.dtype, chunks and (1, *chunks), first.levels, metadata
             )
         self._level = level
         for file in self._files[1:]:
@@ -110,19 +110,19 @@ class PictureSink(InPlaceSink):
     default_options: ClassVar[dict[str, Any]] = {"quality": 90, "palette": False}
 
     def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
-        kind = _ENCODER_NAMES.get(self.path.suffix.lower())
-        if kind is None:
+        encoder = _ENCODER_NAMES.get(self.path.suffix.lower())
+        if encoder is None:
             raise ConfigError(f"{self.path}: writing this format is not supported; choose .png or .tif")
-        channels = (1, 3) if kind == "JPEG" else (1, 2, 3, 4)
-        supported = "1 or 3 channels" if kind == "JPEG" else "1 to 4 channels, or 16-bit with 1"
-        wide = kind == "PNG" and self.dtype == np.uint16 and self.shape[-1] == 1
-        if self.axes != "YXC" or self.shape[-1] not in channels or not (wide or self.dtype in (np.uint8, np.bool_)):
-            other = ".tif" if {"Y", "X"} <= set(self.axes) else ".npy or .h5"
+        channels = (1, 3) if encoder == "JPEG" else (1, 2, 3, 4)
+        supported = "1 or 3 channels" if encoder == "JPEG" else "1 to 4 channels, or 16-bit with 1"
+        is_wide = encoder == "PNG" and self.dtype == np.uint16 and self.shape[-1] == 1
+        if self.axes != "YXC" or self.shape[-1] not in channels or not (is_wide or self.dtype in (np.uint8, np.bool_)):
+            alternative = ".tif" if {"Y", "X"} <= set(self.axes) else ".npy or .h5"
             raise ConfigError(
-                f"{self.path}: {kind} cannot store shape {list(self.shape)}, axes '{self.axes}', dtype {self.dtype}; it"
-                f" stores 8-bit (Y, X, C) with {supported}; choose {other}"
+                f"{self.path}: {encoder} cannot store shape {list(self.shape)}, axes '{self.axes}', dtype {self.dtype};"
+                f" it stores 8-bit (Y, X, C) with {supported}; choose {alternative}"
             )
-        if self._options["palette"] and (kind, self.dtype, self.shape[-1]) != ("PNG", np.uint8, 1):
+        if self._options["palette"] and (encoder, self.dtype, self.shape[-1]) != ("PNG", np.uint8, 1):
             raise ConfigError(f"{self.path}: a palette requires a PNG with one 8-bit channel; leave out palette")
         draft.touch(exist_ok=False)
         self.chunks = None
@@ -133,11 +133,11 @@ class PictureSink(InPlaceSink):
 
         cells = np.fromfile(self._temp_path, self.dtype).reshape(self.shape)
         cells = cells.astype(np.uint8) * np.uint8(255) if self.dtype == np.bool_ else cells
-        packed = self._temp_path.with_name(self._temp_path.name + COMPRESSED_SUFFIX)
-        with atomic_replacement(packed) as file:
-            kind = _ENCODER_NAMES[self.path.suffix.lower()]
+        encoded_path = self._temp_path.with_name(self._temp_path.name + COMPRESSED_SUFFIX)
+        with atomic_replacement(encoded_path) as file:
+            encoder = _ENCODER_NAMES[self.path.suffix.lower()]
             image = Image.fromarray(cells[..., 0] if self.shape[-1] == 1 else cells)
             if self._options["palette"]:
                 image.putpalette([part for colour in class_colours(256) for part in colour])
-            image.save(file, kind, quality=self._options["quality"])
-        return packed
+            image.save(file, encoder, quality=self._options["quality"])
+        return encoded_path

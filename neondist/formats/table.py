@@ -56,15 +56,15 @@ class Format:
         if callable(factory):
             return factory
         module, _, name = factory.partition(":")
-        imported: Callable[..., Any] = getattr(import_module(module), name)
-        return imported
+        imported_factory: Callable[..., Any] = getattr(import_module(module), name)
+        return imported_factory
 
 
 def _create_built_in_format(
     name: str, suffixes: str, module: str, class_prefix: str, writable: bool = True, package: str = ""
 ) -> Format:
-    place = f"{__package__}.{module}:{class_prefix}"
-    return Format(name, tuple(suffixes.split()), place + "Source", place + "Sink" if writable else None, package)
+    location = f"{__package__}.{module}:{class_prefix}"
+    return Format(name, tuple(suffixes.split()), location + "Source", location + "Sink" if writable else None, package)
 
 
 _PICTURE_SUFFIXES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # .tif, .tiff: if tifffile is not installed
@@ -105,29 +105,29 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     >>> with nd.open_source("slide.svs#1") as source:
     ...     tile = source.read([(0, 512), (512, 1024), (0, 3)])
     """
-    text = str(path)
-    if len(files := split_stack_name(text)) > 1:
+    name = str(path)
+    if len(files := split_stack_name(name)) > 1:
         with ExitStack() as opened:
             stack = ChannelStack([opened.enter_context(open_source(file, level=level, axes=axes)) for file in files])
             opened.pop_all()
         return stack
-    if level is None and not os.path.exists(text) and (match := re.fullmatch(r"(.+)#(\d+)", text)):
-        text, level = match[1], int(match[2])
-    file, inside = _split_array_name(text)
-    kind = _format_by_suffix(file) or _format_of_folder(file)
-    if kind is None:
+    if level is None and not os.path.exists(name) and (match := re.fullmatch(r"(.+)#(\d+)", name)):
+        name, level = match[1], int(match[2])
+    file, array_name = _split_array_name(name)
+    file_format = _format_by_suffix(file) or _format_of_folder(file)
+    if file_format is None:
         problem = f"unknown file type; choose from {_describe_formats('source')}"
         if not os.path.exists(file):
             problem = "no such file"
-        elif text.lower().endswith(".dcm"):
+        elif name.lower().endswith(".dcm"):
             problem = "DICOM files cannot be read; convert the series to NIfTI, for example with dcm2niix"
-        raise DataError(f"{text}: {problem}")
+        raise DataError(f"{name}: {problem}")
     if not os.path.exists(file):  # unlike Path.exists, it does not raise for names that are too long
-        raise DataError(f"{text}: no such file; check the path")
-    source: TileSource = kind.import_factory("source", file)(file, inside, level or 0, axes)
+        raise DataError(f"{name}: no such file; check the path")
+    source: TileSource = file_format.import_factory("source", file)(file, array_name, level or 0, axes)
     if not 0 <= (level or 0) < source.levels:
         source.close()
-        raise DataError(f"{text}: has no level {level}; its levels are 0 to {source.levels - 1}")
+        raise DataError(f"{name}: has no level {level}; its levels are 0 to {source.levels - 1}")
     return source
 
 
@@ -178,13 +178,13 @@ def create_sink(
     MissingPackageError
         If a library is not installed.
     """
-    path, kind = Path(path), _format_by_suffix(Path(path))
-    if kind is None:
+    path, file_format = Path(path), _format_by_suffix(Path(path))
+    if file_format is None:
         raise ConfigError(f"{path}: unknown file type; choose from {_describe_formats('sink')}")
-    make = kind.import_factory("sink", path)
+    create = file_format.import_factory("sink", path)
     extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
-    ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
-    if len(axes) != len(extents) or not ordered or min(extents) < 1:
+    is_ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
+    if len(axes) != len(extents) or not is_ordered or min(extents) < 1:
         raise ConfigError(
             f"{path}: axes '{axes}' do not fit shape {list(extents)}; give one letter per axis, in order {AXIS_ORDER},"
             " ending with C"
@@ -200,16 +200,16 @@ def create_sink(
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: already exists; choose another name, or overwrite it (--overwrite)")
     if like is not None:
-        own, expected = (
+        new_extents, like_extents = (
             {name: n for name, n in zip(letters, sizes, strict=True) if name in "ZYX"}
             for letters, sizes in ((axes, extents), (like.axes, like.shape))
         )
-        if own != expected:
+        if new_extents != like_extents:
             raise ConfigError(
-                f"{path}: extents {own} differ from {expected} of {like.path}, whose physical position would be wrong"
-                " for this file; give like=None"
+                f"{path}: extents {new_extents} differ from {like_extents} of {like.path}, whose physical position"
+                " would be wrong for this file; give like=None"
             )
-    sink: TileSink = make(
+    sink: TileSink = create(
         path, extents, dtype, axes, chunks, like=like, overwrite=overwrite, resume=resume, grid=grid, **options
     )
     return sink
@@ -240,40 +240,40 @@ def _format_by_suffix(path: Path) -> Format | None:
     Built-in formats take precedence over plugins.
     """
     name = path.name.lower()
-    for kinds in (BUILT_IN_FORMATS, iter_formats()):
-        fits = [
-            (len(suffix), _is_installed(kind), kind)
-            for kind in kinds
-            for suffix in kind.suffixes
+    for formats in (BUILT_IN_FORMATS, iter_formats()):
+        candidates = [
+            (len(suffix), _is_installed(file_format), file_format)
+            for file_format in formats
+            for suffix in file_format.suffixes
             if name.endswith(suffix)
         ]
-        if fits:
-            return max(fits, key=lambda match: match[:2])[2]
+        if candidates:
+            return max(candidates, key=lambda match: match[:2])[2]
     return None
 
 
 def _format_of_folder(path: Path) -> Format | None:
     """Return the format of a folder by its content: a Zarr group or array, or images."""
-    inside_zarr = any(os.path.isfile(path / name) for name in ("zarr.json", ".zarray", ".zgroup"))
-    if inside_zarr:
-        return next(kind for kind in BUILT_IN_FORMATS if kind.name == "Zarr")
+    is_zarr = any(os.path.isfile(path / name) for name in ("zarr.json", ".zarray", ".zgroup"))
+    if is_zarr:
+        return next(file_format for file_format in BUILT_IN_FORMATS if file_format.name == "Zarr")
     return _FOLDER_FORMAT if os.path.isdir(path) else None
 
 
-def _split_array_name(text: str) -> tuple[Path, str]:
+def _split_array_name(name: str) -> tuple[Path, str]:
     """Split 'FILE:NAME' into the file and the name of the array in it."""
-    file, colon, inside = text.rpartition(":")
-    if colon and not os.path.exists(text) and _format_by_suffix(Path(file)) is not None:
-        return Path(file).expanduser(), inside
-    return Path(text).expanduser(), ""
+    file, colon, array_name = name.rpartition(":")
+    if colon and not os.path.exists(name) and _format_by_suffix(Path(file)) is not None:
+        return Path(file).expanduser(), array_name
+    return Path(name).expanduser(), ""
 
 
-def _is_installed(kind: Format) -> bool:
-    return not kind.package or find_module_spec(kind.package) is not None
+def _is_installed(file_format: Format) -> bool:
+    return not file_format.package or find_module_spec(file_format.package) is not None
 
 
 def _describe_formats(role: str) -> str:
-    kinds = [kind for kind in iter_formats() if getattr(kind, role) is not None]
-    missing = sorted({kind.package for kind in kinds if not _is_installed(kind)})
-    listed = ", ".join(f"{kind.name} ({' '.join(kind.suffixes)})" for kind in kinds)
-    return listed + (f"; {', '.join(missing)} not installed: pip install 'neondist[files]'" if missing else "")
+    formats = [file_format for file_format in iter_formats() if getattr(file_format, role) is not None]
+    packages = sorted({file_format.package for file_format in formats if not _is_installed(file_format)})
+    listed = ", ".join(f"{file_format.name} ({' '.join(file_format.suffixes)})" for file_format in formats)
+    return listed + (f"; {', '.join(packages)} not installed: pip install 'neondist[files]'" if packages else "")

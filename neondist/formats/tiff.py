@@ -73,75 +73,77 @@ class TIFFSource(TileSource):
             raise DataError(
                 f"{path}: has no image '{name_in_file}'; specify an image number from 0 to {len(images) - 1}"
             )
-        number = int(name_in_file or 0)
-        levels = images[number].levels
+        image_number = int(name_in_file or 0)
+        levels = images[image_number].levels
         level = min(level, len(levels) - 1)
         series = levels[level]
-        key = series.keyframe
-        self._keyframe: Any = key
-        check_colour_space(path, key)
+        keyframe = series.keyframe
+        self._keyframe: Any = keyframe
+        check_colour_space(path, keyframe)
         self._pages: list[Any] = list(series)
-        self._decoder = SegmentDecoder(path, key, series.dtype)
-        check_same_page_tags(path, key, self._pages)
-        leading: list[int] = []
-        names = ["C" if key.shaped[0] > 1 else "", "Z" if key.shaped[1] > 1 else "", "Y", "X"]
-        self._page_axes = [axis for axis, name in enumerate([*names, "C" if key.shaped[4] > 1 else ""]) if name]
-        inner = "".join(names) + "C" * (key.shaped[4] > 1)
-        full = list(zip(series.get_axes(False), series.get_shape(False), strict=True))
-        count, outer, axes_known = prod(n for _, n in full) // prod(key.shaped), "", True
-        while prod(leading) < count and full:
-            name, n = full.pop(0)
+        self._decoder = SegmentDecoder(path, keyframe, series.dtype)
+        check_same_page_tags(path, keyframe, self._pages)
+        leading_shape: list[int] = []
+        names = ["C" if keyframe.shaped[0] > 1 else "", "Z" if keyframe.shaped[1] > 1 else "", "Y", "X"]
+        self._page_axes = [axis for axis, name in enumerate([*names, "C" if keyframe.shaped[4] > 1 else ""]) if name]
+        inner = "".join(names) + "C" * (keyframe.shaped[4] > 1)
+        series_axes = list(zip(series.get_axes(False), series.get_shape(False), strict=True))
+        num_pages = prod(n for _, n in series_axes) // prod(keyframe.shaped)
+        outer, axes_known = "", True
+        while prod(leading_shape) < num_pages and series_axes:
+            name, n = series_axes.pop(0)
             if n > 1:
                 axes_known &= name not in _UNNAMED_PAGES
                 name = _RENAMED_AXES.get(name, name)
                 outer += next(letter for letter in name + "NTMLKJ" if letter not in inner + outer)
-                leading.append(n)
-        if prod(leading) != count:
+                leading_shape.append(n)
+        if prod(leading_shape) != num_pages:
             pages = f"{counted(len(self._pages), 'page')} for an image of shape {list(series.shape)}"
             raise DataError(f"{path}: has {pages}; restore it from a good copy")
-        self._leading_shape = leading
-        shape = (*leading, *(key.shaped[axis] for axis in self._page_axes))
+        self._leading_shape = leading_shape
+        shape = (*leading_shape, *(keyframe.shaped[axis] for axis in self._page_axes))
         segment = self._decoder.segment_shape
-        chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(segment[axis] for axis in self._page_axes))
-        missing = nodata_value(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
-        self._nodata = missing if series.dtype.kind == "f" else None
-        self._value_of_unwritten_cells = _value_of_unwritten_cells(missing, series.dtype)
+        chunks: tuple[int, ...] | None = (*(1 for _ in leading_shape), *(segment[axis] for axis in self._page_axes))
+        nodata = nodata_value(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
+        self._nodata = nodata if series.dtype.kind == "f" else None
+        self._value_of_unwritten_cells = _value_of_unwritten_cells(nodata, series.dtype)
         self._cell_layout = self._find_cell_layout(outer + inner, shape, series)
         if self._cell_layout is not None:
             chunks = None
         else:
             self._decoder.require_decodable()
-        stored, orientation = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
-        named = list(axes or stored)
-        if orientation in _TRANSPOSED and len(named) == len(stored):
+        stored = outer + inner
+        orientation = keyframe.tags[_ORIENTATION].value if _ORIENTATION in keyframe.tags else 1
+        axis_letters = list(axes or stored)
+        if orientation in _TRANSPOSED and len(axis_letters) == len(stored):
             y, x = stored.index("Y"), stored.index("X")
-            named[y], named[x] = named[x], named[y]
-        flips = (("Y", _FLIPPED_Y), ("X", _FLIPPED_X))
-        self._flipped_axes = [stored.index(axis) for axis, codes in flips if orientation in codes]
-        masks, metadata = _mask_numbers(images, number), image_metadata(self._tiff, path, number, level)
-        metadata = rename_metadata_axes(metadata, stored, "".join(named), orientation) | (
+            axis_letters[y], axis_letters[x] = axis_letters[x], axis_letters[y]
+        flip_codes = (("Y", _FLIPPED_Y), ("X", _FLIPPED_X))
+        self._flipped_axes = [stored.index(axis) for axis, codes in flip_codes if orientation in codes]
+        masks, metadata = _mask_numbers(images, image_number), image_metadata(self._tiff, path, image_number, level)
+        metadata = rename_metadata_axes(metadata, stored, "".join(axis_letters), orientation) | (
             {"mask": None} if masks else {}
         )
         name = f"{path}:{name_in_file}" if name_in_file else str(path)
         axes_known |= axes is not None or "C" in stored  # other unnamed pages may be samples, depth or channels
         super().__init__(
-            name, "".join(named), shape, series.dtype, chunks, len(levels), metadata, axes_given=axes_known
+            name, "".join(axis_letters), shape, series.dtype, chunks, len(levels), metadata, axes_given=axes_known
         )
         if series.dtype.kind == "f":
             check_side_file_nodata(path)
-            self._open_mask(path, masks[:1] or number, level, axes, is_upright=orientation == 1)
+            self._open_mask(path, masks[:1] or image_number, level, axes, is_upright=orientation == 1)
 
     def _open_mask(self, path: Path, image: list[int] | int, level: int, axes: str | None, is_upright: bool) -> None:
         """Open the mask of an image; `image`: [the mask's number] in the file, or the image's number (0: FILE.msk)."""
-        axes, side = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
+        axes, mask_file = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
         if isinstance(image, list):
             self._mask_source = TIFFSource(path, str(image[0]), level, axes)
-        elif image == 0 and side.is_file():
-            self._mask_source = TIFFSource(side, "", level, axes)
+        elif image == 0 and mask_file.is_file():
+            self._mask_source = TIFFSource(mask_file, "", level, axes)
         if self._mask_source is not None:
             *extent, channels = self._mask_source.shape
-            fits = tuple(extent) == self.shape[:-1] and channels in (1, self.shape[-1])
-            if not (fits and is_upright):
+            is_matching = tuple(extent) == self.shape[:-1] and channels in (1, self.shape[-1])
+            if not (is_matching and is_upright):
                 raise DataError(
                     f"{path}: its mask, of {list(self._mask_source.shape)} cells, does not match its image of"
                     f" {list(self.shape)}; open level 0, or write the image without the mask"
@@ -175,11 +177,11 @@ class TIFFSource(TileSource):
         return None
 
     def _read(self, cells: Cells) -> np.ndarray:
-        stored = list(cells)
+        stored_cells = list(cells)
         for axis in self._flipped_axes:
             n = self.stored_axes.to_stored_order(self.shape)[axis]
-            stored[axis] = slice(n - cells[axis].stop, n - cells[axis].start)
-        array = np.flip(self._read_stored(tuple(stored)), tuple(self._flipped_axes))
+            stored_cells[axis] = slice(n - cells[axis].stop, n - cells[axis].start)
+        array = np.flip(self._read_stored(tuple(stored_cells)), tuple(self._flipped_axes))
         if self._nodata is not None:
             array[_nodata_mask(array, self._nodata)] = np.nan
         return array
@@ -188,25 +190,25 @@ class TIFFSource(TileSource):
         file = self._tiff.filehandle
         if self._cell_layout is not None:
             return read_cells_in_place(file, self.path, self._cell_layout, cells)
-        outer, inner = cells[: len(self._leading_shape)], cells[len(self._leading_shape) :]
-        box = [slice(0, n) for n in self._keyframe.shaped]
-        for axis, cut in zip(self._page_axes, inner, strict=True):
-            box[axis] = cut
-        pages = [self._read_page(place, box) for place in product(*(range(cut.start, cut.stop) for cut in outer))]
+        outer, page_cells = cells[: len(self._leading_shape)], cells[len(self._leading_shape) :]
+        page_box = [slice(0, n) for n in self._keyframe.shaped]
+        for axis, cut in zip(self._page_axes, page_cells, strict=True):
+            page_box[axis] = cut
+        pages = [self._read_page(place, page_box) for place in product(*(range(cut.start, cut.stop) for cut in outer))]
         return np.stack(pages).reshape([cut.stop - cut.start for cut in cells])
 
-    def _read_page(self, place: tuple[int, ...], box: list[slice]) -> np.ndarray:
+    def _read_page(self, page_index: tuple[int, ...], box: list[slice]) -> np.ndarray:
         """Return cells of one page, on the five axes of tifffile's pages."""
-        number = int(np.ravel_multi_index(place, self._leading_shape)) if place else 0
-        page, key, file = self._pages[number], self._keyframe, self._tiff.filehandle
+        page_number = int(np.ravel_multi_index(page_index, self._leading_shape)) if page_index else 0
+        page, keyframe, file = self._pages[page_number], self._keyframe, self._tiff.filehandle
         out = np.full([cut.stop - cut.start for cut in box], self._value_of_unwritten_cells, self.dtype)
         if page is None:
             return out
-        chunk = self._decoder.segment_shape
-        counts = [ceil(n / c) for n, c in zip(key.shaped, chunk, strict=True)]
-        for at in product(*(range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(box, chunk, strict=True))):
-            index = int(np.ravel_multi_index(at, counts))
-            offset, size = page.dataoffsets[index], page.databytecounts[index]
+        segment = self._decoder.segment_shape
+        segment_counts = [ceil(n / c) for n, c in zip(keyframe.shaped, segment, strict=True)]
+        for at in product(*(range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(box, segment, strict=True))):
+            segment_index = int(np.ravel_multi_index(at, segment_counts))
+            offset, size = page.dataoffsets[segment_index], page.databytecounts[segment_index]
             if not size:
                 continue  # the tile was never written
             if size > min(file.size, MAX_CHUNK_BYTES):
@@ -215,7 +217,7 @@ class TIFFSource(TileSource):
             data = file.read(size)
             if len(data) != size:
                 raise DataError(f"{self.path}: ends early; restore it from a good copy")
-            tile, corner, extents = self._decoder.decode(data, index, page)
+            tile, corner, extents = self._decoder.decode(data, segment_index, page)
             if tile is None:
                 continue
             target, source = [], []
@@ -243,24 +245,25 @@ class TIFFSink(InPlaceSink):
             )
         chunks = dict(zip(self.axes, self.chunks or default_chunks(self.shape, self.axes, self.dtype), strict=True))
         tile = tuple(ceil(chunks[name] / 16) * 16 for name in "YX")
-        channels = extents["C"] > 1
-        axes, shape = self.axes[: None if channels else -1], self.shape[: None if channels else -1]
-        rgb = extents["C"] in (3, 4) and self.dtype in (np.uint8, np.uint16)
-        ome = self.path.name.lower().endswith((".ome.tif", ".ome.tiff"))
-        if self.dtype.kind == "b" or (ome and self.dtype.name in _NON_OME_DTYPES):
+        has_channels = extents["C"] > 1
+        axes, shape = self.axes[: None if has_channels else -1], self.shape[: None if has_channels else -1]
+        is_rgb = extents["C"] in (3, 4) and self.dtype in (np.uint8, np.uint16)
+        is_ome = self.path.name.lower().endswith((".ome.tif", ".ome.tiff"))
+        if self.dtype.kind == "b" or (is_ome and self.dtype.name in _NON_OME_DTYPES):
             raise ConfigError(
-                f"{self.path}: {'OME-TIFF' if ome else 'TIFF'} files cannot store {self.dtype}; choose another dtype"
+                f"{self.path}: {'OME-TIFF' if is_ome else 'TIFF'} files cannot store {self.dtype}; choose another dtype"
             )
-        if ome and "N" in axes:
+        if is_ome and "N" in axes:
             raise ConfigError(f"{self.path}: OME-TIFF has no axis for samples; name the axis T or Z")
-        place, tags, calibration = self._copy_metadata(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()
+        georeference = self._copy_metadata(like, "georeference") or {}
+        tags, calibration = dict[str, Any](), dict[str, Any]()
         if resolution := self._copy_metadata(like, "resolution"):
             tags = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
         elif like is not None and (counts := resolution_from_sizes(like.metadata)):
             tags = {"resolution": counts, "resolutionunit": CENTIMETER_UNIT_CODE}
             for name in ("scale", "units"):
                 self._copy_metadata(like, name, "XY")
-        if ome and like is not None:
+        if is_ome and like is not None:
             calibration = sizes_for_xml(like.metadata.get("scale", {}), like.metadata.get("units", {}))
             for name in ("scale", "units"):
                 self._copy_metadata(like, name, axes_with_sizes(calibration))
@@ -272,67 +275,67 @@ class TIFFSink(InPlaceSink):
             dtype=self.dtype,
             tile=tile,
             bigtiff=True,
-            ome=ome,
-            photometric="rgb" if rgb else "minisblack",
-            planarconfig="contig" if channels else None,
+            ome=is_ome,
+            photometric="rgb" if is_rgb else "minisblack",
+            planarconfig="contig" if has_channels else None,
             metadata={
                 "axes": axes.replace("C", "S").replace("N", "R"),
                 **calibration,
                 # tifffile's UUID would be random, but equal cells must give equal files
-                **({"UUID": str(uuid5(NAMESPACE_OID, f"{self.path.name} {shape} {self.dtype}"))} if ome else {}),
+                **({"UUID": str(uuid5(NAMESPACE_OID, f"{self.path.name} {shape} {self.dtype}"))} if is_ome else {}),
             },
             extratags=[
-                (code, kind, 0 if kind == "s" else np.size(place[code]), place[code], True)
+                (code, kind, 0 if kind == "s" else np.size(georeference[code]), georeference[code], True)
                 for code, kind in GEOREFERENCE_TAGS.items()
-                if code in place
+                if code in georeference
             ],
             **tags,
         )
         with tifffile.TiffFile(draft) as file:
             offsets = tuple(offset for page in file.pages for offset in page.dataoffsets)
             dtype = np.dtype(file.byteorder + self.dtype.char).str
-        block = (*(1 for name in axes if name not in "YXC"), *tile, *((extents["C"],) if channels else ()))
+        block = (*(1 for name in axes if name not in "YXC"), *tile, *((extents["C"],) if has_channels else ()))
         self.chunks = (*block[: len(self.shape) - 1], extents["C"])
         return CellLayout(axes, dtype, shape, block, offsets)
 
 
 def _mask_numbers(images: Any, image_number: int) -> list[int]:
     """Return the numbers of the masks of an image: masks of its size before the next image of its size."""
-    key, masks = images[image_number].keyframe, list[int]()
+    keyframe, masks = images[image_number].keyframe, list[int]()
     for at, image in enumerate(images[image_number + 1 :], image_number + 1):
-        if (image.keyframe.imagelength, image.keyframe.imagewidth) == (key.imagelength, key.imagewidth):
+        if (image.keyframe.imagelength, image.keyframe.imagewidth) == (keyframe.imagelength, keyframe.imagewidth):
             if not image.keyframe.subfiletype & _MASK_SUBFILE_BIT:
                 break
             masks.append(at)
-    return [] if key.subfiletype & _MASK_SUBFILE_BIT else masks
+    return [] if keyframe.subfiletype & _MASK_SUBFILE_BIT else masks
 
 
-def _value_of_unwritten_cells(missing: float | None, dtype: np.dtype) -> Any:
+def _value_of_unwritten_cells(nodata: float | None, dtype: np.dtype) -> Any:
     """Return GDAL's value of unwritten cells: 0 without nodata; otherwise NaN, or nodata as an integer in range."""
     if dtype.kind == "f":
-        return 0 if missing is None else np.nan
-    if dtype.kind == "b" or missing is None or np.isnan(missing):
+        return 0 if nodata is None else np.nan
+    if dtype.kind == "b" or nodata is None or np.isnan(nodata):
         return 0
-    whole = np.floor(abs(missing) + 0.5) * np.sign(missing)
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    return most if whole >= most else least if whole <= least else int(whole)
+    rounded = np.floor(abs(nodata) + 0.5) * np.sign(nodata)
+    min_value, max_value = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return max_value if rounded >= max_value else min_value if rounded <= min_value else int(rounded)
 
 
-def _nodata_mask(cells: np.ndarray, missing: float) -> np.ndarray:
-    """Return a mask of the cells that GDAL treats as nodata: equal to `missing` to 7 digits, in at least float32."""
-    kind = np.result_type(cells.dtype, np.float32).type
+def _nodata_mask(cells: np.ndarray, nodata: float) -> np.ndarray:
+    """Return a mask of the cells that GDAL treats as nodata: equal to `nodata` to 7 digits, in at least float32."""
+    float_type = np.result_type(cells.dtype, np.float32).type
     with np.errstate(over="ignore", invalid="ignore"):
-        number, values = kind(missing), cells.astype(kind, copy=False)
-        tolerance = 2 * kind(np.finfo(np.float32).eps) * np.abs(values + number)
+        number, values = float_type(nodata), cells.astype(float_type, copy=False)
+        tolerance = 2 * float_type(np.finfo(np.float32).eps) * np.abs(values + number)
         return np.asarray((values == number) | (np.abs(values - number) < tolerance))
 
 
-def check_ome_xml(path: Path, ome: str | None) -> None:
+def check_ome_xml(path: Path, ome_xml: str | None) -> None:
     """Reject an OME-TIFF of several files, or with too many planes, all of which tifffile would list."""
     with suppress(ElementTree.ParseError):
-        root = ElementTree.fromstring(ome or "<none/>")
-        parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
-        if len({uuid for uuid, _ in parts} | ({root.attrib["UUID"]} if parts and "UUID" in root.attrib else set())) > 1:
+        root = ElementTree.fromstring(ome_xml or "<none/>")
+        files = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
+        if len({uuid for uuid, _ in files} | ({root.attrib["UUID"]} if files and "UUID" in root.attrib else set())) > 1:
             raise DataError(f"{path}: is part of an OME-TIFF of several files; write the image into one file")
         count = max(largest_declared_plane_count(one.attrib) for one in root.iter())
         if count > _MAX_PLANES:

@@ -90,9 +90,9 @@ class SegmentDecoder:
 
         if self._keyframe.fillorder == 2:
             data = bytes(imagecodecs.bitorder_decode(data))
-        limit = self._segment_bytes + _MAX_PADDING_BYTES
-        unpacked = bytes(tifffile.TIFF.DECOMPRESSORS[self._keyframe.compression](data, out=limit + 1))
-        if len(unpacked) > limit:
+        max_bytes = self._segment_bytes + _MAX_PADDING_BYTES
+        unpacked = bytes(tifffile.TIFF.DECOMPRESSORS[self._keyframe.compression](data, out=max_bytes + 1))
+        if len(unpacked) > max_bytes:
             raise self._damage_error(index, f"unpacks to more than its {self._segment_bytes} bytes")
         return unpacked
 
@@ -104,8 +104,8 @@ class SegmentDecoder:
             and data[:2] == _JPEG_START
             and _JPEG_END not in data[-1024:]
         ):
-            start = data.rstrip(b"\xff")
-            variants = [self._decode_jpeg(start + suffix + _JPEG_END, index, page)[0] for suffix in (b"", _PROBE_BYTES)]
+            head = data.rstrip(b"\xff")
+            variants = [self._decode_jpeg(head + suffix + _JPEG_END, index, page)[0] for suffix in (b"", _PROBE_BYTES)]
             if not np.array_equal(*variants):
                 raise self._damage_error(index, "ends early")
         return self._check_itemsize(segment[0], index), *segment[1:]
@@ -113,20 +113,20 @@ class SegmentDecoder:
     def _decode_jpeg(self, data: bytes, index: int, page: Any) -> tuple[Any, Any, Any]:
         import imagecodecs
 
-        key = self._keyframe
-        not_colours = key.photometric in _GREY_CODES and key.samplesperpixel == 3 and not key.is_jfif
-        if key.planarconfig == 1 and not not_colours:
-            return key.decode(data, index, jpegtables=page.jpegtables, jpegheader=key.jpegheader)
-        _, corner, extents = key.decode(None, index)
+        keyframe = self._keyframe
+        is_not_rgb = keyframe.photometric in _GREY_CODES and keyframe.samplesperpixel == 3 and not keyframe.is_jfif
+        if keyframe.planarconfig == 1 and not is_not_rgb:
+            return keyframe.decode(data, index, jpegtables=page.jpegtables, jpegheader=keyframe.jpegheader)
+        _, corner, extents = keyframe.decode(None, index)
         # tifffile assumes three channels in each colour plane, and libjpeg converts three channels without a marker
-        colours = "RGB" if key.planarconfig == 1 else None
+        colour_space = "RGB" if keyframe.planarconfig == 1 else None
         tile = imagecodecs.jpeg_decode(
             data,
-            bitspersample=key.bitspersample,
+            bitspersample=keyframe.bitspersample,
             tables=page.jpegtables,
-            header=key.jpegheader,
-            colorspace=colours,
-            outcolorspace=colours,
+            header=keyframe.jpegheader,
+            colorspace=colour_space,
+            outcolorspace=colour_space,
         )
         return tile.reshape(1, *tile.shape[:2], -1), corner, extents
 
@@ -134,21 +134,21 @@ class SegmentDecoder:
         """Decode LERC; floating-point cells that are masked in LERC become NaN."""
         import imagecodecs
 
-        key = self._keyframe
-        _, corner, extents = key.decode(None, index)
-        if second := key.tags[_LERC_PARAMETERS_TAG].value[1] if _LERC_PARAMETERS_TAG in key.tags else 0:
-            limit = 2 * prod(self.segment_shape) * self._dtype.itemsize + (1 << 16)
-            data = bytes((imagecodecs.zlib_decode, imagecodecs.zstd_decode)[second - 1](data, out=limit))
-        cells, valid = imagecodecs.lerc_decode(data, masks=True)
-        inner = extents[1:]
-        if (valid is not None and valid.ndim == 3) or cells.shape == (inner[2], *inner[:2]) != inner:
+        keyframe = self._keyframe
+        _, corner, extents = keyframe.decode(None, index)
+        if second := keyframe.tags[_LERC_PARAMETERS_TAG].value[1] if _LERC_PARAMETERS_TAG in keyframe.tags else 0:
+            max_bytes = 2 * prod(self.segment_shape) * self._dtype.itemsize + (1 << 16)
+            data = bytes((imagecodecs.zlib_decode, imagecodecs.zstd_decode)[second - 1](data, out=max_bytes))
+        cells, valid_mask = imagecodecs.lerc_decode(data, masks=True)
+        shape = extents[1:]
+        if (valid_mask is not None and valid_mask.ndim == 3) or cells.shape == (shape[2], *shape[:2]) != shape:
             cells = np.moveaxis(cells, 0, -1)  # samples are planar if each has its own mask
-            valid = valid if valid is None or valid.ndim < 3 else np.moveaxis(valid, 0, -1)
-        if cells.size != prod(extents) or cells.shape[:2] != inner[:2]:
-            raise self._damage_error(index, f"has {list(cells.shape)} cells instead of {list(inner)}")
-        cells = self._check_itemsize(cells, index).reshape(inner)
-        if self._dtype.kind == "f" and valid is not None and not valid.all():
-            cells = np.where(valid.reshape(*inner[:2], -1), cells, np.nan).astype(self._dtype)
+            valid_mask = valid_mask if valid_mask is None or valid_mask.ndim < 3 else np.moveaxis(valid_mask, 0, -1)
+        if cells.size != prod(extents) or cells.shape[:2] != shape[:2]:
+            raise self._damage_error(index, f"has {list(cells.shape)} cells instead of {list(shape)}")
+        cells = self._check_itemsize(cells, index).reshape(shape)
+        if self._dtype.kind == "f" and valid_mask is not None and not valid_mask.all():
+            cells = np.where(valid_mask.reshape(*shape[:2], -1), cells, np.nan).astype(self._dtype)
         return cells.reshape(extents), corner, extents
 
     def _check_itemsize(self, tile: Any, index: int) -> Any:

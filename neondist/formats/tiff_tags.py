@@ -41,32 +41,32 @@ _RGB_CONVERTING_CODECS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892,
 def image_metadata(file: Any, path: Path, image_number: int, level: int) -> dict[str, Any]:
     """Return the metadata of an image of an open file, at one resolution level."""
     levels = file.series[image_number].levels
-    first, key = levels[0].keyframe, levels[level].keyframe
-    ratio = {"X": first.imagewidth / key.imagewidth, "Y": first.imagelength / key.imagelength}
-    tags = {tag.code: tag.value for tag in first.tags}
+    base_page, keyframe = levels[0].keyframe, levels[level].keyframe
+    ratio = {"X": base_page.imagewidth / keyframe.imagewidth, "Y": base_page.imagelength / keyframe.imagelength}
+    tags = {tag.code: tag.value for tag in base_page.tags}
     metadata: dict[str, Any] = {}
-    if place := {code: tags[code] for code in GEOREFERENCE_TAGS if code in tags}:
-        scaled = _scaled_georeference(place, ratio) if level else place
-        metadata["georeference" if scaled else "georeference of level 0"] = scaled or place
+    if georeference := {code: tags[code] for code in GEOREFERENCE_TAGS if code in tags}:
+        scaled_geo = _scaled_georeference(georeference, ratio) if level else georeference
+        metadata["georeference" if scaled_geo else "georeference of level 0"] = scaled_geo or georeference
     if {*RESOLUTION_TAGS[:2]} <= {*tags} and ((tags[282], tags[283]) != ((1, 1), (1, 1)) or tags.get(296, 1) != 1):
         x, y = (_to_float(tags[code]) / ratio[axis] for code, axis in ((282, "X"), (283, "Y")))
         metadata["resolution"] = (x, y, tags.get(296)) if level else (tags[282], tags[283], tags.get(296))
-    described = {"imagej": file.is_imagej, "ome": file.is_ome, "shaped": first.is_shaped}
+    has_own_format = {"imagej": file.is_imagej, "ome": file.is_ome, "shaped": base_page.is_shaped}
     for code, name in _OTHER_TAG_NAMES.items():
-        if code in tags and not (code == 270 and any(described.values())):
+        if code in tags and not (code == 270 and any(has_own_format.values())):
             metadata[name] = tags[code]
     if file.is_ome:
         metadata |= metadata_from_xml(file.ome_metadata, image_number)
     elif file.is_imagej:
         metadata |= _imagej_metadata(file.imagej_metadata or {}, tags)
-    elif first.is_shaped:
+    elif base_page.is_shaped:
         shaped: dict[str, Any] = (file.shaped_metadata or ({},))[0]
         metadata |= {str(name): value for name, value in shaped.items() if name not in ("shape", "axes", "truncate")}
     elif match := _MICRONS_PER_PIXEL.search(str(tags.get(270, ""))):
         metadata |= {"scale": dict.fromkeys("XY", float(match[1])), "units": dict.fromkeys("XY", "micrometer")}
     if "scale" in metadata:
         metadata["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in metadata["scale"].items()}
-    elif not place and (sizes := pixel_sizes_from_resolution(metadata.get("resolution"))):
+    elif not georeference and (sizes := pixel_sizes_from_resolution(metadata.get("resolution"))):
         metadata |= {"scale": sizes, "units": dict.fromkeys(sizes, "micrometer")}
     if {"X", "Y"} <= metadata.get("scale", {}).keys() and _is_resolution_redundant(metadata, file.is_imagej):
         del metadata["resolution"]  # sinks that write the scale lose nothing
@@ -82,20 +82,20 @@ def pixel_sizes_from_resolution(resolution_tags: tuple[Any, Any, int | None] | N
     """Return the pixel sizes in micrometres for a resolution per centimetre (slide scanners); {} for other units."""
     if resolution_tags is None or resolution_tags[2] != CENTIMETER_UNIT_CODE:
         return {}
-    counts = [_to_float(count) if isinstance(count, tuple) else count for count in resolution_tags[:2]]
-    return {axis: 1e4 / count for axis, count in zip("XY", counts, strict=True)} if all(counts) else {}
+    resolutions = [_to_float(count) if isinstance(count, tuple) else count for count in resolution_tags[:2]]
+    return {axis: 1e4 / count for axis, count in zip("XY", resolutions, strict=True)} if all(resolutions) else {}
 
 
 def resolution_from_sizes(metadata: Mapping[str, Any]) -> tuple[float, float] | None:
     """Return the cells per centimetre along X and Y; None unless the image's cell sizes are lengths."""
     scale, units = metadata.get("scale", {}), metadata.get("units", {})
-    counts = []
+    resolutions = []
     for axis in "XY":
-        kind, factor = base_unit(units.get(axis) or "") or ("", 1.0)
-        if kind != "m" or not is_cell_size(axis, scale.get(axis, 0.0)):
+        unit, factor = base_unit(units.get(axis) or "") or ("", 1.0)
+        if unit != "m" or not is_cell_size(axis, scale.get(axis, 0.0)):
             return None
-        counts.append(0.01 / (scale[axis] * factor))
-    return counts[0], counts[1]
+        resolutions.append(0.01 / (scale[axis] * factor))
+    return resolutions[0], resolutions[1]
 
 
 def _is_resolution_redundant(metadata: Mapping[str, Any], is_imagej: bool) -> bool:
@@ -104,11 +104,11 @@ def _is_resolution_redundant(metadata: Mapping[str, Any], is_imagej: bool) -> bo
         return False
     if is_imagej:  # ImageJ's scale is taken from the tags, in its own unit
         return True
-    tags, sizes = pixel_sizes_from_resolution(resolution), resolution_from_sizes(metadata)
+    tag_sizes, counts = pixel_sizes_from_resolution(resolution), resolution_from_sizes(metadata)
     return (
-        bool(tags)
-        and sizes is not None
-        and all(isclose(1e4 / tags[axis], count, rel_tol=1e-6) for axis, count in zip("XY", sizes, strict=True))
+        bool(tag_sizes)
+        and counts is not None
+        and all(isclose(1e4 / tag_sizes[axis], count, rel_tol=1e-6) for axis, count in zip("XY", counts, strict=True))
     )
 
 
@@ -132,42 +132,40 @@ def nodata_value(path: Path, keyframe: Any) -> float | None:
     )
 
 
-def rename_metadata_axes(metadata: dict[str, Any], stored: str, axes: str, orientation: int) -> dict[str, Any]:
+def rename_metadata_axes(metadata: dict[str, Any], old_axes: str, axes: str, orientation: int) -> dict[str, Any]:
     """Return the metadata for renamed axes, and for an image rotated by its orientation tag."""
-    if orientation == 1 and stored == axes:
+    if orientation == 1 and old_axes == axes:
         return metadata
-    rearranged = orientation != 1 or [stored.find(axis) for axis in "YX"] != [axes.find(axis) for axis in "YX"]
-    renamed = dict[str, Any]()
+    is_moved = orientation != 1 or [old_axes.find(axis) for axis in "YX"] != [axes.find(axis) for axis in "YX"]
+    result = dict[str, Any]()
     for name, value in metadata.items():
         if name in AXIS_METADATA_DEFAULTS:
-            renamed[name] = {
-                to: value[stored_axis] for stored_axis, to in zip(stored, axes, strict=False) if stored_axis in value
+            result[name] = {
+                to: value[stored_axis] for stored_axis, to in zip(old_axes, axes, strict=False) if stored_axis in value
             }
         else:
-            renamed[f"{name} before rotation" if rearranged and name in _ORIENTATION_DEPENDENT_METADATA else name] = (
-                value
-            )
-    return renamed
+            result[f"{name} before rotation" if is_moved and name in _ORIENTATION_DEPENDENT_METADATA else name] = value
+    return result
 
 
 def check_side_file_nodata(path: Path) -> None:
     """Raise DataError for an image whose nodata value is declared in a side file."""
-    side = path.with_name(path.name + ".aux.xml")
-    if side.is_file():
-        with open_regular(side) as file:
+    side_file = path.with_name(path.name + ".aux.xml")
+    if side_file.is_file():
+        with open_regular(side_file) as file:
             if b"<NoDataValue" in file.read(_MAX_SEARCHED_BYTES):
                 raise DataError(
-                    f"{path}: {side.name} marks cells without data; write the mask into the image:"
+                    f"{path}: {side_file.name} marks cells without data; write the mask into the image:"
                     f" gdal_translate {path.name} NEW.tif"
                 )
 
 
 def check_colour_space(path: Path, keyframe: Any) -> None:
     """Raise DataError for colour spaces that different readers convert differently."""
-    samples, ink = keyframe.samplesperpixel, keyframe.tags[_INK_SET].value if _INK_SET in keyframe.tags else 1
-    converted = keyframe.compression in _RGB_CONVERTING_CODECS
-    if keyframe.photometric == _CIELAB or (keyframe.photometric == _YCBCR and not converted) or (
-        keyframe.photometric == _SEPARATED and samples == 4 and ink == 1
+    num_samples, ink_set = keyframe.samplesperpixel, keyframe.tags[_INK_SET].value if _INK_SET in keyframe.tags else 1
+    is_converted = keyframe.compression in _RGB_CONVERTING_CODECS
+    if keyframe.photometric == _CIELAB or (keyframe.photometric == _YCBCR and not is_converted) or (
+        keyframe.photometric == _SEPARATED and num_samples == 4 and ink_set == 1
     ):  # fmt: skip
         raise DataError(
             f"{path}: stores colours as {keyframe.photometric.name}, which different readers convert differently;"
@@ -181,26 +179,26 @@ def check_same_page_tags(path: Path, keyframe: Any, pages: Sequence[Any]) -> Non
     def tags_of(page: Any) -> tuple[Any, ...]:
         return tuple(page.tags[code].value if code in page.tags else None for code in (_ORIENTATION_TAG, _NODATA_TAG))
 
-    expected = tags_of(keyframe)
+    first_tags = tags_of(keyframe)
     for number, page in enumerate(pages):
-        if hasattr(page, "tags") and tags_of(page) != expected:
+        if hasattr(page, "tags") and tags_of(page) != first_tags:
             raise DataError(
                 f"{path}: page {number} has a different orientation or no-data value from the first page; write"
                 " each page to a separate file"
             )
 
 
-def _scaled_georeference(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:
+def _scaled_georeference(georeference: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:
     """Return the georeference of a lower resolution; None if it cannot be derived from level 0."""
-    keys = list(place.get(_GEO_KEYS_TAG, ()))
+    keys = list(georeference.get(_GEO_KEYS_TAG, ()))
     if any(keys[at] == _RASTER_TYPE_KEY and keys[at + 3] == _RASTER_OF_POINTS for at in range(4, len(keys) - 3, 4)):
         return None
-    if len(matrix := _to_floats(place.get(_MATRIX_TAG))) == 16:
-        columns = (ratio["X"], ratio["Y"], 1.0, 1.0)
-        return {**place, _MATRIX_TAG: tuple(n * columns[at % 4] for at, n in enumerate(matrix))}
-    scales, ties = _to_floats(place.get(_PIXEL_SCALE_TAG)), _to_floats(place.get(_TIE_POINTS_TAG))
-    if len(scales) == 3 and len(ties) == 6 and not any(ties[:2]):
-        return {**place, _PIXEL_SCALE_TAG: (scales[0] * ratio["X"], scales[1] * ratio["Y"], scales[2])}
+    if len(matrix := _to_floats(georeference.get(_MATRIX_TAG))) == 16:
+        column_scales = (ratio["X"], ratio["Y"], 1.0, 1.0)
+        return {**georeference, _MATRIX_TAG: tuple(n * column_scales[at % 4] for at, n in enumerate(matrix))}
+    scales, tie_points = _to_floats(georeference.get(_PIXEL_SCALE_TAG)), _to_floats(georeference.get(_TIE_POINTS_TAG))
+    if len(scales) == 3 and len(tie_points) == 6 and not any(tie_points[:2]):
+        return {**georeference, _PIXEL_SCALE_TAG: (scales[0] * ratio["X"], scales[1] * ratio["Y"], scales[2])}
     return None
 
 

@@ -16,11 +16,11 @@ def default_chunks(shape: Sequence[int], axes: str, dtype: Any, target_bytes: in
 
     Chunks are enlarged up to `target_bytes` bytes.
     """
-    spatial = [axis for axis, name in enumerate(axes) if name in "ZYX"]
-    rank, cell = max(1, len(spatial)), shape[-1] * np.dtype(dtype).itemsize
-    side = _CHUNK_EXTENT_BY_NDIM[rank]
-    while side > 16 and side**rank * cell > _MAX_CHUNK_BYTES:
+    spatial_axes = [axis for axis, name in enumerate(axes) if name in "ZYX"]
+    num_spatial, cell_bytes = max(1, len(spatial_axes)), shape[-1] * np.dtype(dtype).itemsize
+    side = _CHUNK_EXTENT_BY_NDIM[num_spatial]
+    while side > 16 and side**num_spatial * cell_bytes > _MAX_CHUNK_BYTES:
         side //= 2
-    while (2 * side) ** rank * cell <= target_bytes:
+    while (2 * side) ** num_spatial * cell_bytes <= target_bytes:
         side *= 2
-    return (*(min(n, side) if axis in spatial else 1 for axis, n in enumerate(shape[:-1])), shape[-1])
+    return (*(min(n, side) if axis in spatial_axes else 1 for axis, n in enumerate(shape[:-1])), shape[-1])

@@ -56,14 +56,14 @@ def decoded_attributes(array: Any) -> dict[str, Any]:
 
 def variable_metadata(array_path: Path, array: Any) -> VariableMetadata:
     """Return the metadata from which the axes of the array at a path are inferred."""
-    own, names = decoded_attributes(array), dimension_names(array)
-    listed = own["coordinates"].split() if isinstance(own.get("coordinates"), str) else []
+    attributes, names = decoded_attributes(array), dimension_names(array)
+    listed_names = attributes["coordinates"].split() if isinstance(attributes.get("coordinates"), str) else []
     coordinates = {}
-    for name in (*names, *listed):
-        other = _find_in_scope(array_path, name)
-        if other is not None:
-            coordinates[name] = VariableMetadata(dimension_names(other), decoded_attributes(other))
-    return VariableMetadata(names, own, coordinates)
+    for name in (*names, *listed_names):
+        coordinate = _find_in_scope(array_path, name)
+        if coordinate is not None:
+            coordinates[name] = VariableMetadata(dimension_names(coordinate), decoded_attributes(coordinate))
+    return VariableMetadata(names, attributes, coordinates)
 
 
 def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
@@ -71,23 +71,23 @@ def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVar
     unreadable = list[str]()
 
     def load(name: str) -> AuxiliaryVariable:
-        other = _find_in_scope(array_path, name)
-        if other is None:
+        variable = _find_in_scope(array_path, name)
+        if variable is None:
             if name not in dimension_names(array):
                 unreadable.append(name)
             return AuxiliaryVariable(name, (), None, {})
-        names = dimension_names(other)
+        names = dimension_names(variable)
         if (
-            other.dtype.kind not in "biuf"
-            or other.nbytes > MAX_COORDINATE_BYTES
-            or len(names) != other.ndim
+            variable.dtype.kind not in "biuf"
+            or variable.nbytes > MAX_COORDINATE_BYTES
+            or len(names) != variable.ndim
             or "" in names
         ):
             unreadable.append(name)
             return AuxiliaryVariable(name, names, None, {})
-        require_no_pickle(f"{array_path.parent}:{name}", other)
-        attributes = _encoded_attributes(other, f"{name}:", unreadable)
-        return AuxiliaryVariable(name, names, np.asarray(other[...]), attributes)
+        require_no_pickle(f"{array_path.parent}:{name}", variable)
+        attributes = _encoded_attributes(variable, f"{name}:", unreadable)
+        return AuxiliaryVariable(name, names, np.asarray(variable[...]), attributes)
 
     return load_auxiliary_variables(
         _encoded_attributes(array, "", unreadable), [load(name) for name in dimension_names(array) if name], load
@@ -98,14 +98,14 @@ def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
     """Return the only array, or the variable with the most dimensions to which no other refers; DataError otherwise."""
     candidates = dict(arrays)
     if all(dimension_names(array) or not array.ndim for array in arrays.values()):
-        auxiliary = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}
-        auxiliary |= {key for key, array in arrays.items() if array.ndim < 2 or array.dtype.kind not in "biuf"}
-        candidates = {key: array for key, array in arrays.items() if key not in auxiliary} or candidates
+        aux_names = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}
+        aux_names |= {key for key, array in arrays.items() if array.ndim < 2 or array.dtype.kind not in "biuf"}
+        candidates = {key: array for key, array in arrays.items() if key not in aux_names} or candidates
         candidates = {key: a for key, a in candidates.items() if a.ndim == max(one.ndim for one in candidates.values())}
     if len(candidates) != 1:
         choices = ", ".join(f"{name}:{key}" for key in arrays)
-        missing = f"no array outside groups; specify one in a group, {name}:GROUP/ARRAY"
-        problem = f"several arrays; specify one of {choices}" if arrays else missing
+        no_array = f"no array outside groups; specify one in a group, {name}:GROUP/ARRAY"
+        problem = f"several arrays; specify one of {choices}" if arrays else no_array
         raise DataError(f"{name}: contains {problem}")
     return next(iter(candidates))
 
@@ -144,10 +144,10 @@ def _decode_attribute(value: Any) -> Any:
     if isinstance(value, str):
         return value
     try:
-        converted = np.asarray(value)
+        array = np.asarray(value)
     except ValueError:
         return None
-    return converted if converted.dtype.kind in "iuf" and converted.size else None
+    return array if array.dtype.kind in "iuf" and array.size else None
 
 
 def _decode_fill_value(text: str) -> Any:

@@ -57,16 +57,16 @@ class ZarrSource(TileSource):
             if isinstance(node, zarr.Group):
                 node, image = _find_image(name, node, level)
             paths = image.levels
-            at = paths[min(level, len(paths) - 1)]
-            if ".." in at.split("/"):
+            level_path = paths[min(level, len(paths) - 1)]
+            if ".." in level_path.split("/"):
                 raise DataError(f"{name}: level {level} points outside the folder; restore it from a good copy")
-            array = node[at] if at else node
+            array = node[level_path] if level_path else node
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
             require_no_pickle(name, array)
             store.limit_chunk_sizes_to(array)
             metadata = dict[str, Any]()
-            self._packing, self._array_path = None, path / name_in_file.strip("/") / at
+            self._packing, self._array_path = None, path / name_in_file.strip("/") / level_path
             if image.names:
                 axes = axes or infer_axes(name, image.to_variable_metadata(), array.shape)
             elif dims := dimension_names(array):
@@ -105,12 +105,12 @@ class ZarrSource(TileSource):
         """Return the names of the array's metadata."""
         if self._packing is None:
             return super().metadata_names()
-        own = [name for name, value in decoded_attributes(self._array).items() if not isinstance(value, str)]
+        own_names = [name for name, value in decoded_attributes(self._array).items() if not isinstance(value, str)]
         return list(
             dict.fromkeys(
                 [
                     *list_metadata_names(*self.auxiliary_variables()),
-                    *(name for name in own if name not in PACKING_ATTRIBUTES),
+                    *(name for name in own_names if name not in PACKING_ATTRIBUTES),
                 ]
             )
         )
@@ -136,13 +136,13 @@ class ZarrSink(DraftSink):
     def _create_empty_file(self, like: TileSource | None) -> dict[str, Any]:
         import zarr
 
-        ome, nearest = self._options["ome"], self._options["nearest"]
+        ome_version, nearest = self._options["ome"], self._options["nearest"]
         if self.path.is_dir() and not any((self.path / name).exists() for name in METADATA_FILES):
             raise OutputError(f"{self.path}: is a folder, but not a Zarr store; choose another name")
-        if ome not in ("0.4", "0.5"):
-            raise ConfigError(f"ome: unsupported version {ome!r}; give '0.4' or '0.5'")
+        if ome_version not in ("0.4", "0.5"):
+            raise ConfigError(f"ome: unsupported version {ome_version!r}; give '0.4' or '0.5'")
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype, 1 << 20)
-        version: Literal[2, 3] = 3 if ome == "0.5" else 2
+        version: Literal[2, 3] = 3 if ome_version == "0.5" else 2
         nearest = self.dtype.kind in "iub" if nearest is None else nearest
         if not self.path.name.lower().endswith(".ome.zarr"):
             self._create_level(str(self._temp_path), self._dimension_names(like), self.shape, self.chunks, version)
@@ -151,38 +151,38 @@ class ZarrSink(DraftSink):
         if "N" in self.axes:
             raise ConfigError(f"{self.path}: OME-Zarr has no axis for samples; name the axis T, or write a plain .zarr")
         group = zarr.open_group(str(self._temp_path), mode="w", zarr_format=version)
-        halved, shape = self._halved_axes(), list(self.shape)
+        halved_axes, shape = self._halved_axes(), list(self.shape)
         levels: list[str] = []
         while True:
-            ax = Axes(axes)
+            stored_axes = Axes(axes)
             self._create_level(
                 f"{self._temp_path}/{len(levels)}",
                 axes,
-                ax.to_stored_order(shape),
-                ax.to_stored_order(self.chunks),
+                stored_axes.to_stored_order(shape),
+                stored_axes.to_stored_order(self.chunks),
                 version,
             )
             levels.append(str(len(levels)))
-            if max(shape[axis] for axis in halved) <= _MAX_LAST_LEVEL_CELLS:
+            if max(shape[axis] for axis in halved_axes) <= _MAX_LAST_LEVEL_CELLS:
                 break
-            shape = [ceil(n / 2) if axis in halved else n for axis, n in enumerate(shape)]
-        scaling = [self._copy_metadata(like, name, axes) for name in ("scale", "translation", "units")]
+            shape = [ceil(n / 2) if axis in halved_axes else n for axis, n in enumerate(shape)]
+        axis_metadata = [self._copy_metadata(like, name, axes) for name in ("scale", "translation", "units")]
         image = format_multiscale(
-            self.path.name, axes, len(levels), {self.axes[axis] for axis in halved}, nearest, *scaling
+            self.path.name, axes, len(levels), {self.axes[axis] for axis in halved_axes}, nearest, *axis_metadata
         )
         labels = self._label_metadata()
-        if ome == "0.4":
-            group.attrs["multiscales"] = [{"version": ome, **image}]
-            group.attrs.update({name: {"version": ome, **one} for name, one in labels.items()})
+        if ome_version == "0.4":
+            group.attrs["multiscales"] = [{"version": ome_version, **image}]
+            group.attrs.update({name: {"version": ome_version, **one} for name, one in labels.items()})
         else:
-            group.attrs["ome"] = {"version": ome, "multiscales": [image], **labels}
+            group.attrs["ome"] = {"version": ome_version, "multiscales": [image], **labels}
         return {"axes": axes, "levels": levels, "nearest": nearest}
 
     def _label_metadata(self) -> dict[str, dict[str, Any]]:
         """Return OME-NGFF's metadata of label images by name; {} if cells are not class indices."""
         colours = enumerate(class_colours(self._options["classes"]))
-        entries = [{"label-value": at, "rgba": [*colour, 255 if at else 0]} for at, colour in colours]
-        return {"image-label": {"colors": entries}} if entries else {}
+        colour_entries = [{"label-value": at, "rgba": [*colour, 255 if at else 0]} for at, colour in colours]
+        return {"image-label": {"colors": colour_entries}} if colour_entries else {}
 
     def flush(self) -> None:
         """Do nothing: writes are not buffered by this process."""
@@ -192,9 +192,9 @@ class ZarrSink(DraftSink):
     ) -> None:
         import zarr
 
-        names: Any = {"dimension_names": [name.lower() if len(name) == 1 else name for name in axes]}
+        name_arguments: Any = {"dimension_names": [name.lower() if len(name) == 1 else name for name in axes]}
         if version == 2:
-            names = {"attributes": {"_ARRAY_DIMENSIONS": names["dimension_names"]}}
+            name_arguments = {"attributes": {"_ARRAY_DIMENSIONS": name_arguments["dimension_names"]}}
         zarr.create_array(
             path,
             shape=tuple(shape),
@@ -203,23 +203,23 @@ class ZarrSink(DraftSink):
             fill_value=0 if version == 3 else None,  # in Zarr 2, xarray treats a fill value as missing
             zarr_format=version,
             chunk_key_encoding={"name": "v2" if version == 2 else "default", "separator": "/"},
-            **names,
+            **name_arguments,
         )
 
     def _dimension_names(self, like: TileSource | None) -> list[str]:
         """Return the dimension names, copied from the `like` array; coordinates are not written."""
-        stored = (
+        stored_names = (
             zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False) if like is not None else ()
         )
-        names = {letter: name for letter, name in stored if name}
+        names = {letter: name for letter, name in stored_names if name}
         return [names.get(axis, axis) for axis in self.axes]
 
     def _halved_axes(self) -> list[int]:
         """Return the axes that are halved from level to level: Y, X, and Z unless it is much shorter."""
         extents = dict(zip(self.axes, self.shape, strict=True))
         longest = max(extents.get("Y", 1), extents.get("X", 1))
-        halved = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
-        return [axis for axis, name in enumerate(self.axes) if name in halved]
+        halved_names = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
+        return [axis for axis, name in enumerate(self.axes) if name in halved_names]
 
     def _open_created_file(self, open_arguments: dict[str, Any]) -> None:
         import zarr
@@ -241,26 +241,26 @@ class ZarrSink(DraftSink):
         return self._temp_path
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
-        target, stored, whole = (
+        level, stored, stored_box = (
             self._levels[0],
             self._stored_axes.to_file(array),
             self._stored_axes.to_stored_order(cells),
         )
-        for part, complete in _split_by_chunks(whole, target.chunks, target.shape):
-            inner = relative_slices(part, whole)
+        for part, complete in _split_by_chunks(stored_box, level.chunks, level.shape):
+            array_part = relative_slices(part, stored_box)
             if complete:
-                target[part] = stored[inner]
+                level[part] = stored[array_part]
             else:  # other ranks may write the rest of these chunks
                 with _lock_chunks(self._lock_fd):
-                    target[part] = stored[inner]
+                    level[part] = stored[array_part]
 
     def _on_all_cells_written(self) -> None:
         """Write the pyramid; chunks of each level are distributed over ranks."""
         rank, size = (0, 1) if self.grid is None else (self.grid.rank, self.grid.size)
         for finer, coarser in zip(self._levels, self._levels[1:], strict=False):
             with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
-                counts = [ceil(n / c) for n, c in zip(coarser.shape, coarser.chunks, strict=True)]
-                for number, place in enumerate(product(*map(range, counts))):
+                chunk_counts = [ceil(n / c) for n, c in zip(coarser.shape, coarser.chunks, strict=True)]
+                for number, place in enumerate(product(*map(range, chunk_counts))):
                     if number % size == rank:
                         bounds = zip(place, coarser.chunks, coarser.shape, strict=True)
                         box = tuple(slice(at * c, min(n, at * c + c)) for at, c, n in bounds)
@@ -283,38 +283,38 @@ def _find_image(name: str, group: Any, level: int) -> tuple[Any, MultiscaleImage
 
 def _image_collection(ome: Any) -> tuple[str, str] | None:
     """Return the kind of a plate or well and the path of its first image; None for other groups."""
-    wells = [str(one["path"]) for one in ome.get("plate", {}).get("wells", [])]
-    if wells:
-        return f"a plate of {len(wells)} wells", f"{wells[0]}/0"
-    fields = [str(one["path"]) for one in ome.get("well", {}).get("images", [])]
-    return (f"a well of {len(fields)} images", fields[0]) if len(fields) > 1 else None
+    well_paths = [str(one["path"]) for one in ome.get("plate", {}).get("wells", [])]
+    if well_paths:
+        return f"a plate of {len(well_paths)} wells", f"{well_paths[0]}/0"
+    image_paths = [str(one["path"]) for one in ome.get("well", {}).get("images", [])]
+    return (f"a well of {len(image_paths)} images", image_paths[0]) if len(image_paths) > 1 else None
 
 
 def _split_by_chunks(cells: Cells, chunks: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Cells, bool]]:
     """Split a box into an aligned part of complete chunks and slabs around it; yield (part, is complete)."""
-    rest = list(cells)
+    remaining = list(cells)
     for axis, (chunk, n) in enumerate(zip(chunks, shape, strict=True)):
-        cut = rest[axis]
+        cut = remaining[axis]
         start = min(cut.stop, ceil(cut.start / chunk) * chunk)
         stop = cut.stop if cut.stop == n else max(start, cut.stop // chunk * chunk)
         for slab in (slice(cut.start, start), slice(stop, cut.stop)):
             if slab.start < slab.stop:
-                yield (*rest[:axis], slab, *rest[axis + 1 :]), False
-        rest[axis] = slice(start, stop)
-    if all(cut.start < cut.stop for cut in rest):
-        yield tuple(rest), True
+                yield (*remaining[:axis], slab, *remaining[axis + 1 :]), False
+        remaining[axis] = slice(start, stop)
+    if all(cut.start < cut.stop for cut in remaining):
+        yield tuple(remaining), True
 
 
 def _downsample(finer: Any, box: Cells, shape: Sequence[int], nearest: bool) -> np.ndarray:
     """Compute a box of a level from the next finer one."""
     factors = [1 if n == m else 2 for n, m in zip(finer.shape, shape, strict=True)]
-    bounds = zip(box, factors, finer.shape, strict=True)
-    cells = np.asarray(finer[tuple(slice(cut.start * f, min(n, cut.stop * f)) for cut, f, n in bounds)])
+    axis_bounds = zip(box, factors, finer.shape, strict=True)
+    cells = np.asarray(finer[tuple(slice(cut.start * f, min(n, cut.stop * f)) for cut, f, n in axis_bounds)])
     if nearest:
         return cells[tuple(slice(None, None, f) for f in factors)]
     cells = np.pad(cells, [(0, -n % f) for n, f in zip(cells.shape, factors, strict=True)], "edge")
-    split = [m for n, f in zip(cells.shape, factors, strict=True) for m in (n // f, f)]
-    mean: np.ndarray = cells.reshape(split).mean(axis=tuple(range(1, len(split), 2)), dtype=np.float64)
+    block_shape = [m for n, f in zip(cells.shape, factors, strict=True) for m in (n // f, f)]
+    mean: np.ndarray = cells.reshape(block_shape).mean(axis=tuple(range(1, len(block_shape), 2)), dtype=np.float64)
     return mean.astype(cells.dtype)
 
 

@@ -37,12 +37,12 @@ class FolderStore(LocalStore):
         codecs = list(metadata.codecs) if metadata.zarr_format == 3 else []
         if shards := [one for one in codecs if hasattr(one, "index_codecs")]:
             codecs = list(shards[0].codecs)
-            counts = [n // c for n, c in zip(array.shards, shards[0].chunk_shape, strict=True)]
-            self.shard_index = ShardIndex(shards[0], prod(counts))
-        names = [str(one.to_dict()["name"]).removeprefix("numcodecs.") for one in codecs]
+            chunk_counts = [n // c for n, c in zip(array.shards, shards[0].chunk_shape, strict=True)]
+            self.shard_index = ShardIndex(shards[0], prod(chunk_counts))
+        codec_names = [str(one.to_dict()["name"]).removeprefix("numcodecs.") for one in codecs]
         if metadata.zarr_format == 2 and metadata.compressor is not None:
-            names = [str(metadata.compressor.codec_id)]
-        self.compressor_name = next((name for name in reversed(names) if name != "crc32c"), "")
+            codec_names = [str(metadata.compressor.codec_id)]
+        self.compressor_name = next((name for name in reversed(codec_names) if name != "crc32c"), "")
         self.max_chunk_bytes = _MAX_EXPANSION * prod(array.chunks) * array.dtype.itemsize + _EXPANSION_MARGIN_BYTES
 
     def get_sync(self, key: str, **options: Any) -> Any:
@@ -79,25 +79,25 @@ class FolderStore(LocalStore):
         if content is None or not self.max_chunk_bytes or key.endswith(_METADATA_SUFFIXES):
             return content
         raw = memoryview(content.as_numpy_array())
-        pieces = [raw]
+        chunks = [raw]
         if self.shard_index is not None:
-            of_index = byte_range is not None and (
-                not hasattr(byte_range, "end") or (byte_range.start == 0 and self.shard_index.at_start)
+            is_index = byte_range is not None and (
+                not hasattr(byte_range, "end") or (byte_range.start == 0 and self.shard_index.index_at_start)
             )
-            if byte_range is None or of_index:
-                entries = self.shard_index.chunk_ranges(raw)
-                if (entries >> np.uint64(62)).any():
+            if byte_range is None or is_index:
+                chunk_ranges = self.shard_index.chunk_ranges(raw)
+                if (chunk_ranges >> np.uint64(62)).any():
                     raise self._damage_error(key, _OUTSIDE_MESSAGE)
-                if (entries[1:, 0] < entries[:-1].sum(axis=1)).any():
+                if (chunk_ranges[1:, 0] < chunk_ranges[:-1].sum(axis=1)).any():
                     raise self._damage_error(key, "has an index in which chunks overlap")
-                if of_index:
+                if is_index:
                     return content
-                if (entries.sum(axis=1) > len(raw)).any() or not entries[:, 1].all():
+                if (chunk_ranges.sum(axis=1) > len(raw)).any() or not chunk_ranges[:, 1].all():
                     raise self._damage_error(key, _OUTSIDE_MESSAGE)
-                pieces = [raw[start : start + length] for start, length in entries.tolist()]
+                chunks = [raw[start : start + length] for start, length in chunk_ranges.tolist()]
             elif not 0 < byte_range.end - byte_range.start == len(raw):
                 raise self._damage_error(key, _OUTSIDE_MESSAGE)
-        for piece in pieces:
+        for piece in chunks:
             if self._decompressed_size(piece) > self.max_chunk_bytes:
                 raise self._damage_error(
                     key, f"unpacks to more than {format_bytes(self.max_chunk_bytes)}, the limit for its shape"
@@ -124,27 +124,27 @@ class ShardIndex:
 
     Attributes
     ----------
-    at_start : bool
+    index_at_start : bool
         Whether the index precedes the chunks.
     """
 
     def __init__(self, codec: Any, count: int) -> None:
         codecs = [one.to_dict() for one in codec.index_codecs]
-        self.at_start = codec.index_location.value == "start"
+        self.index_at_start = codec.index_location.value == "start"
         self._chunk_count, self._checksum_bytes = count, sum(4 for one in codecs if one["name"] == "crc32c")
         self._has_usual_codecs = {one["name"] for one in codecs} <= {"bytes", "crc32c"}
-        big = any(one.get("configuration", {}).get("endian") == "big" for one in codecs)
-        self._dtype = ">u8" if big else "<u8"
+        is_big_endian = any(one.get("configuration", {}).get("endian") == "big" for one in codecs)
+        self._dtype = ">u8" if is_big_endian else "<u8"
 
     def chunk_ranges(self, raw: memoryview) -> np.ndarray:
         """Return the start and length (n, 2) of each chunk of an index or a shard, in file order.
 
         The result is empty for unusual codecs, and for an incomplete index, which zarr reports.
         """
-        size = 16 * self._chunk_count
-        start = 0 if self.at_start else len(raw) - size - self._checksum_bytes
-        if not self._has_usual_codecs or start < 0 or size > len(raw):
+        index_bytes = 16 * self._chunk_count
+        index_start = 0 if self.index_at_start else len(raw) - index_bytes - self._checksum_bytes
+        if not self._has_usual_codecs or index_start < 0 or index_bytes > len(raw):
             return np.empty((0, 2), np.uint64)
-        pairs = np.frombuffer(raw[start : start + size], self._dtype).reshape(-1, 2)
-        pairs = pairs[(pairs != _MISSING_CHUNK_MARK).any(axis=1)]
-        return pairs[np.argsort(pairs[:, 0], kind="stable")].astype(np.uint64)
+        ranges = np.frombuffer(raw[index_start : index_start + index_bytes], self._dtype).reshape(-1, 2)
+        ranges = ranges[(ranges != _MISSING_CHUNK_MARK).any(axis=1)]
+        return ranges[np.argsort(ranges[:, 0], kind="stable")].astype(np.uint64)
