@@ -37,7 +37,7 @@ def test_three_splits(write_files, tmp_path):
     test_files = {"images": f"{tmp_path}/new/*.npy", "labels": f"{tmp_path}/drawn/*.npy"}
     data = open_dataset(nd.ProcessGrid.serial(), fields, test=test_files)
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 3, "validation": 2, "test": 1}
-    (top, left), y, x = data.test._positions.first_cell(0), data.test.targets([0]), data.test.images([0])
+    (top, left), y, x = data.test._crop_positions.first_cell(0), data.test.targets([0]), data.test.images([0])
     np.testing.assert_array_equal(y[0], mask[top : top + 24, left : left + 30])
     factor, offset = data.train.factor_and_subtrahend
     np.testing.assert_allclose(x[0], image[top : top + 24, left : left + 30] * factor - offset, rtol=1e-5, atol=1e-5)

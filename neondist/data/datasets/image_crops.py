@@ -28,10 +28,10 @@ class RandomCropPositions:
 
     Parameters
     ----------
-    keys : array of int, one per sample
-    extents : extents of the samples' images
-    shape : extents of a crop
-    purpose : name of the random stream
+    sample_keys : array of int, one per sample
+    image_extents : extents of the samples' images
+    crop_shape : extents of a crop
+    stream_name : name of the random stream
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class Photographs(Dataset):
 
 
 class PhotographCrops:
-    """One tile of `count` crops; indexing with an integer array gives float32 tiles (n, *tile, 1)."""
+    """One tile of `num_crops` crops; indexing with an integer array gives float32 tiles (n, *tile, 1)."""
 
     def __init__(
         self,

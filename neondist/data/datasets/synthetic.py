@@ -99,7 +99,7 @@ _BLOCK_CELLS = 1 << 18
 
 
 class Gratings:
-    """One tile of `count` images, computed on demand.
+    """One tile of `num_images` images, computed on demand.
 
     Indexing with an integer array gives float32 tiles (n, *tile, C). The sine of the sum of the axes' angles is
     computed by products and sums from sines and cosines along whole axes: cells are bitwise the same in every tile.
@@ -110,7 +110,7 @@ class Gratings:
         Global shape of an image, (*spatial, C).
     tile : tuple of slice
         This rank's cells in an image, one slice per axis, channels included.
-    classes, count : int
+    classes, num_images : int
         Number of classes and of images.
     key : tuple
         Key of the random numbers of this split and seed.

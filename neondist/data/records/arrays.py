@@ -20,7 +20,7 @@ class HDF5Records(RecordReader):
     Parameters
     ----------
     path : path
-    array : str
+    name : name of the array
     """
 
     def __init__(self, path: Path, name: str) -> None:
