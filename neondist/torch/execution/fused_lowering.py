@@ -237,7 +237,7 @@ class FusedLowering(ProgramLowering):
             [out.dtype for out in outputs],
             self.mesh.axes,
             has_several_results=True,
-            partial=layouts is not None,
+            is_partial=layouts is not None,
         )
         self.steps[-1].kind_args = None  # the step also runs if this rank has no index of some outputs
         self.steps[-1].blocks = blocks

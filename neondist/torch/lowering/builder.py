@@ -52,24 +52,24 @@ class PlanBuilder(StepListBuilder):
             Whether windows slide over the view, so that a border scheme may replace the exact exchange.
         """
         axes = axes_of((reach.out_partition,) for reach in reaches.values())
-        inside = value.axes | axes if partition_axes is None else frozenset(partition_axes)
-        lost = axes_of(value.layout) - inside  # the result is replicated along these axes
-        if lost:
-            value = self.gather(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
-        requests, pads, moved = [], [], []
+        work_axes = value.axes | axes if partition_axes is None else frozenset(partition_axes)
+        lost_axes = axes_of(value.layout) - work_axes  # the result is replicated along these axes
+        if lost_axes:
+            value = self.gather(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost_axes])
+        requests, pads, moved_requests = [], [], []
         for dim, reach in sorted(reaches.items()):
-            request, around = dim_request_of(reach, dim, self.single_atom(value, dim))
+            request, paddings = dim_request_of(reach, dim, self.single_atom(value, dim))
             requests.append(request)
-            pads.append((dim, *around[request.part(self._place)]))
-            if any(map(any, around)) or not request.requests_only_own_cells:
-                moved.append(request)
-        if not moved:
-            return self.sum_gradient(value, inside)
-        requests = [request for request in requests if request in moved or request.used is not None]
-        view = self.transfer(value, requests, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
-        if has_sliding_windows and all(each.axis == each.source.axis and each.dim > 1 for each in moved):
-            step = self.steps[-1]
-            step.is_window_view = step.transfer is not None and not step.transfer.needs_no_messages
+            pads.append((dim, *paddings[request.part(self._place)]))
+            if any(map(any, paddings)) or not request.requests_only_own_cells:
+                moved_requests.append(request)
+        if not moved_requests:
+            return self.sum_gradient(value, work_axes)
+        requests = [request for request in requests if request in moved_requests or request.used is not None]
+        view = self.transfer(value, requests, work_axes, tuple(pad for pad in pads if any(pad[1:])), fill)
+        if has_sliding_windows and all(each.axis == each.source.axis and each.dim > 1 for each in moved_requests):
+            view_step = self.steps[-1]
+            view_step.is_window_view = view_step.transfer is not None and not view_step.transfer.needs_no_messages
         return view
 
     def transfer(
@@ -91,33 +91,33 @@ class PlanBuilder(StepListBuilder):
 
     def gather(self, value: Value, dims: Iterable[int] | None = None) -> Value:
         """Return a value with all indices (along `dims`, if given) on every rank, for replicated work."""
-        rank = len(value.layout)
-        chosen = set(range(rank)) if dims is None else {dim % rank for dim in dims}
-        axes = axes_of(value.layout[dim] for dim in chosen)
+        ndim = len(value.layout)
+        gathered_dims = set(range(ndim)) if dims is None else {dim % ndim for dim in dims}
+        axes = axes_of(value.layout[dim] for dim in gathered_dims)
         if not axes:
             return value
-        expanded = self._split_to_atoms(value)
+        split_value = self._split_to_atoms(value)
         requests = tuple(
             DimRequest(at, atom, None, (((0, atom.extent),),))
-            for at, (atom,) in enumerate(expanded.layout)
+            for at, (atom,) in enumerate(split_value.layout)
             if atom.axis in axes
         )
-        rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
-        result = self._new_value(local_shape(rest, self._place), value.axes - axes, value.dtype, value.kind, rest)
-        self._add_step("gather", [expanded], [result], transfer=ViewTransfer(self.mesh.parts, requests))
-        return self.reshape_local(result, replicated_along(value.layout, chosen))
+        layout = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in split_value.layout)
+        result = self._new_value(local_shape(layout, self._place), value.axes - axes, value.dtype, value.kind, layout)
+        self._add_step("gather", [split_value], [result], transfer=ViewTransfer(self.mesh.parts, requests))
+        return self.reshape_local(result, replicated_along(value.layout, gathered_dims))
 
     def reshard(self, value: Value, layout: Layout) -> Value:
         """Return a value repartitioned as `layout`, whose atoms differ only in their axes and bounds."""
         if value.layout == layout:
             return value
-        expanded = self._split_to_atoms(value)
-        target = [atom for dim in layout for atom in dim]
-        target = _insert_unit_atoms([dim[0] for dim in expanded.layout], target)
-        pairs = enumerate(zip(target, expanded.layout, strict=True))
+        split_value = self._split_to_atoms(value)
+        target_atoms = [atom for dim in layout for atom in dim]
+        target_atoms = _insert_unit_atoms([dim[0] for dim in split_value.layout], target_atoms)
+        pairs = enumerate(zip(target_atoms, split_value.layout, strict=True))
         reaches = {dim: Reach(new) for dim, (new, (old,)) in pairs if new != old}
-        seen = self.view(expanded, reaches, axes_of(layout))
-        return self.reshape_local(seen, layout)
+        view = self.view(split_value, reaches, axes_of(layout))
+        return self.reshape_local(view, layout)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Return a value of another global shape; partition boundaries that do not fit are first moved or removed."""
@@ -159,11 +159,11 @@ class PlanBuilder(StepListBuilder):
             atoms += [Atom(atom.extent) for atom in new] if is_whole else dim
         if all(dim == new for dim, new in zip(value.layout, aligned_dims, strict=True)):
             return self.sum_gradient(value, partition_axes)
-        expanded = self._reshape_to_atoms(value, atoms)
-        flat = [atom for dim in aligned_dims for atom in dim]
-        reaches = {dim: Reach(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
-        seen = self.view(expanded, reaches, partition_axes)
-        return self._merge_view_dims(seen, tuple(aligned_dims))
+        split_value = self._reshape_to_atoms(value, atoms)
+        new_atoms = [atom for dim in aligned_dims for atom in dim]
+        reaches = {dim: Reach(new) for dim, (old, new) in enumerate(zip(atoms, new_atoms, strict=True)) if old != new}
+        view = self.view(split_value, reaches, partition_axes)
+        return self._merge_view_dims(view, tuple(aligned_dims))
 
     def align_pointwise(self, values: Sequence[Value]) -> tuple[list[Value], Layout]:
         """Return values aligned for a pointwise operation, and the layout of its results."""
@@ -173,11 +173,11 @@ class PlanBuilder(StepListBuilder):
     def partition_as(self, value: Value, layout: Layout) -> Value:
         """Return a value partitioned as `layout`; partitioned dimensions with other atoms are gathered first."""
         if value.kind in ("parameter", "constant") and not value.axes and value.shape == shape_of(layout):
-            part = self.dim_parts_of_tiles(layout)
-            if part is not None:
-                return self.own_part(value, layout, part)
-        seen = self.align_for_broadcast(value, layout, axes_of(layout))
-        return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
+            dim_part = self.dim_parts_of_tiles(layout)
+            if dim_part is not None:
+                return self.own_part(value, layout, dim_part)
+        aligned = self.align_for_broadcast(value, layout, axes_of(layout))
+        return aligned if aligned.layout_or_none == layout else self.local(lambda x: x, [aligned], layout)
 
     def dim_parts_of_tiles(self, layout: Layout) -> DimPart | None:
         """Return the parts of a tensor of this layout if they are ranges of one dimension that differ between tiles."""
@@ -189,11 +189,11 @@ class PlanBuilder(StepListBuilder):
 
         Each rank then has these dimensions whole for a part of the tensor, instead of having the whole tensor.
         """
-        kept = {dim % len(layout) for dim in dims}
-        resharded = list(replicated_along(layout, kept))
-        for axis in sorted(axes_of(layout[dim] for dim in kept) - axes_of(resharded)):
-            free = [dim for dim, cut in enumerate(resharded) if dim not in kept and not axes_of((cut,))]
-            extent, dim = max(((shape_of((resharded[dim],))[0], -dim) for dim in free), default=(0, 0))
+        whole_dims = {dim % len(layout) for dim in dims}
+        resharded = list(replicated_along(layout, whole_dims))
+        for axis in sorted(axes_of(layout[dim] for dim in whole_dims) - axes_of(resharded)):
+            free_dims = [dim for dim, cut in enumerate(resharded) if dim not in whole_dims and not axes_of((cut,))]
+            extent, dim = max(((shape_of((resharded[dim],))[0], -dim) for dim in free_dims), default=(0, 0))
             if extent >= self.mesh.parts[axis]:
                 resharded[-dim] = (self.mesh.even_atom(extent, axis),)
         return tuple(resharded)
@@ -206,8 +206,8 @@ class PlanBuilder(StepListBuilder):
             return self.sum_gradient(value, partition_axes)
         atoms = [(atom, at in dims and atom.axis is not None) for at, dim in enumerate(value.layout) for atom in dim]
         reaches = {at: Reach(Atom(atom.extent)) for at, (atom, expanding) in enumerate(atoms) if expanding}
-        seen = self.view(self._split_to_atoms(value), reaches, partition_axes)
-        return self._merge_view_dims(seen, layout)
+        view = self.view(self._split_to_atoms(value), reaches, partition_axes)
+        return self._merge_view_dims(view, layout)
 
     def gather_as(self, value: Value, target: Layout, partition_axes: Iterable[int]) -> Value:
         """Return a value aligned to a layout, gathered along the dimensions that are whole in that layout."""
@@ -221,8 +221,8 @@ class PlanBuilder(StepListBuilder):
             value, dims = self.gather(value, dims), []
         if not dims:
             return self.align_for_broadcast(value, target, partition_axes)
-        kept = {*dims, *(at for at, n in enumerate(value.shape) if n == 1)}
-        layout = [dim if at in kept else target[offset + at] for at, dim in enumerate(value.layout)]
+        kept_dims = {*dims, *(at for at, n in enumerate(value.shape) if n == 1)}
+        layout = [dim if at in kept_dims else target[offset + at] for at, dim in enumerate(value.layout)]
         value = self.reshard(value, tuple(layout))
         return self.view_whole_along(value, dims, partition_axes)
 
@@ -231,17 +231,17 @@ class PlanBuilder(StepListBuilder):
 
         Along these dimensions, results are partitioned like the first value, unless the same axes partition others.
         """
-        first, chosen = values[0].layout, set(dims)
-        rest = self.pointwise_layout(
-            [tuple((Atom(1),) if at in chosen else dim for at, dim in enumerate(v.layout)) for v in values]
+        first, dims = values[0].layout, set(dims)
+        other_dims = self.pointwise_layout(
+            [tuple((Atom(1),) if at in dims else dim for at, dim in enumerate(v.layout)) for v in values]
         )
-        busy = axes_of(rest)
-        back = tuple(
-            whole_if_partitioned_along(dim, busy) if at in chosen else rest[at] for at, dim in enumerate(first)
+        used_axes = axes_of(other_dims)
+        final_layout = tuple(
+            whole_if_partitioned_along(dim, used_axes) if at in dims else other_dims[at] for at, dim in enumerate(first)
         )
-        seen = self.reshard_away_from(back, chosen)
-        layouts = [tuple((Atom(n),) if at in chosen else seen[at] for at, n in enumerate(v.shape)) for v in values]
-        return [self.partition_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
+        resharded = self.reshard_away_from(final_layout, dims)
+        layouts = [tuple((Atom(n),) if at in dims else resharded[at] for at, n in enumerate(v.shape)) for v in values]
+        return [self.partition_as(value, layout) for value, layout in zip(values, layouts, strict=True)], final_layout
 
     def gather_into_single_atoms(self, value: Value, dims: Iterable[int]) -> Value:
         """Return the value, gathered along those of the dimensions that consist of several atoms."""
@@ -249,31 +249,31 @@ class PlanBuilder(StepListBuilder):
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return the layout of a pointwise result: each dimension as in one of the values, preferably split evenly."""
-        rank = max(len(layout) for layout in layouts)
+        ndim = max(len(layout) for layout in layouts)
         common_dims: list[Dim] = []
-        used: set[int] = set()
-        for at in range(-rank, 0):
+        used_axes: set[int] = set()
+        for at in range(-ndim, 0):
             dims = [layout[at] for layout in layouts if len(layout) >= -at]
             extent = max((shape_of((dim,))[0] for dim in dims), default=1)
             if any(shape_of((dim,))[0] == 0 for dim in dims):
                 extent = 0
-            full = [dim for dim in dims if shape_of((dim,))[0] == extent]
-            cut = [dim for dim in full if axes_of((dim,))]
-            cut.sort(key=lambda dim: dim != tuple(self.mesh.even_atom(a.extent, a.axis) for a in dim))
-            chosen = next((dim for dim in cut if not axes_of((dim,)) & used), None)
-            if chosen is None:
-                chosen = (Atom(extent),)
-            used |= axes_of((chosen,))
-            common_dims.append(chosen)
+            full_dims = [dim for dim in dims if shape_of((dim,))[0] == extent]
+            partitioned_dims = [dim for dim in full_dims if axes_of((dim,))]
+            partitioned_dims.sort(key=lambda dim: dim != tuple(self.mesh.even_atom(a.extent, a.axis) for a in dim))
+            chosen_dim = next((dim for dim in partitioned_dims if not axes_of((dim,)) & used_axes), None)
+            if chosen_dim is None:
+                chosen_dim = (Atom(extent),)
+            used_axes |= axes_of((chosen_dim,))
+            common_dims.append(chosen_dim)
         return tuple(common_dims)
 
-    def _merge_view_dims(self, seen: Value, layout: Layout) -> Value:
+    def _merge_view_dims(self, view: Value, layout: Layout) -> Value:
         """Return a view, which has one dimension per atom, with its dimensions merged as in a layout."""
-        if len(seen.local) == len(layout):
-            return seen
+        if len(view.local) == len(layout):
+            return view
         shape_at = partial(local_shape, layout)
-        result = self._new_value(shape_at(self._place), seen.axes, seen.dtype, seen.kind, shape_at=shape_at)
-        self._add_local_step([seen], [result], lambda shape, x: (x.reshape(shape),), shape_at)
+        result = self._new_value(shape_at(self._place), view.axes, view.dtype, view.kind, shape_at=shape_at)
+        self._add_local_step([view], [result], lambda shape, x: (x.reshape(shape),), shape_at)
         return result
 
     def _split_to_atoms(self, value: Value) -> Value:
@@ -288,22 +288,22 @@ def _has_same_atoms(dim: Dim, target: Dim) -> bool:
     return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
 
 
-def _align_bounds(dim: Dim, problem: UnalignedPartitionError, mesh: Mesh) -> Dim:
+def _align_bounds(dim: Dim, error: UnalignedPartitionError, mesh: Mesh) -> Dim:
     """Return the dimension with the bounds of the problem's atom at multiples of `problem.required_multiple`."""
     atoms = []
     for atom in dim:
-        if atom == problem.atom:
-            major = mesh.even_atom(atom.extent // problem.required_multiple, atom.axis)
-            atom = major.scaled(problem.required_multiple)
+        if atom == error.atom:
+            major = mesh.even_atom(atom.extent // error.required_multiple, atom.axis)
+            atom = major.scaled(error.required_multiple)
         atoms.append(atom)
     return tuple(atoms)
 
 
-def _insert_unit_atoms(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
+def _insert_unit_atoms(old_atoms: Sequence[Atom], new_atoms: Sequence[Atom]) -> list[Atom]:
     """Return a new atom for each old one: the next of the same extent, or an atom of one index."""
-    if len(old) == len(new):
-        return list(new)
-    matched, rest = [], list(new)
-    for atom in old:
-        matched.append(rest.pop(0) if rest and rest[0].extent == atom.extent else Atom(1))
+    if len(old_atoms) == len(new_atoms):
+        return list(new_atoms)
+    matched, remaining = [], list(new_atoms)
+    for atom in old_atoms:
+        matched.append(remaining.pop(0) if remaining and remaining[0].extent == atom.extent else Atom(1))
     return matched

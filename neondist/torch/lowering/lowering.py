@@ -78,8 +78,8 @@ class Lowering(PlanBuilder):
 
     def _record_operator_name(self, name: str, result: Any) -> None:
         """Record the operator that the last step computes."""
-        first = result[0] if isinstance(result, tuple) and result else result
-        if isinstance(first, Value) and first.id in self.steps[-1].outputs[:1]:
+        first_value = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first_value, Value) and first_value.id in self.steps[-1].outputs[:1]:
             self.steps[-1].op_name = name
 
     def _lower_operator(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -93,26 +93,26 @@ class Lowering(PlanBuilder):
         applies_if_replicated = rule is not None and (
             rule.applies_if_replicated or self.partitions_channels
         )  # even if all ranks have all values
-        random = _is_random(target, bound)  # each rank would draw different numbers
+        is_random = _is_random(target, bound)  # each rank would draw different numbers
         if rule is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
             self.refuse("PyTorch has no gradient for it")
-        if not (applies_if_replicated or random or axes_of_values(values)):
+        if not (applies_if_replicated or is_random or axes_of_values(values)):
             return self.compute_replicated()
         if rule is not None:
-            values_by_name = {name: bound[name] for name in rule.whole if isinstance(bound.get(name), Value)}
-            result = rule.function(self, **bound | {name: self.gather(value) for name, value in values_by_name.items()})
+            whole_values = {name: bound[name] for name in rule.whole if isinstance(bound.get(name), Value)}
+            result = rule.function(self, **bound | {name: self.gather(value) for name, value in whole_values.items()})
             returns_tensor = [str(returned.type) for returned in target._schema.returns] == ["Tensor"]
             if returns_tensor and not isinstance(result, Value | tuple):  # a tuple: with new values of written buffers
                 self.refuse(f"its rule {rule.function.__name__} returns {type(result).__name__} instead of a value")
             return result
-        if not random and self._is_pointwise:
+        if not is_random and self._is_pointwise:
             return self.lower_pointwise(target, args, kwargs)
-        inner = self.decompose()
-        if inner is not None:
-            return inner
+        decomposed = self.decompose()
+        if decomposed is not None:
+            return decomposed
         if not self.mesh.axes:
             return self.compute_replicated()
-        if random:
+        if is_random:
             self.refuse("each rank would draw its own random numbers", _REMEDY_FOR_RANDOM_NUMBERS)
         return self.refuse()
 
@@ -139,8 +139,8 @@ class Lowering(PlanBuilder):
         self, results: Any, target: Any, run: Callable[..., Any], values: Sequence[Value]
     ) -> Any:
         """Mark results of a pointwise operator that have no gradient as constant, and return all results."""
-        every = pytree.tree_leaves(results)
-        self.mark_constants(every, self._results_have_gradients(target, run, values, [y.dtype for y in every]))
+        leaves = pytree.tree_leaves(results)
+        self.mark_constants(leaves, self._results_have_gradients(target, run, values, [y.dtype for y in leaves]))
         return results
 
     def local_call(
@@ -176,10 +176,10 @@ class Lowering(PlanBuilder):
             if argument.kwarg_only or argument.name not in kwargs:
                 break
             args.append(kwargs.pop(argument.name))
-        entry = None if builtin_only else decomposition_table.get(target)
-        runs = [entry, target.decompose if target._can_decompose() else None]
+        table_entry = None if builtin_only else decomposition_table.get(target)
+        decompositions = [table_entry, target.decompose if target._can_decompose() else None]
         # some entries of the table take arguments that differ from the operator's, such as a loss's reduction by name
-        results = (self.trace_and_lower(*tensor_call(run, args, kwargs)) for run in runs if run is not None)
+        results = (self.trace_and_lower(*tensor_call(run, args, kwargs)) for run in decompositions if run is not None)
         result = next((result for result in results if result is not None), None)
         return self._detach_as_in_pytorch(result, target, args, kwargs) if isinstance(result, tuple) else result
 
@@ -191,11 +191,11 @@ class Lowering(PlanBuilder):
                 outputs = _run_with_gradients(run, values, [self.fake_tensor(value) for value in values])
         except RuntimeError:  # PyTorch has no gradient with respect to an argument
             return results
-        each = outputs if isinstance(outputs, tuple) else (outputs,)
-        detached = [isinstance(output, torch.Tensor) and not output.requires_grad for output in each]
+        output_tuple = outputs if isinstance(outputs, tuple) else (outputs,)
+        detached_flags = [isinstance(output, torch.Tensor) and not output.requires_grad for output in output_tuple]
         return tuple(
             self.detach(value) if isinstance(value, Value) and value.kind != "constant" and is_detached else value
-            for value, is_detached in zip_longest(results, detached)
+            for value, is_detached in zip_longest(results, detached_flags)
         )
 
     def trace_and_lower(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
@@ -210,18 +210,18 @@ class Lowering(PlanBuilder):
                         graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
         except Exception:  # untraceable functions cannot be decomposed
             return None
-        outer = self.fake_out
+        outer_fake_out = self.fake_out
         try:
             return self._lower_inline(graph, values)
         finally:
-            self.fake_out = outer
+            self.fake_out = outer_fake_out
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return the value of an argument whose node has been lowered."""
         if not isinstance(arg, torch.fx.Node):
             return arg
-        one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
-        if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
+        is_one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
+        if is_one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
             producer: Any = arg.args[0]
             self.where = self.where._replace(operator=str(producer.target))
             self.refuse(f"its result {arg.args[1]} is used, but its rule does not compute that result")
@@ -240,10 +240,10 @@ class Lowering(PlanBuilder):
     def _lower_inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
         """Lower another graph in place of the current operator."""
         env: dict[torch.fx.Node, Any] = {}
-        waiting = list(inputs)[::-1]
+        remaining_inputs = list(inputs)[::-1]
         for node in graph.graph.nodes:
             if node.op == "placeholder":
-                env[node] = waiting.pop()
+                env[node] = remaining_inputs.pop()
             elif node.op == "get_attr":
                 env[node] = self.add_constant(getattr(graph, node.target))
             elif node.op == "output":
@@ -254,10 +254,10 @@ class Lowering(PlanBuilder):
                 store_result(env, node, self.lower_call(node.meta.get("out_of_place", node.target), args, kwargs))
         return None
 
-    def first_result(self, value: Value) -> Any:
+    def as_first_result(self, value: Value) -> Any:
         """Return the first result of the current operator, followed by None for each of its further results."""
-        outs = self.fake_out
-        return (value, *[None] * (len(outs) - 1)) if isinstance(outs, (tuple, list)) else value
+        fake_outs = self.fake_out
+        return (value, *[None] * (len(fake_outs) - 1)) if isinstance(fake_outs, (tuple, list)) else value
 
     def lower_pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower a pointwise operation."""
@@ -291,18 +291,18 @@ def tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         target = torch.ops.aten.reshape.default
 
     def run(*tensors: torch.Tensor) -> Any:
-        rest = iter(tensors)
-        positional, named = pytree.tree_unflatten([next(rest) if isinstance(x, Value) else x for x in leaves], spec)
+        inputs = iter(tensors)
+        positional, named = pytree.tree_unflatten([next(inputs) if isinstance(x, Value) else x for x in leaves], spec)
         return target(*positional, **named)
 
     if values == [arg for arg in args if isinstance(arg, Value)]:  # no value is in a list: passes rebuild no tree
-        places = [i for i, arg in enumerate(args) if isinstance(arg, Value)]
+        positions = [i for i, arg in enumerate(args) if isinstance(arg, Value)]
 
         def run_flat(*tensors: torch.Tensor) -> Any:
-            filled = list(args)
-            for i, tensor in zip(places, tensors, strict=True):
-                filled[i] = tensor
-            return target(*filled, **kwargs)
+            filled_args = list(args)
+            for i, tensor in zip(positions, tensors, strict=True):
+                filled_args[i] = tensor
+            return target(*filled_args, **kwargs)
 
         return values, run_flat
     return values, run

@@ -62,9 +62,9 @@ class StepListBuilder:
             Maps the place of a rank or block to the first argument of `run` there.
         """
         values = [arg for arg in args if arg is not None]
-        inside = axes_of_values(values) | axes_of(layout) | frozenset(partition_axes)
-        run = _accepting_missing(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
-        (result,) = self._add_local(run, values, [layout], [dtype or values[0].dtype], inside, at=at)
+        work_axes = axes_of_values(values) | axes_of(layout) | frozenset(partition_axes)
+        run = _pass_none_for_missing(run, [*[True] * (at is not None), *(arg is not None for arg in args)])
+        (result,) = self._add_local(run, values, [layout], [dtype or values[0].dtype], work_axes, at=at)
         return result
 
     def local_results(
@@ -76,10 +76,10 @@ class StepListBuilder:
     ) -> tuple[Value, ...]:
         """Return several local results with the dtypes of fake tensors, by default replicated with their shapes."""
         layouts = [replicated(out.shape) for out in outs] if layouts is None else layouts
-        inside = axes_of_values(args)
+        axes = axes_of_values(args)
         for layout in layouts:
-            inside |= axes_of(layout)
-        return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], inside, has_several_results=True))
+            axes |= axes_of(layout)
+        return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], axes, has_several_results=True))
 
     def without_gradient(self, value: Value) -> Value:
         """Mark a new local result as constant, in place, and return it."""
@@ -90,9 +90,9 @@ class StepListBuilder:
         """Return a value detached from its gradient, and constant even on ranks without elements."""
         return self.without_gradient(self.local(torch.Tensor.detach, [value], value.layout))
 
-    def mark_constants(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
+    def mark_constants(self, results: Sequence[Value], have_gradients: Sequence[bool]) -> Sequence[Value]:
         """Mark results without a gradient as constant, and return all results."""
-        for value, has_gradient in zip(results, gradients, strict=True):
+        for value, has_gradient in zip(results, have_gradients, strict=True):
             value.kind = value.kind if has_gradient else "constant"
         return results
 
@@ -112,7 +112,7 @@ class StepListBuilder:
         """
         axes = frozenset(axes)
         partition_axes = axes_of_values(args) | axes | axes_of(layout)
-        (part,) = self._add_local(run, args, [layout], [dtype or args[0].dtype], partition_axes, partial=True, at=at)
+        (part,) = self._add_local(run, args, [layout], [dtype or args[0].dtype], partition_axes, is_partial=True, at=at)
         part.axes = partition_axes
         if not axes:
             return part
@@ -127,49 +127,49 @@ class StepListBuilder:
         """Return x (N, C, ...) normalised in each group and scaled, and the mean and variance of each group."""
         partition_axes = x.axes
         params = [None if value is None else self.sum_gradient(value, partition_axes) for value in (weight, bias)]
-        scaled = any(value is not None and value.kind != "constant" for value in params)
-        kind = "value" if x.kind == "constant" and scaled else x.kind
+        has_gradient = any(value is not None and value.kind != "constant" for value in params)
+        kind = "value" if x.kind == "constant" and has_gradient else x.kind
         y = self._new_value(x.local, x.axes, x.dtype, kind, x.layout)
-        shape, left = local_shape(groups, self._place), partition_axes - moments.axes
-        mean, variance = (self._new_value(shape, left, x.dtype, "constant", groups) for _ in range(2))
+        shape, axes = local_shape(groups, self._place), partition_axes - moments.axes
+        mean, variance = (self._new_value(shape, axes, x.dtype, "constant", groups) for _ in range(2))
         inputs = [x, *(value for value in params if value is not None)]
         self._add_step("norm", inputs, [y, mean, variance], kind_args=(moments, *(p is not None for p in params)))
         return y, mean, variance
 
     def ring_attention(self, args: Sequence[Value], layout: Layout, ring: RingPlan) -> Value:
         """Return ring attention of queries, keys and values; a fourth argument is the mask."""
-        entered = [self.sum_gradient(value, axes_of(layout)) for value in args]
-        kind = "constant" if all(value.kind == "constant" for value in entered) else "value"
+        inputs = [self.sum_gradient(value, axes_of(layout)) for value in args]
+        kind = "constant" if all(value.kind == "constant" for value in inputs) else "value"
         result = self._new_value(local_shape(layout, self._place), axes_of(layout), args[0].dtype, kind, layout)
-        self._add_step("ring", entered, [result], axes=axes_of([ring.keys]), kind_args=ring)
+        self._add_step("ring", inputs, [result], axes=axes_of([ring.keys]), kind_args=ring)
         return result
 
     def sum_gradient(self, value: Value, partition_axes: Iterable[int]) -> Value:
         """Return a value for use in work partitioned over `partition_axes`; its gradient is summed where necessary."""
         partition_axes = frozenset(partition_axes)
-        missing = (self.mesh.axes - partition_axes) if value.kind == "parameter" else (partition_axes - value.axes)
-        if value.kind == "constant" or not missing or not supports_gradients(value.dtype):
+        missing_axes = (self.mesh.axes - partition_axes) if value.kind == "parameter" else (partition_axes - value.axes)
+        if value.kind == "constant" or not missing_axes or not supports_gradients(value.dtype):
             return value
-        key = value.id, missing
+        key = value.id, missing_axes
         if key not in self._values_with_summed_gradient:
-            entered = self._new_value(
+            result = self._new_value(
                 value.local, value.axes | partition_axes, value.dtype, value.kind, value.layout_or_none
             )
             if value.kind == "parameter":
-                counts = all(self._place[axis] == 0 for axis in missing)
-                self._add_step("counted", [value], [entered], contributes_gradient=counts)
-                entered.kind = "value"
+                contributes = all(self._place[axis] == 0 for axis in missing_axes)
+                self._add_step("counted", [value], [result], contributes_gradient=contributes)
+                result.kind = "value"
             else:
-                self._add_step("spread", [value], [entered], axes=missing)
-            self._values_with_summed_gradient[key] = entered
+                self._add_step("spread", [value], [result], axes=missing_axes)
+            self._values_with_summed_gradient[key] = result
         return self._values_with_summed_gradient[key]
 
-    def own_part(self, value: Value, layout: Layout, part: DimPart) -> Value:
+    def own_part(self, value: Value, layout: Layout, dim_part: DimPart) -> Value:
         """Return the part of a parameter or constant that each rank uses, as partitioned in `layout`."""
         shape, axes = local_shape(layout, self._place), axes_of(layout)
-        own = self._new_value(shape, axes, value.dtype, value.kind, layout)
-        self._add_step("part", [value], [own], kind_args=part)
-        return own
+        result = self._new_value(shape, axes, value.dtype, value.kind, layout)
+        self._add_step("part", [value], [result], kind_args=dim_part)
+        return result
 
     def add_constant(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor known at planning time."""
@@ -213,24 +213,24 @@ class StepListBuilder:
         dtypes: Sequence[torch.dtype],
         partition_axes: frozenset[int],
         has_several_results: bool = False,
-        partial: bool = False,
+        is_partial: bool = False,
         at: PlaceFunction | None = None,
     ) -> list[Value]:
-        entered = [self.sum_gradient(value, partition_axes) for value in args]
-        constant = all(value.kind == "constant" for value in entered)
-        if not (partial or constant) and any(partition_axes - axes_of(layout) for layout in layouts):
+        inputs = [self.sum_gradient(value, partition_axes) for value in args]
+        is_constant = all(value.kind == "constant" for value in inputs)
+        if not (is_partial or is_constant) and any(partition_axes - axes_of(layout) for layout in layouts):
             self.refuse("ranks would compute the same values from different parts")  # gradients would add up
         results = [
             self._new_value(
                 local_shape(layout, self._place),
                 axes_of(layout),
                 dtype,
-                "constant" if constant or not supports_gradients(dtype) else "value",
+                "constant" if is_constant or not supports_gradients(dtype) else "value",
                 layout,
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        self._add_local_step(entered, results, run if has_several_results else _returning_tuple(run), at)
+        self._add_local_step(inputs, results, run if has_several_results else _wrap_result_in_tuple(run), at)
         return results
 
     def _add_local_step(
@@ -252,8 +252,8 @@ class StepListBuilder:
         layout: Layout | None = None,
         shape_at: Callable[[Place], Shape] | None = None,
     ) -> Value:
-        cuts = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
-        if len(cuts) != len(set(cuts)):  # ranks would have only the diagonal blocks
+        layout_axes = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
+        if len(layout_axes) != len(set(layout_axes)):  # ranks would have only the diagonal blocks
             self.refuse("two dimensions would be partitioned over the same grid axis")
         self.values.append(Value(len(self.values), local, axes, dtype, kind, layout, shape_at))
         return self.values[-1]
@@ -266,9 +266,9 @@ class StepListBuilder:
 def shapes_if_empty(results: Sequence[Value]) -> tuple[Shape, ...] | None:
     """Return the shapes of the results on this rank if one is empty here but not globally; otherwise None."""
     # results may have no elements globally, such as the moments of batch norm in evaluation
-    known = [value for value in results if value.layout_or_none is not None]
-    any_empty = any(not prod(value.local) and prod(value.shape) for value in known)
-    return tuple(value.local for value in results) if any_empty else None
+    values_with_layout = [value for value in results if value.layout_or_none is not None]
+    is_any_empty = any(not prod(value.local) and prod(value.shape) for value in values_with_layout)
+    return tuple(value.local for value in results) if is_any_empty else None
 
 
 def _run_without_autocast(device: str, run: Callable[..., Any], *tensors: Any) -> Any:
@@ -276,18 +276,18 @@ def _run_without_autocast(device: str, run: Callable[..., Any], *tensors: Any) -
         return run(*tensors)
 
 
-def _returning_tuple(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
+def _wrap_result_in_tuple(run: Callable[..., Any]) -> Callable[..., tuple[Any]]:
     return lambda *tensors: (run(*tensors),)
 
 
-def _accepting_missing(run: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
+def _pass_none_for_missing(run: Callable[..., Any], are_present: Sequence[bool]) -> Callable[..., Any]:
     """Return a function of the arguments that are present; it passes None for the others."""
 
-    def filled(*tensors: torch.Tensor) -> Any:
-        rest = iter(tensors)
-        return run(*(next(rest) if is_present else None for is_present in present))
+    def run_with_none(*tensors: torch.Tensor) -> Any:
+        remaining_tensors = iter(tensors)
+        return run(*(next(remaining_tensors) if is_present else None for is_present in are_present))
 
-    return run if all(present) else filled
+    return run if all(are_present) else run_with_none
 
 
 class OperatorPosition(NamedTuple):

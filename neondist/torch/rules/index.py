@@ -83,8 +83,8 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
 
     def own_start_and_length(place: Place) -> tuple[int, int]:
         lo, hi = atom.range(place)
-        own_index = index % atom.extent - lo
-        return (own_index, 1) if 0 <= own_index < hi - lo else (0, 0)
+        local_index = index % atom.extent - lo
+        return (local_index, 1) if 0 <= local_index < hi - lo else (0, 0)
 
     def run(span: tuple[int, int], a: torch.Tensor) -> torch.Tensor:
         return a.narrow(dim, *span).sum(dim).to(a.dtype)  # without the index: zeros that depend on `a`, for autograd

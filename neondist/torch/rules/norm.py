@@ -166,7 +166,7 @@ def group_norm(
 ) -> Value | tuple[Value, ...]:  # fmt: skip
     """Compute moments of each group of channels and sample over all tiles."""
     x = lowering.gather(x, [1])
-    return lowering.first_result(normalise_groups(lowering, x, num_groups or group, weight, bias, eps)[0])
+    return lowering.as_first_result(normalise_groups(lowering, x, num_groups or group, weight, bias, eps)[0])
 
 
 @rule("aten.layer_norm.default", "aten.native_layer_norm.default", whole=("weight", "bias"))
@@ -180,12 +180,12 @@ def layer_norm(
     if all(lowering.is_whole(x, dim) for dim in dims):
         shape = tuple(normalized_shape)
         y = lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
-        return lowering.first_result(y)
+        return lowering.as_first_result(y)
     group_size = prod(x.shape[d] for d in dims)
     squares, deviations = mean_and_deviations(lowering, x, dims)[1:]
     scale = lowering.local(lambda s: torch.rsqrt(s / group_size + eps), [squares], squares.layout)
     y = lowering.local(torch.mul, [deviations, scale], x.layout)
-    return lowering.first_result(scale_and_shift(lowering, y, weight, bias, dims))
+    return lowering.as_first_result(scale_and_shift(lowering, y, weight, bias, dims))
 
 
 @rule("aten.rms_norm.default", whole=("weight",))

@@ -59,7 +59,7 @@ def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value
     """Drop elements or whole channels locally, by a mask keyed by the global index."""
     if train and p != 0:
         x = lowering.local(partial(_apply_dropout, p), [x, _draw_for_dropout(lowering, x)], x.layout)
-    return lowering.first_result(x)
+    return lowering.as_first_result(x)
 
 
 def _draw_for_dropout(lowering: Lowering, x: Value) -> Value:
