@@ -42,7 +42,7 @@ class PlanCosts:
         self.plan, self.slots_per_parameter, self.ranks = plan, slots_per_parameter, RankSubset.all(plan.mesh)
         self.trained = {value for name, value in plan.parameters.items() if name in trained}
         self.traffic = traffic_of(plan, range(plan.mesh.size), trained)
-        self.back = BackwardSteps(plan, trained)
+        self.backward = BackwardSteps(plan, trained)
         self.steps_without_flop_count: list[str] = []
 
     @property
@@ -50,18 +50,19 @@ class PlanCosts:
         """Distinct names of the steps, in order."""
         return list(dict.fromkeys(step.name for step in self.plan.steps))
 
-    def of_steps(self, names: Collection[str]) -> TrainingCosts:
+    def costs_of_steps(self, names: Collection[str]) -> TrainingCosts:
         """Return the total costs of the steps with these names."""
         names = set(names)
         traffic = {account: count for account, count in self.traffic.items() if account[1] in names and count.any()}
-        sent = sum((count for (kind, _, _), count in traffic.items() if kind != "sum"), np.zeros(1, int))
+        sent_bytes = sum((count for (kind, _, _), count in traffic.items() if kind != "sum"), np.zeros(1, int))
         max_summed_bytes = sum((count for (kind, _, _), count in traffic.items() if kind == "sum"), np.zeros(1, int))
         parameters = [value for value, name in self._first_reader_by_parameter.items() if name in names]
-        steps, copies = [step for step in self.plan.steps if step.name in names], 2 + self.slots_per_parameter
+        steps = [step for step in self.plan.steps if step.name in names]
+        copies = 2 + self.slots_per_parameter
         return TrainingCosts(
             tuple(dict.fromkeys(kind for kind, _, _ in traffic)),
-            int(sent.max()),
-            int(sent.sum()),
+            int(sent_bytes.max()),
+            int(sent_bytes.sum()),
             int(max_summed_bytes.max()),
             sum(self.flops[id(step)] for step in steps),
             sum(prod(value.local) for value in parameters),
@@ -71,7 +72,7 @@ class PlanCosts:
     @property
     def total(self) -> TrainingCosts:
         """Total costs of all steps."""
-        return self.of_steps(self.names)
+        return self.costs_of_steps(self.names)
 
     @cached_property
     def max_memory_rank(self) -> int:
@@ -81,7 +82,7 @@ class PlanCosts:
     @cached_property
     def flops(self) -> dict[int, int]:
         """Floating-point operations of each step, by its id(), forward and backward."""
-        repeated = {id(step) for segment in self.plan.recomputed_segments() for step in segment.steps}
+        recomputed_step_ids = {id(step) for segment in self.plan.recomputed_segments() for step in segment.steps}
         flops = {}
         for step in self.plan.steps:
             try:
@@ -89,21 +90,22 @@ class PlanCosts:
             except (RuntimeError, TypeError, ValueError):  # the step needs values, which meta tensors lack
                 self.steps_without_flop_count.append(step.name)
                 forward = backward = 0
-            flops[id(step)] = forward * (1 + (id(step) in repeated)) + backward
+            flops[id(step)] = forward * (1 + (id(step) in recomputed_step_ids)) + backward
         return flops
 
     def memory_traffic(self) -> int:
         """Return the bytes that this rank's steps read and write: inputs once per pass, outputs and gradients once."""
-        total = 0
+        num_bytes = 0
         for step in self.plan.steps:
             inputs, outputs = ([self.plan.values[v] for v in ids] for ids in (step.inputs, step.outputs))
-            backward = any(value.id in self.back.values_requiring_grad for value in inputs)
+            backward = any(value.id in self.backward.values_requiring_grad for value in inputs)
             if step.kind not in IDENTITY_STEPS:
-                total += sum(
-                    value.nbytes * (1 + backward + (value.id in self.back.values_requiring_grad)) for value in inputs
+                num_bytes += sum(
+                    value.nbytes * (1 + backward + (value.id in self.backward.values_requiring_grad))
+                    for value in inputs
                 )
-                total += sum(value.nbytes * (1 + backward) for value in outputs)
-        return total
+                num_bytes += sum(value.nbytes * (1 + backward) for value in outputs)
+        return num_bytes
 
     def _output_bytes(self, steps: Iterable[Step]) -> np.ndarray:
         outputs = [self.plan.values[out] for step in steps if step.kind not in IDENTITY_STEPS for out in step.outputs]
@@ -112,12 +114,12 @@ class PlanCosts:
     @cached_property
     def _first_reader_by_parameter(self) -> dict[Value, str]:
         """Name of the first step that reads each trained parameter."""
-        readers: dict[Value, str] = {}
+        reader_by_parameter: dict[Value, str] = {}
         for step in self.plan.steps:
             for value in step.inputs:
                 if value in self.trained:
-                    readers.setdefault(self.plan.values[value], step.name)
-        return readers
+                    reader_by_parameter.setdefault(self.plan.values[value], step.name)
+        return reader_by_parameter
 
     def _count_flops(self, step: Step) -> tuple[int, int]:
         if step.kind == "ring":
@@ -128,33 +130,33 @@ class PlanCosts:
         if step.blocks is not None and prod(step.blocks.block_counts) > MAX_BLOCKS_TO_RUN:
             raise ValueError("too many blocks to run them all")
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            requiring_grad = self.back.values_requiring_grad
+            requiring_grad = self.backward.values_requiring_grad
             outputs = step.run(*(meta_tensor(self.plan.values[v], v in requiring_grad) for v in step.inputs))
-            forward = counter.get_total_flops()
+            forward_flops = counter.get_total_flops()
             outputs = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-            if outputs and id(step) in self.back.backward_step_ids:
+            if outputs and id(step) in self.backward.backward_step_ids:
                 torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
-            return forward, counter.get_total_flops() - forward
+            return forward_flops, counter.get_total_flops() - forward_flops
 
     def _ring_flops(self, step: Step) -> tuple[int, int]:
         """Return the FLOPs of ring attention, which recomputes the scores in the backward pass."""
         q, _, v = (self.plan.values[value].local for value in step.inputs[:3])
         key_count = prod(atom.extent for atom in step.kind_args.keys)
-        scores = 2 * prod(q[:-1]) * key_count
-        backward = 3 * q[-1] + 2 * v[-1] if id(step) in self.back.backward_step_ids else 0
-        return scores * (q[-1] + v[-1]), scores * backward
+        flops_per_feature = 2 * prod(q[:-1]) * key_count
+        backward_features = 3 * q[-1] + 2 * v[-1] if id(step) in self.backward.backward_step_ids else 0
+        return flops_per_feature * (q[-1] + v[-1]), flops_per_feature * backward_features
 
 
 def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
     """Return the module path of each step name, or the name if it has none; shortened until at most `limit` differ."""
-    full = {name: name.rpartition(":")[0] or name for name in names}
+    full_paths = {name: name.rpartition(":")[0] or name for name in names}
     # the names of operators outside modules contain dots, too
-    parts = {name: path.split(".") if ":" in name else [path] for name, path in full.items()}
-    for depth in range(max(map(len, parts.values()), default=1), 0, -1):
-        paths = {name: ".".join(part[:depth]) for name, part in parts.items()}
+    path_parts = {name: path.split(".") if ":" in name else [path] for name, path in full_paths.items()}
+    for depth in range(max(map(len, path_parts.values()), default=1), 0, -1):
+        paths = {name: ".".join(part[:depth]) for name, part in path_parts.items()}
         if len(set(paths.values())) <= limit:
             break
-    return paths if parts else {}
+    return paths if path_parts else {}
 
 
 def last_output_shape(plan: TorchPlan, names: Collection[str]) -> Shape | None:
@@ -162,7 +164,7 @@ def last_output_shape(plan: TorchPlan, names: Collection[str]) -> Shape | None:
     outputs = [
         out for step in plan.steps if step.name in names and step.kind not in IDENTITY_STEPS for out in step.outputs
     ]
-    read = {value for step in plan.steps if step.name not in names for value in step.inputs}
-    read.update(out for out in plan.outputs if isinstance(out, int))
-    values = [plan.values[out] for out in outputs if out in read and plan.values[out].layout_or_none is not None]
+    read_ids = {value for step in plan.steps if step.name not in names for value in step.inputs}
+    read_ids.update(out for out in plan.outputs if isinstance(out, int))
+    values = [plan.values[out] for out in outputs if out in read_ids and plan.values[out].layout_or_none is not None]
     return values[-1].shape if values else None

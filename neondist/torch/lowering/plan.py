@@ -34,13 +34,13 @@ class TorchPlan(TorchGraph):
         """
         values, steps = list(self.values), list[Step]()
         for step in self.steps:
-            floats = [value for value in step.inputs if values[value].dtype.is_floating_point]
-            first = 1 if step.kind == "norm" else None  # its weights and returned moments are float32
-            product = step.kind == "local" and any(name in step.op_name for name in PRODUCT_OPS)
-            if product:
+            float_inputs = [value for value in step.inputs if values[value].dtype.is_floating_point]
+            slice_end = 1 if step.kind == "norm" else None  # its weights and returned moments are float32
+            is_product = step.kind == "local" and any(name in step.op_name for name in PRODUCT_OPS)
+            if is_product:
                 step = replace(step, run=partial(_run_product_in_dtype, dtype, step.run))
-            if product or (floats and all(values[value].dtype == dtype for value in floats[:first])):
-                for value in step.outputs[:first]:
+            if is_product or (float_inputs and all(values[value].dtype == dtype for value in float_inputs[:slice_end])):
+                for value in step.outputs[:slice_end]:
                     if values[value].dtype == torch.float32:
                         values[value] = replace(values[value], dtype=dtype)
             steps.append(step)
@@ -66,11 +66,11 @@ class TorchPlan(TorchGraph):
 
     def reduction_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank contributes to reductions in a training step, by step name or 'gradients'."""
-        counts: Counter[str] = Counter()
+        bytes_by_step: Counter[str] = Counter()
         for (kind, name, _), count in self.traffic(rank).items():
             if kind == "sum":
-                counts[name] += count
-        return dict(counts)
+                bytes_by_step[name] += count
+        return dict(bytes_by_step)
 
     @property
     def runs_original_module(self) -> bool:
@@ -95,17 +95,18 @@ class TorchPlan(TorchGraph):
         the size of their arrays, that of convolutions, interpolations and rings.
         """
         sizes = [value.nbytes for value in self.values]
-        kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
-        live = self.bytes_of_inputs()
-        peaks = [(live, "")]
+        excluded_ids = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
+        live_bytes = self.bytes_of_inputs()
+        peaks = [(live_bytes, "")]
         for step in self.steps:
-            used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.freed_ids))
-            live += used
+            allocated = sum(sizes[v] for v in step.outputs if v not in excluded_ids)
+            freed = sum(sizes[v] for v in step.freed_ids if v not in excluded_ids)
+            live_bytes += allocated
             has_workspace = "conv" in step.op_name or "upsample" in step.op_name or step.kind == "ring"
-            work = sum(sizes[v] for v in (*step.inputs, *step.outputs)) if has_workspace else 0
-            work += 0 if step.blocks is None else step.blocks.peak_bytes()
-            peaks.append((live + work, step.name))
-            live -= freed
+            workspace = sum(sizes[v] for v in (*step.inputs, *step.outputs)) if has_workspace else 0
+            workspace += 0 if step.blocks is None else step.blocks.peak_bytes()
+            peaks.append((live_bytes + workspace, step.name))
+            live_bytes -= freed
         return max(peaks)
 
     def bytes_of_inputs(self) -> int:
@@ -114,33 +115,33 @@ class TorchPlan(TorchGraph):
 
     def describe(self) -> str:
         """Return a table of the bytes that this rank sends in a training step."""
-        table: dict[tuple[str, str], list[int]] = {}
+        totals: dict[tuple[str, str], list[int]] = {}
         for (kind, name, direction), count in self.traffic(self.rank).items():
-            table.setdefault((name, kind), [0, 0])[direction == "backward"] += count
+            totals.setdefault((name, kind), [0, 0])[direction == "backward"] += count
         lines = [f"{'step':58s} {'kind':14s} {'forward':>14s} {'backward':>14s}  (bytes)"]
         lines += [
-            f"{name[-58:]:58s} {kind:14s} {sent:14,d} {back:14,d}" for (name, kind), (sent, back) in table.items()
+            f"{name[-58:]:58s} {kind:14s} {sent:14,d} {back:14,d}" for (name, kind), (sent, back) in totals.items()
         ]
-        summed = sum(self.reduction_bytes(self.rank).values())
+        reduced_bytes = sum(self.reduction_bytes(self.rank).values())
         lines.append(
             f"{counted(len(self.steps), 'step')}; in a training step rank {self.rank} sends"
             f" {self.bytes(self.rank):,d} bytes and"
-            f" contributes {summed:,d} to reductions"
+            f" contributes {reduced_bytes:,d} to reductions"
         )
         return "\n".join(lines)
 
     @property
     def digest(self) -> str:
         """Hash that is equal on ranks with the same steps."""
-        text = [str(self.mesh.parts), str(self.recompute)]
+        lines = [str(self.mesh.parts), str(self.recompute)]
         for step in self.steps:
             layouts = [self.values[out].layout_or_none for out in step.outputs]
             dtypes = [str(self.values[out].dtype) for out in step.outputs]
             moved = step.transfer.requests if step.transfer else ()
             scheme = "" if step.scheme is None else scheme_text(step.scheme)
             axes = sorted(step.axes)
-            text.append(repr((step.kind, step.name, step.inputs, step.outputs, axes, moved, layouts, dtypes, scheme)))
-        return hashlib.sha256("\n".join(text).encode()).hexdigest()
+            lines.append(repr((step.kind, step.name, step.inputs, step.outputs, axes, moved, layouts, dtypes, scheme)))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _run_product_in_dtype(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:

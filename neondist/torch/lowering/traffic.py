@@ -41,10 +41,10 @@ class RankSubset:
 
     def element_counts_by_rank(self, atoms: Iterable[Atom]) -> np.ndarray:
         """Return, for each rank, the product of its numbers of indices of some atoms."""
-        lengths = np.ones(len(self.ranks), int)
+        counts = np.ones(len(self.ranks), int)
         for atom in atoms:
-            lengths *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
-        return lengths
+            counts *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
+        return counts
 
     def sent_and_received_cells(self, transfer: ViewTransfer) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of cells that each rank sends to and receives from other ranks in a separable transfer."""
@@ -52,8 +52,8 @@ class RankSubset:
         for request in transfer.requests:
             parts = next((self.places[axis] for axis in request.axes), 0)
             counts *= np.array(request.sent_received_kept_counts)[:, parts].reshape(3, -1)
-        sent, received, own = counts
-        return sent - own, received - own
+        sent, received, kept = counts
+        return sent - kept, received - kept
 
     def nbytes(self, value: Value, in_sum_dtype: bool = False) -> np.ndarray:
         """Return the bytes of the ranks' parts, in the dtype of sums over ranks if `in_sum_dtype`."""
@@ -75,30 +75,31 @@ def traffic_of(
         Whether the inputs require gradients.
     """
     trained = plan.parameters if trained is None else trained
-    counter, accounts = _TrafficCounter(plan, RankSubset(plan.mesh, ranks)), dict[TrafficKey, np.ndarray]()
+    counter, bytes_by_key = _TrafficCounter(plan, RankSubset(plan.mesh, ranks)), dict[TrafficKey, np.ndarray]()
 
-    def add(steps: Iterable[Step], direction: str) -> None:
+    def count(steps: Iterable[Step], direction: str) -> None:
         for step in steps:
             if (messages := counter.message_bytes(step, direction)) is not None:
-                account = messages[0], step.name, direction
-                accounts[account] = accounts.get(account, 0) + messages[1]
+                key = messages[0], step.name, direction
+                bytes_by_key[key] = bytes_by_key.get(key, 0) + messages[1]
 
-    given = [value for value in plan.inputs if inputs and plan.values[value].kind == "value"]
-    back = BackwardSteps(plan, trained, [value for value in given if supports_gradients(plan.values[value].dtype)])
-    add(plan.steps, "forward")
-    add((step for step in reversed(plan.steps) if id(step) in back.communicating_step_ids), "backward")
+    input_ids = [v for v in plan.inputs if inputs and plan.values[v].kind == "value"]
+    backward = BackwardSteps(plan, trained, [v for v in input_ids if supports_gradients(plan.values[v].dtype)])
+    count(plan.steps, "forward")
+    count((step for step in reversed(plan.steps) if id(step) in backward.communicating_step_ids), "backward")
     for segment in plan.recomputed_segments():
-        if any(id(step) in back.backward_step_ids for step in segment.steps):
-            add((step for step in segment.steps if step.scheme is None or not step.scheme.is_stateful), "forward")
-    named = (plan.parameters.get(name) for name in trained)
-    read, parts = {value for value in named if value in back.sources}, plan.partitioned_parameters()
-    owned = [plan.values[parts[value].outputs[0]] for value in read & parts.keys()]
-    accounts["sum", GRADIENTS, "backward"] = (
-        counter.allreduce_bytes(plan.mesh.axes, [plan.values[value] for value in read - parts.keys()])
-        + counter.allreduce_bytes(plan.mesh.axes & {0}, owned)
-        + counter.allreduce_bytes(plan.mesh.axes - {0}, owned)  # the sums are gathered
+        if any(id(step) in backward.backward_step_ids for step in segment.steps):
+            count((step for step in segment.steps if step.scheme is None or not step.scheme.is_stateful), "forward")
+    trained_ids = (plan.parameters.get(name) for name in trained)
+    read_ids = {value for value in trained_ids if value in backward.contributing_values}
+    part_steps = plan.partitioned_parameters()
+    own_parts = [plan.values[part_steps[value].outputs[0]] for value in read_ids & part_steps.keys()]
+    bytes_by_key["sum", GRADIENTS, "backward"] = (
+        counter.allreduce_bytes(plan.mesh.axes, [plan.values[value] for value in read_ids - part_steps.keys()])
+        + counter.allreduce_bytes(plan.mesh.axes & {0}, own_parts)
+        + counter.allreduce_bytes(plan.mesh.axes - {0}, own_parts)  # the sums are gathered
     )
-    return accounts
+    return bytes_by_key
 
 
 class _TrafficCounter:
@@ -107,16 +108,16 @@ class _TrafficCounter:
 
     def message_bytes(self, step: Step, direction: str) -> tuple[str, np.ndarray] | None:
         """Return the kind and the bytes of a step's messages in a direction, or None if there are none."""
-        values, forward = self.plan.values, direction == "forward"
-        if step.transfer is not None and (forward or step.kind == "view"):
+        values, is_forward = self.plan.values, direction == "forward"
+        if step.transfer is not None and (is_forward or step.kind == "view"):
             return message_kind(step), self._transfer_bytes(step, direction)
         if step.kind == "norm":
             mean = values[step.outputs[1]]
-            mean = replace(mean, dtype=torch.float64) if forward else mean
+            mean = replace(mean, dtype=torch.float64) if is_forward else mean
             return "sum", 2 * self.allreduce_bytes(step.kind_args[0].axes, [mean])
         if step.kind == "ring":
             return "ring", self._ring_bytes(step, direction)
-        if step.kind in (("sum", "max") if forward else ("spread",)):
+        if step.kind in (("sum", "max") if is_forward else ("spread",)):
             return "sum", self.allreduce_bytes(step.axes, [values[step.inputs[0]]])
         return None
 
@@ -124,31 +125,31 @@ class _TrafficCounter:
         """Return the bytes that each rank sends in a step's transfer; for border schemes the mean over many steps."""
         transfer, value = step.transfer, self.plan.values[step.inputs[0]]
         assert transfer is not None
-        moved = {request.dim for request in transfer.requests}
-        others = self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim not in moved))
+        sent_dims = {request.dim for request in transfer.requests}
+        extent = self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim not in sent_dims))
         if step.scheme is None and transfer.is_separable:
-            return self.ranks.sent_and_received_cells(transfer)[direction == "backward"] * others * value.dtype.itemsize
-        sent, size = [], value.dtype.itemsize
-        for rank, count in zip(self.ranks.ranks.tolist(), others.tolist(), strict=True):
+            return self.ranks.sent_and_received_cells(transfer)[direction == "backward"] * extent * value.dtype.itemsize
+        sent_bytes, size = [], value.dtype.itemsize
+        for rank, count in zip(self.ranks.ranks.tolist(), extent.tolist(), strict=True):
             pieces = transfer.sends(rank) if direction == "forward" else transfer.receives(rank)
-            numbers = [piece.source.size * count for piece in pieces if piece.peer != rank]
+            counts = [piece.source.size * count for piece in pieces if piece.peer != rank]
             if step.scheme is not None:
                 size = 4 if value.dtype == torch.bfloat16 else size  # NumPy has no bfloat16, so it is sent as float32
-                sent.append(round(step.scheme.mean_bytes(numbers, size, direction)))
+                sent_bytes.append(round(step.scheme.mean_bytes(counts, size, direction)))
             else:
-                sent.append(sum(numbers) * size)
-        return np.array(sent)
+                sent_bytes.append(sum(counts) * size)
+        return np.array(sent_bytes)
 
     def _ring_bytes(self, step: Step, direction: str) -> np.ndarray:
         """Return the bytes of keys and values, or of these and their gradients, that each rank sends around a ring."""
-        _, *passed = (self.plan.values[value] for value in step.inputs[:3])
-        keys = ring_keys_sent_by_rank(step.kind_args, direction)[self.ranks.ranks]
-        nbytes = (
+        _, *keys_and_values = (self.plan.values[value] for value in step.inputs[:3])
+        key_counts = ring_keys_sent_by_rank(step.kind_args, direction)[self.ranks.ranks]
+        bytes_per_key = (
             self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim != len(value.local) - 2))
             * value.dtype.itemsize
-            for value in passed
+            for value in keys_and_values
         )
-        return keys * sum(nbytes)
+        return key_counts * sum(bytes_per_key)
 
     def allreduce_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
         """Return the bytes that each rank contributes to sums of values over axes."""
@@ -173,7 +174,7 @@ class BackwardSteps:
     ----------
     values_requiring_grad : set of int
         Values that require a gradient.
-    sources : set of int
+    contributing_values : set of int
         Values that the outputs depend on through steps of the backward pass.
     backward_step_ids : set of int
         Steps of the backward pass, by id().
@@ -185,32 +186,32 @@ class BackwardSteps:
         self.values_requiring_grad = {*inputs, *(value for name, value in plan.parameters.items() if name in trained)}
         for step in plan.steps:
             required = {at for at, value in enumerate(step.inputs) if value in self.values_requiring_grad}
-            sources = [required] * len(step.outputs) if step.blocks is None else step.blocks.differentiable_inputs
-            for out, inputs in zip(step.outputs, sources, strict=True):
+            input_sets = [required] * len(step.outputs) if step.blocks is None else step.blocks.differentiable_inputs
+            for out, inputs in zip(step.outputs, input_sets, strict=True):
                 if not required.isdisjoint(inputs) and plan.values[out].kind != "constant":
                     self.values_requiring_grad.add(out)
-        self.sources = {out for out in plan.outputs if isinstance(out, int)}
+        self.contributing_values = {out for out in plan.outputs if isinstance(out, int)}
         self.backward_step_ids, self.communicating_step_ids = set[int](), set[int]()
         for step in reversed(plan.steps):
-            if any(out in self.sources and out in self.values_requiring_grad for out in step.outputs):
-                self.sources.update(step.inputs)
+            if any(out in self.contributing_values and out in self.values_requiring_grad for out in step.outputs):
+                self.contributing_values.update(step.inputs)
                 self.backward_step_ids.add(id(step))
-                summed = step.inputs[:1] if step.kind == "norm" else step.inputs  # excluding a norm's weights
-                if any(value in self.values_requiring_grad for value in summed):
+                summed_inputs = step.inputs[:1] if step.kind == "norm" else step.inputs  # excluding a norm's weights
+                if any(value in self.values_requiring_grad for value in summed_inputs):
                     self.communicating_step_ids.add(id(step))
 
 
 def ring_keys_sent_by_rank(ring: RingPlan, direction: str) -> np.ndarray:
     """Return the number of keys, and in a backward pass of their gradients, that each rank sends: an array (size,)."""
     axes = sorted(axes_of([ring.keys]))
-    length = RankSubset.all(ring.mesh).element_counts_by_rank(ring.keys)
+    key_counts = RankSubset.all(ring.mesh).element_counts_by_rank(ring.keys)
     # move the axes of each ring to the end, in order
-    ends = range(len(ring.mesh.parts) - len(axes), len(ring.mesh.parts))
-    rings = np.moveaxis(length.reshape(ring.mesh.parts), axes, ends)
-    shape = rings.shape
-    rings = rings.reshape(*shape[: len(shape) - len(axes)], -1)
-    keys = (1 + (direction == "backward")) * rings.sum(-1, keepdims=True) - np.roll(rings, -1, -1)
-    return np.moveaxis(keys.reshape(shape), ends, axes).reshape(-1)
+    last_axes = range(len(ring.mesh.parts) - len(axes), len(ring.mesh.parts))
+    counts = np.moveaxis(key_counts.reshape(ring.mesh.parts), axes, last_axes)
+    shape = counts.shape
+    counts = counts.reshape(*shape[: len(shape) - len(axes)], -1)
+    sent_counts = (1 + (direction == "backward")) * counts.sum(-1, keepdims=True) - np.roll(counts, -1, -1)
+    return np.moveaxis(sent_counts.reshape(shape), last_axes, axes).reshape(-1)
 
 
 def message_kind(step: Step) -> str:

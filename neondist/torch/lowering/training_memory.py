@@ -54,9 +54,9 @@ class TrainingMemory:
     """
 
     def __init__(self, plan: TorchPlan, trained: Collection[str], inputs: Collection[int] = ()) -> None:
-        self.plan, self.back = plan, BackwardSteps(plan, trained, inputs)
-        self.saved_values = [_saved_values(plan, step, self.back) for step in plan.steps]
-        self.timeline = _Timeline(plan, self.back)
+        self.plan, self.backward = plan, BackwardSteps(plan, trained, inputs)
+        self.saved_values = [_saved_values(plan, step, self.backward) for step in plan.steps]
+        self.timeline = _Timeline(plan, self.backward)
 
     def peak(self, rank: int) -> int:
         """Return the most bytes that are live at once on a rank.
@@ -79,35 +79,35 @@ class _Timeline:
         For each value computed in a recomputed segment, the number of that segment, from 0.
     inputs_released_at : list of int
         Time at which a segment's inputs are released.
-    end : int
+    end_time : int
         Number of points in time.
     """
 
-    def __init__(self, plan: TorchPlan, back: BackwardSteps) -> None:
-        segments, self.end = plan.recomputed_segments(), len(plan.steps)
+    def __init__(self, plan: TorchPlan, backward: BackwardSteps) -> None:
+        segments, self.end_time = plan.recomputed_segments(), len(plan.steps)
         self.recomputed_at, self.backward_at = [-1] * len(plan.steps), [0] * len(plan.steps)
         self.segment_of_value, self.inputs_released_at = dict[int, int](), [0] * len(segments)
-        stop = sum(len(segment.steps) for segment in segments)
-        self._schedule_backward(range(stop, len(plan.steps)))
+        segment_end = sum(len(segment.steps) for segment in segments)
+        self._schedule_backward(range(segment_end, len(plan.steps)))
         for number, segment in reversed([*enumerate(segments)]):
-            step_numbers = range(stop - len(segment.steps), stop)
+            step_numbers = range(segment_end - len(segment.steps), segment_end)
             self.segment_of_value |= {out: number for step in segment.steps for out in step.outputs}
-            if any(id(step) in back.backward_step_ids for step in segment.steps):
+            if any(id(step) in backward.backward_step_ids for step in segment.steps):
                 for at in step_numbers:
-                    self.recomputed_at[at], self.end = self.end, self.end + 1
+                    self.recomputed_at[at], self.end_time = self.end_time, self.end_time + 1
             self._schedule_backward(step_numbers)
-            self.inputs_released_at[number], stop = self.end - 1, step_numbers.start
+            self.inputs_released_at[number], segment_end = self.end_time - 1, step_numbers.start
 
     def _schedule_backward(self, step_numbers: range) -> None:
         for at in reversed(step_numbers):
-            self.backward_at[at], self.end = self.end, self.end + 1
+            self.backward_at[at], self.end_time = self.end_time, self.end_time + 1
 
 
 class _Lifetimes:
     def __init__(self, memory: TrainingMemory, ranks: RankSubset) -> None:
-        self.plan, self.back, self.timeline, self.ranks = memory.plan, memory.back, memory.timeline, ranks
+        self.plan, self.backward, self.timeline, self.ranks = memory.plan, memory.backward, memory.timeline, ranks
         self.steps = [(at, *both) for at, both in enumerate(zip(memory.plan.steps, memory.saved_values, strict=True))]
-        self.live_byte_changes = np.zeros(self.timeline.end + 1, int)
+        self.live_byte_changes = np.zeros(self.timeline.end_time + 1, int)
 
     def peak(self) -> int:
         self._add_value_lifetimes()
@@ -115,80 +115,80 @@ class _Lifetimes:
         self._add_blockwise_step_memory()
         return int(self.live_byte_changes.cumsum().max())
 
-    def _add_lifetime(self, value: int, first: int, last: int, times: float = 1.0) -> None:
-        self._add_live_bytes(int(times * self.ranks.nbytes(self.plan.values[value])[0]), first, last)
+    def _add_lifetime(self, value: int, first_time: int, last_time: int, scale: float = 1.0) -> None:
+        self._add_live_bytes(int(scale * self.ranks.nbytes(self.plan.values[value])[0]), first_time, last_time)
 
-    def _add_live_bytes(self, size: int, first: int, last: int) -> None:
-        self.live_byte_changes[first] += size
-        self.live_byte_changes[last + 1] -= size
+    def _add_live_bytes(self, num_bytes: int, first_time: int, last_time: int) -> None:
+        self.live_byte_changes[first_time] += num_bytes
+        self.live_byte_changes[last_time + 1] -= num_bytes
 
     def _add_value_lifetimes(self) -> None:
-        owner, first, last = self._owners(), dict[int, int](), dict[int, int]()
+        owners, starts, ends = self._owners(), dict[int, int](), dict[int, int]()
         for at, step, _ in self.steps:
             for out in step.outputs:
-                first.setdefault(owner[out], at)
-            last |= dict.fromkeys((owner[value] for value in (*step.inputs, *step.outputs) if value in owner), at)
-        copies = self._values_kept_as_views(owner)
-        first_again, last_again = dict[int, int](), dict[int, int]()  # times of recomputed values
-        for at, step, kept in self.steps:
-            segment, again = self.timeline.segment_of_value.get(step.outputs[0]), self.timeline.recomputed_at[at]
-            backward = self.timeline.backward_at[at] if id(step) in self.back.backward_step_ids else -1
-            if again >= 0:
+                starts.setdefault(owners[out], at)
+            ends |= dict.fromkeys((owners[value] for value in (*step.inputs, *step.outputs) if value in owners), at)
+        views_by_value = self._values_kept_as_views(owners)
+        second_starts, second_ends = dict[int, int](), dict[int, int]()  # times of recomputed values
+        for at, step, saved in self.steps:
+            segment, rerun_at = self.timeline.segment_of_value.get(step.outputs[0]), self.timeline.recomputed_at[at]
+            backward_at = self.timeline.backward_at[at] if id(step) in self.backward.backward_step_ids else -1
+            if rerun_at >= 0:
                 for out in step.outputs:
-                    first_again.setdefault(owner[out], again)
-            for value in {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}:
-                is_saved = backward >= 0 and any(owner.get(each) == value for each in kept.values)
+                    second_starts.setdefault(owners[out], rerun_at)
+            for value in {owners[value] for value in (*step.inputs, *step.outputs) if value in owners}:
+                is_saved = backward_at >= 0 and any(owners.get(each) == value for each in saved.values)
                 if segment is None:  # the step runs once
-                    copied_at, copy = copies.get(value, (0, value))
-                    held = copy if at < copied_at else value
-                    last[held] = max(last[held], backward if is_saved else at)
-                elif again >= 0 and self.timeline.segment_of_value.get(value) == segment:
-                    last_again[value] = max(last_again.get(value, 0), backward if is_saved else again)
-                elif again >= 0:
-                    last[value] = max(last[value], self.timeline.inputs_released_at[segment])
-            if kept.extra_bytes_per_byte and backward >= 0:
-                self._add_lifetime(step.outputs[0], max(at, again), backward, kept.extra_bytes_per_byte)
+                    viewed_at, view = views_by_value.get(value, (0, value))
+                    held_value = view if at < viewed_at else value
+                    ends[held_value] = max(ends[held_value], backward_at if is_saved else at)
+                elif rerun_at >= 0 and self.timeline.segment_of_value.get(value) == segment:
+                    second_ends[value] = max(second_ends.get(value, 0), backward_at if is_saved else rerun_at)
+                elif rerun_at >= 0:
+                    ends[value] = max(ends[value], self.timeline.inputs_released_at[segment])
+            if saved.extra_bytes_per_byte and backward_at >= 0:
+                self._add_lifetime(step.outputs[0], max(at, rerun_at), backward_at, saved.extra_bytes_per_byte)
         for out in self.plan.outputs:
-            if isinstance(out, int) and out in owner:
-                last[owner[out]] = max(last[owner[out]], len(self.steps))
-        for begin, end in ((first, last), (first_again, last_again)):
+            if isinstance(out, int) and out in owners:
+                ends[owners[out]] = max(ends[owners[out]], len(self.steps))
+        for begin, end in ((starts, ends), (second_starts, second_ends)):
             for value, until in end.items():
                 if value in begin:  # otherwise, the memory is an input's
                     self._add_lifetime(value, begin[value], until)
 
     def _owners(self) -> dict[int, int]:
         """Return, for each result, the value whose memory it uses."""
-        owner = dict[int, int]()
-        for _, step, kept in self.steps:
+        owners = dict[int, int]()
+        for _, step, saved in self.steps:
             for out in step.outputs:
-                owner[out] = owner.get(kept.aliases.get(out, out), kept.aliases.get(out, out))
-        return owner
+                owners[out] = owners.get(saved.aliases.get(out, out), saved.aliases.get(out, out))
+        return owners
 
-    def _values_kept_as_views(self, owner: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    def _values_kept_as_views(self, owners: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Return, for each value copied into a view, the view's step and the view, which is kept instead."""
-        copies, rank = dict[int, tuple[int, int]](), self.plan.rank  # whose views stand for those of all ranks
+        views_by_value, rank = dict[int, tuple[int, int]](), self.plan.rank  # whose views stand for those of all ranks
         for at, step, _ in self.steps:
             if step.kind == "view" and step.scheme is None and step.outputs[0] not in self.timeline.segment_of_value:
-                value = owner.get(step.inputs[0], step.inputs[0])
+                value = owners.get(step.inputs[0], step.inputs[0])
                 is_large = self.ranks.nbytes(self.plan.values[value])[0] >= MIN_DEDUPLICATED_BYTES
                 if is_large and step.transfer is not None and step.transfer.view_includes_own_part(rank):
-                    copies.setdefault(value, (at, step.outputs[0]))
-        return copies
+                    views_by_value.setdefault(value, (at, step.outputs[0]))
+        return views_by_value
 
     def _add_gradient_lifetimes(self) -> None:
-        last, moments_of, backward_at = dict[int, int](), dict[int, list[tuple[int, bool]]](), self.timeline.backward_at
-        for at, step, kept in self.steps:
-            if id(step) in self.back.backward_step_ids:
-                aliased_ends = [last[value] for value in kept.aliased_grads if value in last]
-                last |= dict.fromkeys(step.outputs, max([backward_at[at], *aliased_ends]))
+        ends, use_times, backward_at = dict[int, int](), dict[int, list[tuple[int, bool]]](), self.timeline.backward_at
+        for at, step, saved in self.steps:
+            if id(step) in self.backward.backward_step_ids:
+                aliased_ends = [ends[value] for value in saved.aliased_grads if value in ends]
+                ends |= dict.fromkeys(step.outputs, max([backward_at[at], *aliased_ends]))
                 for value in step.inputs:
-                    moments_of.setdefault(value, []).append((backward_at[at], value in kept.aliased_grads))
-        for value, until in last.items():
-            if value in self.back.values_requiring_grad and supports_gradients(self.plan.values[value].dtype):
-                moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
-                own = [at for number, (at, aliased) in enumerate(moments) if number or not aliased]
-                if own:  # otherwise, it shares the memory of another gradient
-                    self._add_lifetime(value, own[0], until)
+                    use_times.setdefault(value, []).append((backward_at[at], value in saved.aliased_grads))
+        for value, until in ends.items():
+            if value in self.backward.values_requiring_grad and supports_gradients(self.plan.values[value].dtype):
+                gradient_times = sorted(use_times.get(value, [(len(self.steps), False)]))
+                own_times = [at for number, (at, aliased) in enumerate(gradient_times) if number or not aliased]
+                if own_times:  # otherwise, it shares the memory of another gradient
+                    self._add_lifetime(value, own_times[0], until)
 
     def _add_blockwise_step_memory(self) -> None:
         for at, step, _ in self.steps:
@@ -196,15 +196,15 @@ class _Lifetimes:
                 forward_bytes = step.blocks.peak_bytes()
                 for time in {at, self.timeline.recomputed_at[at]} - {-1}:
                     self._add_live_bytes(forward_bytes, time, time)
-                if id(step) in self.back.backward_step_ids:
+                if id(step) in self.backward.backward_step_ids:
                     inputs_requiring_grad = [
-                        i for i, value in enumerate(step.inputs) if value in self.back.values_requiring_grad
+                        i for i, value in enumerate(step.inputs) if value in self.backward.values_requiring_grad
                     ]
                     time = self.timeline.backward_at[at]
                     self._add_live_bytes(step.blocks.peak_bytes(inputs_requiring_grad), time, time)
 
 
-def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
+def _saved_values(plan: TorchPlan, step: Step, backward: BackwardSteps) -> _SavedValues:
     if step.kind in IDENTITY_STEPS or (step.kind == "view" and plan.runs_original_module):
         return _SavedValues(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":
@@ -212,16 +212,16 @@ def _saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedVal
         return _SavedValues({*inputs, *(step.outputs if step.kind == "ring" else ())})
     if step.blocks is not None:
         return _SavedValues({*step.inputs})
-    everything = _SavedValues({*step.inputs, *step.outputs})
+    all_values = _SavedValues({*step.inputs, *step.outputs})
     if step.kind_args is not None:
-        return everything
+        return all_values
     try:
-        return _trace_saved_values(plan, step, back)
+        return _trace_saved_values(plan, step, backward)
     except (RuntimeError, TypeError, ValueError):  # the step needs values, which meta tensors lack
-        return everything
+        return all_values
 
 
-def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _SavedValues:
+def _trace_saved_values(plan: TorchPlan, step: Step, backward: BackwardSteps) -> _SavedValues:
     """Return the values that autograd saves when a step runs on meta tensors."""
     assert step.run is not None
     saved = list[torch.Tensor]()
@@ -231,33 +231,34 @@ def _trace_saved_values(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Sa
         return tensor
 
     with torch.enable_grad():
-        inputs = [meta_tensor(plan.values[v], v in back.values_requiring_grad) for v in step.inputs]
+        inputs = [meta_tensor(plan.values[v], v in backward.values_requiring_grad) for v in step.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = step.run(*inputs)
-        value_of, kept = dict(zip(map(storage_id, inputs), step.inputs, strict=True)), _SavedValues()
+        value_of = dict(zip(map(storage_id, inputs), step.inputs, strict=True))
+        result = _SavedValues()
         for out, tensor in zip(step.outputs, outputs, strict=True):
             if isinstance(tensor, torch.Tensor) and value_of.setdefault(storage_id(tensor), out) != out:
-                kept.aliases[out] = value_of[storage_id(tensor)]
-        extra = {storage_id(t): t.untyped_storage().nbytes() for t in saved if storage_id(t) not in value_of}
-        kept.values = {value_of[storage_id(tensor)] for tensor in saved if storage_id(tensor) in value_of}
-        kept.extra_bytes_per_byte = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
-        ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+                result.aliases[out] = value_of[storage_id(tensor)]
+        extra_bytes = {storage_id(t): t.untyped_storage().nbytes() for t in saved if storage_id(t) not in value_of}
+        result.values = {value_of[storage_id(tensor)] for tensor in saved if storage_id(tensor) in value_of}
+        result.extra_bytes_per_byte = sum(extra_bytes.values()) / max(1, plan.values[step.outputs[0]].nbytes)
+        roots = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
         leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
-        if ends and leaves and id(step) in back.backward_step_ids and not kept.aliases:
-            dys = [torch.empty_like(out) for out in ends]
-            dxs = zip(leaves, torch.autograd.grad(ends, [*leaves.values()], dys, allow_unused=True), strict=True)
-            memory = {*map(storage_id, dys)}
-            kept.aliased_grads = {v for v, dx in dxs if dx is None or storage_id(dx) in memory}
+        if roots and leaves and id(step) in backward.backward_step_ids and not result.aliases:
+            dys = [torch.empty_like(out) for out in roots]
+            dxs = zip(leaves, torch.autograd.grad(roots, [*leaves.values()], dys, allow_unused=True), strict=True)
+            dy_storages = {*map(storage_id, dys)}
+            result.aliased_grads = {v for v, dx in dxs if dx is None or storage_id(dx) in dy_storages}
         elif step.run not in IN_PLACE_VARIANTS.values():  # in-place variants have gradients in new memory
-            kept.aliased_grads = {*kept.aliases.values()}
+            result.aliased_grads = {*result.aliases.values()}
         if plan.runs_original_module:  # the module's operators divide the expanded gradient of a mean
-            limit = plan.values[step.outputs[0]].nbytes
-            kept.aliased_grads = {v for v in kept.aliased_grads if plan.values[v].nbytes <= limit}
-        return kept
+            output_bytes = plan.values[step.outputs[0]].nbytes
+            result.aliased_grads = {v for v in result.aliased_grads if plan.values[v].nbytes <= output_bytes}
+        return result
 
 
 def meta_tensor(value: Value, requires_grad: bool) -> torch.Tensor:
     """Return a meta tensor of a value's local shape."""
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-    trains = requires_grad and supports_gradients(value.dtype)
-    return tensor.requires_grad_().clone() if trains else tensor  # a leaf must not be modified in place
+    has_gradient = requires_grad and supports_gradients(value.dtype)
+    return tensor.requires_grad_().clone() if has_gradient else tensor  # a leaf must not be modified in place

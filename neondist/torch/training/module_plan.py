@@ -193,7 +193,7 @@ class ModulePlan:
         names: dict[str, list[str]] = {}
         for name in self.all_costs.names:
             names.setdefault(self.benchmark_row_of(name), []).append(name)
-        return {row: self.all_costs.of_steps(steps) for row, steps in names.items()}
+        return {row: self.all_costs.costs_of_steps(steps) for row, steps in names.items()}
 
     @cached_property
     def all_costs(self) -> PlanCosts:
@@ -283,7 +283,7 @@ def _updated_parameters(module: nn.Module, steps: TorchPlan) -> dict[str, Parame
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
-    reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).sources
+    reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).contributing_values
     return parameters_by_name(
         {
             aliases[0]: parameter

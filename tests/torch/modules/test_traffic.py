@@ -163,7 +163,7 @@ def test_only_parameters_with_gradients_are_summed(grid):
             outputs = model(model.scatter(torch.ones(SHAPE, dtype=torch.float64)))
             torch.autograd.backward([y.sum() for y in outputs])
             trained = [name for name, _ in module.named_parameters()]
-            reached = BackwardSteps(model.plan, trained).sources
+            reached = BackwardSteps(model.plan, trained).contributing_values
             planned = [
                 use for index, use in enumerate(module.uses) if model.plan.parameters.get(f"used.{index}") in reached
             ]
