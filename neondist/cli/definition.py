@@ -83,7 +83,7 @@ def create_samples(
     if bad and verbose:
         lines = [f"{reader.source}: {counted(len(bad), 'bad record')} skipped:", *(problem for _, problem in bad[:20])]
         say("\n  ".join(lines))
-    return RecordSamples(reader, definition.feed(), mode, [number for number, _ in bad])
+    return RecordSamples(reader, definition.feed_function(), mode, [number for number, _ in bad])
 
 
 def create_experiment(
@@ -106,7 +106,7 @@ def create_experiment(
     (rows, cols), single_replica = arguments.tiles, SERVERS_VARIABLE in os.environ  # other workers are separate jobs
     return FitExperiment(
         record_dataset(train_data, eval_data),
-        definition.model(arguments.seed),
+        definition.create_model(arguments.seed),
         batch_size=arguments.minibatch_size,
         epochs=arguments.num_epochs,
         grid={"replicas": 1 if single_replica else arguments.num_workers, "rows": rows, "cols": cols},

@@ -192,13 +192,13 @@ def predict(arguments: argparse.Namespace) -> int:
     from ..train.inference.record_prediction import predict_records
 
     definition = load_definition(arguments.file, _custom_names(arguments))
-    processor = definition.processor()
+    processor = definition.create_processor()
     if processor is None and arguments.output is None:
         raise ConfigError(f"{arguments.file}: has no PredictionOutputsProcessor; define one, or give --output Y.npy")
     if arguments.output is not None and not arguments.overwrite and Path(arguments.output).exists():
         raise ConfigError(f"{arguments.output}: exists; give another --output, or --overwrite to replace it")
     samples = create_samples(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
-    model, all_outputs, count = definition.model(arguments.seed), [], 0
+    model, all_outputs, count = definition.create_model(arguments.seed), [], 0
     for outputs in predict_records(model, samples, arguments.minibatch_size, _checkpoint_file(arguments.checkpoint)):
         count += len(outputs)
         if processor is not None:
@@ -219,7 +219,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Validate the file; with records, print the plan of the model."""
     definition = load_definition(arguments.file, _custom_names(arguments))
     definition.metrics()
-    definition.model(arguments.seed)
+    definition.create_model(arguments.seed)
     if arguments.training_data is None:
         emit(
             f"{arguments.file}: defines everything that training needs; give --training-data to check feed and the"

@@ -215,9 +215,9 @@ class AutoDist:
                 " leave out the compressor, or use ndt.DistributedOptimizer"
             ).mark_raised_on_all_ranks()
         if plan.shares and self.grid.size > 1:
-            from ..torch.training.owner_steps import OwnerSteps
+            from ..torch.training.owner_steps import PartitionedOptimizerSteps
 
-            self._owner_steps = OwnerSteps(self._module_scope.parameters, self.grid, plan)
+            self._owner_steps = PartitionedOptimizerSteps(self._module_scope.parameters, self.grid, plan)
 
     def _share_random_states(self) -> None:
         """Broadcast the random states of rank 0, so that weights and shuffles are the same on every rank."""

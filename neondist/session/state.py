@@ -165,7 +165,7 @@ def create_session_state(model: Any) -> SessionState:
         with suppress(ImportError):
             from ..torch.training.script import ModuleScriptAdapter
 
-            script, rest = ModuleScriptAdapter.of(rest)
+            script, rest = ModuleScriptAdapter.from_objects(rest)
             models += [] if script is None else [script]
     for part in rest:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):

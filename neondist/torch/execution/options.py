@@ -43,7 +43,7 @@ class ExecutionOptions:
     memory: int | None = None
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         module: nn.Module,
         gather_at: Sequence[str],

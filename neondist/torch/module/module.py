@@ -101,7 +101,7 @@ class DistributedModule(nn.Module):
         self.backward_check = BackwardEntryCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
-            self.execution = ExecutionOptions.of(module, **options)
+            self.execution = ExecutionOptions.from_arguments(module, **options)
             self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
             arguments = module, self.comm, self.execution, shapes, dtypes, compiler, self._deferred_gradients
             self.programs, self._criteria = ProgramCache(*arguments), CriterionCache(self.comm)

@@ -61,10 +61,10 @@ class ModelDefinition:
         functions = {name: function for name, function in candidates.items() if function is not None}
         missing = [name for name in REQUIRED_FUNCTIONS if name not in functions]
         if missing:
-            required = [REQUIRED_FUNCTIONS[name] for name in missing]
+            required_signatures = [REQUIRED_FUNCTIONS[name] for name in missing]
             raise ConfigError(
                 f"{path}: has no {' and no '.join(missing)}; the file defines"
-                f" {', '.join(self._public_names()) or 'nothing'}. Define {', '.join(required)}"
+                f" {', '.join(self._public_names()) or 'nothing'}. Define {', '.join(required_signatures)}"
             )
         self._loss, self._optimizer, self._feed, self.factory = (functions[name] for name in REQUIRED_FUNCTIONS)
         try:
@@ -74,15 +74,15 @@ class ModelDefinition:
             site = self._source_line(self._loss)
             raise ConfigError(f"{site}: loss(labels, predictions) cannot be called: {error}") from None
 
-    def model(self, seed: int = 0) -> TorchModel:
+    def create_model(self, seed: int = 0) -> TorchModel:
         """Return the model for the training loop; in float64 if all parameters of the module are float64."""
         factory = self.factory
 
         def create_module() -> nn.Module:
             module = self._call(factory)
             if not isinstance(module, nn.Module):
-                site, name = self._source_line(factory), type(module).__name__
-                raise ConfigError(f"{site}: {factory.__name__} returned a {name}; return a torch.nn.Module")
+                source_line, name = self._source_line(factory), type(module).__name__
+                raise ConfigError(f"{source_line}: {factory.__name__} returned a {name}; return a torch.nn.Module")
             return module
 
         with torch.random.fork_rng(devices=[]):
@@ -129,7 +129,7 @@ class ModelDefinition:
                 " predictions: the mean over the records"
             )
 
-    def feed(self) -> FeedFunction:
+    def feed_function(self) -> FeedFunction:
         """Return the function that maps records to features and labels."""
         function = self._feed
         arity = len(inspect.signature(function).parameters)
@@ -167,7 +167,7 @@ class ModelDefinition:
             )
         return reader
 
-    def processor(self) -> Any:
+    def create_processor(self) -> Any:
         """Return a PredictionOutputsProcessor, or None if the file has none."""
         cls = self._optional("PredictionOutputsProcessor")
         return None if cls is None else self._call(cls)
@@ -211,7 +211,7 @@ class ModelDefinition:
         function = self._optimizer
         arguments = list(inspect.signature(function).parameters.values())
         takes_parameters = bool(arguments) and arguments[0].default is arguments[0].empty
-        site = self._source_line(function)
+        source_line = self._source_line(function)
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             result: Any = self._call(function, *([parameters] if takes_parameters else []))
@@ -219,11 +219,13 @@ class ModelDefinition:
                 result = result(parameters)
             elif not takes_parameters:
                 raise ConfigError(
-                    f"{site}: optimizer does not take the model's parameters, so it must return a function that does,"
-                    " such as lambda parameters: torch.optim.SGD(parameters, lr)"
+                    f"{source_line}: optimizer does not take the model's parameters, so it must return a function that"
+                    " does, such as lambda parameters: torch.optim.SGD(parameters, lr)"
                 )
             if not isinstance(result, torch.optim.Optimizer):
-                raise ConfigError(f"{site}: optimizer must return a torch optimizer, got {type(result).__name__}")
+                raise ConfigError(
+                    f"{source_line}: optimizer must return a torch optimizer, got {type(result).__name__}"
+                )
             return result
 
         return TorchOptimizer(optimizer)

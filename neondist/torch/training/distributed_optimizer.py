@@ -21,7 +21,7 @@ from ..module.parameters import ModuleParameters, plan_parameters, sparse_embedd
 from ..module.weights import PartitionedOptimizer, as_array, create_optimizer_state
 from .losses_and_optimizers import TorchOptimizer, updates_any
 
-_PLAIN = bool, int, float, str, tuple
+_PLAIN_TYPES = bool, int, float, str, tuple
 
 
 class DistributedOptimizer(PartitionedOptimizer):
@@ -63,32 +63,42 @@ class DistributedOptimizer(PartitionedOptimizer):
         if not isinstance(model, DistributedModule):
             raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
-        settings = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _PLAIN)}
+        settings = {
+            f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _PLAIN_TYPES)
+        }
         name = getattr(optimizer, "__qualname__", type(optimizer).__name__)
         grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": name} | settings)
         with all_or_none(grid.world):
-            inner = TorchOptimizer(optimizer, arguments)
+            optimizer_factory = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
                 raise ConfigError("model: no parameter requires gradients; call requires_grad_() on those to train")
-            sparse = sparse_embedding_weights(model)
-            planned = plan_parameters(tensors, grid.shape, strategy, sparse)
-            if planned.splits_parameters and not inner.elementwise:
-                raise ConfigError(f"strategy: {inner.constructor.__name__} needs whole parameters; use AllReduce")
+            sparse_weights = sparse_embedding_weights(model)
+            parameter_plan = plan_parameters(tensors, grid.shape, strategy, sparse_weights)
+            if parameter_plan.splits_parameters and not optimizer_factory.elementwise:
+                raise ConfigError(
+                    f"strategy: {optimizer_factory.constructor.__name__} needs whole parameters; use AllReduce"
+                )
             self.parameters = ModuleParameters(
-                tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
+                tensors,
+                grid,
+                shares=parameter_plan.shares,
+                compressors=parameter_plan.compressors,
+                sparse=sparse_weights,
             )
-        self.grid, self.strategy = grid, planned.strategy
-        self.optimizer = self.parameters.partition_optimizer(inner.create(tensors.values()))
-        names = {part: name for name, part in self.parameters.optimizer_parameters.items()}
-        self._names = [names[part] for group in self.optimizer.param_groups for part in group["params"]]
+        self.grid, self.strategy = grid, parameter_plan.strategy
+        self.optimizer = self.parameters.partition_optimizer(optimizer_factory.create(tensors.values()))
+        names_by_part = {part: name for name, part in self.parameters.optimizer_parameters.items()}
+        self._parameter_names = [
+            names_by_part[part] for group in self.optimizer.param_groups for part in group["params"]
+        ]
         self._overflow_parameter: torch.Tensor | None = None
         if self.parameters.names_with_owners:
             # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
             self._overflow_parameter = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow_parameter)
-            self._partitioned = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
-            grid.on_close(hooks.register_optimizer_step_pre_hook(self._reject_others).remove)
+            self._partitioned_ids = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
+            grid.on_close(hooks.register_optimizer_step_pre_hook(self._reject_other_optimizers).remove)
         self._has_frozen_param_groups = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self._has_frozen_param_groups = True
@@ -135,21 +145,21 @@ class DistributedOptimizer(PartitionedOptimizer):
         """
         options = {"max_norm": float(max_norm), "error_if_nonfinite": error_if_nonfinite}
         self.grid.check("clip_grad_norm_", options)
-        squares = {True: 0.0, False: 0.0}
+        square_sums = {True: 0.0, False: 0.0}
         gradients = []
         for name, (_, share) in self.parameters.shards.items():
             if (gradient := self.parameters.optimizer_parameters[name].grad) is not None:
                 gradients.append(gradient)
-                squares[share is None] += float(gradient.double().square().sum())
-        owned = self.parameters.reductions.allreduce("world", np.array([squares[False]]))
-        norm = torch.tensor(squares[True] + owned[0]).sqrt()
+                square_sums[share is None] += float(gradient.double().square().sum())
+        owned_square_sum = self.parameters.reductions.allreduce("world", np.array([square_sums[False]]))
+        norm = torch.tensor(square_sums[True] + owned_square_sum[0]).sqrt()
         if error_if_nonfinite and not norm.isfinite():
             raise NonFiniteError(
                 f"clip_grad_norm_: the norm of the gradients is {norm:g}; skip the step, or use a lower learning rate"
             ).mark_raised_on_all_ranks()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
-            gradient.mul_(float(factor))
+            gradient.mul_(float(scale))
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,11 +169,11 @@ class DistributedOptimizer(PartitionedOptimizer):
         """
         self.grid.check("DistributedOptimizer.state_dict")
         result = self._as_state_dict(self.gather_slots())
-        sync = {}
+        sync_tensors = {}
         for state in self.parameters.compressed.sync_states():  # a first axis of ranks, unless they have the same array
             array = state.array.copy() if state.same_on_all_ranks else self.grid.world.allgather_array(state.array)
-            sync[state.name] = torch.from_numpy(array)
-        return result | ({SYNCHRONISATION: sync} if sync else {})
+            sync_tensors[state.name] = torch.from_numpy(array)
+        return result | ({SYNCHRONISATION: sync_tensors} if sync_tensors else {})
 
     def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
         """Return the optimiser state of this rank's parts; first create the slots in `names`, 'PARAMETER/SLOT'."""
@@ -182,14 +192,17 @@ class DistributedOptimizer(PartitionedOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
-        parameters, saved = self.parameters, {self._names[index]: slots for index, slots in state_dict["state"].items()}
-        self.slots(f"{name}/{slot}" for name in saved for slot in saved[name])
+        parameters = self.parameters
+        saved_slots = {self._parameter_names[index]: slots for index, slots in state_dict["state"].items()}
+        self.slots(f"{name}/{slot}" for name in saved_slots for slot in saved_slots[name])
         state = {}
-        for name, slots in saved.items():
-            (shard, share), parameter = parameters.shards[name], parameters.optimizer_parameters[name]
-            part, slot_values = shard.slot_shard("", share), self.optimizer.state[parameter]
-            state[self._names.index(name)] = {
-                slot: torch.from_numpy(np.array(part.own_part_of(as_array(value)), order="C"))
+        for name, slots in saved_slots.items():
+            shard, share = parameters.shards[name]
+            parameter = parameters.optimizer_parameters[name]
+            slot_shard = shard.slot_shard("", share)
+            slot_values = self.optimizer.state[parameter]
+            state[self._parameter_names.index(name)] = {
+                slot: torch.from_numpy(np.array(slot_shard.own_part_of(as_array(value)), order="C"))
                 if isinstance(value, torch.Tensor) and slot_values[slot].shape == parameter.shape
                 else value
                 for slot, value in slots.items()
@@ -200,7 +213,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         for sync_state in self.parameters.compressed.sync_states():
-            self._restore_sync(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
+            self._restore_sync_state(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Reject groups after construction: owners and the flat buffer are fixed."""
@@ -213,37 +226,37 @@ class DistributedOptimizer(PartitionedOptimizer):
 
     def _as_state_dict(self, slots: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the `state_dict` of one process with whole state tensors by 'PARAMETER/SLOT'."""
-        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._names))}
+        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._parameter_names))}
         for full_name, tensor in slots.items():
             name, _, slot = full_name.rpartition("/")
-            state[self._names.index(name)][slot] = tensor
+            state[self._parameter_names.index(name)][slot] = tensor
         groups = self.optimizer.state_dict()["param_groups"]
         if self._overflow_parameter is not None:
             groups[-1]["params"].pop()
         return {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
 
-    def _reject_others(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _reject_other_optimizers(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ConfigError for another optimizer of parameters with owners, which would not see their gradients."""
-        if updates_any(optimizer, self._partitioned):
+        if updates_any(optimizer, self._partitioned_ids):
             raise ConfigError(
                 f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call the"
                 " DistributedOptimizer's step(), or train another copy of the module"
             ).mark_raised_on_all_ranks()
 
-    def _restore_sync(self, state: SyncState, saved: torch.Tensor | None) -> None:
+    def _restore_sync_state(self, state: SyncState, saved_tensor: torch.Tensor | None) -> None:
         """Restore an array of `state_dict`; if the number of ranks differs, preserve the sum over ranks."""
         shape = state.array.shape
-        data = None if saved is None else as_array(saved)
-        if data is not None and data.shape[not state.same_on_all_ranks :] != shape:
+        saved_array = None if saved_tensor is None else as_array(saved_tensor)
+        if saved_array is not None and saved_array.shape[not state.same_on_all_ranks :] != shape:
             raise ConfigError(
-                f"state_dict: {SYNCHRONISATION}: '{state.name}' has shape {data.shape}; restore the same model"
+                f"state_dict: {SYNCHRONISATION}: '{state.name}' has shape {saved_array.shape}; restore the same model"
             )
         if not state.same_on_all_ranks:
-            data = np.zeros((0, *shape)) if data is None else data
-            lo, hi = part_range(len(data), self.grid.size, self.grid.rank)
-            state.array[...] = data[lo:hi].sum(axis=0)
-        elif data is not None:
-            state.array[...] = data
+            saved_array = np.zeros((0, *shape)) if saved_array is None else saved_array
+            lo, hi = part_range(len(saved_array), self.grid.size, self.grid.rank)
+            state.array[...] = saved_array[lo:hi].sum(axis=0)
+        elif saved_array is not None:
+            state.array[...] = saved_array
 
     def _begin_backward_pass(self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
         """Set aside the sums of earlier passes, and return the gradient to be summed over the ranks.

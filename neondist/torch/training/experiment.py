@@ -43,7 +43,7 @@ from .losses_and_optimizers import TorchLoss, TorchOptimizer, unwrap_named_funct
 from .module_inputs import apply_feed, channels_first
 from .module_outputs import CellLoss, OwnedOutputTotals, channels_last, metric_targets
 from .module_plan import ModulePlan
-from .train_step import ModuleStep, compute_in
+from .train_step import ModuleStep, compute_in_precision
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -122,7 +122,8 @@ class TorchModel(TrainableModel):
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
         self.precision = ComputePrecision(precision)
         self.scheduled_momentum: float | None = None
-        self.step, self.steps_without_optimizer, self.learning_rate_scale = 0, 0, 1.0
+        self.step = self.steps_without_optimizer = 0
+        self.learning_rate_scale = 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.strategy = None if strategy is None else as_strategy(strategy)
         self.sync_class = SYNC_CLASSES_BY_NAME[sync]
@@ -174,16 +175,19 @@ class TorchModel(TrainableModel):
 
     def check_targets(self, plan: ModulePlan, classes: int | None, target_shape: tuple[int, ...] | None) -> None:
         """Capture the loss for a single output and labels of known shape and dtype; raise its errors."""
-        y, cells = plan.output, plan.output_shape[:-1]
-        labels = classes is not None and target_shape in ((), cells)
-        dense = target_shape == plan.output_shape and type(self.cost.criterion).__module__.startswith("torch.nn")
-        if self._arguments["feed"] is not None or len(plan.steps.outputs) > 1 or not (labels or dense):
+        y = plan.output
+        cells_shape = plan.output_shape[:-1]
+        are_class_labels = classes is not None and target_shape in ((), cells_shape)
+        are_dense = target_shape == plan.output_shape and type(self.cost.criterion).__module__.startswith("torch.nn")
+        if self._arguments["feed"] is not None or len(plan.steps.outputs) > 1 or not (are_class_labels or are_dense):
             return
-        layout = y.layout if dense else (y.layout[:1] if target_shape == () else (*y.layout[:1], *y.layout[2:]))
-        shapes = [(y.shape, y.dtype), (shape_of(layout), y.dtype if dense else torch.int64)]
+        target_layout = (
+            y.layout if are_dense else (y.layout[:1] if target_shape == () else (*y.layout[:1], *y.layout[2:]))
+        )
+        shapes = [(y.shape, y.dtype), (shape_of(target_layout), y.dtype if are_dense else torch.int64)]
         mesh = Mesh.from_grid(plan.grid, len(plan.input_shape) - 1)
-        with self._attribute_errors_to_model("loss: "), compute_in(self.precision, self.module):
-            check_criterion(self.cost.criterion, shapes, mesh, [y.layout, layout])
+        with self._attribute_errors_to_model("loss: "), compute_in_precision(self.precision, self.module):
+            check_criterion(self.cost.criterion, shapes, mesh, [y.layout, target_layout])
 
     def fit_plan_to_memory(self, plan: ModulePlan) -> ModulePlan:
         """Return the plan of a training step that fits in `memory`.
@@ -222,7 +226,7 @@ class TorchModel(TrainableModel):
         """Return a block of the output, channels last, given the cells of the image on which it depends."""
         module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        with torch.no_grad(), self._attribute_errors_to_model(), compute_in(self.precision, module):
+        with torch.no_grad(), self._attribute_errors_to_model(), compute_in_precision(self.precision, module):
             features, _ = self._apply_feed(x, None, 1)
             return channels_last(blocks.run(number, features, *map(dict, tensors)))
 
@@ -239,7 +243,8 @@ class TorchModel(TrainableModel):
         """
         self.grid, self.input_shape, self.batch_size = grid or ProcessGrid(), tuple(input_shape), batch_size
         self.compiled = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
-        self.output_shape, self.loss_scaler = self.compiled.output_shape, self.precision.new_scaler()
+        self.output_shape = self.compiled.output_shape
+        self.loss_scaler = self.precision.new_scaler()
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         if self.compiled.overlapping_tiles is not None:
             self.input.repartition(self.compiled.overlapping_tiles, self.compiled.overlapping_tiles)
@@ -250,33 +255,36 @@ class TorchModel(TrainableModel):
             with self._attribute_errors_to_model("weights: "):
                 load_weights(model, self.weights)
         if self.grid.rank == 0 and (rounded := self._factory.rounded_parameter_names):
-            number = counted(len(rounded), "float64 parameter")
+            count_text = counted(len(rounded), "float64 parameter")
             remedy = "set dtype: float64 to keep all digits"
-            say(f"warning: {number}, first '{rounded[0]}', rounded to {self.dtype}; {remedy}", sys.stderr)
+            say(f"warning: {count_text}, first '{rounded[0]}', rounded to {self.dtype}; {remedy}", sys.stderr)
         if self.parameters is not None:
             self.parameters.close()
-        planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
-        updated = {name: tensors[name] for name in self.compiled.updated_parameter_names}
-        synchronisation = planned.shares, planned.compressors, sparse_embedding_weights(self.module)
-        self.parameters = ModuleParameters(updated, self.grid, self.sync_class, *synchronisation)
+        parameter_plan = self.compiled.parameters
+        tensors = dict(self.module.named_parameters())
+        updated_parameters = {name: tensors[name] for name in self.compiled.updated_parameter_names}
+        sync_options = parameter_plan.shares, parameter_plan.compressors, sparse_embedding_weights(self.module)
+        self.parameters = ModuleParameters(updated_parameters, self.grid, self.sync_class, *sync_options)
         self.sync = self.parameters.sync
-        self.torch_optimizer = self.parameters.partition_optimizer(self.optimizer.create(updated.values()))
-        self._base_rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
-        cut = axes_of(self.compiled.output.layout)
-        owns = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in cut)
-        self.output: Any = OwnedOutputTotals(self.grid, owns)
+        self.torch_optimizer = self.parameters.partition_optimizer(self.optimizer.create(updated_parameters.values()))
+        self._base_learning_rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
+        partitioned_axes = axes_of(self.compiled.output.layout)
+        owns_output = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in partitioned_axes)
+        self.output: Any = OwnedOutputTotals(self.grid, owns_output)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one training step and return the loss of the whole batch, NaN if the step was skipped. Collective."""
         with self._attribute_errors_to_model():
             return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
 
-    def loss_of(self, x: Any, targets: Any, batch: int, training: bool = True) -> tuple[tuple[Any, Any], torch.Tensor]:
+    def loss_of(
+        self, x: Any, targets: Any, batch_size: int, training: bool = True
+    ) -> tuple[tuple[Any, Any], torch.Tensor]:
         """Return this rank's outputs and labels, and the loss of the whole batch. Collective."""
-        model = self._module_for(batch, training)
-        features, labels = self._apply_feed(x, targets, batch)
+        model = self._module_for(batch_size, training)
+        features, labels = self._apply_feed(x, targets, batch_size)
         model.step = self.step
-        with self._seed_generators(), compute_in(self.precision, self.module):
+        with self._seed_generators(), compute_in_precision(self.precision, self.module):
             output = model(features)
             try:
                 loss = model.loss(self.cost.criterion, output, labels)
@@ -327,14 +335,14 @@ class TorchModel(TrainableModel):
             torch.no_grad(),
             self._attribute_errors_to_model(),
             self._seed_generators(),
-            compute_in(self.precision, self.module),
+            compute_in_precision(self.precision, self.module),
         ):
             return channels_last(model(self._apply_feed(x, None, batch)[0]))
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the contents of a checkpoint: the module's state and the optimizer's state."""
-        names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
-        create_optimizer_state(self.built_parameters.optimizer_parameters, self.torch_optimizer, names)
+        slot_names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
+        create_optimizer_state(self.built_parameters.optimizer_parameters, self.torch_optimizer, slot_names)
         weights = whole_arrays(state_tensors(self.module), self.grid)
         return {"model": weights, "optimizer": self.built_parameters.optimizer_slots(self.torch_optimizer)}
 
@@ -345,12 +353,14 @@ class TorchModel(TrainableModel):
     @property
     def bytes_sent(self) -> int:
         """Bytes of halo messages that this rank has sent since `build`."""
-        return self._count_bytes(halo=True)
+        return self._count_bytes(is_halo=True)
 
     @property
     def bytes_summed(self) -> int:
         """Bytes that this rank has contributed to reductions, or sent in redistributions and rings, since `build`."""
-        return self._count_bytes(halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
+        return (
+            self._count_bytes(is_halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
+        )
 
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
@@ -360,9 +370,11 @@ class TorchModel(TrainableModel):
             total += model.comm.ledger
         return total
 
-    def _count_bytes(self, halo: bool) -> int:
+    def _count_bytes(self, is_halo: bool) -> int:
         ledgers = (model.comm.ledger for model in self._model_by_batch.values())
-        return sum(n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") is halo)
+        return sum(
+            n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") is is_halo
+        )
 
     @cached_property
     def _factory(self) -> ModuleFactory:
@@ -372,14 +384,20 @@ class TorchModel(TrainableModel):
         return ModuleFactory(self._arguments["factory"], self._arguments["arguments"] or {}, self.seed, dtype)
 
     def _create_plan(
-        self, input_shape: tuple[int, ...], grid: GridShape, batch: int, limit: int | None = None
+        self, input_shape: tuple[int, ...], grid: GridShape, batch_size: int, memory_limit: int | None = None
     ) -> ModulePlan:
-        module, shape = self.module, (batch, *self._sample_shape(input_shape))
-        memory = None if limit is None else model_bytes_per_rank(limit, count_local_ranks(grid.size))
-        execution = ExecutionOptions.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
+        module, shape = self.module, (batch_size, *self._sample_shape(input_shape))
+        bytes_per_rank = (
+            None if memory_limit is None else model_bytes_per_rank(memory_limit, count_local_ranks(grid.size))
+        )
+        execution = ExecutionOptions.from_arguments(
+            module, self.gather_at, self.recompute, self.scheme, self.strips, bytes_per_rank
+        )
         program = self._factory.program(shape, True)
-        args = program, execution, shape, input_shape, grid
-        plan = ModulePlan.of(module, *args, self.optimizer, self.dtype, self.strategy, limit, self.precision)
+        plan_args = program, execution, shape, input_shape, grid
+        plan = ModulePlan.create(
+            module, *plan_args, self.optimizer, self.dtype, self.strategy, memory_limit, self.precision
+        )
         if plan.parameters.splits_parameters and not self.optimizer.elementwise:
             raise ConfigError(
                 f"strategy: {self.optimizer.constructor.__name__} updates only whole parameters, not parts of them;"
@@ -396,10 +414,10 @@ class TorchModel(TrainableModel):
             )
         return shape
 
-    def _module_for(self, batch: int, training: bool = True) -> DistributedModule:
+    def _module_for(self, batch_size: int, training: bool = True) -> DistributedModule:
         """Return the module, distributed for a batch size and set to a mode. Collective if either is new."""
-        if batch not in self._model_by_batch:
-            shape, dtype = (batch, *self._sample_shape(self.input_shape)), TORCH_DTYPES[str(self.dtype)]
+        if batch_size not in self._model_by_batch:
+            shape, dtype = (batch_size, *self._sample_shape(self.input_shape)), TORCH_DTYPES[str(self.dtype)]
             model = distribute(
                 self.module, shape, self.grid,
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
@@ -408,16 +426,16 @@ class TorchModel(TrainableModel):
             if self._guard_seed is not None:
                 model.guard(self._guard_seed)
             model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated_parameter_names)
-            self._model_by_batch[batch] = model
-        model = self._model_by_batch[batch].train(training)
-        if (batch, training) not in self._captured_batches_and_modes:
+            self._model_by_batch[batch_size] = model
+        model = self._model_by_batch[batch_size].train(training)
+        if (batch_size, training) not in self._captured_batches_and_modes:
             _ = model.plan  # before `_seed_generators`: tracing changes the random state
-            self._captured_batches_and_modes.add((batch, training))
+            self._captured_batches_and_modes.add((batch_size, training))
         return model
 
-    def _apply_feed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:
+    def _apply_feed(self, x: Any, targets: Any, batch_size: int) -> tuple[torch.Tensor, Any]:
         """Return the features and labels of `feed`; an error on one rank is raised on all."""
-        lo, hi = self.grid.sample_range(batch)
+        lo, hi = self.grid.sample_range(batch_size)
         shape = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
             return apply_feed(self._feed, x, targets, shape, TORCH_DTYPES[str(self.dtype)], self.input)
@@ -425,7 +443,7 @@ class TorchModel(TrainableModel):
     def apply_scheduled_rates(self) -> None:
         """Set the optimizer's learning rate and momentum for the next step."""
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
-            for group, rate in zip(self.torch_optimizer.param_groups, self._base_rates, strict=True):
+            for group, rate in zip(self.torch_optimizer.param_groups, self._base_learning_rates, strict=True):
                 if rate is not None:
                     group["lr"] = rate * self.learning_rate_scale
                 if self.scheduled_momentum is not None and "betas" in group:
@@ -447,10 +465,10 @@ class TorchModel(TrainableModel):
             yield
 
     @contextmanager
-    def _attribute_errors_to_model(self, field: str = "") -> Iterator[None]:
+    def _attribute_errors_to_model(self, prefix: str = "") -> Iterator[None]:
         """Mark errors in the block as errors of this model, so that messages give its position in a file."""
         try:
             yield
         except UserError as error:
-            error.args, error.subject = (f"{field}{error}",), self
+            error.args, error.subject = (f"{prefix}{error}",), self
             raise

@@ -51,11 +51,11 @@ class ModuleFactory:
             module = call_checked("arguments", self.function, **self.arguments)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"factory: returned a {type(module).__name__}; it must return a torch.nn.Module")
-        digits = torch.finfo(self.dtype).bits
+        num_bits = torch.finfo(self.dtype).bits
         self.rounded_parameter_names = [
             name
             for name, p in module.named_parameters()
-            if p.is_floating_point() and torch.finfo(p.dtype).bits > digits
+            if p.is_floating_point() and torch.finfo(p.dtype).bits > num_bits
         ]
         return module.to(self.dtype)
 

@@ -17,7 +17,7 @@ from ...registry import Registered, suggest
 from ...registry.functions import NamedFunction
 from ..ir.registry import TRACING_LOCK
 
-REFUSED = "Optimizer", "LBFGS", "SparseAdam"
+REFUSED_OPTIMIZERS = "Optimizer", "LBFGS", "SparseAdam"
 """The base class, and optimisers that call the model themselves or need sparse gradients."""
 
 
@@ -84,7 +84,11 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         arguments: Mapping[str, Any] | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        names = [key for key in dir(torch.optim) if isinstance(getattr(torch.optim, key), type) and key not in REFUSED]
+        names = [
+            key
+            for key in dir(torch.optim)
+            if isinstance(getattr(torch.optim, key), type) and key not in REFUSED_OPTIMIZERS
+        ]
         self.constructor = _look_up(name, "torch.optim", torch.optim, names)
         self.options, self.schedule = dict(arguments or {}), schedule
         optimizer = self.create([torch.nn.Parameter(torch.zeros(1, 1))])  # reports errors when the file is read
@@ -92,11 +96,13 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
 
     def create(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer for a module's parameters."""
-        given = list(parameters)
-        optimizer = call_checked("arguments", self.constructor, given, **self.options)
+        parameter_list = list(parameters)
+        optimizer = call_checked("arguments", self.constructor, parameter_list, **self.options)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"name: must create a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if not {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} <= {*map(id, given)}:
+        if not {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} <= {
+            *map(id, parameter_list)
+        }:
             raise ConfigError("name: creates an optimizer of other parameters; select groups from its first argument")
         return optimizer
 
@@ -105,8 +111,8 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         """Whether updating two halves of a parameter equals updating the whole."""
         values = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
         whole, *halves = (torch.nn.Parameter(part.clone()) for part in (values, values[:2], values[2:]))
-        groups: list[list[torch.nn.Parameter]] = [[whole], halves]
-        for tensors in groups:
+        parameter_lists: list[list[torch.nn.Parameter]] = [[whole], halves]
+        for tensors in parameter_lists:
             optimizer = self.create(tensors)
             for step in range(2):
                 gradient = (values.sin() + step).split(4 // len(tensors))
@@ -158,11 +164,12 @@ def unwrap_named_function(function: Any) -> Any:
     return function.call if isinstance(function, NamedFunction) else function
 
 
-def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:
+def _look_up(name: Any, package_name: str, package: Any, class_names: list[str]) -> Any:
     if not isinstance(name, str):
         return unwrap_named_function(name)
-    if name not in names:
+    if name not in class_names:
         raise ConfigError(
-            f"name: '{name}' is not in {origin}{suggest(name, names)} (or MODULE:NAME, with --import MODULE)"
+            f"name: '{name}' is not in {package_name}{suggest(name, class_names)} (or MODULE:NAME, with"
+            " --import MODULE)"
         )
     return getattr(package, name)

@@ -32,9 +32,10 @@ def expected_ndim_and_channels(module: nn.Module) -> tuple[int, int | None]:
     Convolutions are in registration order; the result is (2, None) for a module without convolutions.
     """
     for layer in module.modules():
-        kernel, channels = getattr(layer, "kernel_size", None), getattr(layer, "in_channels", None)
-        if isinstance(kernel, tuple) and isinstance(channels, int):
-            return len(kernel), channels
+        kernel_size = getattr(layer, "kernel_size", None)
+        in_channels = getattr(layer, "in_channels", None)
+        if isinstance(kernel_size, tuple) and isinstance(in_channels, int):
+            return len(kernel_size), in_channels
     return 2, None
 
 

@@ -26,7 +26,7 @@ def channels_last(output: Any) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
 
 
-def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np.ndarray:
+def metric_targets(y: np.ndarray, labels: Any, ignore_index: int | None = None) -> np.ndarray:
     """Return labels as metrics expect them; if they do not match the output, return NaN, so that metrics are NaN."""
     targets = channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
     targets = np.asarray(pytree.tree_leaves(targets)[0])
@@ -35,8 +35,10 @@ def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np
     if targets.shape == y.shape[:-1] and targets.dtype.kind == "f" and (targets == np.floor(targets)).all():
         targets = targets.astype(np.int64)
     are_classes = targets.shape == y.shape[:-1] and targets.dtype.kind in "iu"
-    valid = targets if ignored is None else targets[targets != ignored]
-    if targets.shape == y.shape or (are_classes and valid.min(initial=0) >= 0 and valid.max(initial=0) < y.shape[-1]):
+    valid_targets = targets if ignore_index is None else targets[targets != ignore_index]
+    if targets.shape == y.shape or (
+        are_classes and valid_targets.min(initial=0) >= 0 and valid_targets.max(initial=0) < y.shape[-1]
+    ):
         return targets
     return np.full_like(y, np.nan)
 
@@ -83,10 +85,10 @@ class CellLoss:
 class OwnedOutputTotals:
     """Sums over the ranks of counts over their outputs; outputs that several ranks have count once."""
 
-    def __init__(self, grid: ProcessGrid, owns: bool) -> None:
-        self.owns = owns
+    def __init__(self, grid: ProcessGrid, owns_output: bool) -> None:
+        self.owns_output = owns_output
         self.reductions = Reductions(grid)
 
     def sum_over_ranks(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over all ranks. Collective."""
-        return self.reductions.allreduce("world", array * self.owns)
+        return self.reductions.allreduce("world", array * self.owns_output)

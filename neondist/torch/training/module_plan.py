@@ -61,7 +61,7 @@ class ModulePlan:
         Trained parameters on which outputs depend, without aliases.
     memory_limit : int or None
         Memory limit of the ranks on a machine, if set.
-    note : str
+    group_description : str
         Description of fused segments or blocks.
     overlapping_tiles : Partition or None
         Tiles of the image that ranks read, if these overlap.
@@ -75,12 +75,12 @@ class ModulePlan:
     trained: tuple[str, ...]
     parameters: ParameterPlan
     memory_limit: int | None
-    note: str
+    group_description: str
     overlapping_tiles: Partition | None
     is_streamed = False
 
     @classmethod
-    def of(
+    def create(
         cls,
         module: nn.Module,
         program: Any,
@@ -105,15 +105,28 @@ class ModulePlan:
         steps, _, lowering = execution.lower(program, mesh, 0, [default_layout(shape, mesh)], module)
         if not any(isinstance(out, int) for out in steps.outputs):
             raise ConfigError("factory: the module returns no tensor; return at least one")
-        weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        weights_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
-        slots = 0 if optimizer is None else optimizer.slots_per_parameter
-        parameters = ParameterPlan(_updated_parameters(module, steps), grid, dtype, slots, strategy)
+        slots_per_parameter = 0 if optimizer is None else optimizer.slots_per_parameter
+        parameters = ParameterPlan(_updated_parameters(module, steps), grid, dtype, slots_per_parameter, strategy)
         if precision.has_16_bit_operands:  # autocast also copies the weights
-            steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
-        note, overlaps = (lowering.group_description, lowering.widened_ranges) if lowering else ("", ())
-        wide = _tiles_with_overlap(overlaps, input_shape[:-1], mesh)
-        return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, memory_limit, note, wide)
+            steps = steps.under_autocast(getattr(torch, precision.name))
+            weights_bytes += weights_bytes // 2
+        group_description = lowering.group_description if lowering else ""
+        widened_ranges = lowering.widened_ranges if lowering else ()
+        overlapping_tiles = _tiles_with_overlap(widened_ranges, input_shape[:-1], mesh)
+        return cls(
+            grid,
+            input_shape,
+            shape[0],
+            steps,
+            weights_bytes,
+            trained,
+            parameters,
+            memory_limit,
+            group_description,
+            overlapping_tiles,
+        )
 
     @property
     def needed_bytes(self) -> int:
@@ -174,10 +187,10 @@ class ModulePlan:
         return self._bytes_of_kind(rank, "redistribution", self.parameters.redistribution_bytes(rank))
 
     def _bytes_of_kind(self, rank: int, kind: str, gradient_bytes: int) -> dict[str, int]:
-        counts = Counter({GRADIENTS: gradient_bytes})
+        bytes_by_step = Counter({GRADIENTS: gradient_bytes})
         for (step_kind, name, _), count in self._traffic_without_gradients(rank).items():
-            counts[name] += count * (step_kind == kind)
-        return {name: count for name, count in counts.items() if count}
+            bytes_by_step[name] += count * (step_kind == kind)
+        return {name: count for name, count in bytes_by_step.items() if count}
 
     def benchmark_row_of(self, name: str) -> str:
         """Return the name of a step's row in tables; names that are not steps are returned unchanged."""
@@ -190,10 +203,10 @@ class ModulePlan:
 
     def costs(self) -> dict[str, TrainingCosts]:
         """Return the costs of a training step, by row."""
-        names: dict[str, list[str]] = {}
+        step_names_by_row: dict[str, list[str]] = {}
         for name in self.all_costs.names:
-            names.setdefault(self.benchmark_row_of(name), []).append(name)
-        return {row: self.all_costs.costs_of_steps(steps) for row, steps in names.items()}
+            step_names_by_row.setdefault(self.benchmark_row_of(name), []).append(name)
+        return {row: self.all_costs.costs_of_steps(steps) for row, steps in step_names_by_row.items()}
 
     @cached_property
     def all_costs(self) -> PlanCosts:
@@ -213,12 +226,19 @@ class ModulePlan:
     def workload(self) -> Workload:
         """Workload of the busiest rank in a training step."""
         total = self.all_costs.total
-        kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
-        sums, moved = kinds.count("sum"), self.all_costs.memory_traffic()
-        neighbours = min(8, self.grid.tiles - 1)  # estimate: the neighbours of a tile
-        messages = (len(kinds) - sums) * neighbours
+        message_kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
+        num_sums = message_kinds.count("sum")
+        memory_traffic = self.all_costs.memory_traffic()
+        num_neighbours = min(8, self.grid.tiles - 1)  # estimate: the neighbours of a tile
+        num_messages = (len(message_kinds) - num_sums) * num_neighbours
         return Workload(
-            total.flops, moved, messages, total.max_sent_bytes, sums, total.max_summed_bytes, self.parameters
+            total.flops,
+            memory_traffic,
+            num_messages,
+            total.max_sent_bytes,
+            num_sums,
+            total.max_summed_bytes,
+            self.parameters,
         )
 
     def memory_traffic(self, rank: int = 0) -> int:
@@ -227,28 +247,31 @@ class ModulePlan:
 
     def table(self) -> Any:
         """Return a rich table of modules, with notes and a legend."""
-        costs = self.costs()
+        costs_by_row = self.costs()
         total, parameters = self.all_costs.total, self.parameters
-        sums, sent = parameters.reduction_bytes(0), parameters.redistribution_bytes(0)
+        summed_bytes = parameters.reduction_bytes(0)
+        sent_bytes = parameters.redistribution_bytes(0)
         rank = self.all_costs.max_memory_rank
         notes = [f"{counted(len(self.steps.steps), 'step')}; memory is that of rank {rank}, which needs the most"]
-        peak = report.format_size(self.max_training_memory)
-        arrays = "parameters, optimiser, values and gradients"
-        notes.append(f"planned peak: {peak}, for {arrays}; --measure-memory measures the whole process")
-        if sums:
-            notes.append(f"gradient reduction: {report.format_size(sums)} per rank and step")
-        if sent:
-            notes.append(f"gradients to owners and values back: {report.format_size(sent)} sent per rank and step")
+        peak_text = report.format_size(self.max_training_memory)
+        array_names = "parameters, optimiser, values and gradients"
+        notes.append(f"planned peak: {peak_text}, for {array_names}; --measure-memory measures the whole process")
+        if summed_bytes:
+            notes.append(f"gradient reduction: {report.format_size(summed_bytes)} per rank and step")
+        if sent_bytes:
+            notes.append(
+                f"gradients to owners and values back: {report.format_size(sent_bytes)} sent per rank and step"
+            )
         if self.all_costs.steps_without_flop_count:
             names = ", ".join(dict.fromkeys(self.all_costs.steps_without_flop_count))
             notes.append(f"flops exclude {names}, which could not be counted")
-        rows = [(name, cost, self._output_shape_text(name)) for name, cost in costs.items()]
-        return report.module_costs_table(rows, total, [*notes, *filter(None, [self.note])], TABLE_LEGEND)
+        rows = [(name, cost, self._output_shape_text(name)) for name, cost in costs_by_row.items()]
+        return report.module_costs_table(rows, total, [*notes, *filter(None, [self.group_description])], TABLE_LEGEND)
 
     def describe(self) -> str:
         """Return the table as plain text, with the grid above."""
-        head = report.plan_headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
-        return report.render_plain_text(head, self.table())
+        headline = report.plan_headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
+        return report.render_plain_text(headline, self.table())
 
     @cached_property
     def _training(self) -> TrainingMemory:
@@ -269,26 +292,30 @@ class ModulePlan:
         return "-" if shape is None else report.join_extents(shape) or "1"
 
 
-def _tiles_with_overlap(overlaps: Sequence[NeededRanges], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
+def _tiles_with_overlap(
+    widened_ranges: Sequence[NeededRanges], extent: tuple[int, ...], mesh: Mesh
+) -> Partition | None:
     """Return the tiles of images that ranks read, if larger than the ranks' own tiles; else None."""
-    if not overlaps or not overlaps[0]:
+    if not widened_ranges or not widened_ranges[0]:
         return None
-    ranges = (overlaps[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))
+    ranges = (widened_ranges[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))
     return OverlappingPartition(extent, mesh.parts[1:], 1, tuple(map(tuple, ranges)))
 
 
 def _updated_parameters(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
     """Return the parameters that a training step updates, under their first names."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).contributing_values
+            names_by_parameter.setdefault(parameter, []).append(name)
+    reached_ids = BackwardSteps(
+        steps, [name for aliases in names_by_parameter.values() for name in aliases]
+    ).contributing_values
     return parameters_by_name(
         {
             aliases[0]: parameter
-            for parameter, aliases in names.items()
-            if any(steps.parameters.get(name) in reached for name in aliases)
+            for parameter, aliases in names_by_parameter.items()
+            if any(steps.parameters.get(name) in reached_ids for name in aliases)
         },
         sparse_embedding_weights(module),
     )

@@ -20,7 +20,7 @@ from ..module.weights import as_array
 from .losses_and_optimizers import TorchOptimizer, updates_any
 
 
-class OwnerSteps:
+class PartitionedOptimizerSteps:
     """Optimiser steps under a strategy with owners: each rank updates only the parts of parameters that it owns.
 
     Gradients stay whole on every rank, for clipping and other uses. During a step an optimiser's `param_groups` and
@@ -33,18 +33,18 @@ class OwnerSteps:
         Parameters whose data become views of one flat buffer.
     """
 
-    def __init__(self, tensors: Mapping[str, nn.Parameter], grid: ProcessGrid, planned: ParameterPlan) -> None:
-        self.grid, self.strategy = grid, planned.strategy.builder
-        earlier = {name: tensor.grad for name, tensor in tensors.items()}
-        self.parameters = ModuleParameters(tensors, grid, shares=planned.shares)
+    def __init__(self, tensors: Mapping[str, nn.Parameter], grid: ProcessGrid, parameter_plan: ParameterPlan) -> None:
+        self.grid, self.strategy = grid, parameter_plan.strategy.builder
+        earlier_gradients = {name: tensor.grad for name, tensor in tensors.items()}
+        self.parameters = ModuleParameters(tensors, grid, shares=parameter_plan.shares)
         self.parameters.close()
         for name, tensor in tensors.items():
-            tensor.grad = earlier[name]
-        pairs = [
+            tensor.grad = earlier_gradients[name]
+        tensors_and_parts = [
             (tensor, self.parameters.optimizer_parameters[name]) for name, tensor in self.parameters.tensors.items()
         ]
-        self._part_by_id = {id(tensor): part for tensor, part in pairs}
-        self._whole_by_part_id = {id(part): tensor for tensor, part in pairs}
+        self._part_by_id = {id(tensor): part for tensor, part in tensors_and_parts}
+        self._whole_by_part_id = {id(part): tensor for tensor, part in tensors_and_parts}
         self._name_by_part_id = {id(part): name for name, part in self.parameters.optimizer_parameters.items()}
         self._adopted_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._is_exposing_parts = False
@@ -144,9 +144,9 @@ class OwnerSteps:
         return torch.from_numpy(shard.slot_shard(slot, share).gather(as_array(value)))
 
     @staticmethod
-    def _replace_parameters(optimizer: torch.optim.Optimizer, others: Mapping[int, nn.Parameter]) -> None:
+    def _replace_parameters(optimizer: torch.optim.Optimizer, replacements_by_id: Mapping[int, nn.Parameter]) -> None:
         for group in optimizer.param_groups:
-            group["params"] = [others.get(id(tensor), tensor) for tensor in group["params"]]
+            group["params"] = [replacements_by_id.get(id(tensor), tensor) for tensor in group["params"]]
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -34,35 +34,36 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
     def __init__(self, module: DistributedModule, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(module.grid)
         self.module, self.optimizer = module, optimizer
-        self.counted: DistributedModule | TrainingScriptAdapter = module
+        self.step_counter: DistributedModule | TrainingScriptAdapter = module
         self.sharded_parameters = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
         if self.sharded_parameters is not None:
             self.sync = self.sharded_parameters.sync
         self.dtype = as_array(next(iter(module.parameters()), torch.zeros(()))).dtype
 
     @classmethod
-    def of(cls, parts: Iterable[Any]) -> tuple[ModuleScriptAdapter | None, list[Any]]:
-        """Return the adapter for the distributed module and its optimiser (None without a module), and other parts.
+    def from_objects(cls, objects: Iterable[Any]) -> tuple[ModuleScriptAdapter | None, list[Any]]:
+        """Return the adapter for the distributed module and its optimiser (None without a module), and other objects.
 
         Raises
         ------
         ConfigError
             There are several modules or optimisers, an optimiser without a module, or a module that is not distributed.
         """
-        rest, modules, optimizers = [], list[DistributedModule](), list[torch.optim.Optimizer]()
-        for part in parts:
-            if isinstance(part, DistributedModule):
-                modules.append(part)
-            elif isinstance(part, torch.optim.Optimizer):
-                optimizers.append(part)
-                modules += [part.module] if isinstance(part, DistributedOptimizer) else []
-            elif isinstance(part, nn.Module):
+        other_objects = []
+        modules, optimizers = list[DistributedModule](), list[torch.optim.Optimizer]()
+        for item in objects:
+            if isinstance(item, DistributedModule):
+                modules.append(item)
+            elif isinstance(item, torch.optim.Optimizer):
+                optimizers.append(item)
+                modules += [item.module] if isinstance(item, DistributedOptimizer) else []
+            elif isinstance(item, nn.Module):
                 raise ConfigError(
-                    f"model: {type(part).__name__} is not distributed; give the result of ndt.distribute(module,"
+                    f"model: {type(item).__name__} is not distributed; give the result of ndt.distribute(module,"
                     " example_shape)"
                 )
             else:
-                rest.append(part)
+                other_objects.append(item)
         modules = list({id(module): module for module in modules}.values())
         optimizers = optimizers or [module.optimizer for module in modules if module.optimizer is not None]
         if len(modules) > 1 or len(optimizers) > 1:
@@ -72,7 +73,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
             )
         if optimizers and not modules:
             raise ConfigError(f"model: {type(optimizers[0]).__name__} needs its module; give [module, optimizer]")
-        return (cls(modules[0], optimizers[0] if optimizers else None) if modules else None), rest
+        return (cls(modules[0], optimizers[0] if optimizers else None) if modules else None), other_objects
 
     @property
     def display_name(self) -> str:
@@ -102,45 +103,52 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the state of the module and of the optimiser, named as in a TorchModel."""
-        names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
+        slot_names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
         slot_arrays: list[tuple[ParameterShard, Any]] = []
         if isinstance(self.optimizer, DistributedOptimizer):
-            slot_arrays = self.optimizer.slots(names)
+            slot_arrays = self.optimizer.slots(slot_names)
         elif self.optimizer is not None:
             tensors = dict(self.module.named_parameters())
-            create_optimizer_state(tensors, self.optimizer, names)
+            create_optimizer_state(tensors, self.optimizer, slot_names)
             slot_arrays = whole_arrays(optimizer_state_tensors(tensors, self.optimizer), self.grid)
         return {"model": whole_arrays(state_tensors(self.module), self.grid), "optimizer": slot_arrays}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of parameter groups, the module's forward count and the random states of all ranks."""
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
-        own_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-        all_states = self.grid.world.allgather(own_state)
-        states = sorted(set(all_states))  # usually all ranks but the first have the same state
+        group_settings = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
+        own_random_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+        random_states = self.grid.world.allgather(own_random_state)
+        distinct_states = sorted(set(random_states))  # usually all ranks but the first have the same state
         return {
-            "groups": to_json_value("param_groups", groups, "keep it outside the optimizer's parameter groups"),
-            "forwards": self.counted.step,
-            "random": {"states": states, "ranks": [states.index(state) for state in all_states]},
+            "groups": to_json_value("param_groups", group_settings, "keep it outside the optimizer's parameter groups"),
+            "forwards": self.step_counter.step,
+            "random": {"states": distinct_states, "ranks": [distinct_states.index(state) for state in random_states]},
         }
 
     def restore_settings(self, settings: Mapping[str, Any]) -> None:
         """Restore the result of `settings`; additional ranks take the random state of the last saved rank."""
-        groups = require_json_type("'groups'", settings.get("groups"), list)
-        if len(groups) != len(self._groups):
-            raise ValueError(f"has {len(groups)} parameter groups, but the optimizer has {len(self._groups)}")
-        for group, saved_group in zip(self._groups, groups, strict=True):
-            saved = from_json_value(group, require_json_type("a group of parameters", saved_group, dict))
-            group.update({name: value for name, value in saved.items() if name != "params"})
-        self.counted.step = require_json_integer("'forwards'", settings.get("forwards"))
-        random = require_json_type("'random'", settings.get("random"), dict)
-        states, ranks = (require_json_type(f"'{name}'", random.get(name), list) for name in ("states", "ranks"))
-        at = require_json_integer("'ranks'", ranks[min(self.grid.rank, len(ranks) - 1)]) if ranks else len(states)
-        if at >= len(states):
+        saved_groups = require_json_type("'groups'", settings.get("groups"), list)
+        if len(saved_groups) != len(self._groups):
+            raise ValueError(f"has {len(saved_groups)} parameter groups, but the optimizer has {len(self._groups)}")
+        for group, saved_group in zip(self._groups, saved_groups, strict=True):
+            saved_settings = from_json_value(group, require_json_type("a group of parameters", saved_group, dict))
+            group.update({name: value for name, value in saved_settings.items() if name != "params"})
+        self.step_counter.step = require_json_integer("'forwards'", settings.get("forwards"))
+        saved_random = require_json_type("'random'", settings.get("random"), dict)
+        encoded_states = require_json_type("'states'", saved_random.get("states"), list)
+        state_index_by_rank = require_json_type("'ranks'", saved_random.get("ranks"), list)
+        state_index = (
+            require_json_integer("'ranks'", state_index_by_rank[min(self.grid.rank, len(state_index_by_rank) - 1)])
+            if state_index_by_rank
+            else len(encoded_states)
+        )
+        if state_index >= len(encoded_states):
             raise ValueError("'random' has no state for this rank")
-        state = bytearray(base64.b64decode(require_json_type("a random state", states[at], str), validate=True))
+        random_state = bytearray(
+            base64.b64decode(require_json_type("a random state", encoded_states[state_index], str), validate=True)
+        )
         try:
-            torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
+            torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"its random state is invalid ({error})") from None
 

@@ -16,7 +16,7 @@ from ..ir.registry import TRACING_LOCK
 
 
 @contextmanager
-def compute_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
+def compute_in_precision(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
     """Context in which PyTorch computes in a precision, by autocast or with TF32 operands, on a module's device."""
     device = next((p.device.type for p in module.parameters()), "cpu")
     dtype = getattr(torch, precision.name) if precision.has_16_bit_operands else None
@@ -36,14 +36,15 @@ class ModuleStep(TrainStep):
 
     def save_for_rollback(self) -> Callable[[], None]:
         """Save the buffers, and the parameters that a forward pass writes; return a function that restores them."""
-        module, written = self.trainable.module, self.trainable.compiled.steps.mutated_tensors
+        module = self.trainable.module
+        mutated_names = self.trainable.compiled.steps.mutated_tensors
         parameters = module.named_parameters(remove_duplicate=False)
-        tensors = [*module.buffers(), *(parameter for name, parameter in parameters if name in written)]
-        kept = [tensor.detach().clone() for tensor in tensors]
+        tensors = [*module.buffers(), *(parameter for name, parameter in parameters if name in mutated_names)]
+        saved_values = [tensor.detach().clone() for tensor in tensors]
 
         def restore() -> None:
             with torch.no_grad():
-                for tensor, before in zip(tensors, kept, strict=True):
+                for tensor, before in zip(tensors, saved_values, strict=True):
                     tensor.copy_(before)
 
         return restore
@@ -54,18 +55,23 @@ class ModuleStep(TrainStep):
         parameters.reset_gradients()
         with trainable.grid.observers.observe("cost"):
             _, loss = trainable.loss_of(x, targets, batch_size)
-            self.finite = bool(loss.isfinite())
-            parameters.sync.record_finiteness(self.finite)
+            self.is_loss_finite = bool(loss.isfinite())
+            parameters.sync.record_finiteness(self.is_loss_finite)
             (loss * self.loss_scale).backward()
         parameters.sum_gradients(to_owners=True, loss_scale=self.loss_scale)
         return parameters.fetch_loss_and_flags(loss.detach().numpy().reshape(1))
 
     def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
         """Describe the first non-finite value on any rank: the loss, a gradient or a sum of gradients. Collective."""
-        bad = {"the loss": not self.finite}
+        is_nonfinite_by_name = {"the loss": not self.is_loss_finite}
         for name, tensor in self.trainable.built_parameters.tensors.items():
-            bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()
-        return first_nonfinite_on_any_rank(self.trainable.grid.world, bad) or "the sum of the gradients over all ranks"
+            is_nonfinite_by_name[f"the gradient of '{name}'"] = (
+                tensor.grad is not None and not tensor.grad.isfinite().all()
+            )
+        return (
+            first_nonfinite_on_any_rank(self.trainable.grid.world, is_nonfinite_by_name)
+            or "the sum of the gradients over all ranks"
+        )
 
     def update_parameters(self) -> None:
         """Update the parameters that this rank owns, and receive the others from their owners."""

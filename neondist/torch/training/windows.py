@@ -59,12 +59,12 @@ class WindowScores(OutputBlocks):
     ) -> None:
         self.module, self.dtype, self.window, self.stride = module.eval(), dtype, window, stride
         *extent, channels = shape
-        places = tuple((n - window) // stride + 1 for n in extent)
-        super().__init__(places, tuple(map(min, zip(size, places, strict=True))))
-        self.batch = max(1, MAX_CELLS_PER_BATCH // window ** len(extent))
-        zeros = torch.from_numpy(np.zeros((1, channels, *(window for _ in extent)), dtype))
-        scores = self._compute_scores(zeros)
-        self.output_shape = *places, scores.shape[1]
+        map_extent = tuple((n - window) // stride + 1 for n in extent)
+        super().__init__(map_extent, tuple(map(min, zip(size, map_extent, strict=True))))
+        self.windows_per_batch = max(1, MAX_CELLS_PER_BATCH // window ** len(extent))
+        zero_window = torch.from_numpy(np.zeros((1, channels, *(window for _ in extent)), dtype))
+        scores = self._compute_scores(zero_window)
+        self.output_shape = *map_extent, scores.shape[1]
 
     def input_box(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
@@ -77,13 +77,16 @@ class WindowScores(OutputBlocks):
         windows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x[0], -1, 0)))
         for axis in range(1, windows.dim()):
             windows = windows.unfold(axis, self.window, self.stride)
-        block = self.output_box(number).shape
-        places: list[tuple[Any, ...]] = list(product(*map(range, block)))
+        block_shape = self.output_box(number).shape
+        window_indices: list[tuple[Any, ...]] = list(product(*map(range, block_shape)))
         scores = []
-        for first in range(0, prod(block), self.batch):
-            batch = [windows[(slice(None), *place)] for place in places[first : first + self.batch]]
-            scores.append(self._compute_scores(torch.stack(batch)))
-        return np.concatenate(scores).reshape(1, *block, -1)
+        for first in range(0, prod(block_shape), self.windows_per_batch):
+            batch_windows = [
+                windows[(slice(None), *window_index)]
+                for window_index in window_indices[first : first + self.windows_per_batch]
+            ]
+            scores.append(self._compute_scores(torch.stack(batch_windows)))
+        return np.concatenate(scores).reshape(1, *block_shape, -1)
 
     def _compute_scores(self, windows: torch.Tensor) -> np.ndarray:
         subject = f"{type(self.module).__name__}: for windows {list(windows.shape)}, it"
@@ -91,8 +94,8 @@ class WindowScores(OutputBlocks):
             with torch.no_grad():
                 output = self.module(windows)
         except Exception as error:
-            line = str(error).strip().split("\n")[0]
-            problem = f"{subject} fails: {type(error).__name__}: {line}"
+            first_line = str(error).strip().split("\n")[0]
+            problem = f"{subject} fails: {type(error).__name__}: {first_line}"
             raise ConfigError(f"{problem}; set --windows to the module's input size") from error
         try:
             scores = channels_last(output)

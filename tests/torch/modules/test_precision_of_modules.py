@@ -15,7 +15,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist.arrays.precision import ComputePrecision, LossScaler  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.geometry import grid_shape  # noqa: E402
-from neondist.torch.training.train_step import compute_in  # noqa: E402
+from neondist.torch.training.train_step import compute_in_precision  # noqa: E402
 
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SHAPE, BATCH, STEPS = (12, 8, 3), 4, 3
@@ -170,7 +170,7 @@ def test_tf32_is_enabled_during_a_pass():
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [switch.allow_tf32 for switch in switches]
     for name, expected in (("tf32", True), ("float32", False)):
-        with compute_in(ComputePrecision(name), OnGPU()):
+        with compute_in_precision(ComputePrecision(name), OnGPU()):
             assert [switch.allow_tf32 for switch in switches] == [expected] * 2
         assert [switch.allow_tf32 for switch in switches] == before
 
