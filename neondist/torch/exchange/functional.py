@@ -204,8 +204,8 @@ class _HaloViewPlan(NamedTuple):
 class _GridCache:
     """State of a grid for images with a given number of axes: communicators, planned messages, known extents."""
 
-    def __init__(self, grid: ProcessGrid, spatial: int) -> None:
-        self.comm = MeshComm(grid, spatial)
+    def __init__(self, grid: ProcessGrid, spatial_ndim: int) -> None:
+        self.comm = MeshComm(grid, spatial_ndim)
         self._view_plans_by_window: dict[tuple[Window, tuple[int, ...]], _HaloViewPlan] = {}
         self._extent_by_tile_shape: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -294,10 +294,10 @@ class _GridCache:
         return view_plan
 
 
-def _grid_cache_of(grid: ProcessGrid, spatial: int) -> _GridCache:
-    key = _GridCache, spatial
+def _grid_cache_of(grid: ProcessGrid, spatial_ndim: int) -> _GridCache:
+    key = _GridCache, spatial_ndim
     if key not in grid.cached_objects:
-        grid.cached_objects[key] = _GridCache(grid, spatial)
+        grid.cached_objects[key] = _GridCache(grid, spatial_ndim)
     return grid.cached_objects[key]
 
 

@@ -37,9 +37,9 @@ class MeshComm:
         Whether steps are checked for errors.
     """
 
-    def __init__(self, grid: ProcessGrid, spatial: int) -> None:
+    def __init__(self, grid: ProcessGrid, spatial_ndim: int) -> None:
         self.grid = grid
-        self.mesh = Mesh.from_grid(grid.shape, spatial)
+        self.mesh = Mesh.from_grid(grid.shape, spatial_ndim)
         self.place = self.mesh.place(grid.rank)
         self.ledger: Ledger = Counter()
         self.phase = DEFAULT_PHASE

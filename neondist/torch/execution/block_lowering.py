@@ -127,10 +127,10 @@ class BlockLowering(Lowering):
 
     mesh: BlockMesh
 
-    def __init__(self, spatial: int, remedy: str = "", axes: frozenset[int] | None = None) -> None:
-        self.remedy, self.spatial, self.block_axes = remedy, spatial, axes
-        blocked_axes = frozenset(range(1, spatial + 1)) if axes is None else axes
-        super().__init__(BlockMesh((1,) * (spatial + 1), blocked_axes), 0)
+    def __init__(self, spatial_ndim: int, remedy: str = "", axes: frozenset[int] | None = None) -> None:
+        self.remedy, self.spatial_ndim, self.block_axes = remedy, spatial_ndim, axes
+        blocked_axes = frozenset(range(1, spatial_ndim + 1)) if axes is None else axes
+        super().__init__(BlockMesh((1,) * (spatial_ndim + 1), blocked_axes), 0)
         self.dependences = list[Dependence]()
         self.input_norms = list[InputNorm]()
         self._first_symbol_id = 0
@@ -246,7 +246,7 @@ class TracedSubgraph:
     """
 
     def __init__(self, lowering: BlockLowering, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
-        self.spatial, self.mesh, self.outputs = lowering.spatial, lowering.mesh, outputs
+        self.spatial_ndim, self.mesh, self.outputs = lowering.spatial_ndim, lowering.mesh, outputs
         plan = _single_rank_plan(lowering.mesh, lowering.steps, lowering.values, inputs, outputs)
         needed_ids = {value for step in plan.steps for value in step.outputs}  # only steps that the outputs depend on
         self.steps = [step for step in lowering.steps if not needed_ids.isdisjoint(step.outputs)]

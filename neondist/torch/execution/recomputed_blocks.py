@@ -47,7 +47,7 @@ class RecomputedBlocks:
     ) -> None:  # fmt: skip
         self.traced, self.output_ranges, self.block_counts = traced, output_ranges, tuple(block_counts)
         self.view_offsets = [view_offsets_by_id.get(value.id, (0,) * len(value.layout)) for value in traced.inputs]
-        self.comm = MeshComm(ProcessGrid.serial(), traced.spatial)
+        self.comm = MeshComm(ProcessGrid.serial(), traced.spatial_ndim)
         self.compiler: Callable[..., Any] | None = None
         self.differentiable_inputs = traced.differentiable_inputs()
 

@@ -36,9 +36,9 @@ class _CapturedCriterion:
 
     criterion: Any
     watch: StateWatch
-    state: StateKey
+    state_key: StateKey
     runners: dict[Any, tuple[PlanRunner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    directly_callable: dict[Any, StateKey] = field(default_factory=dict)
+    direct_call_states: dict[Any, StateKey] = field(default_factory=dict)
 
     def rebind(self, criterion: Any) -> _CapturedCriterion:
         """Return self, bound to another criterion with the same code."""
@@ -60,33 +60,37 @@ class CriterionCache:
         entry = self._entries.get(criterion_key(criterion))
         if entry is None:
             return False
-        return entry.directly_callable.get(_shapes_and_dtypes(output, target)) == entry.rebind(criterion).watch.key()
+        return entry.direct_call_states.get(_shapes_and_dtypes(output, target)) == entry.rebind(criterion).watch.key()
 
     def record_directly_callable(self, criterion: Any, output: Any, target: Any) -> None:
         """Record that a criterion may be called directly: it returns a scalar and draws no random numbers."""
         entry = self._entries[criterion_key(criterion)].rebind(criterion)
-        state = entry.watch.key()
-        if state != entry.state:  # for example, the criterion counts its calls
-            state = entry.watch.exclude_changed_values(entry.state)
+        state_key = entry.watch.key()
+        if state_key != entry.state_key:  # for example, the criterion counts its calls
+            state_key = entry.watch.exclude_changed_values(entry.state_key)
             entry.runners.update(
-                {(state, inputs): run for (earlier, inputs), run in entry.runners.items() if earlier == entry.state}
+                {
+                    (state_key, inputs): run
+                    for (earlier, inputs), run in entry.runners.items()
+                    if earlier == entry.state_key
+                }
             )
         if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
-            entry.directly_callable[_shapes_and_dtypes(output, target)] = state
+            entry.direct_call_states[_shapes_and_dtypes(output, target)] = state_key
 
     def clear(self) -> None:
         """Clear the cache."""
         self._entries.clear()
 
     def runner_for(
-        self, criterion: Any, leaves: Sequence[Any], positions: Sequence[int], spec: Any, layouts: Sequence[Layout]
+        self, criterion: Any, leaves: Sequence[Any], tensor_indices: Sequence[int], spec: Any, layouts: Sequence[Layout]
     ) -> tuple[PlanRunner, str, dict[str, torch.Tensor]]:
         """Return a criterion's runner and hash, and the tensors requiring gradients that it closes over.
 
         Parameters
         ----------
         leaves, spec : flattened arguments of the criterion, and their structure
-        positions : sequence of int
+        tensor_indices : sequence of int
             Indices of the leaves that are tensors.
         layouts : layouts of these tensors
         """
@@ -98,47 +102,49 @@ class CriterionCache:
             self._entries[key] = _CapturedCriterion(criterion, watch, watch.key())
         entry = self._entries[key].rebind(criterion)
         watch, runners = entry.watch, entry.runners
-        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in positions)
-        dtypes = [leaves[i].dtype for i in positions]
-        device = leaves[positions[0]].device if positions else None
-        inputs = spec, others, tuple(layouts), tuple(dtypes), device, autocast_dtypes()
-        entry.state = before = watch.key()
-        if (before, inputs) not in runners:
-            shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-            module = CriterionModule(criterion, spec, leaves, positions)
-            program, plan, free = _capture_and_lower(
-                module, shapes, self.comm.mesh, self.comm.grid.rank, layouts, device
+        constant_reprs = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in tensor_indices)
+        dtypes = [leaves[i].dtype for i in tensor_indices]
+        device = leaves[tensor_indices[0]].device if tensor_indices else None
+        input_key = spec, constant_reprs, tuple(layouts), tuple(dtypes), device, autocast_dtypes()
+        entry.state_key = state_key = watch.key()
+        if (state_key, input_key) not in runners:
+            input_specs = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+            module = CriterionModule(criterion, spec, leaves, tensor_indices)
+            program, plan, closure_tensors = _capture_and_lower(
+                module, input_specs, self.comm.mesh, self.comm.grid.rank, layouts, device
             )
-            buffers, others = program.reads
-            names = {name.removeprefix("criterion.") for name in buffers}
-            entry.state = before = watch.exclude_changed_values(before, ValueReads(names, others))
+            read_buffers, other_reads = program.reads
+            read_buffer_names = {name.removeprefix("criterion.") for name in read_buffers}
+            entry.state_key = state_key = watch.exclude_changed_values(
+                state_key, ValueReads(read_buffer_names, other_reads)
+            )
             if len(runners) >= MAX_CACHED_CRITERIA:
                 del runners[next(iter(runners))]
-            runners[before, inputs] = PlanRunner(self.comm, plan), program_digest(plan, program), free
-        return runners[before, inputs]
+            runners[state_key, input_key] = PlanRunner(self.comm, plan), program_digest(plan, program), closure_tensors
+        return runners[state_key, input_key]
 
 
 def _capture_and_lower(
-    module: CriterionModule, shapes: InputSpecs, mesh: Mesh, rank: int, layouts: Sequence[Layout],
+    module: CriterionModule, input_specs: InputSpecs, mesh: Mesh, rank: int, layouts: Sequence[Layout],
     device: torch.device | None = None,
 ) -> tuple[Any, TorchPlan, dict[str, torch.Tensor]]:  # fmt: skip
     """Return a criterion's program, its plan, and the tensors requiring gradients that it closes over."""
-    program = capture_module(module, shapes, "criterion", device=device)
-    free: dict[str, torch.Tensor] = {}
+    program = capture_module(module, input_specs, "criterion", device=device)
+    closure_tensors: dict[str, torch.Tensor] = {}
     _add_locations(program, module.criterion)
     try:
         with leave_inference_mode(), suspend_hooks_and_modes():
-            plan, tree = lower_program(program, mesh, rank, layouts, unregistered_tensors=free)
+            plan, output_tree = lower_program(program, mesh, rank, layouts, unregistered_tensors=closure_tensors)
     except UnsupportedOperator as error:
         raise UnsupportedOperator(error, error.why, remedy=_RULE_REMEDY) from error
-    check_returns_scalar(plan, tree)
-    return program, plan, free
+    check_returns_scalar(plan, output_tree)
+    return program, plan, closure_tensors
 
 
-def check_criterion(criterion: Any, shapes: InputSpecs, mesh: Mesh, layouts: Sequence[Layout]) -> None:
+def check_criterion(criterion: Any, input_specs: InputSpecs, mesh: Mesh, layouts: Sequence[Layout]) -> None:
     """Raise the errors of a criterion for an output and a target of these global shapes and layouts."""
     _, spec = pytree.tree_flatten((0, 0))
-    _capture_and_lower(CriterionModule(criterion, spec, [None, None], [0, 1]), shapes, mesh, 0, layouts)
+    _capture_and_lower(CriterionModule(criterion, spec, [None, None], [0, 1]), input_specs, mesh, 0, layouts)
 
 
 def _add_locations(program: Any, criterion: Any) -> None:
@@ -161,11 +167,11 @@ def criterion_module(criterion: Any) -> nn.Module:
     return criterion if isinstance(criterion, nn.Module) else nn.Module()
 
 
-def check_returns_scalar(plan: TorchPlan, tree: Any) -> None:
+def check_returns_scalar(plan: TorchPlan, output_tree: Any) -> None:
     """Raise ConfigError unless a criterion returns a scalar."""
-    (out, *others) = plan.outputs if plan.outputs else (None,)
-    if others or not isinstance(out, int) or not tree.is_leaf():
-        raise ConfigError(f"criterion: must return one tensor, got {tree}")
+    (out, *other_outputs) = plan.outputs if plan.outputs else (None,)
+    if other_outputs or not isinstance(out, int) or not output_tree.is_leaf():
+        raise ConfigError(f"criterion: must return one tensor, got {output_tree}")
     shape = plan.values[out].shape
     if shape:
         raise ConfigError(
@@ -186,14 +192,14 @@ def criterion_key(criterion: Any) -> Hashable:
 class CriterionModule(nn.Module):
     """A criterion as a module that takes only tensors; other leaves of the output and target are constants."""
 
-    def __init__(self, criterion: Any, spec: Any, leaves: Sequence[Any], positions: Sequence[int]) -> None:
+    def __init__(self, criterion: Any, spec: Any, leaves: Sequence[Any], tensor_indices: Sequence[int]) -> None:
         super().__init__()
-        self.criterion, self.spec, self.positions = criterion, spec, list(positions)
-        self.others = [None if i in positions else leaf for i, leaf in enumerate(leaves)]
+        self.criterion, self.spec, self.tensor_indices = criterion, spec, list(tensor_indices)
+        self.constant_leaves = [None if i in tensor_indices else leaf for i, leaf in enumerate(leaves)]
 
     def forward(self, *tensors: Any) -> Any:
         """Return the loss."""
-        filled = list(self.others)
-        for i, tensor in zip(self.positions, tensors, strict=True):
-            filled[i] = tensor
-        return self.criterion(*pytree.tree_unflatten(filled, self.spec))
+        all_leaves = list(self.constant_leaves)
+        for i, tensor in zip(self.tensor_indices, tensors, strict=True):
+            all_leaves[i] = tensor
+        return self.criterion(*pytree.tree_unflatten(all_leaves, self.spec))

@@ -101,9 +101,9 @@ def distribute(
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     shapes = _parse_shapes(example_shape)
-    axes = len(shapes[0]) - 2
-    if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):
-        raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs with at most four axes")
+    spatial_ndim = len(shapes[0]) - 2
+    if spatial not in (None, 0, spatial_ndim) or (spatial == 0 and max(map(len, shapes)) > 4):
+        raise ConfigError(f"spatial: {spatial!r}; expected {spatial_ndim}, or 0 for inputs with at most four axes")
     dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
     if len(dtypes) != len(shapes) or not all(item is None or isinstance(item, torch.dtype) for item in dtypes):
         raise ConfigError(f"dtype: expected a torch.dtype, or one per input ({len(shapes)}), got {dtype!r}")
@@ -113,10 +113,10 @@ def distribute(
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
     local_ranks = count_local_ranks(grid.size)
-    limit = None if memory is None else model_bytes_per_rank(parse_bytes("memory", memory), local_ranks)
+    memory_per_rank = None if memory is None else model_bytes_per_rank(parse_bytes("memory", memory), local_ranks)
     return DistributedModule(
         module, shapes, dtypes, grid, compiler, spatial,
-        gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=limit,
+        gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=memory_per_rank,
     )  # fmt: skip
 
 

@@ -50,41 +50,44 @@ class Loader:
         self, dataset: Any, batches: BatchSampler, order: torch.Generator, seed: int, grid: ProcessGrid, **options: Any
     ) -> None:
         self.grid, self.epoch = grid, 0
-        self._batches, self._order, self._seed, self._last_epoch = batches, order, seed, -1
-        self._positions = _GivenBatchSampler()
+        self._batch_sampler, self._order_generator = batches, order
+        self._seed, self._last_epoch = seed, -1
+        self._preset_batches = _PresetBatchSampler()
         collate = options.pop("collate_fn", None) or default_collate
-        samples = _SeededSamples(dataset, seed, _extent_if_read_in_boxes(dataset), grid)
+        seeded_dataset = _SeededDataset(dataset, seed, _extent_if_read_in_boxes(dataset), grid)
         self._loader: DataLoader[Any] = DataLoader(
-            samples,
-            batch_sampler=self._positions,
-            collate_fn=_TilingCollate(collate, grid, samples.extent),
+            seeded_dataset,
+            batch_sampler=self._preset_batches,
+            collate_fn=_TilingCollate(collate, grid, seeded_dataset.extent),
             generator=torch.Generator(),  # by default, a DataLoader draws from the global generator
             **options,
         )
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        return len(self._batches)
+        return len(self._batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch. Collective."""
-        epoch, self.epoch = self.epoch, self.epoch + 1
+        epoch = self.epoch
+        self.epoch += 1
         batches = self._draw_batches(epoch)
-        owned = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
+        own_slices = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
         # a rank without samples reads one sample and discards it
-        self._positions.batches = [
-            [(epoch, index) for index in batch[part] or batch[:1]] for batch, part in zip(batches, owned, strict=True)
+        self._preset_batches.batches = [
+            [(epoch, index) for index in batch[part] or batch[:1]]
+            for batch, part in zip(batches, own_slices, strict=True)
         ]
-        parts = iter(self._loader)
-        for number, (batch, samples) in enumerate(zip(batches, owned, strict=True)):
+        batch_parts = iter(self._loader)
+        for number, (batch, samples) in enumerate(zip(batches, own_slices, strict=True)):
             error: Exception | None = None
             part = None
             try:
-                part = next(parts)
+                part = next(batch_parts)
             except Exception as problem:
                 error = problem
-            values = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
-            self.grid.check("loader", values | {"the list of samples": batch}, error)
+            compared_values = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
+            self.grid.check("loader", compared_values | {"the list of samples": batch}, error)
             if part is not None:
                 yield self._mark_layouts(part, len(batch), samples.stop - samples.start)
 
@@ -92,37 +95,41 @@ class Loader:
         """Return the batches of an epoch, in the order in which a DataLoader would draw them."""
         batches: list[list[int]] = []
         if epoch <= self._last_epoch or self._last_epoch < 0:
-            self._order.manual_seed(self._seed)
+            self._order_generator.manual_seed(self._seed)
             self._last_epoch = -1
         while self._last_epoch < epoch:
             if self._last_epoch < 0 or not self._loader.persistent_workers:
-                torch.empty((), dtype=torch.int64).random_(generator=self._order)  # base seed of a DataLoader's workers
-            batches = [list(map(int, batch)) for batch in self._batches]
+                torch.empty((), dtype=torch.int64).random_(
+                    generator=self._order_generator
+                )  # base seed of a DataLoader's workers
+            batches = [list(map(int, batch)) for batch in self._batch_sampler]
             self._last_epoch += 1
         return batches
 
-    def _mark_layouts(self, part: _BatchPart, samples: int, own: int) -> Any:
+    def _mark_layouts(self, part: _BatchPart, num_samples: int, num_own_samples: int) -> Any:
         """Return the tensors of a part, marked with the layout of the whole batch."""
-        tiles = self.grid.tile_comm
-        if tiles.size > 1:
-            ends = np.array([part.checksum, -part.checksum])
-            tiles.allreduce(ends, "max")
-            if ends[0] != -ends[1]:
+        tile_comm = self.grid.tile_comm
+        if tile_comm.size > 1:
+            checksum_bounds = np.array([part.checksum, -part.checksum])
+            tile_comm.allreduce(checksum_bounds, "max")
+            if checksum_bounds[0] != -checksum_bounds[1]:
                 raise ConfigError(
                     "loader: the ranks of a replica read different samples for the same index; draw random numbers in"
                     " the data set with torch, numpy.random or random, which the loader seeds for each sample, not with"
                     " a generator of your own"
                 )
-        mesh = Mesh.from_grid(self.grid.shape, part.spatial)
+        mesh = Mesh.from_grid(self.grid.shape, part.spatial_ndim)
         place = mesh.place(self.grid.rank)
         leaves, tree = pytree.tree_flatten(part.batch)
         for at, sample_shape in enumerate(part.shapes):
             if sample_shape is not None:
-                leaves[at] = leaves[at][:own]
-                layout = _batch_layout(mesh, (samples, *sample_shape), part.spatial if part.are_tiled[at] else 0)
+                leaves[at] = leaves[at][:num_own_samples]
+                layout = _batch_layout(
+                    mesh, (num_samples, *sample_shape), part.spatial_ndim if part.are_tiled[at] else 0
+                )
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
-                        f"loader: a batch of {counted(samples, 'sample')} has a tensor of shape"
+                        f"loader: a batch of {counted(num_samples, 'sample')} has a tensor of shape"
                         f" {tuple(leaves[at].shape)} on this"
                         f" rank, but {expected} was expected; make collate_fn return one entry per sample"
                     )
@@ -193,13 +200,19 @@ def loader(
         raise ConfigError(
             "loader: sampler and shuffle are mutually exclusive; leave out shuffle and draw in the sampler"
         )
-    order = torch.Generator()
+    order_generator = torch.Generator()
     try:
         if sampler is None:
-            sampler = RandomSampler(dataset, generator=order) if shuffle else SequentialSampler(dataset)
+            sampler = RandomSampler(dataset, generator=order_generator) if shuffle else SequentialSampler(dataset)
         batches = BatchSampler(sampler, batch_size, drop_last)
         return Loader(
-            dataset, batches, order, seed, ProcessGrid() if grid is None else grid, num_workers=num_workers, **options
+            dataset,
+            batches,
+            order_generator,
+            seed,
+            ProcessGrid() if grid is None else grid,
+            num_workers=num_workers,
+            **options,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loader: {error}") from error
@@ -211,7 +224,7 @@ class _BatchPart(NamedTuple):
     Attributes
     ----------
     batch : collated samples, with tiled images
-    spatial : int
+    spatial_ndim : int
         Number of the images' spatial axes.
     shapes, are_tiled
         For each leaf, its whole shape without the batch (None if it is not a tensor), and whether it is tiled.
@@ -220,13 +233,13 @@ class _BatchPart(NamedTuple):
     """
 
     batch: Any
-    spatial: int
+    spatial_ndim: int
     shapes: list[tuple[int, ...] | None]
     are_tiled: list[bool]
     checksum: int
 
 
-class _GivenBatchSampler:
+class _PresetBatchSampler:
     def __init__(self) -> None:
         self.batches: Sequence[list[EpochAndIndex]] = ()
 
@@ -237,7 +250,7 @@ class _GivenBatchSampler:
         return len(self.batches)
 
 
-class _SeededSamples(Dataset[Any]):
+class _SeededDataset(Dataset[Any]):
     """A data set that seeds random generators before it reads a sample.
 
     Attributes
@@ -274,26 +287,35 @@ class _TilingCollate:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ConfigError("loader: samples contain no tensor; return the image as the first tensor")
-        spatial = max(0, tensors[0].dim() - 2)
-        mesh, cells = Mesh.from_grid(self.shape, spatial), tuple(tensors[0].shape[2:])
-        place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0
-        shapes, images = list[tuple[int, ...] | None](), []
+        spatial_ndim = max(0, tensors[0].dim() - 2)
+        mesh = Mesh.from_grid(self.shape, spatial_ndim)
+        place = mesh.place(self.rank)
+        image_extent = tuple(tensors[0].shape[2:])
+        extent = self.extent or image_extent
+        checksum = 0
+        shapes = list[tuple[int, ...] | None]()
+        are_images = []
         for at, leaf in enumerate(leaves):
-            tensor = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-            image = tensor and spatial > 0 and leaf.dim() > spatial and tuple(leaf.shape[-spatial:]) == cells
-            images.append(image)
-            if not tensor:
+            is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+            is_image = (
+                is_tensor
+                and spatial_ndim > 0
+                and leaf.dim() > spatial_ndim
+                and tuple(leaf.shape[-spatial_ndim:]) == image_extent
+            )
+            are_images.append(is_image)
+            if not is_tensor:
                 shapes.append(None)
                 continue
-            shapes.append((*leaf.shape[1:-spatial], *extent) if image else tuple(leaf.shape[1:]))
+            shapes.append((*leaf.shape[1:-spatial_ndim], *extent) if is_image else tuple(leaf.shape[1:]))
             if self.extent is None:
                 checksum = (checksum * 31 + checksum_of(leaf)) % 2**32
-                if image:
-                    for axis, dim in enumerate(range(leaf.dim() - spatial, leaf.dim()), 1):
+                if is_image:
+                    for axis, dim in enumerate(range(leaf.dim() - spatial_ndim, leaf.dim()), 1):
                         lo, hi = mesh.even_atom(leaf.shape[dim], axis).range(place)
                         leaf = leaf.narrow(dim, lo, hi - lo)
                     leaves[at] = leaf.contiguous()
-        return _BatchPart(pytree.tree_unflatten(leaves, tree), spatial, shapes, images, checksum)
+        return _BatchPart(pytree.tree_unflatten(leaves, tree), spatial_ndim, shapes, are_images, checksum)
 
 
 def _extent_if_read_in_boxes(dataset: Any) -> tuple[int, ...] | None:
@@ -323,30 +345,31 @@ def _underlying_sample(dataset: Any, index: int) -> tuple[Any, int]:
         if type(dataset) is Subset:
             dataset, index = dataset.dataset, int(dataset.indices[index])
         elif type(dataset) is ConcatDataset:
-            number = bisect_right(dataset.cumulative_sizes, index)
-            first = dataset.cumulative_sizes[number - 1] if number else 0
-            dataset, index = dataset.datasets[number], index - first
+            dataset_index = bisect_right(dataset.cumulative_sizes, index)
+            first_index = dataset.cumulative_sizes[dataset_index - 1] if dataset_index else 0
+            dataset, index = dataset.datasets[dataset_index], index - first_index
         else:
             return dataset, index
 
 
-def _batch_layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
-    """Return the layout of a batch: the last `spatial` axes tiled, the first split over replicas."""
-    middle = len(shape) - spatial
-    cells = [(mesh.even_atom(n, axis),) for axis, n in enumerate(shape[middle:], 1)]
-    return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:middle]), *cells)
+def _batch_layout(mesh: Mesh, shape: tuple[int, ...], tiled_ndim: int) -> Layout:
+    """Return the layout of a batch: the last `tiled_ndim` axes tiled, the first split over replicas."""
+    first_tiled_dim = len(shape) - tiled_ndim
+    tiled_dims = [(mesh.even_atom(n, axis),) for axis, n in enumerate(shape[first_tiled_dim:], 1)]
+    return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:first_tiled_dim]), *tiled_dims)
 
 
 @contextmanager
-def _seeded_generators(number: int) -> Iterator[None]:
+def _seeded_generators(seed: int) -> Iterator[None]:
     """Context that seeds the generators of torch, NumPy and Python, and restores them."""
-    python, legacy = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number >> 1)
-        np.random.seed(number % 2**32)
-        random.seed(number)
+        torch.manual_seed(seed >> 1)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(legacy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

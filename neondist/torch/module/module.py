@@ -92,7 +92,7 @@ class DistributedModule(nn.Module):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.grid, self.step = grid, 0
-        self._versions: tuple[int, ...] = ()
+        self._version_counters: tuple[int, ...] = ()
         self._deferred_gradients: dict[int, list[torch.Tensor] | None] = {}
         grid.check("distribute")
         count = grid.cached_objects[DistributedModule] = grid.cached_objects.get(DistributedModule, 0) + 1
@@ -104,8 +104,10 @@ class DistributedModule(nn.Module):
             self.execution = ExecutionOptions.from_arguments(module, **options)
             self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
             arguments = module, self.comm, self.execution, shapes, dtypes, compiler, self._deferred_gradients
-            self.programs, self._criteria = ProgramCache(*arguments), CriterionCache(self.comm)
-            self.tiling, digest = self.programs.tiling, self.programs.current.digest
+            self.programs = ProgramCache(*arguments)
+            self._criteria = CriterionCache(self.comm)
+            self.tiling = self.programs.tiling
+            digest = self.programs.current.digest
         self._call_uncompiled = torch.compiler.disable(
             _call_function, reason="it exchanges messages; pass compile=True to ndt.distribute instead"
         )
@@ -119,28 +121,30 @@ class DistributedModule(nn.Module):
         check_not_traced(tiles)
         self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
-            state, prepared = self.programs.current_state_and_program()
-            self._check_tiles(tiles, prepared, {})
-            if prepared.runs_module:
-                return self._run_module(tiles, state, prepared)
-        error, values = None, dict[str, Any]()
-        changes: tuple[int, ...] = ()
+            state, program = self.programs.current_state_and_program()
+            self._check_tiles(tiles, program, {})
+            if program.runs_module:
+                return self._run_module(tiles, state, program)
+        error, compared_values = None, dict[str, Any]()
+        version_changes: tuple[int, ...] = ()
         repartitioned_layouts = self._layouts_of_repartitioned_inputs(tiles)
         try:
-            prepared = self.programs.for_autocast([getattr(tile, "dtype", torch.float32) for tile in tiles])
+            program = self.programs.program_for_autocast([getattr(tile, "dtype", torch.float32) for tile in tiles])
             parameters, buffers = self.programs.watch.named_parameters_and_buffers()
-            self._check_tiles(tiles, prepared, repartitioned_layouts)
-            check_parameter_shapes(prepared.runner.plan, parameters, buffers)
+            self._check_tiles(tiles, program, repartitioned_layouts)
+            check_parameter_shapes(program.runner.plan, parameters, buffers)
             if self.training:
                 self.execution.check_not_recomputed()
-            values |= self._values_to_compare(tiles, prepared, parameters)
-            values |= {f"the layout of input {at}": layout for at, layout in repartitioned_layouts.items()}
-            changes = version_counters([*parameters.values(), *buffers.values()])
-            if len(self._versions) == len(changes):
-                changes = tuple(current - before for current, before in zip(changes, self._versions, strict=True))
+            compared_values |= self._values_to_compare(tiles, program, parameters)
+            compared_values |= {f"the layout of input {at}": layout for at, layout in repartitioned_layouts.items()}
+            version_changes = version_counters([*parameters.values(), *buffers.values()])
+            if len(self._version_counters) == len(version_changes):
+                version_changes = tuple(
+                    current - before for current, before in zip(version_changes, self._version_counters, strict=True)
+                )
         except UserError as problem:
             error = problem
-        if not self.grid.check("forward", values, error, changes):
+        if not self.grid.check("forward", compared_values, error, version_changes):
             self._require_same_on_all_ranks({})
         if self.training and self.step > 0 and self.step & (self.step - 1) == 0:  # a power of two
             check_weight_drift(self.grid.world, parameters, self.step)
@@ -150,13 +154,13 @@ class DistributedModule(nn.Module):
             self.tiling.redistribute_input(tile, repartitioned_layouts[at], at) if at in repartitioned_layouts else tile
             for at, tile in enumerate(tiles)
         )
-        outputs = list(map(self.backward_check.alias_of_output, prepared.runner(tiles, parameters, buffers)))
+        outputs = list(map(self.backward_check.alias_of_output, program.runner(tiles, parameters, buffers)))
         self.step += self.training
         if torch.is_grad_enabled():
             # torch.utils.checkpoint reruns a forward pass until it has all saved tensors: the last tensor must be saved
             # after all messages, or ranks could stop before different messages
             torch.zeros((), requires_grad=True).exp()
-        return self._record_layouts(pytree.tree_unflatten(outputs, prepared.output_tree), prepared.layouts)
+        return self._record_layouts(pytree.tree_unflatten(outputs, program.output_tree), program.layouts)
 
     def _layouts_of_repartitioned_inputs(self, tiles: Sequence[Any]) -> dict[int, Layout]:
         """Return, by index, the layouts of inputs, such as outputs of other models, that must be redistributed."""
@@ -166,14 +170,12 @@ class DistributedModule(nn.Module):
             self.grid.check("forward", {"the model": self._name, "the list of inputs not from a model": ambiguous})
         return self.tiling.layouts_of_repartitioned_inputs(tiles, ambiguous)
 
-    def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: CompiledProgram) -> Any:
+    def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, program: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
-        with (
-            ContiguousNormGradients() if prepared.has_single_sample_norm and torch.is_grad_enabled() else nullcontext()
-        ):
+        with ContiguousNormGradients() if program.has_single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
-        self.programs.ignore_changes_by_forward(state, prepared)
-        return self._record_layouts(outputs, prepared.layouts)
+        self.programs.ignore_changes_by_forward(state, program)
+        return self._record_layouts(outputs, program.layouts)
 
     def _record_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
         """Record the layouts of the outputs, and return them."""
@@ -196,9 +198,9 @@ class DistributedModule(nn.Module):
         self._deferred_gradients.update(gradients if record else dict.fromkeys(gradients))
         return list(gradients.values())
 
-    def set_export_context(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def set_export_context(self, create_context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Export the module within the contexts that this callable returns."""
-        self.programs.export_context = context
+        self.programs.export_context = create_context
 
     def guard(self, seed: int = 0) -> None:
         """Check custom rules and border schemes in subsequent passes; slow, with identical results.
@@ -261,8 +263,10 @@ class DistributedModule(nn.Module):
         if self.grid.size > 1:
             name = "the image passed to scatter" if len(shapes) == 1 else f"image {index} passed to scatter"
             self.grid.record_replicated_array(name, checksum_of(image))
-        overlaps = self.programs.current.widened_ranges if self.execution.tiles_may_have_margins else ()
-        return self.tiling.local_part(image, self.tiling.input_layouts[index], overlaps[index] if overlaps else None)
+        widened_ranges = self.programs.current.widened_ranges if self.execution.tiles_may_have_margins else ()
+        return self.tiling.local_part(
+            image, self.tiling.input_layouts[index], widened_ranges[index] if widened_ranges else None
+        )
 
     @_uncompiled
     def scatter_target(self, target: Any) -> Any:
@@ -274,13 +278,13 @@ class DistributedModule(nn.Module):
         """
         # on one rank, targets are whole in every state of the module
         program = (self.programs.last if self.grid.size == 1 else None) or self.programs.current
-        targets = program.target_layouts
+        target_layouts = program.target_layouts
 
         def local_part_of_leaf(leaf: Any) -> torch.Tensor:
             shape = tuple(leaf.shape)
-            if shape not in targets:
-                targets[shape] = self.tiling.training_target_layout(shape, program.output_layouts)
-            return self.tiling.local_part(leaf, targets[shape])
+            if shape not in target_layouts:
+                target_layouts[shape] = self.tiling.training_target_layout(shape, program.output_layouts)
+            return self.tiling.local_part(leaf, target_layouts[shape])
 
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
@@ -295,17 +299,21 @@ class DistributedModule(nn.Module):
     @_uncompiled
     def gather(self, tile: Any) -> Any:
         """Return whole tensors, given this rank's tiles of outputs, inputs or gradients, also in a tree. Collective."""
-        tensors, tree = pytree.tree_flatten(tile)
-        tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-        values = {
+        leaves, tree = pytree.tree_flatten(tile)
+        tiles = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        compared_values = {
             "the model": self._name,
             "the list of tensors not from the model": self.tiling.indices_without_layout(tiles),
         }
-        self.grid.check("gather", values | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
+        self.grid.check(
+            "gather", compared_values | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)}
+        )
         layouts = self.tiling.layouts_of(tiles, self._output_layouts)
-        remaining = iter(layouts)
-        wholes = [self.tiling.gather(t, next(remaining)) if isinstance(t, torch.Tensor) else t for t in tensors]
-        return pytree.tree_unflatten(wholes, tree)
+        remaining_layouts = iter(layouts)
+        whole_leaves = [
+            self.tiling.gather(t, next(remaining_layouts)) if isinstance(t, torch.Tensor) else t for t in leaves
+        ]
+        return pytree.tree_unflatten(whole_leaves, tree)
 
     @_uncompiled
     def loss(self, criterion: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
@@ -319,36 +327,42 @@ class DistributedModule(nn.Module):
         output, target
             This rank's tiles, as returned by the model and `scatter_target`; or lists or dicts of tiles.
         """
-        is_pair = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
-        if is_pair and self.grid.size == 1 and self._criteria.can_call_directly(criterion, output, target):
+        are_tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+        if are_tensors and self.grid.size == 1 and self._criteria.can_call_directly(criterion, output, target):
             return criterion(output, target)
         leaves, spec = pytree.tree_flatten((output, target))
-        outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[i] for i in positions]
-        unknown = self.tiling.indices_without_layout(tensors)
-        if unknown:  # all ranks must agree on the layouts of these tensors
-            self.grid.check("loss", {"the model": self._name, "the list of tensors not from the model": unknown})
-        layouts = self.tiling.layouts_of(tensors, self._output_layouts, outputs)
+        num_outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
+        tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[i] for i in tensor_indices]
+        unknown_indices = self.tiling.indices_without_layout(tensors)
+        if unknown_indices:  # all ranks must agree on the layouts of these tensors
+            self.grid.check(
+                "loss", {"the model": self._name, "the list of tensors not from the model": unknown_indices}
+            )
+        layouts = self.tiling.layouts_of(tensors, self._output_layouts, num_outputs)
         error, digest = None, ""
         try:
-            inner, digest, closure = self._criteria.runner_for(criterion, leaves, positions, spec, layouts)
+            runner, digest, closure_tensors = self._criteria.runner_for(
+                criterion, leaves, tensor_indices, spec, layouts
+            )
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
             name = getattr(criterion, "__qualname__", type(criterion).__name__)
-            values = {"the model": self._name, "the criterion": f"{name} ({digest})"}
-            gradients = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **requires_grad_flags("tensor", tensors)}
-            self.grid.check("loss", values | gradients, error)
-        if self.grid.size == 1 and inner.plan.seed_id is None:
+            compared_values = {"the model": self._name, "the criterion": f"{name} ({digest})"}
+            grad_flags = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **requires_grad_flags("tensor", tensors)}
+            self.grid.check("loss", compared_values | grad_flags, error)
+        if self.grid.size == 1 and runner.plan.seed_id is None:
             loss = criterion(output, target)
             self._criteria.record_directly_callable(criterion, output, target)
             return loss
         # after tracing, which temporarily replaces the tensors of the criterion that virtual ranks share
-        owner = criterion_module(criterion)
-        named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
-        buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
-        loss = inner([self.backward_check.alias_for_loss(tensor) for tensor in tensors], named | closure, buffers)[0]
+        criterion_owner = criterion_module(criterion)
+        parameters = {f"criterion.{name}": p for name, p in criterion_owner.named_parameters(remove_duplicate=False)}
+        buffers = {f"criterion.{name}": b for name, b in criterion_owner.named_buffers(remove_duplicate=False)}
+        loss = runner(
+            [self.backward_check.alias_for_loss(tensor) for tensor in tensors], parameters | closure_tensors, buffers
+        )[0]
         self.backward_check.check_backward_of_loss(loss)
         return loss
 
@@ -364,8 +378,13 @@ class DistributedModule(nn.Module):
 
     def _matches_example(self, shape: tuple[int, ...], index: int) -> bool:
         """Return whether an input has the axes and channels of the example."""
-        expected, channels = self.programs.shapes[index], slice(1, 2 if self.comm.mesh.spatial_ndim else 1)
-        return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
+        expected_shape = self.programs.shapes[index]
+        channel_slice = slice(1, 2 if self.comm.mesh.spatial_ndim else 1)
+        return (
+            len(shape) == len(expected_shape)
+            and shape[channel_slice] == expected_shape[channel_slice]
+            and 0 not in shape
+        )
 
     def _global_shapes(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous shapes."""
@@ -380,15 +399,16 @@ class DistributedModule(nn.Module):
         return self.programs.current.output_layouts
 
     def _check_tiles(
-        self, tiles: Sequence[Any], prepared: CompiledProgram, repartitioned_layouts: Mapping[int, Layout]
+        self, tiles: Sequence[Any], program: CompiledProgram, repartitioned_layouts: Mapping[int, Layout]
     ) -> None:
-        count, plan = len(self.tiling.input_layouts), prepared.runner.plan
-        if len(tiles) != count:
+        num_inputs = len(self.tiling.input_layouts)
+        plan = program.runner.plan
+        if len(tiles) != num_inputs:
             raise ShapeError(
-                f"example_shape gives {counted(count, 'input')}, but the module got {len(tiles)}; pass a tile per"
+                f"example_shape gives {counted(num_inputs, 'input')}, but the module got {len(tiles)}; pass a tile per"
                 f" input, and {REMEDY_FOR_ARGUMENTS}"
             )
-        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, prepared.dtypes, strict=True)):
+        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, program.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)
             expected = plan.values[plan.inputs[at]].local
             if at not in repartitioned_layouts and tuple(tile.shape) != expected:
@@ -403,40 +423,44 @@ class DistributedModule(nn.Module):
                 )
 
     def _values_to_compare(
-        self, tiles: Sequence[torch.Tensor], prepared: CompiledProgram, parameters: Mapping[str, torch.Tensor]
+        self, tiles: Sequence[torch.Tensor], program: CompiledProgram, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
         """Return the values that determine the messages of a forward and backward pass."""
-        trained = [name for name, p in parameters.items() if p.requires_grad]
+        trained_names = [name for name, p in parameters.items() if p.requires_grad]
         return {
             "the model": self._name,
             "the mode": "train()" if self.training else "eval()",
-            "the captured program": prepared.digest,
+            "the captured program": program.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "autocast": autocast_dtypes(),
             "the dtype of the inputs": [tile.dtype for tile in tiles],
-            "the list of parameters that require gradients": trained,
+            "the list of parameters that require gradients": trained_names,
         } | requires_grad_flags("input", tiles)
 
     def _require_same_on_all_ranks(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks unless all ranks have the same values and weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        self._versions = version_counters([*parameters.values(), *buffers.values()])
+        self._version_counters = version_counters([*parameters.values(), *buffers.values()])
         if self.grid.world.size == 1:
             return
-        own = {name: str(value) for name, value in values.items()}
-        names = list(own)
+        own_values = {name: str(value) for name, value in values.items()}
+        value_names = list(own_values)
         for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
             if tensor.numel() and not tensor.is_meta:  # meta tensors have no values yet
                 checksum = zlib.crc32(as_bytes_tensor(tensor).cpu().numpy().data)
-            own[name] = f"{tuple(tensor.shape)} {checksum}"
-        all_values = self.grid.world.allgather(own)
+            own_values[name] = f"{tuple(tensor.shape)} {checksum}"
+        all_values = self.grid.world.allgather(own_values)
         for rank, other in enumerate(all_values):
-            differ = [name for name in (*all_values[0], *other) if all_values[0].get(name) != other.get(name)]
-            if differ:
-                others = [name for name in differ if name not in names]
-                detail = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
+            differing_names = [name for name in (*all_values[0], *other) if all_values[0].get(name) != other.get(name)]
+            if differing_names:
+                differing_tensors = [name for name in differing_names if name not in value_names]
+                detail = (
+                    f"its {differing_tensors[0]!r} differs"
+                    if differing_tensors
+                    else f"{differing_names[0]} differ{'s' * (differing_names[0][-1] != 's')}"
+                )
                 raise ConfigError(
                     f"rank {rank} has a different module from rank 0: {detail}; build the module from the same seed on"
                     " every rank, or load the same state_dict"

@@ -29,16 +29,17 @@ class ModuleScope:
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
         self._is_submodule: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-        self._distributed: dict[Any, DistributedModule] = {}
-        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
-        self._thread, self._is_distributing, self._calls_distributed = threading.get_ident(), False, False
+        self._distributed_modules: dict[Any, DistributedModule] = {}
+        self._class_replacements: dict[type[nn.Module], type[nn.Module]] = {}
+        self._thread_id = threading.get_ident()
+        self._is_distributing = self._calls_distributed = False
 
     @contextmanager
     def collect_modules(self) -> Iterator[None]:
         """Context that records each module to which a parameter or a submodule is added."""
 
         def record_module(module: nn.Module, name: str, value: Any) -> None:
-            if threading.get_ident() == self._thread and not self._is_distributing:  # not of other virtual ranks
+            if threading.get_ident() == self._thread_id and not self._is_distributing:  # not of other virtual ranks
                 self._is_submodule.setdefault(module, False)
                 if isinstance(value, nn.Module):
                     self._is_submodule[value] = True
@@ -59,19 +60,22 @@ class ModuleScope:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of the models that require gradients, by name; with several models, names begin with 'NUMBER.'."""
-        models, parameters = self.models, dict[str, nn.Parameter]()
+        models = self.models
+        parameters = dict[str, nn.Parameter]()
         for number, model in enumerate(models):
-            start = f"{number}." if len(models) > 1 else ""
-            parameters |= {start + name: p for name, p in model.named_parameters() if p.requires_grad}
-        names = {id(p): name for name, p in reversed(parameters.items())}  # shared ones under their first name
-        return {name: p for name, p in parameters.items() if names[id(p)] == name}
+            name_prefix = f"{number}." if len(models) > 1 else ""
+            parameters |= {name_prefix + name: p for name, p in model.named_parameters() if p.requires_grad}
+        first_name_by_id = {
+            id(p): name for name, p in reversed(parameters.items())
+        }  # shared ones under their first name
+        return {name: p for name, p in parameters.items() if first_name_by_id[id(p)] == name}
 
     @contextmanager
     def distribute(self, function: Callable[..., Any]) -> Iterator[None]:
         """Context that distributes calls of these modules, and rejects calls of trainable modules created elsewhere."""
 
-        def check(module: nn.Module, inputs: Any) -> None:
-            if not self._calls_distributed or threading.get_ident() != self._thread or module in self._is_submodule:
+        def reject_module_outside_scope(module: nn.Module, inputs: Any) -> None:
+            if not self._calls_distributed or threading.get_ident() != self._thread_id or module in self._is_submodule:
                 return
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 raise ConfigError(
@@ -79,7 +83,8 @@ class ModuleScope:
                     " the scope; create models inside `with d.scope():`"
                 ).mark_raised_on_all_ranks()
 
-        handle, self._is_distributing = hooks.register_module_forward_pre_hook(check), True
+        handle = hooks.register_module_forward_pre_hook(reject_module_outside_scope)
+        self._is_distributing = True
         try:
             with self._distribute_calls(True):
                 yield
@@ -93,56 +98,58 @@ class ModuleScope:
 
         `torch.distributed.fsdp.fully_shard` also replaces classes; here, this lasts only while the function runs.
         """
-        before, self._calls_distributed = self._calls_distributed, enabled
-        modules = list(self._is_submodule) if before != enabled else []
+        was_enabled = self._calls_distributed
+        self._calls_distributed = enabled
+        modules = list(self._is_submodule) if was_enabled != enabled else []
         for module in modules:
             self._change_class(module, enabled)
         try:
             yield
         finally:
-            self._calls_distributed = before
+            self._calls_distributed = was_enabled
             for module in modules:
-                self._change_class(module, before)
+                self._change_class(module, was_enabled)
 
     def _change_class(self, module: nn.Module, to_distributed: bool) -> None:
         cls = type(module)
         if isinstance(module, _DistributedCall) != to_distributed:
-            if cls not in self._classes:
-                names = {"scope": self, "__module__": cls.__module__}
-                replacement = type(cls.__name__, (_DistributedCall, cls), names)
-                self._classes |= {cls: replacement, replacement: cls}
-            module.__class__ = self._classes[cls]
+            if cls not in self._class_replacements:
+                class_attributes = {"scope": self, "__module__": cls.__module__}
+                replacement = type(cls.__name__, (_DistributedCall, cls), class_attributes)
+                self._class_replacements |= {cls: replacement, replacement: cls}
+            module.__class__ = self._class_replacements[cls]
 
     def call_distributed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the outputs of a module for whole inputs; on several ranks, outputs are tiled."""
         with self._distribute_calls(False):
             leaves, spec = pytree.tree_flatten(gather_outputs((args, kwargs)))
-            positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            if not positions:
+            tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            if not tensor_indices:
                 return module(*args, **kwargs)
-            plain = not kwargs and len(positions) == len(args) == len(leaves)
-            model = self._distributed_module(module, leaves, positions, None if plain else spec)
+            takes_only_tensors = not kwargs and len(tensor_indices) == len(args) == len(leaves)
+            model = self._distributed_module(module, leaves, tensor_indices, None if takes_only_tensors else spec)
             model.training = module.training
-            outputs = model(*(_scatter_input(model, leaves[i], index) for index, i in enumerate(positions)))
+            outputs = model(*(_scatter_input(model, leaves[i], index) for index, i in enumerate(tensor_indices)))
         if self.grid.size == 1:
             return outputs
         return pytree.tree_map(lambda output: _as_tiled_output(model, output), outputs)
 
     def _distributed_module(
-        self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any
+        self, module: nn.Module, leaves: Sequence[Any], tensor_indices: Sequence[int], spec: Any
     ) -> DistributedModule:
         """Return the distributed module for arguments of these shapes; `spec` None: all arguments are tensors."""
-        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in positions)
-        shapes, dtypes = [tuple(leaves[i].shape) for i in positions], [leaves[i].dtype for i in positions]
-        key = id(module), spec, others, tuple(shapes), tuple(dtypes)
-        if key not in self._distributed:
-            if len(self._distributed) >= MAX_CACHED_PROGRAMS:
-                del self._distributed[next(iter(self._distributed))]
-            target = module if spec is None else _TensorOnlyModule(module, leaves, positions, spec)
-            model = distribute(target, shapes, self.grid, dtype=dtypes)
+        constant_reprs = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in tensor_indices)
+        shapes = [tuple(leaves[i].shape) for i in tensor_indices]
+        dtypes = [leaves[i].dtype for i in tensor_indices]
+        key = id(module), spec, constant_reprs, tuple(shapes), tuple(dtypes)
+        if key not in self._distributed_modules:
+            if len(self._distributed_modules) >= MAX_CACHED_PROGRAMS:
+                del self._distributed_modules[next(iter(self._distributed_modules))]
+            wrapped_module = module if spec is None else _TensorOnlyModule(module, leaves, tensor_indices, spec)
+            model = distribute(wrapped_module, shapes, self.grid, dtype=dtypes)
             model.set_export_context(partial(self._distribute_calls, False))  # a loss may recapture a changed module
-            self._distributed[key] = model
-        return self._distributed[key]
+            self._distributed_modules[key] = model
+        return self._distributed_modules[key]
 
 
 class _DistributedCall(nn.Module):
@@ -155,16 +162,16 @@ class _DistributedCall(nn.Module):
 class _TensorOnlyModule(nn.Module):
     """A module as a function of the tensors among its arguments."""
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], tensor_indices: Sequence[int], spec: Any) -> None:
         super().__init__()
-        self.module, self.positions, self.spec = module, list(positions), spec
-        self.leaves = [None if i in positions else leaf for i, leaf in enumerate(leaves)]
+        self.module, self.tensor_indices, self.spec = module, list(tensor_indices), spec
+        self.constant_leaves = [None if i in tensor_indices else leaf for i, leaf in enumerate(leaves)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        leaves = list(self.leaves)
-        for i, tensor in zip(self.positions, tensors, strict=True):
-            leaves[i] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        all_leaves = list(self.constant_leaves)
+        for i, tensor in zip(self.tensor_indices, tensors, strict=True):
+            all_leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(all_leaves, self.spec)
         return self.module(*args, **kwargs)
 
 

@@ -28,8 +28,8 @@ MODULE_KEY = "module"
 
 def sparse_embedding_weights(module: nn.Module) -> set[torch.Tensor]:
     """Return the weights of embeddings with `sparse=True`, whose gradients have few nonzero rows."""
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    return {part.weight for part in module.modules() if isinstance(part, tables) and part.sparse}
+    embedding_classes = (nn.Embedding, nn.EmbeddingBag)
+    return {part.weight for part in module.modules() if isinstance(part, embedding_classes) and part.sparse}
 
 
 def parameters_by_name(
@@ -60,7 +60,8 @@ def plan_parameters(
     sparse: AbstractSet[torch.Tensor] = frozenset(),
 ) -> ParameterPlan:
     """Return the plan of a module's parameters, including sparse ones, under a strategy."""
-    dtype, builder = as_array(next(iter(tensors.values()))).dtype, None if strategy is None else as_strategy(strategy)
+    dtype = as_array(next(iter(tensors.values()))).dtype
+    builder = None if strategy is None else as_strategy(strategy)
     return ParameterPlan(parameters_by_name(tensors, sparse), grid, dtype, 0, builder)
 
 
@@ -101,18 +102,20 @@ class ModuleParameters(Parameters):
     ) -> None:
         if any(_is_synchronised(tensor) for tensor in tensors.values()):
             raise ConfigError("model: already has a DistributedOptimizer; use it, or distribute a copy of the module")
-        kinds = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
-        if not kinds <= {"torch.float32 on cpu"} and not kinds <= {"torch.float64 on cpu"}:
+        dtypes_and_devices = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
+        if not dtypes_and_devices <= {"torch.float32 on cpu"} and not dtypes_and_devices <= {"torch.float64 on cpu"}:
             raise ConfigError(
-                f"strategy: the parameters are {', '.join(sorted(kinds))}; convert all to float32, or all to float64,"
-                " on the CPU"
+                f"strategy: the parameters are {', '.join(sorted(dtypes_and_devices))}; convert all to float32,"
+                " or all to float64, on the CPU"
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
-        named = zip(tensors, parameters_by_name(tensors, sparse).values(), strict=True)
-        shards = [ParameterShard(MODULE_KEY, name, parameter, grid) for name, parameter in named]
+        names_and_parameters = zip(tensors, parameters_by_name(tensors, sparse).values(), strict=True)
+        shards = [ParameterShard(MODULE_KEY, name, parameter, grid) for name, parameter in names_and_parameters]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
-        self.tensors, self.optimizer_parameters = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
-        self._views, self._values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self.tensors = dict[str, nn.Parameter]()
+        self.optimizer_parameters = dict[str, nn.Parameter]()
+        self._value_views = dict[str, torch.Tensor]()
+        self._gradient_views = dict[str, torch.Tensor]()
         self._earlier_sums: np.ndarray | None = None
         arrays = zip(
             self.trained_shards, self._shares, self.split_flat(self.values), self.split_flat(self.grads), strict=True
@@ -120,16 +123,20 @@ class ModuleParameters(Parameters):
         for shard, share, value, gradient in arrays:
             tensor = self.tensors[shard.name] = tensors[shard.name]
             value[...] = as_array(tensor)
-            self._values[shard.name], self._views[shard.name] = torch.from_numpy(value), torch.from_numpy(gradient)
-            earlier, tensor.grad = tensor.grad, None
-            tensor.data = self._values[shard.name]
-            if earlier is not None:  # gradient of earlier passes, summed over the ranks
-                tensor.grad = self._views[shard.name].copy_(earlier.to_dense())
+            self._value_views[shard.name] = torch.from_numpy(value)
+            self._gradient_views[shard.name] = torch.from_numpy(gradient)
+            earlier_gradient = tensor.grad
+            tensor.grad = None
+            tensor.data = self._value_views[shard.name]
+            if earlier_gradient is not None:  # gradient of earlier passes, summed over the ranks
+                tensor.grad = self._gradient_views[shard.name].copy_(earlier_gradient.to_dense())
             self.optimizer_parameters[shard.name] = tensor
             if share is not None:
-                self.optimizer_parameters[shard.name] = own = nn.Parameter(self.part(share, tensor.data).contiguous())
-                if earlier is not None:
-                    own.grad, tensor.grad = self.part(share, self._views[shard.name]).contiguous(), None
+                own_parameter = nn.Parameter(self.own_part(share, tensor.data).contiguous())
+                self.optimizer_parameters[shard.name] = own_parameter
+                if earlier_gradient is not None:
+                    own_parameter.grad = self.own_part(share, self._gradient_views[shard.name]).contiguous()
+                    tensor.grad = None
         self.shards = {
             shard.name: (shard, share) for shard, share in zip(self.trained_shards, self._shares, strict=True)
         }
@@ -154,7 +161,7 @@ class ModuleParameters(Parameters):
         """Sum gradients over all ranks (`to_owners`: at their owners only), and divide by `loss_scale`. Collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
-                self._views[name].zero_()
+                self._gradient_views[name].zero_()
         super().sum_gradients(to_owners, loss_scale)
         if self._earlier_sums is not None:
             self.grads += self._earlier_sums
@@ -162,7 +169,7 @@ class ModuleParameters(Parameters):
         for name, (_, share) in self.shards.items():
             if share is not None:
                 has_gradient = self.tensors[name].grad is not None
-                own_gradient = self.part(share, self._views[name]).contiguous() if has_gradient else None
+                own_gradient = self.own_part(share, self._gradient_views[name]).contiguous() if has_gradient else None
                 self.optimizer_parameters[name].grad = own_gradient
 
     def set_aside_gradient_sums(self) -> None:
@@ -173,8 +180,10 @@ class ModuleParameters(Parameters):
             if share is None:
                 self._copy_gradient_to_buffer(name)
             else:
-                _copy_if_separate(self.optimizer_parameters[name].grad, self.part(share, self._views[name]))
-            self.tensors[name].grad = self._views[name]
+                _copy_if_separate(
+                    self.optimizer_parameters[name].grad, self.own_part(share, self._gradient_views[name])
+                )
+            self.tensors[name].grad = self._gradient_views[name]
         self._earlier_sums = self.grads.copy() if names else None
         self.grads[...] = 0
 
@@ -197,15 +206,15 @@ class ModuleParameters(Parameters):
             The dtype, shape or device of a parameter has changed.
         """
         self.adopt_assigned_data()
-        before = self.owners.copy_own_sparse_parts(self.values[self.owned_start :])
+        previous_sparse_parts = self.owners.copy_own_sparse_parts(self.values[self.owned_start :])
         yield
-        self.broadcast_from_owners(before)
+        self.broadcast_from_owners(previous_sparse_parts)
 
     def _owned_parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield views of the parts that this rank owns in the flat buffer, each with the optimiser's tensor."""
         for name, (_, share) in self.shards.items():
             if share is not None:
-                yield self.part(share, self._values[name]), self.optimizer_parameters[name].data
+                yield self.own_part(share, self._value_views[name]), self.optimizer_parameters[name].data
 
     def adopt_assigned_data(self) -> None:
         """Move values that were assigned to `data`, for example by initialisers, into the flat buffer.
@@ -218,7 +227,7 @@ class ModuleParameters(Parameters):
             The dtype, shape or device of a parameter has changed.
         """
         for name, tensor in self.tensors.items():
-            value = self._values[name]
+            value = self._value_views[name]
             if tensor.data_ptr() != value.data_ptr():
                 self._check_unconverted(name)
                 value.copy_(tensor.data)
@@ -228,14 +237,14 @@ class ModuleParameters(Parameters):
 
     def _check_unconverted(self, name: str) -> None:
         """Raise ConfigError if a parameter's shape, dtype or device differs from its part of the flat buffer."""
-        now, before = (
+        current, original = (
             f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
-            for tensor in (self.tensors[name], self._values[name])
+            for tensor in (self.tensors[name], self._value_views[name])
         )
-        if now != before:
+        if current != original:
             raise ConfigError(
-                f"model: parameter '{name}' is {now}, but was {before} when its optimizer was created; convert the"
-                " module before you create the optimizer"
+                f"model: parameter '{name}' is {current}, but was {original} when its optimizer was created; convert"
+                " the module before you create the optimizer"
             )
 
     def partition_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -259,7 +268,7 @@ class ModuleParameters(Parameters):
             return value
         if value.shape != self.tensors[name].shape:
             return value
-        return self.part(share, value).clone(memory_format=torch.contiguous_format)
+        return self.own_part(share, value).clone(memory_format=torch.contiguous_format)
 
     def optimizer_slots(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's state: this rank's parts of slots shaped like parameters, and other slots whole."""
@@ -280,14 +289,14 @@ class ModuleParameters(Parameters):
         self.sync.mark_ready(span)
 
     def _copy_gradient_to_buffer(self, name: str) -> None:
-        tensor, view = self.tensors[name], self._views[name]
+        tensor, view = self.tensors[name], self._gradient_views[name]
         if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
             if tensor.dtype != view.dtype:
                 self._check_unconverted(name)
             view.copy_(tensor.grad.to_dense())
             tensor.grad = view
 
-    def part(self, share: OwnerBoxes, tensor: torch.Tensor) -> torch.Tensor:
+    def own_part(self, share: OwnerBoxes, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of the part of a whole tensor, such as a gradient, that this rank owns."""
         return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
 

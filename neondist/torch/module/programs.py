@@ -84,7 +84,8 @@ class ProgramCache:
     ) -> None:
         self.module, self.comm, self.execution, self.compiler = module, comm, execution, compiler
         self.shapes, self.dtypes, self.deferred_gradients = tuple(shapes), list(dtypes), deferred_gradients
-        self.watch, self.tiling = StateWatch(module), Tiling(comm, self.shapes)
+        self.watch = StateWatch(module)
+        self.tiling = Tiling(comm, self.shapes)
         self.export_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._programs: dict[Any, CompiledProgram] = {}
         self._last_used: dict[Any, tuple[Any, CompiledProgram]] = {}  # for the current shapes, by key
@@ -96,7 +97,7 @@ class ProgramCache:
             self._last_used.clear()
             self.tiling.set_input_shapes(shapes)
 
-    def for_autocast(self, dtypes: Sequence[torch.dtype]) -> CompiledProgram:
+    def program_for_autocast(self, dtypes: Sequence[torch.dtype]) -> CompiledProgram:
         """Return the program for the module's current state and the autocast around this call.
 
         Parameters
@@ -105,7 +106,7 @@ class ProgramCache:
         """
         if not any(autocast_dtypes()) or len(dtypes) != len(self.shapes):
             return self.current
-        return self._find((*autocast_dtypes(), *dtypes), dtypes)[1]
+        return self._find_program((*autocast_dtypes(), *dtypes), dtypes)[1]
 
     @property
     def current(self) -> CompiledProgram:
@@ -120,9 +121,9 @@ class ProgramCache:
     def current_state_and_program(self) -> tuple[Any, CompiledProgram]:
         """Return the module's current state and its compiled program without autocast."""
         with disable_autocast():
-            return self._find(())
+            return self._find_program(())
 
-    def _find(self, key: Any, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Any, CompiledProgram]:
+    def _find_program(self, key: Any, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Any, CompiledProgram]:
         """Return the module's current state and its program; `key` is () without autocast."""
         with self.export_context(), leave_inference_mode():
             state = self.watch.key()
@@ -153,18 +154,21 @@ class ProgramCache:
     def _compile(self, dtypes: Sequence[torch.dtype] | None = None) -> tuple[CompiledProgram, Any]:
         """Return the program for the current state, and the values of the module that were read during capture."""
         dtypes = list(dtypes or self._input_dtypes())
-        captured = capture_module(self.module, list(zip(self.shapes, dtypes, strict=True)))
-        location = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
-        plan, tree, lowering = self.execution.lower(captured, *location, self.module)
+        captured_program = capture_module(self.module, list(zip(self.shapes, dtypes, strict=True)))
+        mesh_rank_and_layouts = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
+        plan, output_tree, lowering = self.execution.lower(captured_program, *mesh_rank_and_layouts, self.module)
         layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
-        digest, runs_module = program_digest(plan, captured), plan.runs_original_module
-        overlaps = lowering.widened_ranges if lowering is not None else ()
+        digest = program_digest(plan, captured_program)
+        runs_module = plan.runs_original_module
+        widened_ranges = lowering.widened_ranges if lowering is not None else ()
         runner = PlanRunner(self.comm, plan, self.deferred_gradients, self.compiler)
-        single_sample = has_single_sample_norm(plan)
-        program = CompiledProgram(runner, tree, layouts, digest, runs_module, dtypes, overlaps, single_sample)
-        return program, captured.reads
+        has_single_sample = has_single_sample_norm(plan)
+        program = CompiledProgram(
+            runner, output_tree, layouts, digest, runs_module, dtypes, widened_ranges, has_single_sample
+        )
+        return program, captured_program.reads
 
     def _input_dtypes(self) -> list[torch.dtype]:
-        floating = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
-        default = next(floating, torch.get_default_dtype())
-        return [default if dtype is None else dtype for dtype in self.dtypes]
+        floating_dtypes = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
+        default_dtype = next(floating_dtypes, torch.get_default_dtype())
+        return [default_dtype if dtype is None else dtype for dtype in self.dtypes]

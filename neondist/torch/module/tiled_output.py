@@ -98,27 +98,28 @@ def _loss_on_tiles(
         return None
     if named.get("reduction", "mean") not in ("mean", "sum", "batchmean"):
         return None
-    model, shape = output.model, tuple(output.shape)
+    model = output.model
+    shape = tuple(output.shape)
     if isinstance(target, TiledOutput):
         if target.model is not model or target.tile_layout != output.tile_layout or target.is_gathered:
             return None
-        tile = target.local_part
+        target_tile = target.local_part
     elif isinstance(target, torch.Tensor) and not target.requires_grad:
         if tuple(target.shape) not in (shape, (shape[0], *shape[2:])):
             return None
-        tile = model.scatter_target(target)
+        target_tile = model.scatter_target(target)
     else:
         return None
-    tensors = {name: value.detach() for name, value in named.items() if isinstance(value, torch.Tensor)}
-    if any(named[name].requires_grad or value.dim() > 1 for name, value in tensors.items()):
+    tensor_arguments = {name: value.detach() for name, value in named.items() if isinstance(value, torch.Tensor)}
+    if any(named[name].requires_grad or value.dim() > 1 for name, value in tensor_arguments.items()):
         return None
-    for value in tensors.values():  # class weights
+    for value in tensor_arguments.values():  # class weights
         model.tiling.remember_layout(value, replicated(value.shape))
-    constants = {name: value for name, value in named.items() if name not in tensors}
-    criterion = partial(function, **constants)
-    if not tensors:
-        return model.loss(criterion, output.local_part, tile)
-    return model.loss(partial(_call_loss, criterion), output.local_part, {"target": tile, **tensors})
+    constant_arguments = {name: value for name, value in named.items() if name not in tensor_arguments}
+    criterion = partial(function, **constant_arguments)
+    if not tensor_arguments:
+        return model.loss(criterion, output.local_part, target_tile)
+    return model.loss(partial(_call_loss, criterion), output.local_part, {"target": target_tile, **tensor_arguments})
 
 
 def _call_loss(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensors: dict[str, Any]) -> torch.Tensor:

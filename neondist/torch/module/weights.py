@@ -67,9 +67,9 @@ def save_weights(
     with all_or_none(world):
         tensors = state_tensors(model, optimizer)
         if world.rank == 0:
-            copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-            texts = {name: json.dumps(value) for name, value in metadata.items()}
-            content = import_safetensors().torch.save(copies, texts or None)
+            copied_tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+            metadata_texts = {name: json.dumps(value) for name, value in metadata.items()}
+            content = import_safetensors().torch.save(copied_tensors, metadata_texts or None)
             with atomic_replacement(Path(path)) as file:
                 file.write(content)
 
@@ -112,24 +112,24 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
                     create_optimizer_state(dict(model.named_parameters()), optimizer, slot_names)
             tensors = state_tensors(model, optimizer)
             check_names_and_shapes(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-        arrays = {name: as_array(tensor) for name, tensor in fresh.items()}
-        pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+        loaded_tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+        arrays = {name: as_array(tensor) for name, tensor in loaded_tensors.items()}
+        array_parts = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
 
         @lru_cache(1)
         def read_array(name: str) -> np.ndarray:
             assert file is not None
-            tensor = file.tensor(name)
-            if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = file.read_tensor(name)
+            if loaded_tensors[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
                 raise DataError(
-                    f"{path}: {name} contains {tensor.dtype} values, but the module's are {fresh[name].dtype}; write"
-                    " floating-point weights"
+                    f"{path}: {name} contains {tensor.dtype} values, but the module's are {loaded_tensors[name].dtype};"
+                    " write floating-point weights"
                 )
-            return as_array(tensor.to(fresh[name].dtype))
+            return as_array(tensor.to(loaded_tensors[name].dtype))
 
         error: Exception | None = None
         try:
-            scatter_from_root(world, pieces, lambda piece, place: read_array(piece.name)[place])
+            scatter_from_root(world, array_parts, lambda piece, place: read_array(piece.name)[place])
         except DataError as problem:
             error = problem
         except Exception as problem:  # the file has changed since it was opened
@@ -137,10 +137,10 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         raise_if_any_failed(world, error)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(fresh[name])
+            tensor.copy_(loaded_tensors[name])
     if isinstance(optimizer, PartitionedOptimizer):
-        slots = (name for name in fresh if name.startswith(OPTIMIZER_PREFIX))
-        optimizer.load_slots({name[len(OPTIMIZER_PREFIX) :]: fresh[name] for name in slots})
+        loaded_slot_names = (name for name in loaded_tensors if name.startswith(OPTIMIZER_PREFIX))
+        optimizer.load_slots({name[len(OPTIMIZER_PREFIX) :]: loaded_tensors[name] for name in loaded_slot_names})
     return dict(metadata)
 
 
@@ -163,9 +163,9 @@ def optimizer_state_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return an optimiser's state tensors by 'PARAMETER/SLOT', without copying."""
     slots: dict[str, torch.Tensor] = {}
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    name_by_parameter: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     for parameter, state in optimizer.state.items():
-        if parameter not in names:
+        if parameter not in name_by_parameter:
             raise ConfigError(
                 "optimizer: has a parameter that is not the model's; create the optimizer from model.parameters()"
             )
@@ -176,30 +176,30 @@ def optimizer_state_tensors(
                     " contain only tensors; use another optimizer"
                 )
             if value is not None:
-                slots[f"{names[parameter]}/{slot}"] = value
+                slots[f"{name_by_parameter[parameter]}/{slot}"] = value
     return slots
 
 
 def create_optimizer_state(
-    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, names: Iterable[str]
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, slot_names: Iterable[str]
 ) -> None:
     """Make an optimiser create its per-parameter state by taking a step; the parameters are restored.
 
     Parameters
     ----------
-    names : iterable of str
+    slot_names : iterable of str
         Slots as named by `optimizer_state_tensors`; the caller must overwrite their values.
     """
-    owners = {name.rpartition("/")[0] for name in names}
-    if not owners:
+    parameter_names = {name.rpartition("/")[0] for name in slot_names}
+    if not parameter_names:
         return
-    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()]
+    saved_parameters = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()]
     for name, parameter in parameters.items():
-        new = name in owners and parameter.requires_grad and not optimizer.state.get(parameter)
-        parameter.grad = torch.zeros_like(parameter) if new else None
+        needs_state = name in parameter_names and parameter.requires_grad and not optimizer.state.get(parameter)
+        parameter.grad = torch.zeros_like(parameter) if needs_state else None
     with torch.no_grad():
         optimizer.step()
-        for parameter, value, gradient in before:
+        for parameter, value, gradient in saved_parameters:
             parameter.copy_(value)
             parameter.grad = gradient
 
@@ -214,14 +214,22 @@ def check_names_and_shapes(
     path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise DataError, listing the first differences, unless a file has the names and shapes of a model."""
-    both = [name for name in expected if name in stored]
-    misfits = [(name, stored[name], expected[name]) for name in both if stored[name] != expected[name]]
-    missing, left = [name for name in expected if name not in stored], [name for name in stored if name not in expected]
-    result = WeightMatch(both, missing, sorted(left), misfits)
+    common_names = [name for name in expected if name in stored]
+    misfits = [(name, stored[name], expected[name]) for name in common_names if stored[name] != expected[name]]
+    missing_names = [name for name in expected if name not in stored]
+    unused_names = [name for name in stored if name not in expected]
+    result = WeightMatch(common_names, missing_names, sorted(unused_names), misfits)
     if result.unused or not result.is_fully_loaded:
         differences = result.describe_differences(MAX_LISTED_NAMES)
         remedy = "specify a file with this module's state_dict"
-        prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
+        prefix = next(
+            (
+                name.removesuffix(missing_names[0])
+                for name in unused_names
+                if missing_names and name.endswith(missing_names[0])
+            ),
+            "",
+        )
         if prefix and {*stored} == {prefix + name for name in expected}:
             remedy = f"remove the prefix '{prefix}', which a wrapper of the module added, from the names"
         raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")

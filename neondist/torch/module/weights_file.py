@@ -33,7 +33,7 @@ class WeightsFile:
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    tensor: Callable[[str], torch.Tensor]
+    read_tensor: Callable[[str], torch.Tensor]
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,8 +87,8 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     except UserError:
         raise
     except pickle.UnpicklingError as error:
-        rejected = re.search(r"GLOBAL ([\w.]+)", str(error))
-        name = f" ({rejected[1]})" if rejected else ""
+        rejected_class = re.search(r"GLOBAL ([\w.]+)", str(error))
+        name = f" ({rejected_class[1]})" if rejected_class else ""
         raise DataError(
             f"{path}: contains objects other than tensors{name}, which are not loaded; write only the weights, with"
             " torch.save(module.state_dict(), FILE)"
@@ -101,14 +101,14 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     if _is_state_dict(content):
         return dict(content)
     keys = list(content) if isinstance(content, Mapping) else []
-    states = [key for key in keys if key in _STATE_DICT_KEYS and _is_state_dict(content[key])]
-    if len(states) == 1:
-        return dict(content[states[0]])
-    if states:
-        problem = f"contains several state_dicts, under {' and '.join(map(repr, states))}"
+    state_dict_keys = [key for key in keys if key in _STATE_DICT_KEYS and _is_state_dict(content[key])]
+    if len(state_dict_keys) == 1:
+        return dict(content[state_dict_keys[0]])
+    if state_dict_keys:
+        problem = f"contains several state_dicts, under {' and '.join(map(repr, state_dict_keys))}"
     else:
-        named = f" with the keys {', '.join(map(repr, keys[:8]))}" if keys else ""
-        problem = f"contains no state_dict, but a {type(content).__name__}{named}"
+        keys_text = f" with the keys {', '.join(map(repr, keys[:8]))}" if keys else ""
+        problem = f"contains no state_dict, but a {type(content).__name__}{keys_text}"
     raise DataError(f"{path}: {problem}; write a single one with torch.save(module.state_dict(), FILE)")
 
 
@@ -120,10 +120,10 @@ def _is_state_dict(value: Any) -> bool:
     )
 
 
-def _parse_metadata(texts: Mapping[str, str] | None) -> dict[str, Any]:
+def _parse_metadata(metadata_texts: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the metadata stored by `save_weights`; strings of other programs that are not JSON stay strings."""
     metadata: dict[str, Any] = {}
-    for name, text in (texts or {}).items():
+    for name, text in (metadata_texts or {}).items():
         try:
             metadata[name] = json.loads(text)
         except (ValueError, RecursionError):

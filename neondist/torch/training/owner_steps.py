@@ -65,7 +65,7 @@ class PartitionedOptimizerSteps:
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 gradient = self.parameters.tensors[name].grad
-                part = None if gradient is None else self.parameters.part(share, gradient.to_dense()).contiguous()
+                part = None if gradient is None else self.parameters.own_part(share, gradient.to_dense()).contiguous()
                 self.parameters.optimizer_parameters[name].grad = part
         self._replace_parameters(optimizer, self._part_by_id)
 
