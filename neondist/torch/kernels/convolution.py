@@ -57,26 +57,24 @@ def _should_use_compiled(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
     """Return whether compiled kernels are available for a convolution, and were measured to be faster."""
-    outer, inner, *kernel = weight.shape
+    c_out, c_in, *kernel = weight.shape
     if not _is_supported(x, weight) or prod(kernel) == 1:
         return False
-    padded = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
-    compiled, cells = _compiled_kernels(), len(x) * prod(output_extent(padded, kernel, stride, dilation))
-    if cells < _MIN_OUTPUTS or weight.numel() > _MAX_WEIGHTS_PER_OUTPUT * cells or outer * x.itemsize < VECTOR_BYTES:
+    padded_extents = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
+    kernels, n_out = _compiled_kernels(), len(x) * prod(output_extent(padded_extents, kernel, stride, dilation))
+    if n_out < _MIN_OUTPUTS or weight.numel() > _MAX_WEIGHTS_PER_OUTPUT * n_out or c_out * x.itemsize < VECTOR_BYTES:
         return False
     if groups > 1:
-        return (
-            hasattr(compiled, "depthwise") and inner == 1 and groups == outer and prod(kernel) <= _MAX_DEPTHWISE_WINDOW
-        )
-    return hasattr(compiled, "weights") and max(dilation) == 1 < inner
+        return hasattr(kernels, "depthwise") and c_in == 1 and groups == c_out and prod(kernel) <= _MAX_DEPTHWISE_WINDOW
+    return hasattr(kernels, "weights") and max(dilation) == 1 < c_in
 
 
 def _is_matrix_product(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
     """Return whether the convolution is a product of two matrices: windows of one cell over channels-last memory."""
-    pointwise = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
-    return pointwise and _is_supported(x, weight) and memory_format_of(x) == CHANNELS_LAST_BY_NDIM.get(x.dim())
+    is_pointwise = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
+    return is_pointwise and _is_supported(x, weight) and memory_format_of(x) == CHANNELS_LAST_BY_NDIM.get(x.dim())
 
 
 def _is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -96,12 +94,12 @@ class _Convolution(torch.autograd.Function):
         cells = cells.contiguous()
         ctx.save_for_backward(cells, weight)
         ctx.options = stride, padding, dilation, groups
-        out = output_extent(cells.shape[1:-1], weight.shape[2:], stride, dilation)
-        y = torch.empty((len(x), weight.shape[0], *out), dtype=x.dtype, memory_format=CHANNELS_LAST_BY_NDIM[x.dim()])
+        shape = output_extent(cells.shape[1:-1], weight.shape[2:], stride, dilation)
+        y = torch.empty((len(x), weight.shape[0], *shape), dtype=x.dtype, memory_format=CHANNELS_LAST_BY_NDIM[x.dim()])
         results = y.movedim(1, -1)
         if prod(weight.shape[2:]) == 1:
-            factors, into = (_as_matrix(cells), weight.flatten(1).t()), _as_matrix(results)
-            torch.mm(*factors, out=into) if bias is None else torch.addmm(bias, *factors, out=into)
+            operands, result_matrix = (_as_matrix(cells), weight.flatten(1).t()), _as_matrix(results)
+            torch.mm(*operands, out=result_matrix) if bias is None else torch.addmm(bias, *operands, out=result_matrix)
         else:
             bias_array = None if bias is None else bias.detach().contiguous().numpy()
             args = stride, dilation, groups, bias_array, _copy_without_activation
@@ -112,33 +110,33 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (cells, weight), (stride, padding, dilation, groups) = ctx.saved_tensors, ctx.options
-        needed = ctx.needs_input_grad[:3]
-        slopes = gradients[0].movedim(1, -1).contiguous()
-        dx = torch.empty_like(cells) if needed[0] else None
+        needs_grad = ctx.needs_input_grad[:3]
+        dy_cells = gradients[0].movedim(1, -1).contiguous()
+        dx = torch.empty_like(cells) if needs_grad[0] else None
         if prod(weight.shape[2:]) == 1:
             if dx is not None:
-                torch.mm(_as_matrix(slopes), weight.flatten(1), out=_as_matrix(dx))
-            by_weight = (_as_matrix(slopes).t() @ _as_matrix(cells)).view(weight.shape) if needed[1] else None
-            by_bias = _as_matrix(slopes).sum(0) if needed[2] else None
+                torch.mm(_as_matrix(dy_cells), weight.flatten(1), out=_as_matrix(dx))
+            weight_grad = (_as_matrix(dy_cells).t() @ _as_matrix(cells)).view(weight.shape) if needs_grad[1] else None
+            bias_grad = _as_matrix(dy_cells).sum(0) if needs_grad[2] else None
         else:
-            dy, into = slopes.numpy(), None if dx is None else dx.numpy()
-            sides = tuple((p, p) for p in padding)
-            computed = _kernels(torch.get_num_threads()).conv_backward_into(
-                into, cells.numpy(), dy, _channels_last(weight), stride, dilation, groups,
-                lambda index: np.ascontiguousarray(dy[index]), sides, needed[1], False, all(needed[1:]),
+            dy, dx_array = dy_cells.numpy(), None if dx is None else dx.numpy()
+            pads = tuple((p, p) for p in padding)
+            grads = _kernels(torch.get_num_threads()).conv_backward_into(
+                dx_array, cells.numpy(), dy, _channels_last(weight), stride, dilation, groups,
+                lambda index: np.ascontiguousarray(dy[index]), pads, needs_grad[1], False, all(needs_grad[1:]),
             )  # fmt: skip
-            by_weight, by_bias = (
-                torch.from_numpy(dv) if present else None for dv, present in zip(computed, needed[1:], strict=True)
+            weight_grad, bias_grad = (
+                torch.from_numpy(dv) if present else None for dv, present in zip(grads, needs_grad[1:], strict=True)
             )
-            if by_weight is not None:
-                by_weight = by_weight.movedim((-1, -2), (0, 1))
-            elif by_bias is not None:  # the kernel computes bias gradients only together with weight gradients
-                by_bias = _as_matrix(slopes).sum(0)
+            if weight_grad is not None:
+                weight_grad = weight_grad.movedim((-1, -2), (0, 1))
+            elif bias_grad is not None:  # the kernel computes bias gradients only together with weight gradients
+                bias_grad = _as_matrix(dy_cells).sum(0)
         if dx is not None:
             for axis, (pad, n) in enumerate(zip(padding, cells.shape[1:-1], strict=True), start=1):
                 dx = dx.narrow(axis, pad, n - 2 * pad)
             dx = dx.movedim(-1, 1)
-        return dx, by_weight, by_bias, None, None, None, None
+        return dx, weight_grad, bias_grad, None, None, None, None
 
 
 def _copy_without_activation(z: np.ndarray, y: np.ndarray) -> None:
@@ -163,8 +161,8 @@ def _compiled_kernels() -> Any:
 
 
 @cache
-def _kernels(threads: int) -> CompiledConvolution:
+def _kernels(num_threads: int) -> CompiledConvolution:
     kernels = CompiledConvolution()
-    if threads > 1 and kernels.compiled is not None:
-        kernels.threads, kernels.gomp_address = threads, gomp_parallel_address()
+    if num_threads > 1 and kernels.compiled is not None:
+        kernels.threads, kernels.gomp_address = num_threads, gomp_parallel_address()
     return kernels

@@ -55,8 +55,8 @@ def conv_transpose3d(
     dilation: Ints,
 ) -> torch.Tensor:
     """Compute F.conv_transpose3d with the faster kernel: PyTorch's own where windows do not overlap."""
-    overlap = any(k > s for k, s in zip(weight.shape[2:], stride, strict=True))
-    if overlap and prod(x.shape[2:]) >= _MIN_TRANSPOSED_INPUTS and _avoids_onednn(x, weight, groups):
+    has_overlap = any(k > s for k, s in zip(weight.shape[2:], stride, strict=True))
+    if has_overlap and prod(x.shape[2:]) >= _MIN_TRANSPOSED_INPUTS and _avoids_onednn(x, weight, groups):
         options = tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation)
         y: torch.Tensor = _TransposedConvolution.apply(x, weight, bias, *options)
         return y
@@ -91,14 +91,14 @@ class _OneDnnConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), (stride, padding, dilation), needed = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
+        (x, weight), (stride, padding, dilation), needs_grad = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
         dy, dx, dw = dy.contiguous(), None, None
-        if needed[0]:
-            unseen = unreached_cells(_padded_extent(x, padding), weight.shape[2:], stride, dilation)
-            dx = _transposed_convolution(dy, weight, None, stride, padding, unseen, dilation)
-        if needed[1]:
+        if needs_grad[0]:
+            unseen_cells = unreached_cells(_padded_extent(x, padding), weight.shape[2:], stride, dilation)
+            dx = _transposed_convolution(dy, weight, None, stride, padding, unseen_cells, dilation)
+        if needs_grad[1]:
             dw = _weight_gradient(x, dy, weight, stride, padding, dilation)
-        return dx, dw, dy.sum((0, 2, 3, 4)) if needed[2] else None, None, None, None
+        return dx, dw, dy.sum((0, 2, 3, 4)) if needs_grad[2] else None, None, None, None
 
 
 class _TransposedConvolution(torch.autograd.Function):
@@ -135,16 +135,16 @@ def _weight_gradient(
     extents = dy.shape[2:]
     axis = next((at for at, n in enumerate(extents) if n % 2 == 0), extents.index(max(extents)))
     dim, n, step = axis + 2, extents[axis], stride[axis]
-    half = -(-n // 2)
+    half_extent = -(-n // 2)
     pads = [0] * 6
     pads[4 - 2 * axis : 6 - 2 * axis] = [padding[axis]] * 2
-    x, span = F.pad(x, pads), (half - 1) * step + dilation[axis] * (weight.shape[dim] - 1) + 1
-    windows = torch.cat([x.narrow(dim, at, span) for at in (0, (n - half) * step)])
-    slopes = torch.cat([dy.narrow(dim, at, half) for at in (0, n - half)])
+    x, window_span = F.pad(x, pads), (half_extent - 1) * step + dilation[axis] * (weight.shape[dim] - 1) + 1
+    xs = torch.cat([x.narrow(dim, at, window_span) for at in (0, (n - half_extent) * step)])
+    dys = torch.cat([dy.narrow(dim, at, half_extent) for at in (0, n - half_extent)])
     if n % 2:  # the plane in both halves is counted in the first half
-        slopes[1:].narrow(dim, 0, 1).zero_()
-    rest = [0 if at == axis else p for at, p in enumerate(padding)]
+        dys[1:].narrow(dim, 0, 1).zero_()
+    padding = [0 if at == axis else p for at, p in enumerate(padding)]
     _, gradient, _ = torch.ops.aten.convolution_backward(
-        slopes, windows, weight, None, stride, rest, dilation, False, _NO_OUTPUT_PADDING, 1, [False, True, False]
+        dys, xs, weight, None, stride, padding, dilation, False, _NO_OUTPUT_PADDING, 1, [False, True, False]
     )
     return gradient

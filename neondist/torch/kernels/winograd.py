@@ -60,9 +60,9 @@ def _is_winograd_faster(
 
 def _fills_winograd_tiles(samples: int, channels: int, extents: Pair, dilation: Pair) -> bool:
     """Return whether there are enough outputs, and whether these fill most of their tiles."""
-    covered = prod(_round_up_to_winograd_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
-    least = _MIN_TILES_OF_MANY_CHANNELS if channels >= _MANY_CHANNELS else _MIN_TILES
-    return samples * prod(extents) >= 4 * least and covered <= _MAX_COVERED_PER_OUTPUT * prod(extents)
+    covered_cells = prod(_round_up_to_winograd_tiles(n, d) for n, d in zip(extents, dilation, strict=True))
+    min_tiles = _MIN_TILES_OF_MANY_CHANNELS if channels >= _MANY_CHANNELS else _MIN_TILES
+    return samples * prod(extents) >= 4 * min_tiles and covered_cells <= _MAX_COVERED_PER_OUTPUT * prod(extents)
 
 
 class _WinogradConvolution(torch.autograd.Function):
@@ -75,19 +75,19 @@ class _WinogradConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), (padding, dilation), needed = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[:2]
+        (x, weight), (padding, dilation), needs_grad = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[:2]
         pads = [2 * d - p for p, d in zip(padding, dilation, strict=True)]
-        dx = _winograd_convolution(dy, weight.transpose(0, 1).flip(2, 3), pads, dilation) if needed[0] else None
-        return dx, _weight_gradient(x, dy, padding, dilation) if needed[1] else None, None, None
+        dx = _winograd_convolution(dy, weight.transpose(0, 1).flip(2, 3), pads, dilation) if needs_grad[0] else None
+        return dx, _weight_gradient(x, dy, padding, dilation) if needs_grad[1] else None, None, None
 
 
 def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
     extents = _output_extents(x, padding, dilation)
-    outer, inner = weight.shape[:2]
-    transformed = (_FLAT_WEIGHT_TRANSFORM.to(x.dtype) @ weight.reshape(-1, 9).t()).view(16, outer, inner)
-    y = x.new_empty(len(x), outer, *(_round_up_to_winograd_tiles(n, d) for n, d in zip(extents, dilation, strict=True)))
+    c_out, c_in = weight.shape[:2]
+    transformed = (_FLAT_WEIGHT_TRANSFORM.to(x.dtype) @ weight.reshape(-1, 9).t()).view(16, c_out, c_in)
+    y = x.new_empty(len(x), c_out, *(_round_up_to_winograd_tiles(n, d) for n, d in zip(extents, dilation, strict=True)))
     tiles = _view_as_winograd_tiles(y, dilation)
-    for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
+    for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(c_out, c_in)):
         out = tiles[:, :, rows]
         m = torch.bmm(transformed, cells).view(4, 4, *(out.shape[at] for at in (0, 1, 2, 4, 5, 7)))
         halves = (m[1] + m[2]).add_(m[0]), (m[1] - m[2]).add_(m[3])
@@ -101,11 +101,11 @@ def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, 
 
 
 def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
-    inner, outer = x.shape[1], dy.shape[1]
-    missing = [_round_up_to_winograd_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
-    tiles = _view_as_winograd_tiles(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
-    total = x.new_zeros(16, outer, inner)
-    for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(outer, inner)):
+    c_in, c_out = x.shape[1], dy.shape[1]
+    padding_amounts = [_round_up_to_winograd_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
+    tiles = _view_as_winograd_tiles(F.pad(dy, [0, padding_amounts[1], 0, padding_amounts[0]]), dilation)
+    gradient_sum = x.new_zeros(16, c_out, c_in)
+    for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(c_out, c_in)):
         y = tiles[:, :, rows]
         transformed = y.new_empty(4, 4, *(y.shape[at] for at in (0, 1, 2, 4, 5, 7)))
         first, second = y[:, :, :, 0], y[:, :, :, 1]
@@ -114,8 +114,8 @@ def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation:
             target[0], target[3] = a, b
             torch.add(a, b, out=target[1])
             torch.sub(a, b, out=target[2])
-        total.baddbmm_(transformed.view(16, outer, -1), cells.transpose(1, 2))
-    return (total.view(16, -1).t() @ _FLAT_WEIGHT_TRANSFORM.to(x.dtype)).view(outer, inner, 3, 3)
+        gradient_sum.baddbmm_(transformed.view(16, c_out, -1), cells.transpose(1, 2))
+    return (gradient_sum.view(16, -1).t() @ _FLAT_WEIGHT_TRANSFORM.to(x.dtype)).view(c_out, c_in, 3, 3)
 
 
 def _output_extents(x: torch.Tensor, padding: Pair, dilation: Pair) -> list[int]:
@@ -133,36 +133,36 @@ def _view_as_winograd_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
 
 
 def _transformed_row_batches(
-    x: torch.Tensor, padding: Pair, dilation: Pair, outputs: Sequence[int], channels: int
+    x: torch.Tensor, padding: Pair, dilation: Pair, tiles_shape: Sequence[int], channels: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield batches of tile rows, as in `_view_as_winograd_tiles`, and transformed cells B^T x B (16, C, tiles)."""
-    (down, across), (rows, columns) = dilation, (outputs[2], outputs[5])
-    covered = 2 * down * rows, 2 * across * columns
+    (row_dilation, column_dilation), (rows, columns) = dilation, (tiles_shape[2], tiles_shape[5])
+    covered = 2 * row_dilation * rows, 2 * column_dilation * columns
     pads = [side for n, p, d, all_ in zip(x.shape[2:], padding, dilation, covered, strict=True)
               for side in (p, all_ + 3 * d - n - p)]  # fmt: skip
     padded = F.pad(x, [*pads[2:], *pads[:2]]).transpose(0, 1)
-    row = 16 * channels * len(x) * columns * down * across * x.element_size()
-    at_once = max(1, _MAX_BATCH_BYTES // row)
-    for first in range(0, rows, at_once):
-        last = min(first + at_once, rows)
-        cells = padded[:, :, 2 * down * first : 2 * down * last + 3 * down]
-        half = cells.new_empty(*cells.shape[:2], last - first, down, cells.shape[3])
-        transformed = cells.new_empty(4, 4, *half.shape[:4], columns, across)
+    bytes_per_row = 16 * channels * len(x) * columns * row_dilation * column_dilation * x.element_size()
+    rows_per_batch = max(1, _MAX_BATCH_BYTES // bytes_per_row)
+    for first in range(0, rows, rows_per_batch):
+        last = min(first + rows_per_batch, rows)
+        cells = padded[:, :, 2 * row_dilation * first : 2 * row_dilation * last + 3 * row_dilation]
+        half_transformed = cells.new_empty(*cells.shape[:2], last - first, row_dilation, cells.shape[3])
+        transformed = cells.new_empty(4, 4, *half_transformed.shape[:4], columns, column_dilation)
         for i, rows_out in enumerate(transformed):
-            _transform_row(_split_winograd_tiles(cells, 2, down), i, half)
+            _transform_row(_split_winograd_tiles(cells, 2, row_dilation), i, half_transformed)
             for j, target in enumerate(rows_out):
-                _transform_row(_split_winograd_tiles(half, 4, across), j, target)
+                _transform_row(_split_winograd_tiles(half_transformed, 4, column_dilation), j, target)
         yield slice(first, last), transformed.view(16, x.shape[1], -1)
 
 
 def _split_winograd_tiles(x: torch.Tensor, dim: int, dilation: int) -> list[torch.Tensor]:
     """Return the first to fourth cells of all tiles along a dimension."""
     n = x.shape[dim] - 3 * dilation
-    parts = (x.narrow(dim, dilation * i, n).unflatten(dim, (-1, 2 * dilation)) for i in range(4))
-    return [part.narrow(dim + 1, 0, dilation) for part in parts]
+    shifted = (x.narrow(dim, dilation * i, n).unflatten(dim, (-1, 2 * dilation)) for i in range(4))
+    return [part.narrow(dim + 1, 0, dilation) for part in shifted]
 
 
 def _transform_row(x: Sequence[torch.Tensor], row: int, out: torch.Tensor) -> None:
     """Write a row of B^T x."""
-    a, b, minus = ((0, 2, True), (1, 2, False), (2, 1, True), (3, 1, True))[row]
-    (torch.sub if minus else torch.add)(x[a], x[b], out=out)
+    a, b, subtracts = ((0, 2, True), (1, 2, False), (2, 1, True), (3, 1, True))[row]
+    (torch.sub if subtracts else torch.add)(x[a], x[b], out=out)
