@@ -24,8 +24,8 @@ def mark_autocast_regions(program: Any) -> None:
 
 def devices_with_own_autocast(node: Any) -> tuple[str, ...]:
     """Return the kinds of devices for which the module itself sets autocast where it calls an operator."""
-    marks = node.meta.get("custom") or {}
-    return tuple(device for device in AUTOCAST_DEVICES if f"{_REGION_KEY}{device}" in marks)
+    metadata = node.meta.get("custom") or {}
+    return tuple(device for device in AUTOCAST_DEVICES if f"{_REGION_KEY}{device}" in metadata)
 
 
 def floating_dtypes(values_by_node: Mapping[Any, Any]) -> dict[int, torch.dtype]:

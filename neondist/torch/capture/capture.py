@@ -72,7 +72,7 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
         another reason.
     """
     check_module(module)
-    gradients = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
     importlib.import_module("torch._dynamo")  # before `record_autograd_functions` patches what it inspects
     with (
         tracing(name or type(module).__name__, shapes),
@@ -80,21 +80,21 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
         track_known_values(module) as values,
     ):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            on = device or device_of(module)
-            inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
+            input_device = device or device_of(module)
+            inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=input_device) for shape, dtype in shapes)
         with (
-            restore_after_capture(module, inputs) as asks,
+            restore_after_capture(module, inputs) as depends_on_grad_mode,
             register_dataclasses_of_outputs(module),
             hide_printed_graph(),
             allow_self_assignment(),
-            torch.set_grad_enabled(gradients or not asks),
+            torch.set_grad_enabled(grad_enabled or not depends_on_grad_mode),
         ):
             program: Any = torch.export.export(module, inputs, strict=False)
         program.functions, program.reads = calls, values.reads
         program.unregistered_tensors = values.unregistered_tensors
         clone_aliased_buffer_values(program.graph)
         remove_number_reads(program)
-        tied = _merge_buffer_aliases(program)
+        aliases = _merge_buffer_aliases(program)
         detach_no_grad_values(program, lambda node: node_location(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
@@ -107,28 +107,28 @@ def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device
             try:
                 program = _functionalize(program)
             except AssertionError:
-                if not tied:
+                if not aliases:
                     raise
                 raise CaptureError(
-                    f"the forward pass writes into a part of the buffer {tied[0]}, which has several names, or reads it"
-                    " through an alias made before the write; keep one name"
+                    f"the forward pass writes into a part of the buffer {aliases[0]}, which has several names, or reads"
+                    " it through an alias made before the write; keep one name"
                 ) from None
         return program
 
 
 def _merge_buffer_aliases(program: Any) -> list[str]:
     """Redirect all names of a buffer to the first; return the other names."""
-    first: dict[int, Any] = {}
-    duplicates: list[str] = []
+    first_node_by_id: dict[int, Any] = {}
+    duplicate_names: list[str] = []
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     tensors = {**program.constants, **program.state_dict}
     for spec in program.graph_signature.input_specs:
         if spec.kind == InputKind.BUFFER:
             node = nodes[spec.arg.name]
-            if (original := first.setdefault(id(tensors[spec.target]), node)) is not node:
+            if (original := first_node_by_id.setdefault(id(tensors[spec.target]), node)) is not node:
                 node.replace_all_uses_with(original)
-                duplicates.append(spec.target)
-    return duplicates
+                duplicate_names.append(spec.target)
+    return duplicate_names
 
 
 def _functionalize(program: Any) -> Any:
@@ -150,8 +150,8 @@ def decompose(program: Any, module: nn.Module, shapes: InputSpecs) -> Any:
 
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of a module's first parameter or buffer, or PyTorch's default device."""
-    own = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
-    return torch.get_default_device() if own is None else own
+    first_device = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+    return torch.get_default_device() if first_device is None else first_device
 
 
 def node_location(node: Any) -> OperatorPosition:
@@ -172,7 +172,7 @@ def lower_program(
     recompute: bool = False,
     lowering: Lowering | None = None,
     unregistered_tensors: dict[str, torch.Tensor] | None = None,
-    by_channels: Collection[torch.fx.Node] = (),
+    channel_nodes: Collection[torch.fx.Node] = (),
 ) -> tuple[TorchPlan, Any]:
     """Return the plan of a program for one rank, and the tree structure of the program's outputs.
 
@@ -190,7 +190,7 @@ def lower_program(
         Builder of the plan.
     unregistered_tensors : dict of name to tensor, optional
         Receives tensors that require gradients but are not parameters; treated as parameters. Default: rejected.
-    by_channels : collection of torch.fx.Node
+    channel_nodes : collection of torch.fx.Node
         Nodes that are partitioned by channels instead of cells.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
@@ -198,8 +198,8 @@ def lower_program(
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     inputs = _ProgramInputs(lowering, program, layouts, unregistered_tensors)
     env: dict[Any, Any] = {}
-    changed: dict[str, Any] = {}
-    regions = PartitioningConverter(lowering, gather_at, by_channels)
+    changed_nodes: dict[str, Any] = {}
+    regions = PartitioningConverter(lowering, gather_at, channel_nodes)
     outputs: Sequence[Any] = ()
     output_nodes: Sequence[Any] = ()
     for position, node in enumerate(program.graph.nodes):
@@ -212,7 +212,7 @@ def lower_program(
             lowering.where, lowering.fake_out = node_location(node), node.meta.get("val")
             lowering.draw_number = position * RANDOM_KEY_STRIDE
             _check_static_shape(lowering)
-            regions.enter(node)
+            regions.begin_node(node)
 
             def read_argument(arg: Any, node: Any = node) -> Any:
                 return regions.convert(lowering.read(env, arg), node)
@@ -220,9 +220,9 @@ def lower_program(
             args, kwargs = pytree.tree_map(read_argument, (node.args, dict(node.kwargs)))
             result = lowering.lower_call(node.meta.get("out_of_place", node.target), args, kwargs)
             overwritten = store_result(env, node, result)
-            changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
-            regions.record(result, node)
-    mutated = {name: lowering.read(env, old) for name, old in changed.items()}
+            changed_nodes |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
+            regions.record_result(result, node)
+    mutated = {name: lowering.read(env, old) for name, old in changed_nodes.items()}
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
@@ -232,8 +232,8 @@ def lower_program(
         else:
             lowering.where = node_location(output_node)
             lowering.refuse("an input is changed in place")
-    after = {name: value.id for name, value in zip(mutated, regions.gather(mutated.values()), strict=True)}
-    ids = [out.id if isinstance(out, Value) else _NonTensorOutput(out) for out in results]
+    new_ids = {name: value.id for name, value in zip(mutated, regions.gather(mutated.values()), strict=True)}
+    output_ids = [out.id if isinstance(out, Value) else _NonTensorOutput(out) for out in results]
     plan = TorchPlan(
         mesh,
         rank,
@@ -242,8 +242,8 @@ def lower_program(
         inputs.parameters,
         inputs.buffers,
         inputs.inputs,
-        ids,
-        after,
+        output_ids,
+        new_ids,
         None if lowering.seed is None else lowering.seed.id,
         recompute,
         floating_dtypes({node: lowering.read(env, node) for node in env}) if any(autocast_dtypes()) else {},
@@ -295,8 +295,8 @@ class _ProgramInputs:
         if not isinstance(fake, torch.Tensor):
             return fake
         if spec.kind == InputKind.USER_INPUT:
-            image, value = self._lowering.passed_image_and_tile(next(self._layouts), fake.dtype)
-            self.inputs.append(image.id)
+            passed_value, value = self._lowering.passed_image_and_tile(next(self._layouts), fake.dtype)
+            self.inputs.append(passed_value.id)
             return value
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
             raise ConfigError(f"the module has an input of kind {spec.kind}; pass only tensors to it")
@@ -329,9 +329,9 @@ class _ProgramInputs:
                 " register it as an nn.Parameter of a module"
             )
         fake = node.meta["val"]
-        added = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
-        self.parameters[name], self._unregistered_tensors[name] = added.id, parameter
-        return added
+        new_parameter = lowering.new_input(replicated(fake.shape), fake.dtype, "parameter")
+        self.parameters[name], self._unregistered_tensors[name] = new_parameter.id, parameter
+        return new_parameter
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:

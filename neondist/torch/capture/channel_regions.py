@@ -28,13 +28,13 @@ BORDER_SECONDS = 4 * SECONDS_PER_MESSAGE
 """Time to gather the inputs of a region and partition its results into tiles, in the forward and backward pass."""
 WEIGHT_PASSES, SUM_PASSES, GATHER_PASSES = 6, 4, 2
 """Numbers of passes over memory for weights with their gradients, for values summed, and for values gathered."""
-_PRODUCTS = {"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.linear.default"}
-_BATCH_NORMS = {
+_PRODUCT_OPS = {"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.linear.default"}
+_BATCH_NORM_OPS = {
     "aten.batch_norm.default", "aten._native_batch_norm_legit_functional.default",
     "aten._batch_norm_with_update_functional.default", "aten._native_batch_norm_legit_no_training.default",
 }  # fmt: skip
-_GLOBAL_MEANS = {"aten.mean.dim", *(f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3))}
-_OTHERS = {
+_GLOBAL_MEAN_OPS = {"aten.mean.dim", *(f"aten.adaptive_avg_pool{n}d.default" for n in (1, 2, 3))}
+_CHANNELWISE_OPS = {
     *(f"aten.{name}.default" for n in (1, 2, 3) for name in (
         f"max_pool{n}d", f"max_pool{n}d_with_indices", f"avg_pool{n}d")),
     "aten.flatten.using_ints", "aten.view.default", "aten.dropout.default",
@@ -48,20 +48,20 @@ class _NodeEstimate:
 
     Attributes
     ----------
-    saved : float
+    saved_seconds : float
         Seconds per training step that partitioning by channels saves; negative if it costs time.
     is_partitioned : bool
         Whether ranks have different channels of the results; otherwise, every rank has all channels.
-    moved : int
+    num_moved : int
         Elements that are gathered or summed over ranks.
-    weights : int
+    num_weights : int
         Elements of the weights of a convolution or matrix product, for all channels; 0 for other operators.
     """
 
-    saved: float
+    saved_seconds: float
     is_partitioned: bool
-    moved: int = 0
-    weights: int = 0
+    num_moved: int = 0
+    num_weights: int = 0
 
 
 def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
@@ -69,7 +69,7 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
     if prod(mesh.parts[1:]) == 1:
         return set()
     read_inputs = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
-    chosen: set[Node] = set()
+    chosen_nodes: set[Node] = set()
     region = dict[Node, _NodeEstimate]()
     for node in program.graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and read_inputs.isdisjoint(node.all_input_nodes)):
@@ -77,21 +77,21 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
         read_inputs.add(node)
         partitioned = {each for each, estimate in region.items() if estimate.is_partitioned}
         estimate = estimate_channel_partition(node, mesh, partitioned) if node.op == "call_function" else None
-        if estimate is not None and estimate.moved <= estimate.weights and (region or estimate.weights):
+        if estimate is not None and estimate.num_moved <= estimate.num_weights and (region or estimate.num_weights):
             region[node] = estimate
-            if sum(each.saved for each in region.values()) < 0 and not _best_leading_nodes(region):
+            if sum(each.saved_seconds for each in region.values()) < 0 and not _best_leading_nodes(region):
                 region = {}  # a region that begins later saves more
         else:
-            chosen.update(_best_leading_nodes(region, BORDER_SECONDS))
+            chosen_nodes.update(_best_leading_nodes(region, BORDER_SECONDS))
             region = {}
-    return chosen
+    return chosen_nodes
 
 
-def _best_leading_nodes(region: Mapping[Node, _NodeEstimate], min_saved: float = 0.0) -> list[Node]:
-    """Return the leading nodes that together save the most time, or none if this is at most `min_saved` seconds."""
-    totals = list(accumulate(estimate.saved for estimate in region.values()))
-    best = max(totals, default=0.0)
-    return list(region)[: totals.index(best) + 1] if best > min_saved else []
+def _best_leading_nodes(region: Mapping[Node, _NodeEstimate], min_saved_seconds: float = 0.0) -> list[Node]:
+    """Return the leading nodes that together save the most time, or none if this is at most `min_saved_seconds`."""
+    totals = list(accumulate(estimate.saved_seconds for estimate in region.values()))
+    max_saved = max(totals, default=0.0)
+    return list(region)[: totals.index(max_saved) + 1] if max_saved > min_saved_seconds else []
 
 
 def estimate_channel_partition(node: Node, mesh: Mesh, partitioned: Collection[Node] = ()) -> _NodeEstimate | None:
@@ -108,43 +108,43 @@ def estimate_channel_partition(node: Node, mesh: Mesh, partitioned: Collection[N
         return _NodeEstimate(0.0, has_partitioned_input)
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if name in _PRODUCTS:
+    if name in _PRODUCT_OPS:
         return _estimate_channel_saving(
             bind_arguments(target, node.args, node.kwargs), out, mesh, has_partitioned_input
         )
-    if name in _BATCH_NORMS:
-        trains = bind_arguments(target, node.args, node.kwargs).get("training", "no_training" not in name)
-        messages = (2 - has_partitioned_input) * bool(trains)  # running statistics are gathered
+    if name in _BATCH_NORM_OPS:
+        is_training = bind_arguments(target, node.args, node.kwargs).get("training", "no_training" not in name)
+        messages = (2 - has_partitioned_input) * bool(is_training)  # running statistics are gathered
         return _NodeEstimate(messages * SECONDS_PER_MESSAGE, has_partitioned_input)
-    if name in _GLOBAL_MEANS:
+    if name in _GLOBAL_MEAN_OPS:
         return _NodeEstimate(SECONDS_PER_MESSAGE, has_partitioned_input)
     is_pointwise = torch.Tag.pointwise in target.tags or name in POINTWISE_OPS
-    return _NodeEstimate(0.0, has_partitioned_input) if is_pointwise or name in _OTHERS else None
+    return _NodeEstimate(0.0, has_partitioned_input) if is_pointwise or name in _CHANNELWISE_OPS else None
 
 
 def _estimate_channel_saving(
-    given: Mapping[str, Any], out: Any, mesh: Mesh, has_partitioned_input: bool
+    arguments: Mapping[str, Any], out: Any, mesh: Mesh, has_partitioned_input: bool
 ) -> _NodeEstimate | None:
     """Return the estimate for a convolution or a product of matrices with the given arguments."""
-    x, weight, groups = given["x"].meta["val"], given["weight"].meta["val"], given.get("groups", 1)
+    x, weight, groups = arguments["x"].meta["val"], arguments["weight"].meta["val"], arguments.get("groups", 1)
     kernel, cells, parts = weight.shape[2:], out.shape[2:], mesh.parts[1:]
     if x.dim() != weight.dim() or len(kernel) not in (0, mesh.spatial_ndim):
         return None
-    (outputs, inner), samples, ranks = weight.shape[:2], ceil(x.shape[0] / mesh.parts[0]), prod(parts)
-    sums = groups == 1 and has_partitioned_input and prefers_partial_sums(inner, outputs)
-    units = inner if sums else outputs if groups == 1 else groups
-    share = ceil(units / ranks) / units if units >= ranks else 1.0
-    tile = prod(ceil(n / p) for n, p in zip(cells, parts, strict=False))
+    (out_channels, in_channels), samples, ranks = weight.shape[:2], ceil(x.shape[0] / mesh.parts[0]), prod(parts)
+    uses_partial_sums = groups == 1 and has_partitioned_input and prefers_partial_sums(in_channels, out_channels)
+    num_units = in_channels if uses_partial_sums else out_channels if groups == 1 else groups
+    share = ceil(num_units / ranks) / num_units if num_units >= ranks else 1.0
+    cells_per_tile = prod(ceil(n / p) for n, p in zip(cells, parts, strict=False))
     seconds_per_cell = 6 * samples * weight.numel() / FLOPS_PER_SECOND
     seconds_per_pass = x.element_size() * weight.numel() / BYTES_PER_SECOND
-    halo = 2 * SECONDS_PER_MESSAGE if max(kernel, default=1) > 1 else 0.0
-    by_cells = seconds_per_cell * tile + seconds_per_pass * (WEIGHT_PASSES + SUM_PASSES) + halo
-    by_channels = seconds_per_cell * prod(cells) * share + seconds_per_pass * (WEIGHT_PASSES * share + GATHER_PASSES)
+    halo_cost = 2 * SECONDS_PER_MESSAGE if max(kernel, default=1) > 1 else 0.0
+    cells_cost = seconds_per_cell * cells_per_tile + seconds_per_pass * (WEIGHT_PASSES + SUM_PASSES) + halo_cost
+    channels_cost = seconds_per_cell * prod(cells) * share + seconds_per_pass * (WEIGHT_PASSES * share + GATHER_PASSES)
     if groups > 1:
-        return _NodeEstimate(by_cells - by_channels, share < 1)
-    moved = samples * (2 * prod(out.shape[1:]) if sums else prod(x.shape[1:]))
+        return _NodeEstimate(cells_cost - channels_cost, share < 1)
+    num_moved = samples * (2 * prod(out.shape[1:]) if uses_partial_sums else prod(x.shape[1:]))
     messages = (
-        2 if has_partitioned_input and not sums else 1
+        2 if has_partitioned_input and not uses_partial_sums else 1
     )  # if all ranks have all inputs, only their gradient is summed
-    by_channels += messages * SECONDS_PER_MESSAGE + GATHER_PASSES * x.element_size() * moved / BYTES_PER_SECOND
-    return _NodeEstimate(by_cells - by_channels, share < 1 and not sums, moved, weight.numel())
+    channels_cost += messages * SECONDS_PER_MESSAGE + GATHER_PASSES * x.element_size() * num_moved / BYTES_PER_SECOND
+    return _NodeEstimate(cells_cost - channels_cost, share < 1 and not uses_partial_sums, num_moved, weight.numel())

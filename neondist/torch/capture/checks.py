@@ -30,8 +30,8 @@ def check_gather_at_paths(module: nn.Module, gather_at: Sequence[str]) -> None:
     paths = [path for path, _ in module.named_modules()]
     for path in gather_at:
         if path not in paths:
-            close = difflib.get_close_matches(path, paths, 3, 0.4)
-            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            suggestions = difflib.get_close_matches(path, paths, 3, 0.4)
+            hint = f"; did you mean {' or '.join(map(repr, suggestions))}?" if suggestions else ""
             raise ConfigError(f"gather_at: the module has no submodule named {path!r}{hint or '; see named_modules()'}")
 
 
@@ -111,26 +111,26 @@ def check_parameter_shapes(
         for name, value in ids.items():
             shape = plan.values[value].shape
             if name not in tensors or tensors[name].shape != shape:
-                state = f"now has shape {tuple(tensors[name].shape)}" if name in tensors else "was removed"
-                raise ConfigError(f"the module's {kind} {name!r}, of shape {shape}, {state}; call distribute again")
+                change = f"now has shape {tuple(tensors[name].shape)}" if name in tensors else "was removed"
+                raise ConfigError(f"the module's {kind} {name!r}, of shape {shape}, {change}; call distribute again")
 
 
-def requires_grad_flags(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+def requires_grad_flags(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return the `requires_grad` flag of each tensor; these flags determine the messages of the backward pass."""
-    return {f"requires_grad of {kind} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
+    return {f"requires_grad of {name} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor's shape, dtype and bits, on its device, as `comm.agreement.checksum_of` does."""
-    start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    seed = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.is_meta or not tensor.numel():
-        return start
-    data = as_bytes_tensor(tensor)
-    end = data.numel() // (ROWS_PER_CHECKSUM * ROW_BYTES) * (ROWS_PER_CHECKSUM * ROW_BYTES)
-    if data.storage_offset() % 8:
-        end = 0
-    sums = data[:end].view(torch.int64).view(-1, ROWS_PER_CHECKSUM, ROW_BYTES // 8).sum(1)
-    return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy().data, start))
+        return seed
+    tensor_bytes = as_bytes_tensor(tensor)
+    chunked_end = tensor_bytes.numel() // (ROWS_PER_CHECKSUM * ROW_BYTES) * (ROWS_PER_CHECKSUM * ROW_BYTES)
+    if tensor_bytes.storage_offset() % 8:
+        chunked_end = 0
+    chunk_sums = tensor_bytes[:chunked_end].view(torch.int64).view(-1, ROWS_PER_CHECKSUM, ROW_BYTES // 8).sum(1)
+    return zlib.crc32(tensor_bytes[chunked_end:].cpu().numpy().data, zlib.crc32(chunk_sums.cpu().numpy().data, seed))
 
 
 class _BackwardPass:
@@ -186,36 +186,36 @@ class BackwardEntryCheck:
         """Return an alias of a tensor for a loss to read, and record the gradient that the loss sends back."""
         if self._grid.size == 1 or not tensor.requires_grad:
             return tensor
-        key = id(tensor) if self._pass.output_versions.get(tensor) == tensor._version else None
+        output_id = id(tensor) if self._pass.output_versions.get(tensor) == tensor._version else None
         alias = tensor.view_as(tensor)
-        alias.register_hook(lambda gradient: self._record_loss_gradient(gradient, key))
+        alias.register_hook(lambda gradient: self._record_loss_gradient(gradient, output_id))
         return alias
 
-    def _check_loss_backward_begins(self, call: str, gradient: torch.Tensor) -> None:
+    def _check_loss_backward_begins(self, event: str, gradient: torch.Tensor) -> None:
         on_host = gradient.device.type == "cpu"  # reading the gradient would synchronise a GPU
-        self._check_backward_begins(call, {"gradient of the loss": f"{gradient.item():.5g}"} if on_host else {})
+        self._check_backward_begins(event, {"gradient of the loss": f"{gradient.item():.5g}"} if on_host else {})
 
-    def _check_backward_begins(self, call: str, values: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._grid.check(call, {**self._values, **values})
-        task = torch._C._current_graph_task_id()
-        if self._pass.task_id != task:
-            self._pass.task_id = task
+    def _check_backward_begins(self, event: str, values: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._grid.check(event, {**self._values, **values})
+        task_id = torch._C._current_graph_task_id()
+        if self._pass.task_id != task_id:
+            self._pass.task_id = task_id
             self._pass.sent_gradients.clear()
 
-    def _record_loss_gradient(self, gradient: torch.Tensor, key: int | None) -> None:
+    def _record_loss_gradient(self, gradient: torch.Tensor, output_id: int | None) -> None:
         if self._pass.task_id != torch._C._current_graph_task_id():  # the pass begins here, not at a loss
             self._check_backward_begins("backward of an output")
-        sent = self._pass.sent_gradients.setdefault(key, [])
-        if key is not None:
-            sent.append(gradient)
+        sent_gradients = self._pass.sent_gradients.setdefault(output_id, [])
+        if output_id is not None:
+            sent_gradients.append(gradient)
 
     def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_scattered_target: Callable[..., Any]) -> None:
         if self._pass.task_id != torch._C._current_graph_task_id():
             self._check_backward_begins("backward of an output")
-        sent = self._pass.sent_gradients.pop(key, [])
+        sent_gradients = self._pass.sent_gradients.pop(key, [])
         if self._has_warned or None in self._pass.sent_gradients or is_scattered_target(gradient):
             return
-        if not sent or not _is_sum_of(gradient, sent):
+        if not sent_gradients or not _is_sum_of(gradient, sent_gradients):
             self._has_warned = True
             warnings.warn(_FOREIGN_GRADIENT_WARNING, stacklevel=2)
 
@@ -228,7 +228,7 @@ _FOREIGN_GRADIENT_WARNING = (
 )
 
 
-def _is_sum_of(gradient: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
-    if len(parts) == 1:
-        return gradient.data_ptr() == parts[0].data_ptr() or torch.equal(gradient, parts[0])
-    return torch.allclose(gradient, torch.stack(tuple(parts)).sum(0), equal_nan=True)
+def _is_sum_of(gradient: torch.Tensor, addends: Sequence[torch.Tensor]) -> bool:
+    if len(addends) == 1:
+        return gradient.data_ptr() == addends[0].data_ptr() or torch.equal(gradient, addends[0])
+    return torch.allclose(gradient, torch.stack(tuple(addends)).sum(0), equal_nan=True)

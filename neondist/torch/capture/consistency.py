@@ -48,23 +48,23 @@ def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor],
     tensors = {name: p.detach() for name, p in parameters.items() if p.is_floating_point() and not p.is_meta}
     if world.size == 1 or not tensors:
         return
-    wide = [p.float() if p.dtype.itemsize < 4 else p for p in tensors.values()]
-    totals, sizes = (
+    float_tensors = [p.float() if p.dtype.itemsize < 4 else p for p in tensors.values()]
+    sums, norms = (
         torch.stack([value.double().cpu() for value in values]).numpy()
-        for values in ([p.sum() for p in wide], torch._foreach_norm(wide, 1))
+        for values in ([p.sum() for p in float_tensors], torch._foreach_norm(float_tensors, 1))
     )
-    sizes = np.maximum(sizes, np.finfo(float).tiny)
-    factors = 1 + np.sqrt(np.arange(1, len(sizes) + 1)) % 1  # so that differences in two tensors do not cancel
-    number = factors @ (totals / sizes + np.log(sizes))
-    extremes = np.array([number, -number])
+    norms = np.maximum(norms, np.finfo(float).tiny)
+    factors = 1 + np.sqrt(np.arange(1, len(norms) + 1)) % 1  # so that differences in two tensors do not cancel
+    fingerprint = factors @ (sums / norms + np.log(norms))
+    extremes = np.array([fingerprint, -fingerprint])
     world.allreduce(extremes, "max")
     if extremes.sum() > MAX_RELATIVE_WEIGHT_DRIFT:
-        every = np.array(world.allgather(totals.tolist()))
-        differences = np.abs(every - every[0]).max(0) / sizes
-        at = int(differences.argmax())
-        rank = int(np.abs(every[:, at] - every[0, at]).argmax())
+        sums_by_rank = np.array(world.allgather(sums.tolist()))
+        differences = np.abs(sums_by_rank - sums_by_rank[0]).max(0) / norms
+        worst = int(differences.argmax())
+        rank = int(np.abs(sums_by_rank[:, worst] - sums_by_rank[0, worst]).argmax())
         raise ConfigError(
-            f"rank {rank}: after {step} steps the sum of {list(tensors)[at]!r} is {every[rank, at]:.6g}, but"
-            f" {every[0, at]:.6g} on rank 0; update the weights identically on all ranks, with the same optimiser"
-            " settings and state_dict"
+            f"rank {rank}: after {step} steps the sum of {list(tensors)[worst]!r} is {sums_by_rank[rank, worst]:.6g},"
+            f" but {sums_by_rank[0, worst]:.6g} on rank 0; update the weights identically on all ranks, with the same"
+            " optimiser settings and state_dict"
         ).mark_raised_on_all_ranks()

@@ -106,19 +106,19 @@ class KnownValueTracker(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shape_only = depends_on_shape_only(func)
-        items = [
+        known_values = [
             self._known_value(t, is_literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only)
             for t in tensors
         ]
         self.unregistered_tensors.extend(t for t in tensors if type(t) in _REAL_TENSOR_TYPES and t.requires_grad)
-        is_known = None not in items and torch.Tag.nondeterministic_seeded not in func.tags
+        is_known = None not in known_values and torch.Tag.nondeterministic_seeded not in func.tags
         is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
         if is_known and torch.Tag.data_dependent_output in func.tags:
             for tensor in tensors:
                 self.read_and_record(tensor)
-            return _compute_values(func, args, kwargs, items)
-        writes = tensors_in(written_arguments(func, args, kwargs))
-        if any(map(self._outlives_capture, writes)):  # a captured pass would not repeat the write
+            return _compute_values(func, args, kwargs, known_values)
+        written_tensors = tensors_in(written_arguments(func, args, kwargs))
+        if any(map(self._outlives_capture, written_tensors)):  # a captured pass would not repeat the write
             raise CaptureError(
                 "the forward pass writes to a tensor that is not a buffer of the module, or to a buffer through another"
                 " reference; register the tensor as a buffer, and write to this buffer under its registered name"
@@ -130,19 +130,19 @@ class KnownValueTracker(TorchDispatchMode):
         else:  # real tensors, too: torch.export itself computes the values of literals with one element
             self._results.update(dict.fromkeys(outputs))
         is_known = is_known and all(_is_small_enough_to_track(out) for out in outputs)
-        values = _try_compute(func, args, kwargs, items) if is_known else None
-        memories = [storage_id(tensor) for tensor in writes]
-        touched = [tensor for tensor in list(self._known_values) if storage_id(tensor) in memories] if memories else []
+        values = _try_compute(func, args, kwargs, known_values) if is_known else None
+        storages = [storage_id(tensor) for tensor in written_tensors]
+        changed = [tensor for tensor in list(self._known_values) if storage_id(tensor) in storages] if storages else []
         if values is None:
-            for tensor in touched:
+            for tensor in changed:
                 del self._known_values[tensor]
             return result
         buffer_names: set[str] = set()
         read_tensors: dict[int, torch.Tensor] = {}
-        for argument in filter(None, items if not shape_only else ()):
+        for argument in filter(None, known_values if not shape_only else ()):
             buffer_names |= argument.buffer_names
             read_tensors |= argument.tensors
-        for tensor in touched:
+        for tensor in changed:
             self._known_values[tensor].buffer_names.update(buffer_names)
             self._known_values[tensor].tensors.update(read_tensors)
         for out, value in zip(outputs, values, strict=True):
@@ -194,9 +194,9 @@ class _KnownValueProvider(TorchFunctionMode):
         self.batch_count: torch.Tensor | None = None
         self._batch_norm_depth = 0
 
-    def change_batch_norm_depth(self, by: int, *_: Any) -> None:
+    def change_batch_norm_depth(self, change: int, *_: Any) -> None:
         """Record that a forward of PyTorch's batch norm begins (1) or has ended (-1)."""
-        self._batch_norm_depth += by
+        self._batch_norm_depth += change
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -204,8 +204,8 @@ class _KnownValueProvider(TorchFunctionMode):
             with torch._C.DisableTorchFunction(), no_dispatch():
                 return func(value.clone(), *args[1:], **kwargs)
         batch_count, self.batch_count = self.batch_count, None
-        share = None if batch_count is None else 1.0 / float(self._values.known_or_none(batch_count))
-        if share is not None and func is F.batch_norm and kwargs.get("momentum") == share:
+        momentum = None if batch_count is None else 1.0 / float(self._values.known_or_none(batch_count))
+        if momentum is not None and func is F.batch_norm and kwargs.get("momentum") == momentum:
             return self._batch_norm_with_cumulative_average(batch_count, *args, **kwargs)
         self._values.read_and_record(batch_count)
         if func is _TENSOR.__float__ and self._batch_norm_depth and self._values.known_or_none(args[0]) is not None:
@@ -217,9 +217,9 @@ class _KnownValueProvider(TorchFunctionMode):
             return func(*args, **kwargs)
         with self._values:
             if getattr(func, "__name__", "") in _VALUE_DEPENDENT_SHAPE_FUNCTIONS:
-                literals = self._fold_to_literals(func, args, kwargs)
-                if literals is not None:
-                    return literals
+                folded = self._fold_to_literals(func, args, kwargs)
+                if folded is not None:
+                    return folded
                 if func is F.one_hot and (args[1:] or (kwargs.get("num_classes", -1),))[0] == -1:
                     raise CaptureError("the number of classes of one_hot depends on values; pass num_classes")
             return func(*args, **kwargs)
@@ -304,17 +304,17 @@ def _is_small_enough_to_track(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape) and tensor.numel() <= MAX_KNOWN_ELEMENTS
 
 
-def _compute_values(func: Any, args: Any, kwargs: Any, entries: Sequence[Any]) -> Any:
-    values = iter(entries)
+def _compute_values(func: Any, args: Any, kwargs: Any, known_values: Sequence[Any]) -> Any:
+    values = iter(known_values)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(values).value, (args, kwargs))
     # without DisableTorchFunction, torch.export would record torch.no_grad and decompose the whole program
     with torch._C.DisableTorchFunction(), torch.no_grad(), no_dispatch():
         return func(*args, **kwargs)
 
 
-def _try_compute(func: Any, args: Any, kwargs: Any, entries: Sequence[Any]) -> list[torch.Tensor] | None:
+def _try_compute(func: Any, args: Any, kwargs: Any, known_values: Sequence[Any]) -> list[torch.Tensor] | None:
     try:
-        return tensors_in(_compute_values(func, args, kwargs, entries))
+        return tensors_in(_compute_values(func, args, kwargs, known_values))
     except Exception:  # for example, an operator that accepts only fake tensors
         return None
 
@@ -323,19 +323,19 @@ def _try_compute(func: Any, args: Any, kwargs: Any, entries: Sequence[Any]) -> l
 def track_known_values(module: nn.Module) -> Iterator[KnownValueTracker]:
     """Let a captured forward pass read numbers from tensors with known values; yield the tracker of the reads."""
     values = KnownValueTracker()
-    real = dict(module.named_buffers(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
 
-    calls = _KnownValueProvider(values)
+    provider = _KnownValueProvider(values)
     with ExitStack() as hooks:
         for part in module.modules():
             if getattr(type(part).forward, "__code__", None) in _BATCH_NORM_FORWARD_CODES:
-                hooks.enter_context(part.register_forward_pre_hook(partial(calls.change_batch_norm_depth, 1)))
-                leave = partial(calls.change_batch_norm_depth, -1)
-                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
-        hooks.enter_context(module.register_forward_pre_hook(partial(values.record_buffers, real)))
-        hooks.enter_context(calls)
+                hooks.enter_context(part.register_forward_pre_hook(partial(provider.change_batch_norm_depth, 1)))
+                decrease_depth = partial(provider.change_batch_norm_depth, -1)
+                hooks.enter_context(part.register_forward_hook(decrease_depth, always_call=True))
+        hooks.enter_context(module.register_forward_pre_hook(partial(values.record_buffers, buffers)))
+        hooks.enter_context(provider)
         yield values
-        values.read_and_record(calls.batch_count)
+        values.read_and_record(provider.batch_count)
 
 
 def remove_number_reads(program: Any) -> None:
@@ -355,5 +355,5 @@ def _is_empty_subgraph(module: nn.Module, node: Any) -> bool:
 
 
 def _returns_only_numbers(target: Any) -> bool:
-    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
-    return bool(returns) and all(str(value.type) in ("number", "int", "float", "bool", "Scalar") for value in returns)
+    results = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
+    return bool(results) and all(str(value.type) in ("number", "int", "float", "bool", "Scalar") for value in results)

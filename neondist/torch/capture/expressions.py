@@ -40,28 +40,28 @@ class ValueNumberingMode(TorchDispatchMode):
         self._written_numbers: dict[int, int] = {}  # by the storage written to
         self._keep_alive: list[Any] = []  # keeps ids unique
 
-    def begin_pass(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], own_may_change: bool) -> None:
+    def begin_pass(self, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor], state_may_change: bool) -> None:
         """Begin a pass with these inputs, parameters and buffers."""
-        own_may_change = own_may_change or any(storage_id(tensor) in self._written_numbers for tensor in own)
-        lasting = _Dependence.NOTHING if own_may_change else _Dependence.OWN_TENSORS
+        state_may_change = state_may_change or any(storage_id(tensor) in self._written_numbers for tensor in state)
+        max_dependence = _Dependence.NOTHING if state_may_change else _Dependence.OWN_TENSORS
         for numbering in (self._expression_numbers, self._written_numbers):
             for key, number in numbering.items():
-                if self._dependences[number] > lasting:
+                if self._dependences[number] > max_dependence:
                     numbering[key] = self._value_number(("before", number))
-        for index, tensor in enumerate((*inputs, *own)):
+        for index, tensor in enumerate((*inputs, *state)):
             self._written_numbers.pop(storage_id(tensor), None)
             dependence = _Dependence.INPUTS if index < len(inputs) else _Dependence.OWN_TENSORS
             self._expression_numbers[id(tensor)] = self._value_number(("given", index), dependence)
-        self._keep_alive += (*inputs, *own)
+        self._keep_alive += (*inputs, *state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        by_shape = depends_on_shape_only(func)
-        leaves = [self._operand_key(leaf, by_shape) for leaf in pytree.tree_leaves((args, kwargs))]
+        shape_only = depends_on_shape_only(func)
+        operand_keys = [self._operand_key(leaf, shape_only) for leaf in pytree.tree_leaves((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        dependences = [self._dependences[number] for kind, number in leaves if kind == "tensor"]
+        dependences = [self._dependences[number] for kind, number in operand_keys if kind == "tensor"]
         dependence = _Dependence.INPUTS if is_random else max(dependences, default=_Dependence.NOTHING)
-        number = self._value_number((str(func), *leaves), dependence)
+        number = self._value_number((str(func), *operand_keys), dependence)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_in(value):
@@ -73,24 +73,25 @@ class ValueNumberingMode(TorchDispatchMode):
 
     def expression_number(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression that yields a tensor's current values."""
-        own, write = self._expression_numbers.get(id(tensor)), self._written_numbers.get(storage_id(tensor))
-        if own is None:
+        number = self._expression_numbers.get(id(tensor))
+        write = self._written_numbers.get(storage_id(tensor))
+        if number is None:
             self._keep_alive.append(tensor)
-            own = self._expression_numbers[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
+            number = self._expression_numbers[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
         if write is None:
-            return own
-        return self._value_number(("written", own, write), max(self._dependences[own], self._dependences[write]))
+            return number
+        return self._value_number(("written", number, write), max(self._dependences[number], self._dependences[write]))
 
     def is_dependent(self, value: Any) -> bool:
         """Return whether a value depends on inputs, parameters, buffers or random numbers, or contains no tensor."""
         tensors = tensors_in(value)
         return not tensors or any(self._dependences[self.expression_number(tensor)] for tensor in tensors)
 
-    def _operand_key(self, leaf: Any, by_shape: bool) -> tuple[str, Any]:
+    def _operand_key(self, leaf: Any, shape_only: bool) -> tuple[str, Any]:
         if not isinstance(leaf, torch.Tensor):
             is_plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
             return "value", repr(leaf) if is_plain else type(leaf).__name__
-        return ("shape", (tuple(leaf.shape), leaf.dtype)) if by_shape else ("tensor", self.expression_number(leaf))
+        return ("shape", (tuple(leaf.shape), leaf.dtype)) if shape_only else ("tensor", self.expression_number(leaf))
 
     def _value_number(self, key: tuple[Any, ...], dependence: _Dependence = _Dependence.NOTHING) -> int:
         number = self._value_numbers.setdefault(key, len(self._value_numbers))
@@ -117,26 +118,26 @@ class RepeatedPasses:
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._inputs, self._assigns_buffers = module, inputs, False
-        self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), ValueNumberingMode()
+        self._fake_mode, self.numbering = FakeTensorMode(allow_non_fake_inputs=True), ValueNumberingMode()
         self._fake_tensors: dict[str, Any] = {}  # fake, because the module could write to real tensors
         fakes: dict[torch.Tensor, Any] = {}
         for path, part in module.named_modules():  # including aliases, which functional_call restores in order
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None:
-                    fakes[tensor] = fakes[tensor] if tensor in fakes else self._mode.from_tensor(tensor)
+                    fakes[tensor] = fakes[tensor] if tensor in fakes else self._fake_mode.from_tensor(tensor)
                     self._fake_tensors[f"{path}.{name}".removeprefix(".")] = fakes[tensor]
 
     def run(self) -> list[Any]:
         """Run a pass; return the expression numbers of its results, and of all parameters and buffers after it."""
-        with self._mode, torch.compiler.set_stance("force_eager"):
+        with self._fake_mode, torch.compiler.set_stance("force_eager"):
             inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._inputs]
             may_change = self._module.training or self._assigns_buffers
-            self.recorder.begin_pass(inputs, [*self._fake_tensors.values()], may_change)
+            self.numbering.begin_pass(inputs, [*self._fake_tensors.values()], may_change)
             hook = self._module.register_forward_hook(self._find_assigned_buffers)
-            with self.recorder, track_known_values(self._module), hook:
+            with self.numbering, track_known_values(self._module), hook:
                 result = torch.func.functional_call(self._module, self._fake_tensors, tuple(inputs), tie_weights=False)
         return [
-            self.recorder.expression_number(tensor) for tensor in (*tensors_in(result), *self._fake_tensors.values())
+            self.numbering.expression_number(tensor) for tensor in (*tensors_in(result), *self._fake_tensors.values())
         ]
 
     def _find_assigned_buffers(self, *_: Any) -> None:

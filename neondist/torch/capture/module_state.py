@@ -90,9 +90,9 @@ class ReachableState:
     def __init__(self, root: Any, names: set[str], excluded: Collection[str] = frozenset()) -> None:
         self.names, self._excluded = names, excluded
         names.update(("forward", "training"))
-        count = -1
-        while count < len(names):  # code reached by these names may use further names
-            count = len(names)
+        old_name_count = -1
+        while old_name_count < len(names):  # code reached by these names may use further names
+            old_name_count = len(names)
             self._has_dynamic_access = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
             self.containers: list[ValueContainer] = []
             self.key_by_path: dict[str, Any] = {}
@@ -176,9 +176,9 @@ class ReachableState:
         else:
             self._visit_object(value, path, module)
 
-    def _visit_computed_value(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
+    def _visit_computed_value(self, owner: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
         """Visit the result of `read`, which is called again before each pass."""
-        self.containers.append(ValueContainer(path, module, store, ("",), lambda _: read(), is_restored=False))
+        self.containers.append(ValueContainer(path, module, owner, ("",), lambda _: read(), is_restored=False))
         self._visit(read(), path, module)
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
@@ -203,15 +203,15 @@ class ReachableState:
         watched = name != "_buffers"  # a forward pass may replace buffers
         self.containers.append(ValueContainer(f"{path}.{name}", module, members, in_nn_module=True, is_watched=watched))
         for key, value in members.items():
-            place = f"{path}.{key}".removeprefix(".")
+            member_path = f"{path}.{key}".removeprefix(".")
             if name in ("_parameters", "_buffers") and isinstance(value, torch.Tensor):
-                tied = self._path_by_id.setdefault(id(value), place)
-                trained = self.depends_on_grad_mode and value.requires_grad
-                self.key_by_path[place] = name, tied, value.dtype, value.device, value.shape, trained
+                first_path = self._path_by_id.setdefault(id(value), member_path)
+                is_trained = self.depends_on_grad_mode and value.requires_grad
+                self.key_by_path[member_path] = name, first_path, value.dtype, value.device, value.shape, is_trained
                 self.tensors.append(value)
                 self._kept_alive.append(value)
             else:
-                self._visit(value, place if name == "_modules" else f"{path}.{name}[{key}]", module)
+                self._visit(value, member_path if name == "_modules" else f"{path}.{name}[{key}]", module)
 
     def _visit_function(self, function: FunctionType, path: str, module: nn.Module | None) -> None:
         self.key_by_path[path] = function.__code__
@@ -228,58 +228,58 @@ class ReachableState:
         if vars(function):
             self._visit_attrs(vars(function), path, module, list(vars(function)))
         if not _is_library_module(function.__module__):
-            used = names_used_by(function.__code__)
-            self.names.update(used)
-            self._visit_globals(function.__globals__, function.__module__ or "", used, module)
-            for name in used & sys.modules.keys() - function.__globals__.keys():  # imported inside the function
+            used_names = names_used_by(function.__code__)
+            self.names.update(used_names)
+            self._visit_globals(function.__globals__, function.__module__ or "", used_names, module)
+            for name in used_names & sys.modules.keys() - function.__globals__.keys():  # imported inside the function
                 self._visit(sys.modules[name], f"module {name}", module)
 
     def _visit_globals(
-        self, items: dict[str, Any], owner: str, names: Collection[str], module: nn.Module | None
+        self, variables: dict[str, Any], owner: str, names: Collection[str], module: nn.Module | None
     ) -> None:
         path = f"module {owner}"
-        visited = self._globals.setdefault(id(items), (items, path, {}))[2]
+        visited_names = self._globals.setdefault(id(variables), (variables, path, {}))[2]
         for name in sorted(names):
-            if name in items and name not in visited and f"{path}.{name}" not in self._excluded:
-                visited[name] = None
-                self._visit(items[name], f"{path}.{name}", module)
+            if name in variables and name not in visited_names and f"{path}.{name}" not in self._excluded:
+                visited_names[name] = None
+                self._visit(variables[name], f"{path}.{name}", module)
 
     def _visit_object(self, value: Any, path: str, module: nn.Module | None) -> None:
         cls = type(value)
-        origin = (cls.__module__ or "").partition(".")[0]
-        if origin in ("builtins", "itertools") and hasattr(value, "__next__"):
+        package = (cls.__module__ or "").partition(".")[0]
+        if package in ("builtins", "itertools") and hasattr(value, "__next__"):
             self.iterators[path] = value
         if isinstance(value, _LRU_CACHE_TYPE):
             self.caches.append(value)
         if cls.__module__ == "random" or isinstance(value, (np.random.Generator, np.random.RandomState)):
             self.random_generators[path] = value
-        of_torch = cls.__module__.startswith(("torch.optim", "torch.distributions"))
-        relevant = not _is_library_module(cls.__module__) or origin in _DATA_HOLDING_PACKAGES or of_torch
+        is_torch_object = cls.__module__.startswith(("torch.optim", "torch.distributions"))
+        is_relevant = not _is_library_module(cls.__module__) or package in _DATA_HOLDING_PACKAGES or is_torch_object
         if (
             isinstance(value, enum.Enum)
-            or not relevant
+            or not is_relevant
             or not (hasattr(value, "__dict__") or _slot_attribute_names(cast(Any, cls)))
         ):
             self.key_by_path[path] = IdentityKey(value)
             return
-        every = self._has_dynamic_access or not (_is_user_class(cast(Any, cls)) or of_torch)
+        reads_all = self._has_dynamic_access or not (_is_user_class(cast(Any, cls)) or is_torch_object)
         if hasattr(value, "__dict__"):
             attributes = vars(value)
             self.containers.append(ValueContainer(path, module, attributes, is_watched=False))
-            self._visit_attrs(attributes, path, module, [n for n in attributes if every or n in self.names])
-        slots = [
+            self._visit_attrs(attributes, path, module, [n for n in attributes if reads_all or n in self.names])
+        slot_names = [
             name
             for name in _slot_attribute_names(cast(Any, cls))
-            if (every or name in self.names) and _slot_attribute(value, name) is not MISSING
+            if (reads_all or name in self.names) and _slot_attribute(value, name) is not MISSING
         ]
-        if slots:
-            self.containers.append(ValueContainer(path, module, value, slots, partial(_slot_attribute, value)))
-            for name in slots:
+        if slot_names:
+            self.containers.append(ValueContainer(path, module, value, slot_names, partial(_slot_attribute, value)))
+            for name in slot_names:
                 self._visit(_slot_attribute(value, name), f"{path}.{name}", module)
         self._visit_classes_of(cls, path, module)
 
-    def _visit_classes_of(self, kind: type, path: str, module: nn.Module | None) -> None:
-        for cls in kind.__mro__:
+    def _visit_classes_of(self, base: type, path: str, module: nn.Module | None) -> None:
+        for cls in base.__mro__:
             self._visit(cls, f"class {cls.__module__}.{cls.__qualname__}", module)
 
     def _visit_class(self, cls: type, path: str, module: nn.Module | None) -> None:
@@ -314,8 +314,8 @@ class ReachableState:
         self.containers.append(ValueContainer(path, module, value, is_watched=is_complete))
         if not is_complete:
             names = [key for key, place in paths.items() if place not in self._excluded]
-            get = value.get if isinstance(value, dict) else value.__getitem__
-            self.containers.append(ValueContainer(path, module, value, names, get, is_restored=False))
+            get_item = value.get if isinstance(value, dict) else value.__getitem__
+            self.containers.append(ValueContainer(path, module, value, names, get_item, is_restored=False))
         for (key, place), item in zip(paths.items(), value.values() if isinstance(value, dict) else value, strict=True):
             if not isinstance(key, (str, int)):
                 self._visit(key, f"{place}#", module)

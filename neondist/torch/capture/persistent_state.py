@@ -96,22 +96,22 @@ class RestorableState:
     """State of a module and of everything that its forward can reach."""
 
     def __init__(self, module: nn.Module) -> None:
-        reach = ReachableState(module, set())
-        self.depends_on_grad_mode = reach.depends_on_grad_mode
-        self.iterators, self._generators = reach.iterators, reach.random_generators
-        self._misses_by_cache = {cache: cache.cache_info().misses for cache in reach.caches}
-        self._before = [(container, container.read_values()) for container in reach.containers if container.is_restored]
-        self._arrays = [(path, array, array.copy()) for path, array in reach.arrays.items()]
+        state = ReachableState(module, set())
+        self.depends_on_grad_mode = state.depends_on_grad_mode
+        self.iterators, self._generators = state.iterators, state.random_generators
+        self._misses_by_cache = {cache: cache.cache_info().misses for cache in state.caches}
+        self._values = [(container, container.read_values()) for container in state.containers if container.is_restored]
+        self._arrays = [(path, array, array.copy()) for path, array in state.arrays.items()]
 
     def changed_values(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
         """Return, by the name of each changed value, the module that contains it and the new values."""
         changes: dict[str, tuple[nn.Module | None, list[Any]]] = {}
-        for container, before in self._before:
+        for container, before in self._values:
             if container.in_nn_module:
                 continue
-            present = container.read_values()
-            for key in {**before, **present}:
-                old, new = before.get(key, MISSING), present.get(key, MISSING)
+            current = container.read_values()
+            for key in {**before, **current}:
+                old, new = before.get(key, MISSING), current.get(key, MISSING)
                 if not (
                     old is new
                     or key in NN_MODULE_ATTRIBUTES
@@ -126,39 +126,39 @@ class RestorableState:
 
     def lengthened_collections(self) -> list[tuple[ValueContainer, dict[Any, Any]]]:
         """Return the containers of collections that have grown, with values that make these collections much longer."""
-        grown = []
-        for container, before in self._before:
-            present = {} if container.in_nn_module else container.read_values()
-            values = {key: _lengthen(new) for key, new in present.items() if _has_grown(before.get(key), new)}
-            if container.names is None and len(present) > len(before) and isinstance(container.object, _COLLECTIONS):
+        lengthened = []
+        for container, before in self._values:
+            current = {} if container.in_nn_module else container.read_values()
+            values = {key: _lengthen(new) for key, new in current.items() if _has_grown(before.get(key), new)}
+            if container.names is None and len(current) > len(before) and isinstance(container.object, _COLLECTIONS):
                 items = _lengthen(container.object)
                 values |= items if isinstance(items, dict) else dict(enumerate(items))
             if values:
-                grown.append((container, values))
-        return grown
+                lengthened.append((container, values))
+        return lengthened
 
     def insert_probe_numbers(self, names: Collection[str], probe: _ControlFlowProbe) -> None:
         """Replace changed numbers with these names by the probe's; if the probe shifts numbers, shift arrays, too."""
-        for container, before in self._before:
-            present = container.read_values()
-            if container.in_nn_module or all(container.value_name(key) not in names for key in present):
+        for container, before in self._values:
+            current = container.read_values()
+            if container.in_nn_module or all(container.value_name(key) not in names for key in current):
                 continue
             changed = {
                 key: probe.instrument(new)
-                for key, new in present.items()
+                for key, new in current.items()
                 if isinstance(new, (int, float))
                 and not isinstance(new, bool)
                 and not _equal_plain_values(before.get(key), new)
             }
             if changed:
-                container.restore(present | changed)
+                container.restore(current | changed)
         for path, array, _ in self._arrays:
             if path in names and array.dtype.kind in "iuf" and probe.shift:
                 array += np.array(_LENGTH_FACTOR).astype(array.dtype)
 
     def restore(self) -> None:
         """Restore the state."""
-        for container, before in self._before:
+        for container, before in self._values:
             container.restore(before)
         for _, array, values in self._arrays:
             np.copyto(array, values)
@@ -174,8 +174,8 @@ class RestorableState:
         """Return a hash of the states of Python's and NumPy's global random generators, and of the module's own."""
         states: list[Any] = [random.getstate(), pickle.dumps(np.random.get_state(legacy=False))]
         for generator in self._generators.values():
-            state = getattr(generator, "getstate", getattr(generator, "get_state", None))
-            states.append(repr(state() if state else generator.bit_generator.state))
+            get_state = getattr(generator, "getstate", getattr(generator, "get_state", None))
+            states.append(repr(get_state() if get_state else generator.bit_generator.state))
         return hash(tuple(states))
 
 
@@ -189,10 +189,10 @@ def _equal_plain_values(old: Any, new: Any) -> bool:
 
 def _is_fx_wrapper(value: Any, inner: Any) -> bool:
     """Return whether a value is the wrapper that torch.fx.wrap substitutes for a function while PyTorch traces."""
-    names = getattr(value, "__globals__", None)
+    global_names = getattr(value, "__globals__", None)
     return (
-        isinstance(names, dict)
-        and names.get("__name__") == _FX_TRACER_MODULE
+        isinstance(global_names, dict)
+        and global_names.get("__name__") == _FX_TRACER_MODULE
         and getattr(value, "__wrapped__", None) is inner
     )
 
@@ -215,12 +215,12 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
             _forward_definition_site(module),
         )
     random_state = before.generator_hash()
-    changed: list[str] = []
-    hooks: list[str] = []
+    changed_names: list[str] = []
+    changed_hooks: list[str] = []
     snapshots: list[dict[tuple[str, str], Any]] = []
 
     def record_state_after_forward(*_: Any) -> None:
-        changed.extend(before.changed_values())
+        changed_names.extend(before.changed_values())
         snapshots.append(_nn_module_state(module))
 
     with (
@@ -234,16 +234,16 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
             before.clear_functools_caches()
     try:
         for kind, name in {**snapshots[0], **snapshots[-1]} if snapshots else ():
-            old, new = (items.get((kind, name), []) for items in (snapshots[0], snapshots[-1]))
-            if old != new and kind == "hooks of":
-                hooks.append(f"the hooks of {name}")
-            elif old != new:
+            old_state, new_state = (items.get((kind, name), []) for items in (snapshots[0], snapshots[-1]))
+            if old_state != new_state and kind == "hooks of":
+                changed_hooks.append(f"the hooks of {name}")
+            elif old_state != new_state:
                 raise CaptureError(
                     f"the forward pass changes the {kind} {name}; {_REMEDY_BY_KIND[kind]}",
                     _forward_definition_site(module),
                 )
-        if changed or hooks:
-            _reject_state_kept_between_passes(module, inputs, hooks)
+        if changed_names or changed_hooks:
+            _reject_state_kept_between_passes(module, inputs, changed_hooks)
         if before.generator_hash() != random_state:
             _reject_non_torch_random_draws(module, inputs, before)
     finally:
@@ -253,15 +253,15 @@ def restore_after_capture(module: nn.Module, inputs: Sequence[torch.Tensor]) -> 
 
 def _nn_module_state(module: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the state that nn.Module itself holds, by kind and name; a forward pass must not change it."""
-    items: dict[tuple[str, str], Any] = {}
+    state: dict[tuple[str, str], Any] = {}
     for path, part in module.named_modules():
-        start = f"{path}." if path else ""
+        prefix = f"{path}." if path else ""
         for name, tensor in part._parameters.items():
-            items["parameter", start + name] = id(tensor), tensor is not None and tensor.requires_grad
+            state["parameter", prefix + name] = id(tensor), tensor is not None and tensor.requires_grad
         for name, tensor in part._buffers.items():
-            items["buffer", start + name] = None if tensor is None else tensor.shape
-        items["hooks of", path or "the module"] = [*part._forward_hooks, *part._forward_pre_hooks]
-    return items
+            state["buffer", prefix + name] = None if tensor is None else tensor.shape
+        state["hooks of", path or "the module"] = [*part._forward_hooks, *part._forward_pre_hooks]
+    return state
 
 
 _REMEDY_BY_KIND = {
@@ -275,17 +275,20 @@ def _reject_state_kept_between_passes(
 ) -> None:
     """Raise CaptureError if a pass depends on state or on hooks that the previous pass has left."""
     before, passes = RestorableState(module), RepeatedPasses(module, inputs)
-    expected = passes.run()
+    expected_numbers = passes.run()
     changes = before.changed_values()
-    persistent = {name: change for name, change in changes.items() if any(map(passes.recorder.is_dependent, change[1]))}
-    after, first = RestorableState(module), _ControlFlowProbe()  # `first` records comparisons; another inverts them
-    probes, lengthened = [first], list[tuple[ValueContainer, dict[Any, Any]]]()
+    persistent = {
+        name: change for name, change in changes.items() if any(map(passes.numbering.is_dependent, change[1]))
+    }
+    after = RestorableState(module)
+    first_probe = _ControlFlowProbe()  # records comparisons; another inverts them
+    probes, lengthened = [first_probe], list[tuple[ValueContainer, dict[Any, Any]]]()
     for probe in probes:
         after.restore()
         before.insert_probe_numbers(persistent, probe)
         for container, values in lengthened if probe.shift else ():
             container.restore(container.read_values() | values)
-        if _run_or_none(passes.run) != expected:
+        if _run_or_none(passes.run) != expected_numbers:
             names = [*(persistent or changes), *changed_hooks]
             raise CaptureError(
                 f"the forward pass changes {', '.join(names)}, which the next forward pass reads, but"
@@ -293,7 +296,7 @@ def _reject_state_kept_between_passes(
                 " the first pass changes it, call the module once before distribute",
                 _forward_definition_site(next(iter((persistent or changes).values()), [module])[0] or module),
             )
-        if probe is first:
+        if probe is first_probe:
             lengthened = after.lengthened_collections()
             probes += [_ControlFlowProbe(_COUNTER_SHIFT)] if persistent or lengthened else []
             probes += [_ControlFlowProbe(num_inverted_comparisons=_LENGTH_FACTOR)] if probe.was_compared else []

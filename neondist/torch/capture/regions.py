@@ -33,20 +33,20 @@ class PartitioningConverter:
     ----------
     gather_at : sequence of str
         Paths of modules that every rank computes on whole arrays.
-    by_channels : collection of torch.fx.Node
+    channel_nodes : collection of torch.fx.Node
         Nodes that are partitioned by channels.
     """
 
-    def __init__(self, lowering: Lowering, gather_at: Sequence[str], by_channels: Collection[Node]) -> None:
-        self.lowering, self.gather_at, self.by_channels = lowering, tuple(gather_at), frozenset(by_channels)
+    def __init__(self, lowering: Lowering, gather_at: Sequence[str], channel_nodes: Collection[Node]) -> None:
+        self.lowering, self.gather_at, self.channel_nodes = lowering, tuple(gather_at), frozenset(channel_nodes)
         self._partitionings: dict[int, Partitioning] = {}
         self._converted: dict[tuple[int, Partitioning], Value] = {}
 
-    def enter(self, node: Node) -> None:
+    def begin_node(self, node: Node) -> None:
         """Prepare the lowering for the rule of a node."""
         self.lowering.partitions_channels = self._partitioning_of(node) is Partitioning.CHANNELS
 
-    def record(self, result: Any, node: Node) -> None:
+    def record_result(self, result: Any, node: Node) -> None:
         """Record how the results of a node are partitioned."""
         partitioning = self._partitioning_of(node)
         if partitioning is not Partitioning.TILES:
@@ -55,51 +55,51 @@ class PartitioningConverter:
 
     def convert(self, value: Any, node: Node | None = None) -> Any:
         """Convert a value, or the values in a list, for use in `node`; if `node` is None, for use after the program."""
-        wanted = Partitioning.TILES if node is None else self._partitioning_of(node)
+        target = Partitioning.TILES if node is None else self._partitioning_of(node)
         if isinstance(value, (tuple, list)):
             return type(value)(self.convert(item, node) for item in value)
         if not isinstance(value, Value) or value.kind == "parameter":
             return value
-        if self._partitionings.get(value.id, Partitioning.TILES) is wanted:
+        if self._partitionings.get(value.id, Partitioning.TILES) is target:
             return value
-        key = value.id, wanted
+        key = value.id, target
         if key not in self._converted:
-            self._converted[key] = self._convert(value, wanted)
+            self._converted[key] = self._convert(value, target)
         return self._converted[key]
 
     def gather(self, values: Iterable[Value]) -> list[Value]:
         """Gather values after the program on every rank; statistics of channels in one message per dtype."""
         lowering, mesh, values = self.lowering, self.lowering.mesh, list(values)
-        tiles = prod(mesh.parts[1:])
-        evenly = [
+        n_tiles = prod(mesh.parts[1:])
+        even_vectors = [
             v for v in values
-            if tiles > 1 and len(v.shape) == 1 and axes_of(v.layout) == mesh.axes - {0} and not v.shape[0] % tiles
+            if n_tiles > 1 and len(v.shape) == 1 and axes_of(v.layout) == mesh.axes - {0} and not v.shape[0] % n_tiles
         ]  # fmt: skip
         gathered: dict[int, Value] = {}
-        for dtype in dict.fromkeys(value.dtype for value in evenly):
-            rows = [lowering.reshape(v, (tiles, v.shape[0] // tiles)) for v in evenly if v.dtype == dtype]
+        for dtype in dict.fromkeys(value.dtype for value in even_vectors):
+            rows = [lowering.reshape(v, (n_tiles, v.shape[0] // n_tiles)) for v in even_vectors if v.dtype == dtype]
             width = sum(row.shape[1] for row in rows)
             joined = lowering.local(lambda *ts: torch.cat(ts, 1), rows, (rows[0].layout[0], (Atom(width),)))
-            whole, first = lowering.gather(joined), 0
-            for value in (v for v in evenly if v.dtype == dtype):
-                count = value.shape[0] // tiles
-                run = partial(_flatten_columns, first, count)
-                gathered[value.id] = lowering.local(run, [whole], replicated(value.shape))
-                first += count
+            gathered_rows, first_column = lowering.gather(joined), 0
+            for value in (v for v in even_vectors if v.dtype == dtype):
+                num_columns = value.shape[0] // n_tiles
+                flatten = partial(_flatten_columns, first_column, num_columns)
+                gathered[value.id] = lowering.local(flatten, [gathered_rows], replicated(value.shape))
+                first_column += num_columns
         return [gathered.get(v.id) or lowering.gather(self.convert(v)) for v in values]
 
     def _partitioning_of(self, node: Node) -> Partitioning:
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         if any(path in self.gather_at for path in [*stack, *([""] if "" in self.gather_at else [])]):
             return Partitioning.WHOLE if node.op == "call_function" else Partitioning.TILES
-        return Partitioning.CHANNELS if node in self.by_channels else Partitioning.TILES
+        return Partitioning.CHANNELS if node in self.channel_nodes else Partitioning.TILES
 
-    def _convert(self, value: Value, wanted: Partitioning) -> Value:
+    def _convert(self, value: Value, target: Partitioning) -> Value:
         lowering, mesh = self.lowering, self.lowering.mesh
         is_image = len(value.shape) == mesh.spatial_ndim + 2
-        if wanted is Partitioning.WHOLE:
+        if target is Partitioning.WHOLE:
             return lowering.gather(value) if axes_of(value.layout) else value
-        if wanted is Partitioning.CHANNELS:
+        if target is Partitioning.CHANNELS:
             return lowering.gather(value, range(2, len(value.shape))) if is_image else value
         if self._partitionings[value.id] is Partitioning.WHOLE:
             return lowering.reshard(value, mesh.image_layout(value.shape)) if is_image else value
@@ -108,5 +108,5 @@ class PartitioningConverter:
         return lowering.gather(value, range(1, len(value.shape)))
 
 
-def _flatten_columns(first: int, count: int, rows: torch.Tensor) -> torch.Tensor:
-    return rows[:, first : first + count].reshape(-1)
+def _flatten_columns(first_column: int, num_columns: int, rows: torch.Tensor) -> torch.Tensor:
+    return rows[:, first_column : first_column + num_columns].reshape(-1)

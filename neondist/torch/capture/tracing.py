@@ -36,12 +36,12 @@ SHAPE_REMEDY = (
     "a module's computation may depend on the shapes of tensors, but not on their values: instead of selecting"
     " elements, use torch.where, or multiply by the mask and divide by its sum"
 )
-_TEXTS_OF_VALUE_READS = "FakeTensor.__format__", ".numpy() is not supported"
-_TEXTS_OF_WRONG_ARGUMENTS = "missing a required argument", "too many positional arguments"
-_TEXTS_OF_DICTIONARIES = (
+_VALUE_READ_ERRORS = "FakeTensor.__format__", ".numpy() is not supported"
+_WRONG_ARGUMENT_ERRORS = "missing a required argument", "too many positional arguments"
+_DICTIONARY_ERRORS = (
     "too many indices for tensor", "invalid data type 'str'", "values expected sparse", "'keys'", "'items'", "'get'"
 )  # fmt: skip
-_TEXTS_OF_TRANSFORMS = "Cannot access data pointer", "Cannot access storage"
+_TRANSFORM_ERRORS = "Cannot access data pointer", "Cannot access storage"
 _DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
@@ -98,41 +98,41 @@ def _suppress_logs() -> Iterator[None]:
     """Suppress PyTorch's warnings and log messages; the ConfigError contains the message of the error."""
     loggers_by_name = logging.root.manager.loggerDict
     loggers = [loggers_by_name[name] for name in list(loggers_by_name) if name.partition(".")[0] == "torch"]
-    enabled = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
-    for log in enabled:
+    enabled_loggers = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
+    for log in enabled_loggers:
         log.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for log in enabled:
+        for log in enabled_loggers:
             log.disabled = False
 
 
 @contextmanager
 def hide_printed_graph() -> Iterator[None]:
     """Remove from stderr the graph that torch.export prints when it fails."""
-    graph, printed = "", io.StringIO()
+    graph, stderr = "", io.StringIO()
     try:
-        with redirect_stderr(printed):
+        with redirect_stderr(stderr):
             yield
     except Exception as error:
         graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
         raise
     finally:
-        sys.stderr.write(printed.getvalue().replace(graph, "") if graph else printed.getvalue())
+        sys.stderr.write(stderr.getvalue().replace(graph, "") if graph else stderr.getvalue())
 
 
 @contextmanager
 def allow_self_assignment() -> Iterator[None]:
     """Let modules assign a buffer to itself, which torch.export rejects because no operator computes the value."""
 
-    def record(module: nn.Module, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+    def alias_if_traced(module: nn.Module, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
         is_traced = isinstance(value, FakeTensor) and module._buffers.get(name) is value
         return torch.ops.aten.alias(value) if is_traced else None
 
-    hook: Any = record  # PyTorch declares hooks without results
+    hook: Any = alias_if_traced  # PyTorch declares hooks without results
     with register_module_buffer_registration_hook(hook):
         yield
 
@@ -142,17 +142,17 @@ def _disable_caches_and_validation() -> Iterator[None]:
     """Keep traced tensors, which have no values, out of PyTorch's caches and of the validation of distributions."""
     set_validation: Any = Distribution.set_default_validate_args
     cache: Any = parametrize
-    caches_casts, validates = torch.is_autocast_cache_enabled(), Distribution._validate_args
-    parametrized = cache._cache_enabled, cache._cache
+    was_caching_casts, was_validating = torch.is_autocast_cache_enabled(), Distribution._validate_args
+    parametrize_cache = cache._cache_enabled, cache._cache
     torch.set_autocast_cache_enabled(False)
     set_validation(False)
     cache._cache_enabled, cache._cache = 0, {}
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(caches_casts)
-        set_validation(validates)
-        cache._cache_enabled, cache._cache = parametrized
+        torch.set_autocast_cache_enabled(was_caching_casts)
+        set_validation(was_validating)
+        cache._cache_enabled, cache._cache = parametrize_cache
 
 
 @contextmanager
@@ -172,30 +172,30 @@ def register_dataclasses_of_outputs(module: nn.Module) -> Iterator[None]:
 def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     input_shapes = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = user_frames("".join(traceback.format_exception(error)))
-    place = (isinstance(error, CaptureError) and error.source) or next(iter(frames[::-1]), "")
-    source = f"{place}: " if place else ""
+    location = (isinstance(error, CaptureError) and error.source) or next(iter(frames[::-1]), "")
+    source = f"{location}: " if location else ""
     name = type(error).__name__
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    why = first if isinstance(error, CaptureError) else f"{name}: {first}"
-    if isinstance(error, TypeError) and any(text in first for text in _TEXTS_OF_WRONG_ARGUMENTS):
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    why = first_line if isinstance(error, CaptureError) else f"{name}: {first_line}"
+    if isinstance(error, TypeError) and any(text in first_line for text in _WRONG_ARGUMENT_ERRORS):
         why = f"{why}; give one input per required argument of forward, or wrap the module"
-    if any(text in first for text in _TEXTS_OF_DICTIONARIES):
+    if any(text in first_line for text in _DICTIONARY_ERRORS):
         why = f"{why}; inputs are tensors: if forward takes a dictionary, wrap the module in one that builds it"
-    if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first):
+    if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first_line):
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in shapes)
         why = f"{why}; inputs have dtype {dtypes}: if the module needs others, pass dtype=, a list for several inputs"
-    if "DataDependent" in name or any(text in first for text in _TEXTS_OF_VALUE_READS):
+    if "DataDependent" in name or any(text in first_line for text in _VALUE_READ_ERRORS):
         why = (
             "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"
             " computation may depend on the shapes of tensors, but not on their values: use torch.where instead"
         )
     # numbers of selected elements are size-like, unlike values of elements
-    if "DynamicOutputShape" in name or "PendingUnbackedSymbol" in name or "(Size-like symbols: u" in first:
-        operator = f" of {first}" if first.startswith("aten.") else ""
+    if "DynamicOutputShape" in name or "PendingUnbackedSymbol" in name or "(Size-like symbols: u" in first_line:
+        operator = f" of {first_line}" if first_line.startswith("aten.") else ""
         why = f"the shape of a result{operator} depends on the values of tensors; {SHAPE_REMEDY}"
     if "UncapturedHigherOrderOp" in name:
         why = "torch.cond, loops and maps of PyTorch's higher-order operators are not recorded; use torch.where instead"
-    if any(text in first for text in _TEXTS_OF_TRANSFORMS):
+    if any(text in first_line for text in _TRANSFORM_ERRORS):
         why = "transforms of torch.func and memory addresses are not recorded; compute with ordinary operators instead"
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 
@@ -203,9 +203,9 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
 def user_frames(text: str) -> list[str]:
     """Return 'file:line' of the frames outside PyTorch, neondist and the standard library, the innermost last."""
     package = os.path.dirname(os.path.dirname(__file__))
-    others = (_TORCH_FOLDER, package, "<")
+    excluded_prefixes = (_TORCH_FOLDER, package, "<")
     return [
         f"{file}:{line}"
         for file, line in _FRAME_PATTERN.findall(text)
-        if not file.startswith(others) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
+        if not file.startswith(excluded_prefixes) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
     ]

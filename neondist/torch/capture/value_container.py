@@ -57,26 +57,26 @@ class ValueContainer(NamedTuple):
             name: value for name in self.names if (value := get_or_missing(self.value_of_name, name)) is not MISSING
         }
 
-    def restore(self, before: Mapping[Any, Any]) -> None:
+    def restore(self, values: Mapping[Any, Any]) -> None:
         """Restore earlier values."""
-        container, now = self.object, self.read_values()
-        if list(map(id, before.values())) == list(map(id, now.values())) and list(before) == list(now):
+        container, current = self.object, self.read_values()
+        if list(map(id, values.values())) == list(map(id, current.values())) and list(values) == list(current):
             return
         if isinstance(container, dict):
             if self.names is None:
                 container.clear()
-            container.update(before)
+            container.update(values)
         elif isinstance(container, set):
             container.clear()
-            container.update(before.values())
+            container.update(values.values())
         elif isinstance(container, (list, deque)):
             container.clear()
-            container.extend(before.values())
+            container.extend(values.values())
         elif isinstance(container, tuple):
-            for name, value in before.items():
+            for name, value in values.items():
                 container[name].cell_contents = value
         else:  # an object with slots, or a class
-            for name, value in before.items():
+            for name, value in values.items():
                 (type if isinstance(container, type) else object).__setattr__(container, name, value)
 
 

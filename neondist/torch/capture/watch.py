@@ -62,16 +62,16 @@ class StateWatch:
         if reads is None:
             return state
         buffers = self.named_parameters_and_buffers()[1]
-        read = (*(buffers.get(name) for name in sorted(reads.buffer_names)), *reads.tensors)
-        contents = (b"" if tensor is None else as_bytes_tensor(tensor).cpu().numpy().tobytes() for tensor in read)
+        tensors = (*(buffers.get(name) for name in sorted(reads.buffer_names)), *reads.tensors)
+        contents = (b"" if tensor is None else as_bytes_tensor(tensor).cpu().numpy().tobytes() for tensor in tensors)
         return StateKey(state.key_by_path, tuple(contents))
 
     def _current_state_key(self) -> StateKey:
         try:
-            same = self._is_unchanged()
+            is_unchanged = self._is_unchanged()
         except (KeyError, ValueError, IndexError, RuntimeError, AttributeError):  # something was deleted
-            same = False
-        if not same:
+            is_unchanged = False
+        if not is_unchanged:
             self._inspect_reachable_state()
         return self._key
 
@@ -128,15 +128,15 @@ class StateWatch:
         return [*properties, [tensor.requires_grad for tensor in tensors]] if self._depends_on_grad_mode else properties
 
     def _inspect_reachable_state(self) -> None:
-        reach = ReachableState(self._root, self._names, self._excluded)
-        self._key, self._arrays = StateKey(reach.key_by_path), list(reach.arrays.values())
+        reachable = ReachableState(self._root, self._names, self._excluded)
+        self._key, self._arrays = StateKey(reachable.key_by_path), list(reachable.arrays.values())
         self._array_contents = [content_key(array) for array in self._arrays]
-        self._reachable_tensors, self._depends_on_grad_mode = reach.tensors, reach.depends_on_grad_mode
+        self._reachable_tensors, self._depends_on_grad_mode = reachable.tensors, reachable.depends_on_grad_mode
         self._views: list[Any] = []
         self._value_getters: list[Callable[[Any], Any]] = []
         self._value_names: list[Collection[Any]] = []
         self._size_watched_containers: list[Any] = []
-        for container in reach.containers:
+        for container in reachable.containers:
             if not container.is_watched:
                 continue
             if container.value_of_name is not None and container.names is not None:
@@ -156,8 +156,8 @@ class StateWatch:
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
         if isinstance(self._root, nn.Module):
             for path, module in self._root.named_modules(remove_duplicate=False):
-                start = f"{path}." if path else ""
+                prefix = f"{path}." if path else ""
                 for entries, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
-                    entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
+                    entries += [(prefix + name, held, name) for name, tensor in held.items() if tensor is not None]
         self._registered_tensors = [*self._parameters, *self._buffers]
         self._known_sizes_and_properties = list(map(len, self._size_watched_containers)), self._dtypes_and_devices()

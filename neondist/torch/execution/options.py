@@ -90,7 +90,7 @@ class ExecutionOptions:
         channel_regions = (
             find_channel_regions(program, mesh) if is_exact and lowering is None and not self.gather_at else ()
         )
-        return *lower_program(*args, self.schemes, self.recompute, lowering, by_channels=channel_regions), lowering
+        return *lower_program(*args, self.schemes, self.recompute, lowering, channel_nodes=channel_regions), lowering
 
     def _find_segments(
         self, program: Any, mesh: Mesh, layouts: Sequence[Layout]
