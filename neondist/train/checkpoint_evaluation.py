@@ -74,11 +74,11 @@ def evaluate_checkpoint(
                     restore_dataset_normalisation(file.contents.texts, dataset)
                 except ValueError as problem:
                     raise DataError(f"{checkpoint}: {problem}") from None
-        samples = dataset.splits[split]
-        results = evaluate(model, samples, experiment.batch_size, experiment.metrics)
+        evaluated_split = dataset.splits[split]
+        results = evaluate(model, evaluated_split, experiment.batch_size, experiment.metrics)
         if pictures is not None:
-            pictures |= find_worst_samples(model, samples, experiment.batch_size, MAX_PICTURE_EXTENT)
-    return {"split": split, **format_evaluation_results(len(samples), results)}
+            pictures |= find_worst_samples(model, evaluated_split, experiment.batch_size, MAX_PICTURE_EXTENT)
+    return {"split": split, **format_evaluation_results(len(evaluated_split), results)}
 
 
 @contextmanager

@@ -25,30 +25,30 @@ def field_metadata_from_texts(texts: Mapping[str, str]) -> FieldMetadata:
     if FIELDS_TEXT_NAME not in texts:
         raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
     values = parse_json(texts[FIELDS_TEXT_NAME], dict)
-    inputs, input_units, outputs, units = (
+    input_names, input_units, output_names, output_units = (
         _parse_names(values, name) for name in ("inputs", "input_units", "outputs", "units")
     )
-    if len(inputs) != len(input_units) or len(outputs) != len(units):
+    if len(input_names) != len(input_units) or len(output_names) != len(output_units):
         raise ValueError("does not record the units of all its variables; specify another checkpoint")
-    mean, std = (_parse_numbers(values, name, len(outputs)) for name in ("mean", "std"))
+    mean, std = (_parse_numbers(values, name, len(output_names)) for name in ("mean", "std"))
     if (std <= 0).any():
         raise ValueError("'std' is not positive; specify another checkpoint")
-    (step,) = _parse_numbers({"step": [values.get("step")]}, "step", 1).tolist()
-    order = _parse_names(values, "order") if "order" in values else ["", ""]
-    if len(order) != 2:
+    (step_seconds,) = _parse_numbers({"step": [values.get("step")]}, "step", 1).tolist()
+    directions = _parse_names(values, "order") if "order" in values else ["", ""]
+    if len(directions) != 2:
         raise ValueError("'order' does not have two names; specify another checkpoint")
-    lead = require_json_integer("'lead'", values.get("lead"))
-    months = require_json_type("'month_step'", values.get("month_step") or {}, dict)
+    lead_steps = require_json_integer("'lead'", values.get("lead"))
+    month_values = require_json_type("'month_step'", values.get("month_step") or {}, dict)
     month_step = None
-    if months:
-        count = require_json_integer("'months'", months.get("months"))
-        stamps = _parse_stamps(require_json_type("'stamps'", months.get("stamps"), list))
-        period = require_json_integer("'period'", months.get("period"))
-        month_step = MonthStep(count, require_json_type("'place'", months.get("place"), str), stamps, period)
-    channels = [FieldChannel(name, name, units=unit) for name, unit in zip(outputs, units, strict=True)]
+    if month_values:
+        num_months = require_json_integer("'months'", month_values.get("months"))
+        stamps = _parse_stamps(require_json_type("'stamps'", month_values.get("stamps"), list))
+        period = require_json_integer("'period'", month_values.get("period"))
+        month_step = MonthStep(num_months, require_json_type("'place'", month_values.get("place"), str), stamps, period)
+    channels = [FieldChannel(name, name, units=unit) for name, unit in zip(output_names, output_units, strict=True)]
     return FieldMetadata(
-        "", channels, (), mean=mean, std=std, input_names=inputs, input_units=input_units, lead_steps=lead,
-        time_step_seconds=step, month_step=month_step, coordinate_directions=(order[0], order[1]),
+        "", channels, (), mean=mean, std=std, input_names=input_names, input_units=input_units, lead_steps=lead_steps,
+        time_step_seconds=step_seconds, month_step=month_step, coordinate_directions=(directions[0], directions[1]),
     )  # fmt: skip
 
 
@@ -76,8 +76,8 @@ def check_channels_and_times(
             f" set lead: {recorded.lead_steps}"
         )
     trained_seconds = recorded.time_step_seconds
-    limit = _RELATIVE_TIME_STEP_TOLERANCE * trained_seconds
-    if time_step_seconds and abs(time_step_seconds - trained_seconds) > limit:
+    tolerance_seconds = _RELATIVE_TIME_STEP_TOLERANCE * trained_seconds
+    if time_step_seconds and abs(time_step_seconds - trained_seconds) > tolerance_seconds:
         raise ValueError(
             f"was trained with time steps of {trained_seconds / 3600:g} hours, but the files have"
             f" {time_step_seconds / 3600:g}; select times with the same spacing"
@@ -138,18 +138,18 @@ def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) ->
     for split in dataset.splits.values():
         if split.fields is not None:
             split.fields = restore_field_normalisation(texts, split.fields)
-            images = parse_json(texts.get("images", "{}"), dict)
-            count = len(split.factor_and_subtrahend[0])
-            factor, offset = (_parse_numbers(images, name, count) for name in ("factor", "offset"))
+            image_values = parse_json(texts.get("images", "{}"), dict)
+            num_channels = len(split.factor_and_subtrahend[0])
+            factor, offset = (_parse_numbers(image_values, name, num_channels) for name in ("factor", "offset"))
             if (factor == 0).any():
                 raise ValueError("'factor', the normalisation factor of images, is 0; specify another checkpoint")
             split.normalise(offset / factor, 1 / factor)
 
 
 def _require_same_channels(kind: str, trained: Sequence[str], actual: Sequence[str]) -> None:
-    longest = max(len(trained), len(actual))
-    expected, other = ([*names, *["nothing"] * (longest - len(names))] for names in (actual, trained))
-    for at, (a, b) in enumerate(zip(expected, other, strict=True)):
+    max_length = max(len(trained), len(actual))
+    actual_names, trained_names = ([*names, *["nothing"] * (max_length - len(names))] for names in (actual, trained))
+    for at, (a, b) in enumerate(zip(actual_names, trained_names, strict=True)):
         if a != b:
             raise ValueError(
                 f"belongs to another network: channel {at} of its {kind} is '{b}', but the experiment has '{a}';"

@@ -43,12 +43,12 @@ def check_same_data_on_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
     """
     check_same_lines_on_ranks(grid.world, dataset.properties_equal_on_all_ranks())
     if grid.replicas > 1:
-        kept = [split.tiles for split in dataset.splits.values()]
-        sums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in kept]
-        hashes = grid.world.allgather(f"{sums}")
-        tiles = grid.shape.tiles
+        tile_arrays = [split.tiles for split in dataset.splits.values()]
+        checksums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in tile_arrays]
+        hashes = grid.world.allgather(f"{checksums}")
+        num_tiles = grid.shape.tiles
         check_same_lines_on_ranks(
-            grid.world, [f"tile {n}: cells with hash {hashes[grid.replica * tiles + n]}" for n in range(tiles)]
+            grid.world, [f"tile {n}: cells with hash {hashes[grid.replica * num_tiles + n]}" for n in range(num_tiles)]
         )
 
 

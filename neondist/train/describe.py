@@ -21,12 +21,12 @@ def describe_experiment(experiment: Experiment, ranks: int = 1) -> Any:
     from rich.text import Text
 
     plan = validate_experiment(experiment, ranks)
-    data = f"{type(experiment.dataset).__name__} {join_extents(experiment.dataset.sample_shape)}"
+    data_text = f"{type(experiment.dataset).__name__} {join_extents(experiment.dataset.sample_shape)}"
     precision = experiment.model.precision
-    kind = str(experiment.model.dtype) + f", products in {precision.name}" * (precision.name != "float32")
-    model = f"{type(experiment.model).__name__} ({kind})"
-    head = f"{model} on {grid_text(plan.grid)}, {data}, batches of {experiment.batch_size}"
+    precision_text = str(experiment.model.dtype) + f", products in {precision.name}" * (precision.name != "float32")
+    model_text = f"{type(experiment.model).__name__} ({precision_text})"
+    headline = f"{model_text} on {grid_text(plan.grid)}, {data_text}, batches of {experiment.batch_size}"
     fields = experiment.dataset.fields
     lines = [] if fields is None else [f"channels: {', '.join(fields.input_names)}; targets: {', '.join(fields.names)}"]
     lines += filter(None, [precision_note(experiment.model.backend, precision)])
-    return Group(Text(head, style="bold"), *map(Text, lines), Text(), plan.table())
+    return Group(Text(headline, style="bold"), *map(Text, lines), Text(), plan.table())

@@ -121,9 +121,9 @@ class FitExperiment(Registered):
             raise ConfigError(f"dist_mode: {dist_mode} requires dist_flag: true; leave out one of the two fields")
         if dist_mode == "vecpar":
             if model.vector_parallel is None:
-                name = type(model).__name__
+                class_name = type(model).__name__
                 raise ConfigError(
-                    f"dist_mode: vecpar partitions fully connected layers, but {name} has none; use halopar"
+                    f"dist_mode: vecpar partitions fully connected layers, but {class_name} has none; use halopar"
                 )
             model.vector_parallel = True
         self.metrics, self.augment = add_misclassification(metrics), list(augment or ())
@@ -137,8 +137,8 @@ class FitExperiment(Registered):
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
         self.grid = resolve_grid(strategy, self.grid)
         model.configure_execution(accumulate, sync, recompute, strips, memory, strategy)
-        chosen = model.strategy
-        self.server_strategy = chosen if chosen is not None and chosen.needs_servers else None
+        model_strategy = model.strategy
+        self.server_strategy = model_strategy if model_strategy is not None and model_strategy.needs_servers else None
         if self.server_strategy is not None:
             model.strategy = None  # the ranks of a worker use no strategy
             if model.num_pretrain_epochs:
@@ -254,14 +254,14 @@ class FitExperiment(Registered):
 
 def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
     """Return the misclassification rate and the given metrics; raise ConfigError for duplicate or reserved names."""
-    by_name: dict[str, Metric] = {}
+    metric_by_name: dict[str, Metric] = {}
     for metric in metrics or ():
-        if metric.name in by_name:
+        if metric.name in metric_by_name:
             raise ConfigError(f"metrics: two metrics are named '{metric.name}'; leave one out")
         if metric.name in RESERVED_METRIC_NAMES:
             raise ConfigError(f"metrics: '{metric.name}' names another value of the records; rename the metric")
-        by_name[metric.name] = metric
-    return list({Misclassification.name: Misclassification(), **by_name}.values())
+        metric_by_name[metric.name] = metric
+    return list({Misclassification.name: Misclassification(), **metric_by_name}.values())
 
 
 def override_model_settings(

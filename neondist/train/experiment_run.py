@@ -98,27 +98,27 @@ def run_in_locked_folder(
     writers: list[Hook] = []
     if folder is not None:
         _write_initial_files(experiment, grid, folder, start.resumed, yaml_text, under_supervisor or worker is not None)
-        last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
-        pictures = worker is None or worker.index == 0
-        writers = _file_writing_hooks(folder, last, store, snapshot, pictures)
+        checkpoint = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
+        with_pictures = worker is None or worker.index == 0
+        writers = _file_writing_hooks(folder, checkpoint, store, snapshot, with_pictures)
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),
         convert_memory_error("model", "smaller batches, or fewer or smaller layers"),
     ):
         if experiment.best is not None:
-            best_keeper = BestCheckpointAndEarlyStopping(experiment.best, experiment.metrics, folder, yaml_text)
-            best_keeper.end_if_already_stopped_early(run)
-            writers.insert(0, best_keeper)  # before the checkpoint from which a run resumes
+            best_hook = BestCheckpointAndEarlyStopping(experiment.best, experiment.metrics, folder, yaml_text)
+            best_hook.end_if_already_stopped_early(run)
+            writers.insert(0, best_hook)  # before the checkpoint from which a run resumes
         for logger in experiment.loggers:
             logger.set_run_folder(folder, yaml_text)
         writers.extend(experiment.loggers)
         if not start.pretraining_complete:
-            args = start.resumed_pretraining_stage, experiment.checkpoint, yaml_text
-            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, *args)
+            pretraining_args = start.resumed_pretraining_stage, experiment.checkpoint, yaml_text
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, *pretraining_args)
         if run.stop is None:
-            fresh = not (start.resumed or under_supervisor or worker)
-            with discard_run_if_untrained(grid.world, folder, lambda: fresh and run.step == 0):
+            is_new = not (start.resumed or under_supervisor or worker)
+            with discard_run_if_untrained(grid.world, folder, lambda: is_new and run.step == 0):
                 train_loop(run, [*statistics, *hooks, *writers], experiment.metrics)
             if folder is not None:
                 model.export(folder)
@@ -152,10 +152,10 @@ def _connect_to_servers(
     settings = {"records": run.epoch_size, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
     is_first = worker.index == 0
     run.master_client = MasterClient(worker.master, worker.token, worker.name, grid.world, settings, is_first)
-    applied = run.master_client.minibatches_before(run.epoch, run.samples_seen)
+    minibatches = run.master_client.minibatches_before(run.epoch, run.samples_seen)
     samples = run.epoch * run.epoch_size + run.samples_seen
     updates = model.step - model.steps_without_optimizer if updates is None else updates
-    arguments = grid.world, updates, run.master_client, applied, samples, is_first or not resume
+    arguments = grid.world, updates, run.master_client, minibatches, samples, is_first or not resume
     return ServerUpdate(worker, experiment.server_strategy, model, *arguments)
 
 
@@ -174,8 +174,8 @@ def _write_initial_files(
     from ..io.environment import describe_environment, to_json  # slow import
 
     model = experiment.model
-    kinds = {"dtype": str(model.dtype), "precision": model.precision.name}
-    env = describe_environment(grid, backend=backend_name(model.backend), **kinds, seed=model.seed)
+    dtype_fields = {"dtype": str(model.dtype), "precision": model.precision.name}
+    env = describe_environment(grid, backend=backend_name(model.backend), **dtype_fields, seed=model.seed)
     with all_or_none(grid.world):
         if grid.rank == 0:
             remove_partial_files(folder)
@@ -195,7 +195,7 @@ def _file_writing_hooks(
     snapshot_interval: int | Literal["auto"] | None, with_pictures: bool,
 ) -> list[Hook]:  # fmt: skip
     """Return the hooks that write files; the log is written before the checkpoint from which a run resumes."""
-    plots = [
+    picture_hooks = [
         CurvesPicture(folder / "curves.png"),
         TilesPicture(folder / "tiles.png"),
         WorstSamples(folder / "worst.npz"),
@@ -206,5 +206,5 @@ def _file_writing_hooks(
         checkpoint,
         CompletionMarker(folder / COMPLETE),
         *([Snapshots(snapshot_store, snapshot_interval, checkpoint)] if snapshot_store is not None else []),
-        *(plots if with_pictures else []),
+        *(picture_hooks if with_pictures else []),
     ]

@@ -21,14 +21,14 @@ def parse_grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
 
 def apply_dist_mode(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
     """Return the factors of the grid under a `dist_mode`; raise ConfigError if the given factors contradict it."""
-    modes: dict[str, dict[str, int | None]] = {
+    factors_by_mode: dict[str, dict[str, int | None]] = {
         "halopar": {"replicas": 1},
         "vecpar": {"replicas": 1},
         "datapar": {"replicas": None, "planes": 1, "rows": 1, "cols": 1},
         "halodatapar": {},
     }
-    wanted = modes[dist_mode] if dist_mode is not None else {}
-    for key, value in wanted.items():
+    mode_factors = factors_by_mode[dist_mode] if dist_mode is not None else {}
+    for key, value in mode_factors.items():
         if value is not None and grid.get(key, value) != value:
             raise ConfigError(
                 f"dist_mode: {dist_mode} means {key}: {value}, but grid has {key}: {grid[key]}; leave out {key}, or"
@@ -36,4 +36,4 @@ def apply_dist_mode(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str,
             )
     if dist_mode == "halodatapar" and not grid:
         raise ConfigError("dist_mode: halodatapar needs a grid with a number of replicas, such as {replicas: 2}")
-    return {**wanted, **grid}
+    return {**mode_factors, **grid}

@@ -40,12 +40,12 @@ td,th{padding:.15em .4em;font-size:13px}figure{margin-right:0}
 
 def html_page(title: str, body_parts: Iterable[str]) -> str:
     """Return an HTML page."""
-    head = (
+    head_html = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'>"
         f"<meta name='viewport' content='width=device-width'><title>{escape_html(title)}</title>"
         f"<style>{_STYLE_SHEET}</style>"
     )
-    return head + "\n".join([f"<h1>{escape_html(title)}</h1>", *body_parts]) + "\n"
+    return head_html + "\n".join([f"<h1>{escape_html(title)}</h1>", *body_parts]) + "\n"
 
 
 def is_plottable(value: Any) -> bool:
@@ -59,9 +59,9 @@ def axis_range_and_is_logarithmic(values: Sequence[float]) -> tuple[float, float
     Other axes begin at 0 unless values are negative or vary little.
     """
     low, high = min(values), max(values)
-    powers = low > 0 and _MIN_LOGARITHMIC_AXIS_RATIO * low < high
-    from_zero = not powers and low >= 0 and (_MIN_ZERO_BASED_AXIS_RATIO * low <= high or low == high)
-    return 0.0 if from_zero else low, high, powers
+    is_logarithmic = low > 0 and _MIN_LOGARITHMIC_AXIS_RATIO * low < high
+    starts_at_zero = not is_logarithmic and low >= 0 and (_MIN_ZERO_BASED_AXIS_RATIO * low <= high or low == high)
+    return 0.0 if starts_at_zero else low, high, is_logarithmic
 
 
 def value_html(value: Any) -> str:
@@ -73,27 +73,27 @@ def value_html(value: Any) -> str:
 
 def escape_html(text: str, max_length: int = 200) -> str:
     """Return untrusted text as HTML: truncated to `max_length`, with special and invisible characters escaped."""
-    shown = escape_invisible(text[:max_length], keep="\n\t")
-    return escape(shown + " [...]" * (len(text) > max_length))
+    visible_text = escape_invisible(text[:max_length], keep="\n\t")
+    return escape(visible_text + " [...]" * (len(text) > max_length))
 
 
 def table_html(
-    head: Iterable[str], rows: Iterable[Iterable[str]], column_groups: Iterable[tuple[str, int]] = ()
+    header: Iterable[str], rows: Iterable[Iterable[str]], column_groups: Iterable[tuple[str, int]] = ()
 ) -> str:
-    """Return a table of cells from `value_html`; without a header row if `head` is empty.
+    """Return a table of cells from `value_html`; without a header row if `header` is empty.
 
     Parameters
     ----------
     column_groups : iterable of (str, int)
-        Names of groups of neighbouring columns, and the number of columns of each, for a row above `head`.
+        Names of groups of neighbouring columns, and the number of columns of each, for a row above `header`.
     """
     groups = "".join(f"<th class='group' colspan='{count}'>{escape_html(name)}</th>" for name, count in column_groups)
-    names = "".join(f"<th>{escape_html(name).replace('_', '_<wbr>')}</th>" for name in head)  # may break after _
-    lines = [f"<tr>{row}</tr>" for row in (groups, names) if row]
-    lines += [
+    names = "".join(f"<th>{escape_html(name).replace('_', '_<wbr>')}</th>" for name in header)  # may break after _
+    html_rows = [f"<tr>{row}</tr>" for row in (groups, names) if row]
+    html_rows += [
         "<tr>" + "".join(f"<td{_css_class_attribute(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows
     ]
-    return scrollable_html(f"<table>{''.join(lines)}</table>")
+    return scrollable_html(f"<table>{''.join(html_rows)}</table>")
 
 
 def _css_class_attribute(cell: str) -> str:
@@ -107,21 +107,21 @@ def scrollable_html(content: str) -> str:
 
 def image_html(title: str, png: bytes, **attributes: object) -> str:
     """Return an image."""
-    extra = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
-    return f"<img alt='{escape_html(title)}'{extra} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+    attrs = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
+    return f"<img alt='{escape_html(title)}'{attrs} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
     """Return uint8 pixels (h, w), (h, w, 1) or (h, w, 3) as a PNG file."""
-    height, width, colours = (*pixels.shape, 1)[:3]
+    height, width, num_channels = (*pixels.shape, 1)[:3]
     rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with its filter type, 0
 
-    def chunk(chunk_type: bytes, data: bytes) -> bytes:
+    def encode_chunk(chunk_type: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + chunk_type + data + struct.pack(">I", zlib.crc32(chunk_type + data))
 
-    head = struct.pack(">2I5B", width, height, 8, 2 if colours == 3 else 0, 0, 0, 0)
-    parts = ((b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    header = struct.pack(">2I5B", width, height, 8, 2 if num_channels == 3 else 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(encode_chunk(*part) for part in chunks)
 
 
 def text_file_html(path: Path) -> str:

@@ -57,11 +57,11 @@ def run_report_html(folder: Path) -> str:
     """
     records = read_epoch_records(folder / "metrics.jsonl")
     last = records[-1]
-    numbers = {name for record in records for name, value in record.items() if is_plottable(value)}
-    metrics = sorted(numbers - {"epoch", "step", *_TIME_AND_BYTES_TITLES})[:_MAX_TABLE_COLUMNS]
+    plottable_names = {name for record in records for name, value in record.items() if is_plottable(value)}
+    metrics = sorted(plottable_names - {"epoch", "step", *_TIME_AND_BYTES_TITLES})[:_MAX_TABLE_COLUMNS]
     plots = sorted(set(map(_name_without_split, metrics)), key=lambda name: (name != "loss", name != "error", name))
     last_rows = records[-_MAX_TABLE_ROWS:]
-    class_names, worst = read_run_class_names(folder), folder / "worst.npz"
+    class_names, worst_path = read_run_class_names(folder), folder / "worst.npz"
     pictures = [folder / name for name in _PICTURE_FILES if (folder / name).is_file()]
     return html_page(folder.resolve().name, [
         *_run_headline_html(records),
@@ -71,7 +71,7 @@ def run_report_html(folder: Path) -> str:
         "<h2>Epochs</h2>",
         _epoch_table_html(metrics, last_rows),
         *_class_tables_html(last, class_names),
-        *(_worst_samples_html(_read_worst_samples(worst), class_names) if worst.is_file() else []),
+        *(_worst_samples_html(_read_worst_samples(worst_path), class_names) if worst_path.is_file() else []),
         "<h2>Time and bytes</h2>",
         table_html(
             ["epoch", *_TIME_AND_BYTES_TITLES.values()],
@@ -88,9 +88,9 @@ def _run_headline_html(records: Sequence[EpochRecord]) -> list[str]:
     """Return the lowest error, or loss, of the selection split, and its epoch."""
     for number in ("error", "loss"):
         split = records[-1].selection_split
-        values = [(r[key], r["epoch"]) for r in records if is_plottable(r.get(key := f"{split}_{number}"))]
-        if values:
-            value, epoch = min(values)
+        scores = [(r[key], r["epoch"]) for r in records if is_plottable(r.get(key := f"{split}_{number}"))]
+        if scores:
+            value, epoch = min(scores)
             return [f"<p class='lead'>Lowest {split} {number}: {_format_score(number, value)}, epoch {epoch}</p>"]
     return []
 
@@ -126,8 +126,8 @@ def _evaluation_headline_html(results: Mapping[str, Any]) -> list[str]:
     if number is None:
         return []
     split = results.get("split")
-    name = f"{split} {number}".capitalize() if isinstance(split, str) else number.capitalize()
-    return [f"<p class='lead'>{escape_html(name)}: {_format_score(number, results[number])}</p>"]
+    label = f"{split} {number}".capitalize() if isinstance(split, str) else number.capitalize()
+    return [f"<p class='lead'>{escape_html(label)}: {_format_score(number, results[number])}</p>"]
 
 
 def _format_score(metric: str, value: float) -> str:
@@ -169,14 +169,14 @@ def _is_epoch(value: object) -> bool:
 
 def _is_shallow(value: Any, max_depth: int) -> bool:
     """Return whether lists and mappings are nested at most `max_depth` deep."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return max_depth > 0 and all(_is_shallow(item, max_depth - 1) for item in inside)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max_depth > 0 and all(_is_shallow(item, max_depth - 1) for item in items)
 
 
 def _name_without_split(name: str) -> str:
     """Return a metric's name for a plot of all splits, such as 'loss' for 'train_loss'."""
-    split, _, rest = name.partition("_")
-    return rest if split in SPLIT_COLOURS and rest else name
+    split, _, metric = name.partition("_")
+    return metric if split in SPLIT_COLOURS and metric else name
 
 
 def _epoch_table_html(metrics: Sequence[str], records: Sequence[EpochRecord]) -> str:
@@ -191,10 +191,10 @@ def _points_by_split(
     metric: str, metrics: Sequence[str], records: Sequence[EpochRecord]
 ) -> dict[str, list[tuple[float, float]]]:
     """Return the points (epoch, value) of a metric by split; a plain name means the test split, if others exist."""
-    named = {f"{split}_{metric}": split for split in SPLIT_COLOURS if f"{split}_{metric}" in metrics}
+    splits = {f"{split}_{metric}": split for split in SPLIT_COLOURS if f"{split}_{metric}" in metrics}
     if metric in metrics:
-        named[metric] = "test" if named else metric
-    return {s: [(r["epoch"], r[name]) for r in records if is_plottable(r.get(name))] for name, s in named.items()}
+        splits[metric] = "test" if splits else metric
+    return {s: [(r["epoch"], r[name]) for r in records if is_plottable(r.get(name))] for name, s in splits.items()}
 
 
 def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], when: str = ", last epoch") -> list[str]:
@@ -203,11 +203,11 @@ def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], wh
     matrices = {name for name, value in lists.items() if value and all(isinstance(one, list) for one in value)}
     columns = {name: value for name, value in lists.items() if name not in matrices}
     if columns:
-        count = min(_MAX_TABLE_ROWS, max(map(len, columns.values())))
-        cells = ([value_html(v[at]) if at < len(v) else "" for v in columns.values()] for at in range(count))
-        rows = [[_class_label_html(at, class_names), *row] for at, row in enumerate(cells)]
+        num_rows = min(_MAX_TABLE_ROWS, max(map(len, columns.values())))
+        cell_rows = ([value_html(v[at]) if at < len(v) else "" for v in columns.values()] for at in range(num_rows))
+        rows = [[_class_label_html(at, class_names), *row] for at, row in enumerate(cell_rows)]
         parts += [f"<h2>Classes{when}</h2>", table_html(["class", *columns], rows)]
-        for name, value in columns.items() if count > _MAX_CLASSES_WITHOUT_PLOT else ():
+        for name, value in columns.items() if num_rows > _MAX_CLASSES_WITHOUT_PLOT else ():
             if points := [(float(at), one) for at, one in enumerate(value[:_MAX_TABLE_ROWS]) if is_plottable(one)]:
                 parts.append(line_plot_svg(name, {name: points}, points_only=True, x_label="class"))
     for name, value in lists.items():
@@ -243,23 +243,23 @@ def _event_text(value: Any) -> str:
 
 def _worst_samples_html(samples: Mapping[str, np.ndarray], class_names: Sequence[str], width: int = 128) -> list[str]:
     """Return pictures of the samples with the largest losses."""
-    label, said = samples["label"], samples["said"]
-    dense = label.ndim == 3
+    labels, preds = samples["label"], samples["said"]
+    dense = labels.ndim == 3
     parts = ["<h2>Samples with the largest losses</h2>"]
     if dense:
         image = "Middle slice of the volume" if samples["volume"].any() else "Image"
-        parts += [f"<p>{image}, target, prediction.</p>", *_class_legend_html(class_names, label, said)]
-    least = 3 * width + 8 if dense else max(width, 160)
-    parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))'>"]
+        parts += [f"<p>{image}, target, prediction.</p>", *_class_legend_html(class_names, labels, preds)]
+    min_w = 3 * width + 8 if dense else max(width, 160)
+    parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{min_w}px),1fr))'>"]
     for at, (sample, loss, image) in enumerate(zip(samples["sample"], samples["loss"], samples["image"], strict=True)):
-        target, prediction = ("",) * 2 if dense else (_format_target(one[at], class_names) for one in (label, said))
-        words = "" if dense else f": target {target}, prediction {prediction}"
-        maps: Iterable[np.ndarray] = _colour_classes(np.stack([label[at], said[at]])) if dense else ()
+        target, prediction = ("",) * 2 if dense else (_format_target(one[at], class_names) for one in (labels, preds))
+        target_text = "" if dense else f": target {target}, prediction {prediction}"
+        maps: Iterable[np.ndarray] = _colour_classes(np.stack([labels[at], preds[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"
         pictures = (
             image_html(alt, encode_png(pixels), width=width) for alt, pixels in zip(alts, (image, *maps), strict=False)
         )
-        caption = f"sample {int(sample)}{words}; loss {float(loss):.4g}"
+        caption = f"sample {int(sample)}{target_text}; loss {float(loss):.4g}"
         parts.append(f"<figure><div class='row'>{''.join(pictures)}</div><figcaption>{caption}</figcaption></figure>")
     return [*parts, "</div>"]
 
@@ -270,41 +270,41 @@ def _class_legend_html(class_names: Sequence[str], *maps: np.ndarray) -> list[st
         return []
     classes = sorted({int(number) for class_map in maps for number in np.unique(class_map)})[:_MAX_TABLE_COLUMNS]
     colours = _colour_classes(np.array(classes))
-    named = (
+    entries = (
         f"<span class='key'><svg width='11' height='11'><rect width='11' height='11' fill='rgb({r},{g},{b})'/></svg>"
         f" {_class_label_html(number, class_names)}</span>"
         for number, (r, g, b) in zip(classes, colours.tolist(), strict=True)
     )
-    return [f"<p>Classes: {''.join(named)}</p>"]
+    return [f"<p>Classes: {''.join(entries)}</p>"]
 
 
 def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a worst.npz; raise DataError if they are not those that a run writes."""
     with convert_read_errors(path), open_regular(path, path.parent) as file:
         with zipfile.ZipFile(file) as archive:
-            size = sum(member.file_size for member in archive.infolist())
-        if size > _MAX_PICTURE_BYTES:
-            raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove the file")
+            unpacked_bytes = sum(member.file_size for member in archive.infolist())
+        if unpacked_bytes > _MAX_PICTURE_BYTES:
+            raise DataError(f"{path}: unpacks to {unpacked_bytes:,} bytes, more than any run writes; remove the file")
         file.seek(0)
         with np.load(file) as arrays:
-            arrays_ = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said", "volume")}
-    sample, loss, image, label, said, volume = arrays_.values()
+            array_by_name = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said", "volume")}
+    sample, loss, image, label, prediction, volume = array_by_name.values()
     if (
         sample.ndim != 1
         or loss.ndim != 1
-        or len({len(array) if array.ndim else 0 for array in arrays_.values()}) != 1
+        or len({len(array) if array.ndim else 0 for array in array_by_name.values()}) != 1
         or image.ndim not in (3, 4)
         or image.shape[3:] not in ((), (1,), (3,))
         or image.dtype != np.uint8
         or sample.dtype.kind not in "iu"
         or loss.dtype.kind not in "iuf"
         or (volume.ndim, volume.dtype.kind) != (1, "b")
-        or not {label.dtype.kind, said.dtype.kind} <= {*"iuf"}
-        or (label.ndim == 3 and (label.shape != said.shape or not label.size))
+        or not {label.dtype.kind, prediction.dtype.kind} <= {*"iuf"}
+        or (label.ndim == 3 and (label.shape != prediction.shape or not label.size))
         or sample.size > _MAX_TABLE_COLUMNS
     ):
         raise DataError(f"{path}: its arrays are not the worst samples of a run; remove the file")
-    return arrays_
+    return array_by_name
 
 
 def _format_target(value: np.ndarray, class_names: Sequence[str]) -> str:
@@ -317,10 +317,10 @@ def _format_target(value: np.ndarray, class_names: Sequence[str]) -> str:
 def _colour_classes(maps: np.ndarray) -> np.ndarray:
     """Return RGB maps (n, h, w, 3): classes in their colours, other numbers in grey."""
     if maps.dtype.kind in "iu":
-        classes, places = np.unique(maps, return_inverse=True)
+        classes, class_indices = np.unique(maps, return_inverse=True)
         colours = np.array([*class_colours(_COLOURED_CLASS_COUNT), _OTHER_CLASS_COLOUR], np.uint8)
-        chosen = np.where((classes >= 0) & (classes < _COLOURED_CLASS_COUNT), classes, _COLOURED_CLASS_COUNT)
-        return colours[chosen][places.reshape(maps.shape)]
+        colour_indices = np.where((classes >= 0) & (classes < _COLOURED_CLASS_COUNT), classes, _COLOURED_CLASS_COUNT)
+        return colours[colour_indices][class_indices.reshape(maps.shape)]
     maps = np.nan_to_num(maps.astype(np.float64))
     low, high = maps.min(), maps.max()
     with np.errstate(all="ignore"):
@@ -342,5 +342,5 @@ def _confusion_matrix_html(counts: Sequence[Sequence[Any]], class_names: Sequenc
             for n, shade in zip(row, shades, strict=True)
         )
         rows.append(f"<tr><th>{_class_label_html(at, class_names)}</th>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{_class_label_html(at, class_names)}</th>" for at in range(len(counts)))
-    return scrollable_html(f"<table class='matrix'><tr><th></th>{head}</tr>{''.join(rows)}</table>")
+    header_cells = "".join(f"<th>{_class_label_html(at, class_names)}</th>" for at in range(len(counts)))
+    return scrollable_html(f"<table class='matrix'><tr><th></th>{header_cells}</tr>{''.join(rows)}</table>")

@@ -15,9 +15,9 @@ def load_inference_weights(file: CheckpointReader, model: TrainableModel) -> Non
     """Load a checkpoint's weights, or their running mean if present, into a model. Collective."""
     arrays = model.checkpoint_arrays()["model"]
     load_weights(file, arrays, strict=True)
-    trained = None
+    trained_steps = None
     with suppress(ValueError):
-        trained = parse_json(file.contents.texts.get("position", "{}"), dict).get("step")
-    slots = file.contents.group("optimizer") if trained else {}
-    means = [(shard.slot_shard(AVERAGE_SLOT), array) for shard, array in arrays]
-    file.fill_parts([ArrayPart.of(*pair, "optimizer") for pair in means if pair[0].full_name in slots])
+        trained_steps = parse_json(file.contents.texts.get("position", "{}"), dict).get("step")
+    slots = file.contents.group("optimizer") if trained_steps else {}
+    averages = [(shard.slot_shard(AVERAGE_SLOT), array) for shard, array in arrays]
+    file.fill_parts([ArrayPart.of(*pair, "optimizer") for pair in averages if pair[0].full_name in slots])

@@ -64,12 +64,12 @@ class Best(Registered):
     def find_best_epoch(self, history: Sequence[EpochRecord], metrics: Sequence[Metric]) -> int:
         """Return the number of the best epoch (the first one in a tie), or 0 if there is none."""
         name, sign = self.metric_name(history), -1.0 if self.larger_is_better(metrics) else 1.0
-        best, epoch = math.inf, 0
+        best_value, best_epoch = math.inf, 0
         for record in history:
             value = _to_float_or_nan(record.get(name))
-            if sign * value < best - (self.min_change if epoch else 0.0):
-                best, epoch = sign * value, record["epoch"]
-        return epoch
+            if sign * value < best_value - (self.min_change if best_epoch else 0.0):
+                best_value, best_epoch = sign * value, record["epoch"]
+        return best_epoch
 
     def metric_name(self, history: Sequence[EpochRecord]) -> str:
         """Return the name of the metric."""
@@ -119,7 +119,7 @@ class BestCheckpointAndEarlyStopping(Hook):
     def after_epoch(self, run: TrainState) -> None:
         """Write a checkpoint if the epoch is the best; stop early without improvement."""
         if self.checkpoint is not None and self.best.find_best_epoch(run.history, self.metrics) == run.epoch:
-            self.checkpoint.save(run, pull=False)  # the values that were evaluated
+            self.checkpoint.save(run, from_servers=False)  # the values that were evaluated
         if reason := self.best.early_stop_reason(run.history, self.metrics):
             run.epochs = run.epoch
             if run.is_first_rank:

@@ -71,11 +71,11 @@ class RunProgress:
         """Return the progress of a run. Collective."""
         totals = run.totals
         sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
-        sums = replace(totals, sent_before_resume=sent, sent=0, summed_before_resume=summed, summed=0)
-        counts = run.epoch, run.step, run.samples_seen, run.epoch_size, run.model.seed or 0
+        global_totals = replace(totals, sent_before_resume=sent, sent=0, summed_before_resume=summed, summed=0)
+        position = run.epoch, run.step, run.samples_seen, run.epoch_size, run.model.seed or 0
         scaler = run.model.whole_model.loss_scaler
-        state = None if scaler is None else scaler.state()
-        return cls(*counts, sums, list(run.history), run.model.steps_without_optimizer, state)
+        scaler_state = None if scaler is None else scaler.state()
+        return cls(*position, global_totals, list(run.history), run.model.steps_without_optimizer, scaler_state)
 
     def apply_to(self, run: TrainState) -> None:
         """Set the position of `run` to this progress.
@@ -108,8 +108,8 @@ class RunProgress:
     def from_json(cls, text: str) -> RunProgress:
         """Parse the output of `to_json`; raise ValueError with the reason if it is invalid."""
         values = parse_json(text, dict)
-        names = {_JSON_KEY_BY_FIELD.get(field_.name, field_.name): field_.name for field_ in fields(cls)}
-        if not names.keys() - {"loss_scale"} <= values.keys() <= names.keys():
+        field_by_key = {_JSON_KEY_BY_FIELD.get(field_.name, field_.name): field_.name for field_ in fields(cls)}
+        if not field_by_key.keys() - {"loss_scale"} <= values.keys() <= field_by_key.keys():
             raise ValueError("'position' has missing or unexpected fields")
         totals = require_json_type("'totals'", values["totals"], dict)
         if set(totals) != {field_.name for field_ in fields(EpochTotals)}:
@@ -128,7 +128,7 @@ class RunProgress:
             LossScaler().load_state(require_json_type("'loss_scale'", values["loss_scale"], dict))
         history = [_parse_record(record) for record in require_json_type("'history'", values["history"], list)]
         values |= {"totals": EpochTotals(**totals), "history": history}
-        return cls(**{names[key]: value for key, value in values.items()})
+        return cls(**{field_by_key[key]: value for key, value in values.items()})
 
 
 def _parse_record(record: Any) -> EpochRecord:
@@ -229,9 +229,10 @@ class Checkpoint(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Write a checkpoint if one is due within the epoch."""
-        is_epoch_end, previous, self.last_seen_step = run.samples_seen >= run.epoch_size, self.last_seen_step, run.step
+        is_epoch_end = run.samples_seen >= run.epoch_size
+        previous_step, self.last_seen_step = self.last_seen_step, run.step
         if not (is_epoch_end and self.schedule.is_due_after_epoch(run.epoch + 1)) and (
-            self.schedule.is_due_after_step(run.step, previous) or self._is_due_by_time(run)
+            self.schedule.is_due_after_step(run.step, previous_step) or self._is_due_by_time(run)
         ):
             self.save(run)
 
@@ -249,15 +250,15 @@ class Checkpoint(Hook):
         """Write a checkpoint of this step, unless it is already written."""
         self.after_run(run)
 
-    def save(self, run: TrainState, pull: bool = True) -> None:
-        """Write a checkpoint now; `pull`: with the current state of the parameter servers, if any. Collective.
+    def save(self, run: TrainState, from_servers: bool = True) -> None:
+        """Write a checkpoint now; `from_servers`: with the current state of the parameter servers, if any. Collective.
 
         Raises
         ------
         OutputError
             On every rank, if the checkpoint cannot be written; the previous one is kept.
         """
-        if pull and (remote := run.model.whole_model.remote_update) is not None:
+        if from_servers and (remote := run.model.whole_model.remote_update) is not None:
             remote.pull_values_and_optimizer_state()
         write_checkpoint(
             self.path, *self.collect_checkpoint_contents(run), run.grid.world, self.schedule.keep, run.step
@@ -284,9 +285,9 @@ class Checkpoint(Hook):
 
     def _is_due_by_time(self, run: TrainState) -> bool:
         """Return whether `every_minutes` have passed by rank 0's clock. Collective."""
-        limit = self.schedule.every_minutes
-        return limit is not None and bool(
-            run.grid.world.bcast(time.monotonic() - self.last_checkpoint_time >= 60 * limit)
+        interval_minutes = self.schedule.every_minutes
+        return interval_minutes is not None and bool(
+            run.grid.world.bcast(time.monotonic() - self.last_checkpoint_time >= 60 * interval_minutes)
         )
 
 
@@ -307,8 +308,8 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
     with open_checkpoint(path, world, reading_rank) as file:
         progress = read_run_progress(file)
         for group, arrays in run.model.checkpoint_arrays(file.contents.group("optimizer")).items():
-            expected = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
-            _require_same_shapes(path, file.contents.group(group), expected, remedy)
+            expected_shapes = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
+            _require_same_shapes(path, file.contents.group(group), expected_shapes, remedy)
         try:
             progress.apply_to(run)
             run.restore_checkpoint_texts(file.contents.texts)
@@ -316,12 +317,12 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
             raise DataError(f"{path}: {problem}, or {remedy}") from None
         parts = _checkpoint_array_parts(run)
         file.fill_parts(parts)
-        notes = (
+        messages = (
             _describe_conversion(file.contents, parts),
             restore_scheme_state(file, model.exchanged_arrays, _scheme_state_key(run), world),
             restore_sync_state(file, model.sync_states, world),
         )
-        run.start_messages += filter(None, notes)
+        run.start_messages += filter(None, messages)
 
 
 def read_checkpoint_step(path: Path, world: Transport) -> int:
@@ -344,10 +345,10 @@ def read_run_progress(file: CheckpointReader) -> RunProgress:
 
 def _describe_conversion(contents: CheckpointContents, parts: Iterable[ArrayPart]) -> str:
     """Return a message to the user if values in a checkpoint were converted to another dtype; '' if none were."""
-    converted = {(str(contents.dtypes[part.name]), str(part.dtype)) for part in parts}
-    texts = [f"{old} to {new}" for old, new in sorted(converted) if old != new]
-    what = "results differ from those of an uninterrupted run"
-    return f"the values of the checkpoint were converted from {' and '.join(texts)}: {what}" if texts else ""
+    dtype_pairs = {(str(contents.dtypes[part.name]), str(part.dtype)) for part in parts}
+    changes = [f"{old} to {new}" for old, new in sorted(dtype_pairs) if old != new]
+    note = "results differ from those of an uninterrupted run"
+    return f"the values of the checkpoint were converted from {' and '.join(changes)}: {note}" if changes else ""
 
 
 def _checkpoint_array_parts(run: TrainState) -> list[ArrayPart]:
@@ -357,11 +358,11 @@ def _checkpoint_array_parts(run: TrainState) -> list[ArrayPart]:
 def _scheme_state_key(run: TrainState) -> str:
     """Return a text that must be equal in both runs for border schemes to resume from their stored arrays."""
     schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole_model.schemes.items()}
-    different = sorted(set(schemes.values()))
-    text = different[0] if len(different) == 1 else ", ".join(f"{n}: {scheme}" for n, scheme in schemes.items())
+    distinct = sorted(set(schemes.values()))
+    schemes_text = distinct[0] if len(distinct) == 1 else ", ".join(f"{n}: {scheme}" for n, scheme in schemes.items())
     shape = run.grid.shape
     tiles = f"{shape.planes} x {shape.rows} x {shape.cols}" if shape.planes > 1 else f"{shape.rows} x {shape.cols}"
-    return f"{tiles} tiles, {counted(shape.replicas, 'replica')}, batches of {run.batch_size}, scheme {text}"
+    return f"{tiles} tiles, {counted(shape.replicas, 'replica')}, batches of {run.batch_size}, scheme {schemes_text}"
 
 
 def _run_position(run: TrainState) -> tuple[int, int, int]:

@@ -45,26 +45,26 @@ def write_curves_picture(history: Sequence[EpochRecord], path: Path) -> None:
     from matplotlib.figure import Figure
 
     last, error = history[-1], history[-1].selection_value("error")
-    classes = error is not None
-    names = (name for record in history for name, value in record.items() if is_metric(name, value))
-    metrics = list(dict.fromkeys(name.removeprefix("validation_") for name in names))[:_MAX_METRIC_PANELS]
-    panels = 1 + classes + len(metrics)
-    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
-    loss, *rest = figure.subplots(1, panels, squeeze=False)[0]
-    others, chosen = rest[:classes], rest[classes:]
-    loss.set(title="Loss", ylabel="mean loss per sample")
+    has_error = error is not None
+    record_fields = (name for record in history for name, value in record.items() if is_metric(name, value))
+    metric_names = list(dict.fromkeys(name.removeprefix("validation_") for name in record_fields))[:_MAX_METRIC_PANELS]
+    num_panels = 1 + has_error + len(metric_names)
+    figure = Figure(figsize=(5 * num_panels, 4), layout="constrained")
+    loss_axes, *other_axes = figure.subplots(1, num_panels, squeeze=False)[0]
+    error_axes, metric_axes = other_axes[:has_error], other_axes[has_error:]
+    loss_axes.set(title="Loss", ylabel="mean loss per sample")
     for name in _MARKER_BY_SPLIT:
-        _plot_line(loss, history, f"{name}_loss", name)
-        for axes in others:
+        _plot_line(loss_axes, history, f"{name}_loss", name)
+        for axes in error_axes:
             _plot_line(axes, history, f"{name}_error", name, factor=100)
-    for axes in others:
+    for axes in error_axes:
         title = f"{last.selection_split.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
         axes.set(title=title, ylabel="wrong answers (%)")
-    for axes, name in zip(chosen, metrics, strict=True):
+    for axes, name in zip(metric_axes, metric_names, strict=True):
         axes.set(title=name)
         _plot_line(axes, history, f"validation_{name}", "validation")
         _plot_line(axes, history, name, "test")
-    for axes in (loss, *others, *chosen):
+    for axes in (loss_axes, *error_axes, *metric_axes):
         if axes.get_lines():
             axes.legend()
         axes.set_xlabel("epoch")
@@ -79,8 +79,8 @@ def _set_y_scale_and_limits(axes: Any) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     values = [y for line in axes.get_lines() for y in line.get_ydata()]
-    low, _, logarithmic = axis_range_and_is_logarithmic(values) if values else (None, None, False)
-    if logarithmic:
+    low, _, is_logarithmic = axis_range_and_is_logarithmic(values) if values else (None, None, False)
+    if is_logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")

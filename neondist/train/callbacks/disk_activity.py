@@ -18,20 +18,20 @@ def count_disk_bytes(process_ids: Iterable[int]) -> int:
     total = 0
     for process in process_ids:
         with suppress(psutil.Error, OSError, AttributeError):  # macOS has no such counters
-            counts = psutil.Process(process).io_counters()
-            total += counts.read_bytes + counts.write_bytes
+            io_counters = psutil.Process(process).io_counters()
+            total += io_counters.read_bytes + io_counters.write_bytes
     return total
 
 
 def list_file_states(folder: Path | None) -> list[tuple[str, int, int]]:
     """Return names, sizes and modification times of the files in a folder."""
-    files = []
+    file_states = []
     with suppress(OSError):
         for entry in os.scandir(folder) if folder is not None else ():
             with suppress(OSError):
                 stat = entry.stat(follow_symlinks=False)
-                files.append((entry.name, stat.st_size, stat.st_mtime_ns))
-    return sorted(files)
+                file_states.append((entry.name, stat.st_size, stat.st_mtime_ns))
+    return sorted(file_states)
 
 
 def is_process_stopped(pid: int) -> bool:

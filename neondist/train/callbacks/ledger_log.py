@@ -51,10 +51,10 @@ class LedgerLog(Hook):
 
     def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's lines. Collective."""
-        now = run.model.whole_model.ledger()
-        training, evaluation = (self.training_end_ledger - self.epoch_start_ledger, now - self.training_end_ledger)
+        ledger = run.model.whole_model.ledger()
+        training, evaluation = (self.training_end_ledger - self.epoch_start_ledger, ledger - self.training_end_ledger)
         own_entries = [*_ledger_entries("training", training), *_ledger_entries("evaluation", evaluation)]
-        self.epoch_start_ledger = now
+        self.epoch_start_ledger = ledger
         entries_by_rank = run.grid.world.allgather(own_entries)
         with all_or_none(run.grid.world):
             if run.is_first_rank:
@@ -65,15 +65,15 @@ class LedgerLog(Hook):
 
 def _ledger_entries(pass_name: str, ledger: Ledger) -> list[dict[str, Any]]:
     """Return one entry per layer, direction and receiver, summed over message sizes."""
-    messages: Counter[LedgerEntryKey] = Counter()
-    sent: Counter[LedgerEntryKey] = Counter()
+    message_counts: Counter[LedgerEntryKey] = Counter()
+    sent_bytes: Counter[LedgerEntryKey] = Counter()
     for account, count in ledger.items():
-        messages[account[:4]] += count
-        sent[account[:4]] += count * account.nbytes
+        message_counts[account[:4]] += count
+        sent_bytes[account[:4]] += count * account.nbytes
     return [
         {"pass": pass_name, **dict(zip(("kind", "layer", "direction", "peer"), key, strict=True))}
-        | {"messages": count, "bytes": sent[key]}
-        for key, count in messages.items()
+        | {"messages": count, "bytes": sent_bytes[key]}
+        for key, count in message_counts.items()
     ]
 
 

@@ -49,8 +49,8 @@ class MetricLogger(Registered, Hook):
         try:
             import_module(self.package)
         except ImportError:
-            logger = type(self).__name__
-            raise MissingPackageError(f"{logger} needs {self.package}: pip install 'neondist[loggers]'") from None
+            class_name = type(self).__name__
+            raise MissingPackageError(f"{class_name} needs {self.package}: pip install 'neondist[loggers]'") from None
 
     def before_run(self, run: TrainState) -> None:
         """Start the log, and write the epochs that were complete before the run continues."""
@@ -142,8 +142,8 @@ class MLflow(MetricLogger):
         """Start a new run, with the fields of the experiment as its parameters."""
         assert self.output_folder is not None
         self.output_folder.mkdir(parents=True, exist_ok=True)
-        store = self.output_folder.resolve() / MLFLOW_DATABASE_FILE
-        self.mlflow_client = import_module(self.package).MlflowClient(tracking_uri=f"sqlite:///{store}")
+        database_path = self.output_folder.resolve() / MLFLOW_DATABASE_FILE
+        self.mlflow_client = import_module(self.package).MlflowClient(tracking_uri=f"sqlite:///{database_path}")
         self.run_id = self.mlflow_client.create_run("0", run_name=self.output_folder.resolve().parent.name).info.run_id
         for name, value in experiment_fields_by_path(self.experiment_yaml or ""):
             self.mlflow_client.log_param(self.run_id, name[:250], value[:500])

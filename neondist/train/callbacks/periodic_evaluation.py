@@ -27,8 +27,8 @@ class PeriodicEvaluation(Hook):
     metrics : sequence of Metric
     """
 
-    def __init__(self, folder: Path, steps: int, metrics: Sequence[Metric]) -> None:
-        self.path, self.interval_steps, self.metrics = folder / EVALUATIONS, steps, metrics
+    def __init__(self, folder: Path, interval_steps: int, metrics: Sequence[Metric]) -> None:
+        self.path, self.interval_steps, self.metrics = folder / EVALUATIONS, interval_steps, metrics
 
     def before_run(self, run: TrainState) -> None:
         """Create the file, or continue it."""
@@ -41,10 +41,10 @@ class PeriodicEvaluation(Hook):
         if run.step % self.interval_steps:
             return
         with run.model.whole_model.use_averaged_weights():
-            evaluated = evaluate_validation_and_test(run, self.metrics)
-        results = nonfinite_to_none(evaluated)
+            evaluation = evaluate_validation_and_test(run, self.metrics)
+        results = nonfinite_to_none(evaluation)
         with all_or_none(run.grid.world):
             if run.is_first_rank:
                 append_text(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")
-                texts = [f"{name} {value:.6g}" for name, value in results.items() if isinstance(value, float)]
-                say(f"step {run.step}: {', '.join(texts)}")
+                result_texts = [f"{name} {value:.6g}" for name, value in results.items() if isinstance(value, float)]
+                say(f"step {run.step}: {', '.join(result_texts)}")

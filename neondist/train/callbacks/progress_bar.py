@@ -57,8 +57,8 @@ class ProgressBar(Hook):
     def after_step(self, run: TrainState) -> None:
         """Update the bar, or print the progress line if it is due; print a line if the step was skipped."""
         if run.is_first_rank and not math.isfinite(run.loss):
-            where = run.model.whole_model.nonfinite_monitor.nonfinite_value
-            self._print(run, f"step {run.step} skipped: first non-finite value: {where}")
+            nonfinite_location = run.model.whole_model.nonfinite_monitor.nonfinite_value
+            self._print(run, f"step {run.step} skipped: first non-finite value: {nonfinite_location}")
         now = time.perf_counter()
         speed = (run.samples_seen - self.speed_start_sample) / max(now - self.speed_start_time, 1e-9)
         if self.bar is None and run.is_first_rank and now >= self.next_progress_line_time:
@@ -121,15 +121,15 @@ def run_headline(run: TrainState) -> str:
     grid = run.grid
     tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
-    done = f", from epoch {run.epoch}" if run.epoch else ""
-    done += f", {counted(run.samples_seen, 'sample')} into the next" if run.samples_seen else ""
-    *others, last = [f"{len(split)} {_SPLIT_TITLES.get(name, name)}" for name, split in run.dataset.splits.items()]
-    samples = f"{', '.join(others)} and {last}" if others else last
+    position_text = f", from epoch {run.epoch}" if run.epoch else ""
+    position_text += f", {counted(run.samples_seen, 'sample')} into the next" if run.samples_seen else ""
+    *texts, last = [f"{len(split)} {_SPLIT_TITLES.get(name, name)}" for name, split in run.dataset.splits.items()]
+    samples = f"{', '.join(texts)} and {last}" if texts else last
     precision = getattr(run.model, "precision", FLOAT32)  # stages of pretraining have none
-    products = "" if precision == FLOAT32 else f" in {precision.name}"
+    precision_text = "" if precision == FLOAT32 else f" in {precision.name}"
     return (
-        f"{run.model.display_name}{products} on {ranks}: {samples} samples of"
-        f" {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
+        f"{run.model.display_name}{precision_text} on {ranks}: {samples} samples of"
+        f" {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{position_text}"
     )
 
 
@@ -141,16 +141,16 @@ def is_metric(name: str, value: object) -> bool:
 def step_line(run: TrainState, speed: float) -> str:
     """Return the progress in the current epoch in one line, with an estimate of the time left."""
     samples = len(run.dataset.train)
-    left = f", {format_duration((samples - run.samples_seen) / speed)} left in this epoch" if speed > 0 else ""
+    time_left = f", {format_duration((samples - run.samples_seen) / speed)} left in this epoch" if speed > 0 else ""
     return (
         f"step {run.step}: epoch {run.epoch + 1}/{run.epochs}, {run.samples_seen / samples:.0%}, loss {run.loss:.4f},"
-        f" {speed:,.3g} samples/s{left}"
+        f" {speed:,.3g} samples/s{time_left}"
     )
 
 
 def epoch_line(record: EpochRecord, epochs: int) -> str:
     """Return an epoch's numbers in one line."""
-    parts = [
+    texts = [
         f"epoch {record['epoch']}/{epochs}",
         *(_loss_text(record, name) for name in SPLITS if f"{name}_loss" in record),
         *(f"{n} error {100 * record[key]:.2f} %" for n in SPLITS if record.get(key := f"{n}_error") is not None),
@@ -159,7 +159,7 @@ def epoch_line(record: EpochRecord, epochs: int) -> str:
         f"{record['samples_per_second']:,.0f} samples/s",
         *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),
     ]
-    return "  ".join(parts)
+    return "  ".join(texts)
 
 
 def _loss_text(record: EpochRecord, split: str) -> str:

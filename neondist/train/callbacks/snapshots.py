@@ -29,12 +29,12 @@ _INITIAL_OVERHEAD_SECONDS, _INITIAL_BYTES_PER_SECOND = 0.01, 5e8
 
 def open_snapshot_store(folder: Path, world: Transport) -> SnapshotStore | None:
     """Return the snapshot store of a supervised run, otherwise None. Collective."""
-    key = ""
+    run_key = ""
     with all_or_none(world):
         if world.rank == 0:
-            key = read_run_key(folder)
-    key = world.bcast(key)
-    return SnapshotStore(key, world) if key else None
+            run_key = read_run_key(folder)
+    run_key = world.bcast(run_key)
+    return SnapshotStore(run_key, world) if run_key else None
 
 
 class Snapshots(Hook):
@@ -66,18 +66,18 @@ class Snapshots(Hook):
 
     def before_run(self, run: TrainState) -> None:
         """Start measuring the time of the run."""
-        size = run.model.whole_model.compiled.parameters.memory(run.grid.rank)
+        parameter_bytes = run.model.whole_model.compiled.parameters.memory(run.grid.rank)
         self.start_time, self.total_snapshot_seconds = self.clock(), 0.0
-        self.expected_snapshot_seconds = _INITIAL_OVERHEAD_SECONDS + size / _INITIAL_BYTES_PER_SECOND
+        self.expected_snapshot_seconds = _INITIAL_OVERHEAD_SECONDS + parameter_bytes / _INITIAL_BYTES_PER_SECOND
 
     def after_step(self, run: TrainState) -> None:
         """Write a snapshot if one is due; rank 0 announces it one step ahead in the gradient reduction."""
         flags = run.model.sync.flags
         if self.interval == "auto":
-            due = flags.count_ranks(ControlFlag.SNAPSHOT) > 0
+            is_due = flags.count_ranks(ControlFlag.SNAPSHOT) > 0
         else:
-            due = self.interval is not None and run.step % self.interval == 0
-        if due and run.stop is None and not self.checkpoint.is_current_step_written(run):
+            is_due = self.interval is not None and run.step % self.interval == 0
+        if is_due and run.stop is None and not self.checkpoint.is_current_step_written(run):
             self.save(run)
         if self.interval == "auto" and run.is_first_rank:
             flags.own_flags[ControlFlag.SNAPSHOT] = self.is_snapshot_affordable
@@ -85,27 +85,27 @@ class Snapshots(Hook):
     @property
     def is_snapshot_affordable(self) -> bool:
         """Whether one more snapshot would stay within `MAX_SNAPSHOT_TIME_FRACTION`."""
-        allowed = MAX_SNAPSHOT_TIME_FRACTION * (self.clock() - self.start_time)
-        return self.total_snapshot_seconds + self.expected_snapshot_seconds <= allowed
+        allowed_seconds = MAX_SNAPSHOT_TIME_FRACTION * (self.clock() - self.start_time)
+        return self.total_snapshot_seconds + self.expected_snapshot_seconds <= allowed_seconds
 
     def save(self, run: TrainState) -> None:
         """Write a snapshot now. Collective."""
-        start = self.clock()
+        start_time = self.clock()
         if not self.writes_to_disk:
             try:
                 self.store.write(*self.checkpoint.collect_checkpoint_contents(run), run.step)
             except OutputError as error:
                 self.writes_to_disk = True
                 if run.is_first_rank:
-                    why = str(error).partition(";")[0]
+                    reason = str(error).partition(";")[0]
                     say(
-                        f"snapshots cannot be kept in memory ({why}); checkpoints are written to disk at the same"
+                        f"snapshots cannot be kept in memory ({reason}); checkpoints are written to disk at the same"
                         " interval instead"
                     )
-                    _append_run_event(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
+                    _append_run_event(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {reason}")
         if self.writes_to_disk:
             self.checkpoint.save(run)
-        self.expected_snapshot_seconds = self.clock() - start
+        self.expected_snapshot_seconds = self.clock() - start_time
         self.total_snapshot_seconds += self.expected_snapshot_seconds
 
     def after_run(self, run: TrainState) -> None:
@@ -124,9 +124,9 @@ def restore_newest_snapshot_or_checkpoint(path: Path, run: TrainState, store: Sn
         On every rank, as in `restore_checkpoint`, if neither can be used.
     """
     snapshots = store.steps_and_node_ranks() if store is not None else []
-    on_disk = read_checkpoint_step(path, run.grid.world) if snapshots else -1
+    checkpoint_step = read_checkpoint_step(path, run.grid.world) if snapshots else -1
     for step, root in snapshots:
-        if store is None or step <= on_disk:
+        if store is None or step <= checkpoint_step:
             break
         try:
             restore_checkpoint(store.path(step), run, root)

@@ -51,10 +51,10 @@ class PretrainingPictures(Hook):
         split, shape = run.dataset.selection_split, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(split) else ():
             pictures, filters = reconstruct_first_images(stage, split), gather_filters(stage)
-            optimal = compute_optimal_stimuli(stage, split)
+            stimuli = compute_optimal_stimuli(stage, split)
             with all_or_none(run.grid.world):
                 if run.is_first_rank and has_matplotlib():
-                    self._draw(stage, pictures, filters, list(optimal.reshape(3, -1, *optimal.shape[1:])))
+                    self._draw(stage, pictures, filters, list(stimuli.reshape(3, -1, *stimuli.shape[1:])))
                     release_cached_memory()  # memory of matplotlib, before the next stage
 
     def _draw(
@@ -75,8 +75,8 @@ def reconstruct_first_images(stage: Autoencoder, split: Split) -> PictureRows:
     """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each. Collective."""
     x = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
     y = stage.fprop(x)
-    own, extent = stage.output.own, stage.output_shape[:2]
-    inputs, residuals = (_assemble_images(stage.grid, part, own, extent) for part in (y.x, y.residual))
+    own_box, extent = stage.output.own, stage.output_shape[:2]
+    inputs, residuals = (_assemble_images(stage.grid, part, own_box, extent) for part in (y.x, y.residual))
     return [inputs, inputs + residuals, residuals]
 
 
@@ -86,20 +86,20 @@ def gather_filters(stage: Autoencoder) -> FiltersByPosition:
     If filters are shared within blocks, a position is that of a block.
     """
     weights, shard, grid = to_host(stage.layer.params["weights"]), stage.weights_shard, stage.grid
-    shape = shard.parameter.shape
-    side = max(1, int((MAX_FILTERS / shape[-1]) ** 0.5))
-    positions = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
+    weights_shape = shard.parameter.shape
+    positions_per_axis = max(1, int((MAX_FILTERS / weights_shape[-1]) ** 0.5))
+    positions = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, positions_per_axis))}) for n in weights_shape[:2]]
     lo = shard.box.lo
     own_filters = {}
     if grid.replica == 0:
         for row, col in ((r, c) for r in positions[0] for c in positions[1]):
-            at = (row - lo[0], col - lo[1])
-            if all(0 <= i < n for i, n in zip(at, weights.shape, strict=False)):
-                own_filters[row, col] = weights[at].copy()
-    blocks: FiltersByPosition = {}
+            local_position = (row - lo[0], col - lo[1])
+            if all(0 <= i < n for i, n in zip(local_position, weights.shape, strict=False)):
+                own_filters[row, col] = weights[local_position].copy()
+    filters_by_position: FiltersByPosition = {}
     for part in grid.world.allgather(own_filters):
-        blocks.update(part)
-    return dict(sorted(blocks.items()))
+        filters_by_position.update(part)
+    return dict(sorted(filters_by_position.items()))
 
 
 def compute_optimal_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
@@ -109,8 +109,8 @@ def compute_optimal_stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     cells = [np.unravel_index(i * prod(extent) // MAX_STIMULI, extent) for i in range(MAX_STIMULI)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
     images = split.images(np.arange(min(MAX_IMAGES, len(split))), stage.dtype)
-    own = model.input.owned_part(images)
-    squares = np.array([np.sum(own * own, dtype=np.float64)])
+    tile = model.input.owned_part(images)
+    squares = np.array([np.sum(tile * tile, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end_layer_index - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
     return _assemble_images(model.grid, tiles, model.input.own, model.input_shape[:2])
@@ -128,26 +128,26 @@ GAP_VALUE = 1.0  # white, between pictures
 
 def write_picture_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
     """Write rows of pictures (n, h, w, C) of equal size; each row has one scale of values, centred at 0."""
-    lines = [_join_in_row([_scale_to_rgb(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
-    _write_figure(path, np.concatenate(lines), title)
+    row_pixels = [_join_in_row([_scale_to_rgb(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
+    _write_figure(path, np.concatenate(row_pixels), title)
 
 
 def write_filter_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
     """Write blocks by (row, column), each with pictures (h, w, C, n) in one scale of values, centred at 0."""
-    rows = sorted({place[0] for place in blocks})
-    lines = []
-    for row in rows:
-        line = [_arrange_in_square(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]
-        lines.append(np.concatenate([_add_gap(block, 2) for block in line], axis=1))
-    _write_figure(path, np.concatenate(lines), title)
+    row_numbers = sorted({place[0] for place in blocks})
+    row_pixels = []
+    for row in row_numbers:
+        row_blocks = [_arrange_in_square(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]
+        row_pixels.append(np.concatenate([_add_gap(block, 2) for block in row_blocks], axis=1))
+    _write_figure(path, np.concatenate(row_pixels), title)
 
 
 def _arrange_in_square(pictures: np.ndarray) -> np.ndarray:
     """Arrange n pictures in a block that is as square as possible."""
     tiles = [_scale_to_rgb(p, np.abs(pictures).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
-    wide = -(-len(tiles) // max(1, int(len(tiles) ** 0.5)))
-    tiles += [np.ones_like(tiles[0])] * (-len(tiles) % wide)
-    return np.concatenate([_join_in_row(tiles[at : at + wide], 1) for at in range(0, len(tiles), wide)])
+    row_length = -(-len(tiles) // max(1, int(len(tiles) ** 0.5)))
+    tiles += [np.ones_like(tiles[0])] * (-len(tiles) % row_length)
+    return np.concatenate([_join_in_row(tiles[at : at + row_length], 1) for at in range(0, len(tiles), row_length)])
 
 
 def _scale_to_rgb(picture: np.ndarray, largest_magnitude: float) -> np.ndarray:

@@ -113,11 +113,11 @@ class TimeLimit(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Stop if rank 0 announced a stop in this step; on rank 0, announce a stop if the limit is close."""
-        took = self._seconds_since_last_call()
+        elapsed = self._seconds_since_last_call()
         if self.epoch_just_ended:
-            self.max_checkpoint_seconds, self.epoch_just_ended = (max(self.max_checkpoint_seconds, took), False)
+            self.max_checkpoint_seconds, self.epoch_just_ended = (max(self.max_checkpoint_seconds, elapsed), False)
         else:
-            self.recent_step_seconds.append(took)
+            self.recent_step_seconds.append(elapsed)
         if run.stop is None and run.model.sync.flags.count_ranks(ControlFlag.TIME_LIMIT):
             run.stop = Stop(f"the time limit of {self.seconds:g} s is close; --resume continues from here")
         elif run.is_first_rank and self.last_call_time + self.seconds_needed_to_stop(run) > self.deadline:
@@ -130,16 +130,16 @@ class TimeLimit(Hook):
 
     def seconds_needed_to_stop(self, run: TrainState) -> float:
         """Return the seconds to reserve for stopping the run."""
-        step = max(self.recent_step_seconds, default=self.max_checkpoint_seconds)
-        saving, between = self.max_checkpoint_seconds or _estimate_checkpoint_seconds(run), 0.0
+        step_seconds = max(self.recent_step_seconds, default=self.max_checkpoint_seconds)
+        saving, epoch_end_seconds = self.max_checkpoint_seconds or _estimate_checkpoint_seconds(run), 0.0
         if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before all ranks know
-            evaluated = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
-            between = saving + (self.max_evaluation_seconds or step * -(-evaluated // run.batch_size))
-        return 1.0 + 2 * step + between + saving
+            samples = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
+            epoch_end_seconds = saving + (self.max_evaluation_seconds or step_seconds * -(-samples // run.batch_size))
+        return 1.0 + 2 * step_seconds + epoch_end_seconds + saving
 
     def _seconds_since_last_call(self) -> float:
-        previous, self.last_call_time = self.last_call_time, self.clock()
-        return self.last_call_time - previous
+        previous_time, self.last_call_time = self.last_call_time, self.clock()
+        return self.last_call_time - previous_time
 
 
 def _estimate_checkpoint_seconds(run: TrainState) -> float:

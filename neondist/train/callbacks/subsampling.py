@@ -30,10 +30,10 @@ def assemble_subsampled_images(
     cells : array (m, *pixels, ...)
         Sampled cells in this rank's box, for m images of this `extent`, starting with sample `first_sample`.
     """
-    parts = grid.world.allgather((first_sample, tuple(-(-lo // step) for lo in box.lo), cells))
-    count = max(first_sample + len(part) for first_sample, _, part in parts)
-    out = np.zeros((count, *(-(-n // step) for n in extent), *cells.shape[1 + len(extent) :]), cells.dtype)
-    for first_sample, place, part in parts:
-        cut = (slice(lo, lo + n) for lo, n in zip(place, part.shape[1:], strict=False))
-        out[(slice(first_sample, first_sample + len(part)), *cut)] = part
-    return out
+    parts_by_rank = grid.world.allgather((first_sample, tuple(-(-lo // step) for lo in box.lo), cells))
+    num_samples = max(first_sample + len(part) for first_sample, _, part in parts_by_rank)
+    images = np.zeros((num_samples, *(-(-n // step) for n in extent), *cells.shape[1 + len(extent) :]), cells.dtype)
+    for first_sample, origin, part in parts_by_rank:
+        region = (slice(lo, lo + n) for lo, n in zip(origin, part.shape[1:], strict=False))
+        images[(slice(first_sample, first_sample + len(part)), *region)] = part
+    return images

@@ -42,8 +42,8 @@ class TaskQueueHook(Hook):
             self.folder / TASKS, samples, self.records_per_task, run.epochs, run.model.seed, lease=_LEASE_SECONDS,
             source=self.source,
         )  # fmt: skip
-        credits = [(past, 0, samples) for past in range(epoch)]
-        self.queue.restore([*credits, (epoch, 0, run.samples_seen)] if run.samples_seen else credits)
+        completed_ranges = [(past_epoch, 0, samples) for past_epoch in range(epoch)]
+        self.queue.restore([*completed_ranges, (epoch, 0, run.samples_seen)] if run.samples_seen else completed_ranges)
         run.dataset.train.sampler = self.queue
 
     def after_step(self, run: TrainState) -> None:
@@ -55,12 +55,12 @@ class TaskQueueHook(Hook):
         if self.queue is not None:
             self.queue.close()
 
-    def _credit_samples(self, epoch: int, seen: int) -> None:
+    def _credit_samples(self, epoch: int, samples_seen: int) -> None:
         assert self.queue is not None
-        while self._task is None or (self._task.epoch, self._task.end) < (epoch, seen):
+        while self._task is None or (self._task.epoch, self._task.end) < (epoch, samples_seen):
             if self._task is not None:
                 self.queue.report(self._task.id)
             task = self.queue.get("local")
             assert isinstance(task, Task)  # each batch belongs to a task
             self._task = task
-        self.queue.applied(self._task.id, seen)
+        self.queue.applied(self._task.id, samples_seen)

@@ -31,11 +31,11 @@ class TilesPicture(Hook):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._drawn = False
+        self._is_drawn = False
 
     def before_run(self, run: TrainState) -> None:
         """Draw, unless the run is resumed. Collective."""
-        self._drawn = False
+        self._is_drawn = False
         if run.step == 0 and run.epoch == 0:
             self._draw(run)
 
@@ -48,9 +48,9 @@ class TilesPicture(Hook):
         self._draw(run)
 
     def _draw(self, run: TrainState) -> None:
-        if self._drawn:
+        if self._is_drawn:
             return
-        self._drawn = True
+        self._is_drawn = True
         shape, grid = run.dataset.sample_shape, run.grid
         if len(shape) != 3 or not len(run.dataset.selection_split):
             return
@@ -76,24 +76,24 @@ def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box
     """
     *extent, channels = dataset.sample_shape
     step = subsampling_step(extent, MAX_PICTURE_EXTENT)
-    piece = np.zeros((0, 0, 0, channels))
+    local_image = np.zeros((0, 0, 0, channels))
     if grid.replica == 0:
         top, left = sampled_slices(box, step)
         cells, (rows, cols) = dataset.selection_split.lazy_images([0], dtype), box.shape
-        band = -(-ROWS_PER_READ // step) * step  # the image may not fit into memory
-        bands = [slice(at, min(at + band, rows)) for at in range(top.start, rows, band)] or [slice(0, 0)]
-        read = [cells.read([rows_of, slice(0, cols)])[:, ::step, left].astype(np.float64) for rows_of in bands]
-        piece = np.concatenate(read, axis=1)
-    return assemble_subsampled_images(grid, box, extent, step, piece, 0)[0]
+        band_rows = -(-ROWS_PER_READ // step) * step  # the image may not fit into memory
+        bands = [slice(at, min(at + band_rows, rows)) for at in range(top.start, rows, band_rows)] or [slice(0, 0)]
+        arrays = [cells.read([rows_of, slice(0, cols)])[:, ::step, left].astype(np.float64) for rows_of in bands]
+        local_image = np.concatenate(arrays, axis=1)
+    return assemble_subsampled_images(grid, box, extent, step, local_image, 0)[0]
 
 
-def _figure_title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
-    text = f"An image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, parts))} tiles"
-    copies = f", the same in each of {replicas} replicas" if replicas > 1 else ""
+def _figure_title(shape: Sequence[int], tiles_per_axis: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
+    text = f"An image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, tiles_per_axis))} tiles"
+    replicas_text = f", the same in each of {replicas} replicas" if replicas > 1 else ""
     if layer is None or layer.window is None:
-        return text + copies
-    kernel = " × ".join(map(str, layer.window.kernel))
-    return f"{text}{copies}, and what each rank sees for the layer '{layer.name}' (kernel {kernel})"
+        return text + replicas_text
+    kernel_text = " × ".join(map(str, layer.window.kernel))
+    return f"{text}{replicas_text}, and what each rank sees for the layer '{layer.name}' (kernel {kernel_text})"
 
 
 HALO_COLOUR, PADDING_COLOUR, SEAM_COLOUR = "tab:orange", "0.85", "tab:red"
@@ -104,7 +104,7 @@ def write_tiles_picture(
     path: Path,
     image: np.ndarray,
     extent: Sequence[int],
-    parts: Sequence[int],
+    tiles_per_axis: Sequence[int],
     tiles: Sequence[Box],
     views: Sequence[Box],
     title: str,
@@ -117,28 +117,28 @@ def write_tiles_picture(
         Pixels of the image; there may be fewer of them than cells in `extent`.
     extent : (H, W)
         Numbers of cells of the image; boxes are given in cells.
-    parts : (rows, cols)
+    tiles_per_axis : (rows, cols)
     tiles, views : owned cells and view of each tile; row-major
     """
     from matplotlib.figure import Figure
 
-    rows, cols = parts if len(tiles) <= MAX_DRAWN_TILES else (0, 0)
-    frames = [hull_of_tile_and_view(tile, view).shape for tile, view in zip(tiles, views, strict=True)]
-    cells = [max((shape[axis] for shape in frames), default=1) for axis in (0, 1)]
-    width, height = _panels_size(rows, cols, cells)
+    rows, cols = tiles_per_axis if len(tiles) <= MAX_DRAWN_TILES else (0, 0)
+    frame_shapes = [hull_of_tile_and_view(tile, view).shape for tile, view in zip(tiles, views, strict=True)]
+    panel_extent = [max((shape[axis] for shape in frame_shapes), default=1) for axis in (0, 1)]
+    width, height = _panels_size(rows, cols, panel_extent)
     figure: Any = Figure(figsize=(4.6 + width, 1.3 + max(4.6, height)), layout="constrained")
     figure.suptitle(title, fontsize=12, wrap=True)
-    left, right = figure.subfigures(1, 2, width_ratios=(4.6, width))
+    image_figure, views_figure = figure.subfigures(1, 2, width_ratios=(4.6, width))
     pixels = _scale_to_rgb(image)
-    whole = left.subplots()
-    _show_image(whole, pixels, extent)
-    whole.set_title(f"the image and its seams ({counted(len(tiles), 'tile')})", fontsize=10)
+    image_axes = image_figure.subplots()
+    _show_image(image_axes, pixels, extent)
+    image_axes.set_title(f"the image and its seams ({counted(len(tiles), 'tile')})", fontsize=10)
     for rank, tile in enumerate(tiles):
-        _outline_box(whole, tile, color=SEAM_COLOUR, linewidth=2)
-        _label_tile(whole, rank, tile)
-    _hide_ticks(whole)
+        _outline_box(image_axes, tile, color=SEAM_COLOUR, linewidth=2)
+        _label_tile(image_axes, rank, tile)
+    _hide_ticks(image_axes)
     if rows:
-        _draw_views(right.subplots(rows, cols, squeeze=False), pixels, extent, tiles, views, cells)
+        _draw_views(views_figure.subplots(rows, cols, squeeze=False), pixels, extent, tiles, views, panel_extent)
     _add_legend(figure)
     write_figure(path, figure, dpi=110)
 
@@ -181,21 +181,21 @@ def _draw_views(
 ) -> None:
     for rank, (axes, tile, view) in enumerate(zip(panels.flat, tiles, views, strict=True)):
         axes.set_title(f"rank {rank}\ntile {_format_shape(tile)}, view {_format_shape(view)}", fontsize=8)
-        shown = hull_of_tile_and_view(tile, view)
+        shown_box = hull_of_tile_and_view(tile, view)
         _hide_ticks(axes)
-        if shown.empty:
+        if shown_box.empty:
             axes.text(0.5, 0.5, "no cells", ha="center", va="center", transform=axes.transAxes, color="0.5")
             axes.set_frame_on(False)
             continue
         _fill_box(axes, view, facecolor=PADDING_COLOUR, edgecolor="0.6", hatch="////", linewidth=0)
-        _show_image(axes, pixels, extent, clip=shown)
+        _show_image(axes, pixels, extent, clip=shown_box)
         for strip in split_outside_box(view.intersect(Box.of(extent)), tile):
             if not strip.empty:
                 _fill_box(axes, strip, facecolor=HALO_COLOUR, alpha=0.55, linewidth=0, zorder=3)
         _outline_box(axes, tile, color=SEAM_COLOUR, linewidth=1.5)
-        middle = [(lo + hi) / 2 for lo, hi in shown.axes()]
-        tall, wide = (0.52 * n for n in panel_extent)  # the same scale for all tiles
-        axes.set(xlim=(middle[1] - wide, middle[1] + wide), ylim=(middle[0] + tall, middle[0] - tall))
+        centre = [(lo + hi) / 2 for lo, hi in shown_box.axes()]
+        half_h, half_w = (0.52 * n for n in panel_extent)  # the same scale for all tiles
+        axes.set(xlim=(centre[1] - half_w, centre[1] + half_w), ylim=(centre[0] + half_h, centre[0] - half_h))
         axes.set_frame_on(False)
 
 
@@ -209,9 +209,9 @@ def _scale_to_rgb(image: np.ndarray) -> np.ndarray:
 
 def _show_image(axes: Any, pixels: np.ndarray, extent: Sequence[int], clip: Box | None = None) -> None:
     """Show the image in cell coordinates: cell i covers [i, i + 1)."""
-    shown = axes.imshow(pixels, extent=(0, extent[1], extent[0], 0), interpolation="nearest", zorder=2)
+    drawn_image = axes.imshow(pixels, extent=(0, extent[1], extent[0], 0), interpolation="nearest", zorder=2)
     if clip is not None:
-        shown.set_clip_path(_rectangle_patch(clip, transform=axes.transData))
+        drawn_image.set_clip_path(_rectangle_patch(clip, transform=axes.transData))
 
 
 def _rectangle_patch(box: Box, **style: Any) -> Any:
@@ -233,8 +233,8 @@ def _outline_box(axes: Any, box: Box, **style: Any) -> None:
 def _label_tile(axes: Any, rank: int, tile: Box) -> None:
     if not tile.empty:
         row, col = ((lo + hi) / 2 for lo, hi in tile.axes())
-        box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
-        axes.text(col, row, str(rank), ha="center", va="center", color=SEAM_COLOUR, fontsize=9, bbox=box, zorder=5)
+        bbox = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
+        axes.text(col, row, str(rank), ha="center", va="center", color=SEAM_COLOUR, fontsize=9, bbox=bbox, zorder=5)
 
 
 def _hide_ticks(axes: Any) -> None:

@@ -19,9 +19,9 @@ from .hook import Hook
 def end_job_of_all_ranks(world: Transport | None, grace_seconds: float) -> None:
     """End the job from a thread, after a grace period for reports of other ranks."""
     time.sleep(min(30.0, max(2.0, grace_seconds)))
-    last = threading.Timer(5, os._exit, [1])  # in case the abort itself hangs
-    last.daemon = True
-    last.start()
+    exit_timer = threading.Timer(5, os._exit, [1])  # in case the abort itself hangs
+    exit_timer.daemon = True
+    exit_timer.start()
     if world is not None and world.size > 1:
         world.abort(1)
     os._exit(1)
@@ -128,34 +128,34 @@ class Watchdog(Hook):
     on_stop = after_run
 
     def _watch(self, stop_event: threading.Event) -> None:
-        tick = min(5.0, self.timeout / 10)
-        previous: object = None
-        idle, last = 0.0, time.monotonic()
-        while not stop_event.wait(tick):
+        poll_seconds = min(5.0, self.timeout / 10)
+        previous_activity: object = None
+        idle_seconds, last_time = 0.0, time.monotonic()
+        while not stop_event.wait(poll_seconds):
             now = time.monotonic()
-            idle, last = idle + min(now - last, 2 * tick), now
+            idle_seconds, last_time = idle_seconds + min(now - last_time, 2 * poll_seconds), now
             disk_traffic = count_disk_bytes([os.getpid(), *self.local_pids.values()])
             activity = (self._progress_marker(), disk_traffic, list_file_states(self.folder))
-            if activity != previous:
-                previous, idle = activity, 0.0
-            elif idle > self.timeout:
+            if activity != previous_activity:
+                previous_activity, idle_seconds = activity, 0.0
+            elif idle_seconds > self.timeout:
                 self.report(self._stall_report())
                 return self.end(self.world, self.timeout / 4)
 
     def _progress_marker(self) -> tuple[int, str]:
         """Return the number of passes and, outside runs, the position in the code."""
-        work = self.current_activity
+        activity = self.current_activity
         position = innermost_calls(self.watched_thread_id) if self.current_run is None else ""
-        return 0 if work is None else work.event_count, position
+        return 0 if activity is None else activity.event_count, position
 
     def _stall_report(self) -> str:
-        place = "outside steps" if self.current_run is None else f"step {self.current_run.step + 1}"
-        head = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}"
-        activity, waits = ("", False) if (work := self.current_activity) is None else (str(work), work.is_waiting)
-        lines = [f"{head}: {activity}" if activity else head]
-        if not waits:
-            calls = innermost_calls(self.watched_thread_id) or "  none: the watched thread has ended"
-            lines = [f"{lines[0]}; most recent call first:", calls]
+        location = "outside steps" if self.current_run is None else f"step {self.current_run.step + 1}"
+        headline = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {location}"
+        activity, is_waiting = ("", False) if (work := self.current_activity) is None else (str(work), work.is_waiting)
+        lines = [f"{headline}: {activity}" if activity else headline]
+        if not is_waiting:
+            call_stack = innermost_calls(self.watched_thread_id) or "  none: the watched thread has ended"
+            lines = [f"{lines[0]}; most recent call first:", call_stack]
         elif self.rank == 0:
             lines.append(
                 "if all ranks wait, but in different layers, use --debug-halo to find the layer or scheme at fault"

@@ -67,29 +67,29 @@ def find_worst_samples(
     except ConfigError:
         return {}
     losses = compute_sample_losses(model, cost, split, batch_size)
-    order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
-    worst = order[: min(MAX_WORST_SAMPLES, batch_size)]
-    volume = np.full(len(worst), len(model.whole_model.input.extent) == 3)
-    pictures = _sample_pictures(model, split, worst, max_extent)
-    return {**pictures, "sample": worst, "loss": losses[worst], "volume": volume}
+    numbers_by_loss = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
+    worst_numbers = numbers_by_loss[: min(MAX_WORST_SAMPLES, batch_size)]
+    is_volume = np.full(len(worst_numbers), len(model.whole_model.input.extent) == 3)
+    pictures = _sample_pictures(model, split, worst_numbers, max_extent)
+    return {**pictures, "sample": worst_numbers, "loss": losses[worst_numbers], "volume": is_volume}
 
 
 def compute_sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
     """Return the cost of each sample on its own in float64, 0 if all cells are ignored, on every rank. Collective."""
-    parts = parts_of(cost)
-    sums = np.zeros((len(parts) + len(weighted_mean_parts(cost)), len(split)))
+    cost_parts = parts_of(cost)
+    sums = np.zeros((len(cost_parts) + len(weighted_mean_parts(cost)), len(split)))
     for sample_numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
         for at, number in enumerate(sample_numbers):
             sample = y[at : at + 1], targets[at : at + 1]
-            costs = [float(part.local_sum(*sample, model.output.sum_over_ranks)) for _, part in parts]
+            costs = [float(part.local_sum(*sample, model.output.sum_over_ranks)) for _, part in cost_parts]
             sums[:, number] = [*costs, *local_weighted_denominators(cost, sample[0].shape, sample[1])]
     sums = model.output.sum_over_ranks(sums, replicas=True)
-    costs, weights = sums[: len(parts)].T, sums[len(parts) :].T
-    means = (
+    costs, weights = sums[: len(cost_parts)].T, sums[len(cost_parts) :].T
+    losses = (
         mean_cost(cost, *sums_, 1, model.output_shape) if sums_[1].any() or not sums_[1].size else 0.0
         for sums_ in zip(costs, weights, strict=True)
     )
-    return np.fromiter(means, "f8", len(split))
+    return np.fromiter(losses, "f8", len(split))
 
 
 def _sample_pictures(
@@ -100,19 +100,19 @@ def _sample_pictures(
     own_samples = slice(*grid.sample_range(len(sample_numbers)))
     x = (split.lazy_images if model.is_streamed else split.images)(sample_numbers[own_samples], model.dtype)
     y, targets, _ = model.evaluate_batch(x, split.targets(sample_numbers[own_samples]), len(sample_numbers))
-    y, ignored = to_host(y), model.cost.ignore_index
-    labels, keep = mask_ignored(targets, ignored)
+    y, ignore_index = to_host(y), model.cost.ignore_index
+    labels, valid_mask = mask_ignored(targets, ignore_index)
     classified = scores_and_labels(y, labels)
-    said, label = (y, targets) if classified is None else (classified[0].argmax(-1), classified[1])
-    if classified is not None and keep is not None:
-        label = np.where(keep, label, ignored)
+    prediction, label = (y, targets) if classified is None else (classified[0].argmax(-1), classified[1])
+    if classified is not None and valid_mask is not None:
+        label = np.where(valid_mask, label, ignore_index)
     if extent and classified is None:
-        said, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (said, label))
+        prediction, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (prediction, label))
     pixels = _assemble_middle_slices(grid, own_samples.start, images.own, images.extent, x, max_extent).astype("f8")
     box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
     maps = {
         name: _assemble_middle_slices(grid, own_samples.start, box, extent, cells, max_extent)
-        for name, cells in (("label", label), ("said", said))
+        for name, cells in (("label", label), ("said", prediction))
     }
     return {"image": scale_to_uint8(pixels), **maps}
 
@@ -133,14 +133,16 @@ def _assemble_middle_slices(
     """
     if not extent:
         return assemble_subsampled_images(grid, box, extent, 1, cells, first_sample)
-    lead, step = box.ndim - 2, subsampling_step(extent[-2:], max_extent)
-    rows, columns = sampled_slices(Box(box.lo[lead:], box.hi[lead:]), step)
-    middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:lead], box.lo, strict=False)]
-    lines = range(*rows.indices(box.shape[lead]))
-    if any(cut.start not in range(n) for cut, n in zip(middle, box.shape, strict=False)) or not lines:
+    row_axis, step = box.ndim - 2, subsampling_step(extent[-2:], max_extent)
+    rows, columns = sampled_slices(Box(box.lo[row_axis:], box.hi[row_axis:]), step)
+    middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:row_axis], box.lo, strict=False)]
+    row_numbers = range(*rows.indices(box.shape[row_axis]))
+    if any(cut.start not in range(n) for cut, n in zip(middle, box.shape, strict=False)) or not row_numbers:
         part = np.empty((0, 0, 0, *cells.shape[1 + box.ndim :]), cells.dtype)
     else:
-        read = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in lines]
-        taken: tuple[Any, ...] = (slice(None), *(0 for _ in middle), slice(None), columns)
-        part = np.concatenate(read, axis=1 + lead)[taken]
-    return assemble_subsampled_images(grid, Box(box.lo[lead:], box.hi[lead:]), extent[lead:], step, part, first_sample)
+        arrays = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in row_numbers]
+        selection: tuple[Any, ...] = (slice(None), *(0 for _ in middle), slice(None), columns)
+        part = np.concatenate(arrays, axis=1 + row_axis)[selection]
+    return assemble_subsampled_images(
+        grid, Box(box.lo[row_axis:], box.hi[row_axis:]), extent[row_axis:], step, part, first_sample
+    )
