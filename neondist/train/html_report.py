@@ -36,7 +36,7 @@ from .state import EpochRecord
 from .svg_plot import line_plot_svg
 
 _PICTURE_FILES = ("tiles.png",)  # curves are drawn from the records
-_MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS, _MAX_DEPTH = 5000, 100, 5
+_MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS, _MAX_NESTING = 5000, 100, 5
 """Limits of table rows, of columns, and of the nesting of a record's lists."""
 _MAX_CLASSES_WITHOUT_PLOT = 20
 """Number of classes above which a table gets a plot."""
@@ -155,7 +155,7 @@ def read_epoch_records(path: Path, tolerate_incomplete_end: bool = False) -> lis
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_shallow(values, _MAX_DEPTH):
+        if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_shallow(values, _MAX_NESTING):
             raise DataError(f"{path}:{at}: is not a record (a JSON object with an integer 'epoch'); remove the line")
         records.append(EpochRecord(values))
     if not records and not tolerate_incomplete_end:

@@ -70,8 +70,8 @@ def fit(
     hooks = list(hooks)
     if getattr(model, "grid", None) is None:
         raise ConfigError(f"{type(model).__name__} is not built yet; call model.build(input_shape, batch_size) first")
-    names = None if metrics is None else [metric.name for metric in metrics]
-    settings = {"epochs": epochs, "batch_size": batch_size, "epoch": epoch, "seed": seed, "metrics": names}
+    metric_names = None if metrics is None else [metric.name for metric in metrics]
+    settings = {"epochs": epochs, "batch_size": batch_size, "epoch": epoch, "seed": seed, "metrics": metric_names}
     model.grid.check("fit", settings)
     with open_hooks(hooks):
         train_loop(run, hooks, metrics, seed)
@@ -130,13 +130,14 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     remote = model.whole_model.remote_update
     if remote is not None:
         remote.pull_values()  # includes updates by other workers since the last step, such as during an evaluation
-    totals, start = run.totals, time.perf_counter() - run.totals.seconds
-    sent, summed = model.whole_model.bytes_sent - totals.sent, model.whole_model.bytes_summed - totals.summed
+    totals, start_time = run.totals, time.perf_counter() - run.totals.seconds
+    sent_offset = model.whole_model.bytes_sent - totals.sent
+    summed_offset = model.whole_model.bytes_summed - totals.summed
     for split.epoch, batches in _epoch_minibatches(run, seed):
         own_batches = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
         last_batch: list[np.ndarray] = []
-        locates, reads = _locate_nonfinite_samples(model, split, last_batch), _read_batches(model, split, own_batches)
-        with locates, closing(reads) as read:
+        locator, reader = _locate_nonfinite_samples(model, split, last_batch), _read_batches(model, split, own_batches)
+        with locator, closing(reader) as read:
             for first, upto, batch in batches:
                 if run.stop is not None:
                     return
@@ -146,8 +147,8 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 # no variable refers to the images, so their memory is free while the next batch is read
                 last_batch[:] = [batch]
                 run.loss = float(model.train_batch(*next(read), batch_size=len(batch)))
-                credited = master is None or master.finish_minibatch(run.loss)
-                if credited:
+                is_credited = master is None or master.finish_minibatch(run.loss)
+                if is_credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
                     totals.samples_of_other_workers += seen - run.samples_seen - len(batch)  # 0 without other workers
                     run.samples_seen = seen
@@ -155,11 +156,11 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                         totals.loss += run.loss * len(batch)
                     else:
                         totals.skipped_samples += len(batch)
-                totals.seconds = time.perf_counter() - start
-                totals.sent = model.whole_model.bytes_sent - sent
-                totals.summed = model.whole_model.bytes_summed - summed
+                totals.seconds = time.perf_counter() - start_time
+                totals.sent = model.whole_model.bytes_sent - sent_offset
+                totals.summed = model.whole_model.bytes_summed - summed_offset
                 _call_hooks(hooks, lambda hook: hook.after_step(run))
-                if not credited:
+                if not is_credited:
                     break
     if master is not None and master.wait_interrupted:
         run.stop = _STOPPED_WHILE_WAITING
@@ -182,26 +183,26 @@ def _locate_nonfinite_samples(model: Trainable, split: Split, last_batch: list[n
     except NonFiniteError as error:
         if error.raised_on_all_ranks and last_batch:
             (batch,) = last_batch
-            numbers = batch[slice(*model.grid.sample_range(len(batch)))].tolist()
-            own = [finding for number in numbers for finding in _largest_magnitudes(split, number, model.dtype)]
-            largest, values = max(chain(*model.grid.world.allgather(own)), key=itemgetter(0))
+            sample_numbers = batch[slice(*model.grid.sample_range(len(batch)))].tolist()
+            own = [finding for number in sample_numbers for finding in _largest_magnitudes(split, number, model.dtype)]
+            largest, location = max(chain(*model.grid.world.allgather(own)), key=itemgetter(0))
             finding = (
-                f"largest in this batch: {largest:.3g}, {values}"
+                f"largest in this batch: {largest:.3g}, {location}"
                 if math.isfinite(largest)
-                else f"{values} is not finite"
+                else f"{location} is not finite"
             )
             error.args = (f"{error} ({finding})",)
         raise
 
 
-def _largest_magnitudes(split: Split, number: int, dtype: np.dtype) -> list[tuple[float, str]]:
+def _largest_magnitudes(split: Split, sample_number: int, dtype: np.dtype) -> list[tuple[float, str]]:
     """Return the largest magnitudes of a sample's inputs and targets, infinite for NaN, with their locations."""
-    indices = np.array([number])
+    indices = np.array([sample_number])
     arrays = {"input": split.images(indices, dtype), "target": split.targets(indices)}
     return [
         (
             float(np.nan_to_num(np.abs(array).max(initial=0), nan=math.inf, posinf=math.inf)),
-            f"{name} of {split.describe_sample(number)}",
+            f"{name} of {split.describe_sample(sample_number)}",
         )
         for name, array in arrays.items()
         if array.dtype.kind == "f"
@@ -218,9 +219,9 @@ def _epoch_minibatches(run: TrainState, seed: int) -> Iterator[tuple[int, list[t
             if run.stop is not None:
                 return
         return
-    samples, size = run.dataset.train.order(seed, run.epoch), run.batch_size
-    starts = range(run.samples_seen, len(samples), size)
-    yield run.epoch, [(first, min(first + size, len(samples)), samples[first : first + size]) for first in starts]
+    order, size = run.dataset.train.order(seed, run.epoch), run.batch_size
+    starts = range(run.samples_seen, len(order), size)
+    yield run.epoch, [(first, min(first + size, len(order)), order[first : first + size]) for first in starts]
 
 
 def selection_losses(run: TrainState) -> list[float | None]:
@@ -255,26 +256,26 @@ def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> 
 
 def record_epoch_and_reset_totals(run: TrainState, evaluation: EpochRecord) -> None:
     """Count the epoch, append its record, with the results of its evaluation, and reset the totals."""
-    totals, trained = run.totals, run.samples_seen - run.totals.samples_of_other_workers
+    totals, trained_samples = run.totals, run.samples_seen - run.totals.samples_of_other_workers
     sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
-    scaler, scaling = run.model.whole_model.loss_scaler, {}
+    scaler, scale_fields = run.model.whole_model.loss_scaler, {}
     if scaler is not None:
-        scaling = {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped_steps}
+        scale_fields = {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped_steps}
         scaler.reset_skipped_steps()
     run.epoch, run.samples_seen, run.totals = run.epoch + 1, 0, EpochTotals()
     run.history.append(
         EpochRecord(
             epoch=run.epoch,
             step=run.step,
-            train_loss=totals.loss / (trained - totals.skipped_samples)
-            if trained > totals.skipped_samples
+            train_loss=totals.loss / (trained_samples - totals.skipped_samples)
+            if trained_samples > totals.skipped_samples
             else math.nan,
             **evaluation,
             seconds=totals.seconds,
-            samples_per_second=trained / max(totals.seconds, 1e-9),
+            samples_per_second=trained_samples / max(totals.seconds, 1e-9),
             bytes_sent=sent,
             bytes_summed=summed,
-            **scaling,
+            **scale_fields,
         )
     )
 
@@ -304,12 +305,12 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     """
     costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted_mean_parts(model.cost)))
     meters = [metric.create_meter(_output_layout(model, split)) for metric in metrics]
-    ignored = getattr(model.cost, "ignore_index", None)
+    ignore_index = getattr(model.cost, "ignore_index", None)
     for _, y, targets, cost in evaluate_batches(model, split, batch_size):
         costs += cost
         if weights.size:  # outputs of a user's model may have no shape
             weights += local_weighted_denominators(model.cost, y.shape, targets)
-        cells = drop_ignored_cells(y, targets, ignored)
+        cells = drop_ignored_cells(y, targets, ignore_index)
         for meter in meters:
             meter.add(to_host(cells[0]) if meter.metric.needs_numpy else cells[0], cells[1])
     sums = model.output.sum_over_ranks(np.concatenate([costs, weights]), replicas=True)
@@ -324,21 +325,21 @@ def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterato
     """Yield sample numbers, this rank's outputs and targets, and this rank's part of the cost, for all batches."""
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
-    parts = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]
-    with closing(_read_batches(model, split, parts)) as read:
-        for part, count in zip(parts, counts, strict=True):
-            yield part, *model.evaluate_batch(*next(read), count)
+    own_numbers = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]
+    with closing(_read_batches(model, split, own_numbers)) as read:
+        for sample_numbers, count in zip(own_numbers, counts, strict=True):
+            yield sample_numbers, *model.evaluate_batch(*next(read), count)
 
 
 def _output_layout(model: Trainable, split: Split) -> OutputLayout:
     output = model.output
-    owns, fields = getattr(output, "owns", True), getattr(split, "fields", None)
-    return OutputLayout(model.grid, model.output_shape, output.sum_over_ranks, owns, fields)
+    owns_outputs, fields = getattr(output, "owns", True), getattr(split, "fields", None)
+    return OutputLayout(model.grid, model.output_shape, output.sum_over_ranks, owns_outputs, fields)
 
 
 def drop_ignored_cells(y: Any, targets: Any, ignore_index: int | None) -> tuple[Any, Any]:
     """Return outputs and labels without the cells whose label is `ignore_index`."""
     if ignore_index is None or targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
         return y, targets
-    keep = targets != ignore_index
-    return (y, targets) if keep.all() else (to_host(y)[keep], targets[keep])
+    valid_mask = targets != ignore_index
+    return (y, targets) if valid_mask.all() else (to_host(y)[valid_mask], targets[valid_mask])

@@ -74,12 +74,12 @@ def pretrain_stages(
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
         if number >= resumed_pretraining_stage:
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
-            writers: list[Hook] = []
+            writer_hooks: list[Hook] = []
             if folder is not None:
                 checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", checkpoint_schedule, yaml_text)
-                writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, PretrainingPictures(folder)]
-            interrupted = folder / f"pretrain_{number}.h5" if folder and number == resumed_pretraining_stage else None
-            _pretrain_stage(run, stage, [*hooks, *writers], interrupted)
+                writer_hooks = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, PretrainingPictures(folder)]
+            resumed_path = folder / f"pretrain_{number}.h5" if folder and number == resumed_pretraining_stage else None
+            _pretrain_stage(run, stage, [*hooks, *writer_hooks], resumed_path)
             if run.stop is not None:
                 return run.stop
             history = run.history
@@ -136,14 +136,14 @@ class ReconstructionErrorMetric:
     create_meter, result = Metric.create_meter, Metric.result  # not inherited: a subclass would get a YAML tag
 
     def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
-        grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])
+        grid, cell_sums = stage.grid, np.zeros(stage.output.local_shape[1:])
         for start in range(0, len(split), batch_size):
-            batch = np.arange(start, min(start + batch_size, len(split)))
-            lo, hi = grid.sample_range(len(batch))
-            x = to_host(stage.compute_stage_input(split.images(batch[lo:hi], stage.dtype)))
-            total += x.sum(axis=0, dtype=np.float64)
-        grid.replica_comm.allreduce(total)
-        self.cell_means = (total / max(1, len(split))).astype(stage.dtype)
+            sample_numbers = np.arange(start, min(start + batch_size, len(split)))
+            lo, hi = grid.sample_range(len(sample_numbers))
+            x = to_host(stage.compute_stage_input(split.images(sample_numbers[lo:hi], stage.dtype)))
+            cell_sums += x.sum(axis=0, dtype=np.float64)
+        grid.replica_comm.allreduce(cell_sums)
+        self.cell_means = (cell_sums / max(1, len(split))).astype(stage.dtype)
 
     def local_sums(self, y: AutoencoderReconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
         """Return the two sums over the local cells."""

@@ -54,14 +54,14 @@ def initialise_or_resume_run(
         run.start_messages.append("no earlier run has written a checkpoint: starting from scratch")
     if init_from is not None:
         with checkpoint.open_checkpoint(Path(init_from), run.grid.world) as file:
-            match = checkpoint.load_weights(file, run.model.checkpoint_arrays()["model"])
-            run.start_messages.append(f"weights from {init_from}: {match}")
+            load_summary = checkpoint.load_weights(file, run.model.checkpoint_arrays()["model"])
+            run.start_messages.append(f"weights from {init_from}: {load_summary}")
     return RunStartingPoint()
 
 
 def _starts_from_scratch(world: Transport, folder: Path, resume: bool | str) -> bool:
-    new = False
+    is_new = False
     with all_or_none(world):
         if world.rank == 0:
-            new = not has_results(folder) if resume == "auto" else is_empty_or_untrained(folder)
-    return bool(world.bcast(new))
+            is_new = not has_results(folder) if resume == "auto" else is_empty_or_untrained(folder)
+    return bool(world.bcast(is_new))

@@ -95,8 +95,8 @@ class EpochTotals:
 
     def sent_and_summed_bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
         """Return the bytes that all ranks have sent and reduced. Collective."""
-        sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
-        return self.sent_before_resume + sum(sent), self.summed_before_resume + sum(summed)
+        sent_by_rank, summed_by_rank = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
+        return self.sent_before_resume + sum(sent_by_rank), self.summed_before_resume + sum(summed_by_rank)
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,13 @@ class TrainState:
 
     def checkpoint_texts(self) -> dict[str, str]:
         """Return the texts of a checkpoint: normalisation, fields and names of classes. Collective."""
-        train = self.dataset.train
-        factor, offset = train.factor_and_subtrahend
-        images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
-        texts = {"images": json.dumps(images), **class_name_texts(self.dataset)}
+        train_split = self.dataset.train
+        factor, offset = train_split.factor_and_subtrahend
+        record = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train_split.fill}
+        texts = {"images": json.dumps(record), **class_name_texts(self.dataset)}
         if (remote := self.model.whole_model.remote_update) is not None:
             texts[SERVER_UPDATES_TEXT] = str(remote.version)
-        return texts | field_metadata_texts(getattr(train, "fields", None))
+        return texts | field_metadata_texts(getattr(train_split, "fields", None))
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Restore the number of server updates; raise ValueError if the texts do not match the data set."""

@@ -70,14 +70,14 @@ def validate_experiment(
     with set_error_subject(dataset):
         dataset.check()
     with set_model_as_error_subject(experiment):
-        free_bytes_per_rank = memory_per_rank(model.backend)
-        model.available_bytes_per_rank = free_bytes_per_rank(1) if available_bytes is None else available_bytes
+        get_free_bytes = memory_per_rank(model.backend)
+        model.available_bytes_per_rank = get_free_bytes(1) if available_bytes is None else available_bytes
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         plan = model.fit_plan_to_memory(plan)
         if model.precision.has_16_bit_operands:
             model.array_backend()
         if not plan.is_streamed:
-            _check_memory_for_layers(plan, free_bytes_per_rank)
+            _check_memory_for_layers(plan, get_free_bytes)
     with set_error_subject(dataset):
         if not plan.is_streamed:
             _check_memory_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
@@ -117,11 +117,11 @@ def _check_server_support(experiment: Experiment, strategy: StrategyBuilder | St
     from ..services.placement import place_parameters
     from ..services.updates import check_server_optimizer
 
-    built = strategy.build(plan.parameters.specs, 1) if isinstance(strategy, StrategyBuilder) else strategy
+    built_strategy = strategy.build(plan.parameters.specs, 1) if isinstance(strategy, StrategyBuilder) else strategy
     with set_error_subject(experiment):
-        place_parameters(built, built.servers)
+        place_parameters(built_strategy, built_strategy.servers)
     with set_error_subject(experiment.model.optimizer):
-        check_server_optimizer(experiment.model.optimizer, built)
+        check_server_optimizer(experiment.model.optimizer, built_strategy)
     if experiment.best is not None and experiment.best.patience is not None:
         with set_error_subject(experiment.best):
             raise ConfigError(
@@ -133,17 +133,17 @@ def _check_server_support(experiment: Experiment, strategy: StrategyBuilder | St
 def _check_memory_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
     """Raise DataError if a batch's tile does not fit in the memory of this machine."""
     extent, channels = dataset.sample_shape[:-1], dataset.sample_shape[-1]
-    samples = part_range(batch_size, shape.replicas, 0)[1]
-    cells = shape.partition(extent).box(0).size * channels  # the first tile is the largest
-    needed = _BATCHES_IN_MEMORY * samples * cells * itemsize
-    require_memory(needed, f"a rank's tile of {counted(samples, 'sample')}", "use more ranks, or smaller batches")
+    num_samples = part_range(batch_size, shape.replicas, 0)[1]
+    num_elements = shape.partition(extent).box(0).size * channels  # the first tile is the largest
+    needed = _BATCHES_IN_MEMORY * num_samples * num_elements * itemsize
+    require_memory(needed, f"a rank's tile of {counted(num_samples, 'sample')}", "use more ranks, or smaller batches")
 
 
-def _check_memory_for_layers(plan: Plan, free_bytes_per_rank: Callable[[int], int | None]) -> None:
+def _check_memory_for_layers(plan: Plan, get_free_bytes: Callable[[int], int | None]) -> None:
     """Raise DataError if a layer's view or parameters do not fit in the memory of this machine."""
     remedy = "use more ranks, smaller batches, or fewer outputs"
-    for name, needed in plan.memory_by_layer():
-        require_memory(needed, f"layer '{name}'", remedy, partial(free_bytes_per_rank, 1))
+    for name, needed_bytes in plan.memory_by_layer():
+        require_memory(needed_bytes, f"layer '{name}'", remedy, partial(get_free_bytes, 1))
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def experiment_grid_shape(experiment: Experiment, ranks: int) -> GridShape:
             f"batch_size: {experiment.batch_size} is less than the number of replicas, {shape.replicas}; give at"
             f" least {shape.replicas}, or use fewer replicas"
         )
-    name = type(experiment.model).__name__
+    class_name = type(experiment.model).__name__
     if ranks > 1 and not experiment.model.distributed:
-        raise ConfigError(f"model: {name} runs in one process, not on {ranks} ranks; use {name}Dist")
+        raise ConfigError(f"model: {class_name} runs in one process, not on {ranks} ranks; use {class_name}Dist")
     return shape

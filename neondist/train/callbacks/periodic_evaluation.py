@@ -17,13 +17,13 @@ from .hook import Hook
 
 
 class PeriodicEvaluation(Hook):
-    """Evaluate the validation and test splits every `steps` steps; rank 0 prints a line and writes a JSON object.
+    """Evaluate the validation and test splits every `interval_steps` steps; rank 0 prints a line and writes a JSON object.
 
     Parameters
     ----------
     folder : path
         Folder of the run.
-    steps : int
+    interval_steps : int
     metrics : sequence of Metric
     """
 

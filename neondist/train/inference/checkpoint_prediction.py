@@ -52,8 +52,8 @@ def open_checkpoint_prediction(
         with closing(images):
             with all_or_none(world), _suggest_valid_extents(model, images):
                 method = choose_method(model, images, grid, experiment.batch_size, block, resumed_method, extra_cells)
-                network = _short_hash(_network_settings_text(model).encode())
-                identities = {"checkpoint": _checkpoint_hash(path), "network": network}
+                network_hash = _short_hash(_network_settings_text(model).encode())
+                identities = {"checkpoint": _checkpoint_hash(path), "network": network_hash}
                 identities |= {} if fill is None else {"fill": str(fill)}
             load_inference_weights(file, model)
             yield method, images, identities
@@ -67,10 +67,10 @@ def _suggest_valid_extents(model: Any, images: SourceSamples) -> Iterator[None]:
     except ShapeError as error:
         extents, channels = images.shape[1:-1], images.shape[-1]
         for step in (2, 4, 8, 16, 32, 64) if isinstance(model, Model) else ():
-            fits = tuple(max(step, n // step * step) for n in extents)
+            valid_extents = tuple(max(step, n // step * step) for n in extents)
             with suppress(ShapeError):
-                compile_forward_plan(model, (*fits, channels), GridShape(), 1)
-                actual, valid = (" x ".join(map(str, sizes)) for sizes in (extents, fits))
+                compile_forward_plan(model, (*valid_extents, channels), GridShape(), 1)
+                actual, valid = (" x ".join(map(str, sizes)) for sizes in (extents, valid_extents))
                 raise DataError(
                     f"{images.source.path}: {actual} cells are not a valid input size of the network, but {valid} are:"
                     f" crop or pad images to multiples of {step} ({error})"

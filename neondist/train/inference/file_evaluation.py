@@ -135,7 +135,9 @@ def _evaluate_by_prediction(
                 assert isinstance(method, BlockwisePrediction)
                 with all_or_none(grid.world):
                     tiles = _TargetTiles(targets, Box.of(targets.shape[1:-1]))
-                    sums = _BlockMetricAccumulator(model, metrics, method, tiles, grid, pictures=samples is not None)
+                    sums = _BlockMetricAccumulator(
+                        model, metrics, method, tiles, grid, with_pictures=samples is not None
+                    )
                 compute_and_write_parts(method, range(method.num_parts), grid, sums, progress)
                 results = sums.compute_loss_and_metrics()
                 if samples is not None and sums.thumbnail is not None:
@@ -147,7 +149,7 @@ def _open_labels(
     labels: str | Path, method: PredictionMethod, images: SourceSamples, open_class_map: Callable[..., TileSource]
 ) -> SourceSamples:
     *extent, channels = method.output_shape
-    expected, problem = (images.shape[0], *extent), DataError("")
+    expected_shape, problem = (images.shape[0], *extent), DataError("")
     # files without axis names are ambiguous; a PNG with a palette holds class indices
     is_png = Path(labels).suffix.lower() == ".png"
     for depth in (1, channels) if is_png else (channels, 1):
@@ -158,17 +160,17 @@ def _open_labels(
             problem = error
             continue
         dtype = image.source.dtype
-        if image.shape[:-1] == expected and (depth == channels or dtype.kind in "iub"):
+        if image.shape[:-1] == expected_shape and (depth == channels or dtype.kind in "iub"):
             return image
         image.close()
-        if image.shape[:-1] == expected:
+        if image.shape[:-1] == expected_shape:
             problem = DataError(
                 f"{labels}: contains one {dtype} value per cell; give classes as integers, or"
                 f" {counted(channels, 'channel')}"
             )
             continue
         problem = DataError(
-            f"{labels}: has labels of shape {list(image.shape[:-1])}, but the outputs have shape {list(expected)}; give"
+            f"{labels}: has labels of shape {list(image.shape[:-1])}, but the outputs have shape {list(expected_shape)}; give"
             " a label per cell of the outputs"
         )
     raise problem
@@ -190,32 +192,32 @@ class _BlockMetricAccumulator:
 
     def __init__(
         self, model: TrainableModel, metrics: Sequence[Metric], method: BlockwisePrediction, targets: _TargetTiles,
-        grid: ProcessGrid, pictures: bool,
+        grid: ProcessGrid, with_pictures: bool,
     ) -> None:  # fmt: skip
         self.cost, self.metrics = model.per_cell_cost(), metrics
         self.method, self.targets = method, targets
         self.cost_parts: list[Any] = [part for _, part in parts_of(self.cost)]
-        self.grid, samples, shape = grid, len(targets), method.output_shape
+        self.grid, num_samples, output_shape = grid, len(targets), method.output_shape
         self.sums_per_sample: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric
         for part in self.cost_parts:
-            if part.reduced_elements_per_sample(shape):
+            if part.reduced_elements_per_sample(output_shape):
                 if not isinstance(part, Dice):
                     raise ConfigError(
                         f"cost: {type(part).__name__} needs whole images; give more memory or use more ranks"
                     )
-                self.sums_per_sample[part] = np.zeros((samples, 2 * shape[-1]))
+                self.sums_per_sample[part] = np.zeros((num_samples, 2 * output_shape[-1]))
         for metric in self.metrics:
             if isinstance(metric, PerSampleMetric):
-                self.sums_per_sample[metric] = np.zeros((samples, 2))
-        outputs = OutputLayout(grid, shape, lambda sums, replicas: _sum_over_ranks(grid, sums))
+                self.sums_per_sample[metric] = np.zeros((num_samples, 2))
+        layout = OutputLayout(grid, output_shape, lambda sums, replicas: _sum_over_ranks(grid, sums))
         self.meter_by_metric = {
-            metric: metric.create_meter(outputs) for metric in self.metrics if metric not in self.sums_per_sample
+            metric: metric.create_meter(layout) for metric in self.metrics if metric not in self.sums_per_sample
         }
-        self.thumbnail = _Thumbnail(method, targets.images, grid) if pictures else None  # reads the images again
+        self.thumbnail = _Thumbnail(method, targets.images, grid) if with_pictures else None  # reads the images again
         self.local_sums = np.zeros(len(self.cost_parts) + len(weighted_mean_parts(self.cost)))
         # an empty block initialises all sums on every rank
         self._add_block(
-            range(0), np.zeros((0, *shape), method.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:])))
+            range(0), np.zeros((0, *output_shape), method.dtype), targets.to_targets(np.zeros((0, *targets.shape[1:])))
         )
 
     def write(self, part: int, y: np.ndarray | None) -> None:
@@ -231,24 +233,24 @@ class _BlockMetricAccumulator:
 
     def compute_loss_and_metrics(self) -> dict[str, Any]:
         """Return the means, computed from sums over all ranks. Collective."""
-        tables = {key: _sum_over_ranks(self.grid, table) for key, table in self.sums_per_sample.items()}
+        sums_by_key = {key: _sum_over_ranks(self.grid, table) for key, table in self.sums_per_sample.items()}
         costs, weights = np.split(_sum_over_ranks(self.grid, self.local_sums), [len(self.cost_parts)])
         for at, part in enumerate(self.cost_parts):
-            costs[at] += part.losses_from_sums(tables[part]).sum() if part in tables else 0
-        samples = len(self.targets)
-        means: dict[str, Any] = {"loss": mean_cost(self.cost, costs, weights, samples, self.method.output_shape)}
+            costs[at] += part.losses_from_sums(sums_by_key[part]).sum() if part in sums_by_key else 0
+        num_samples = len(self.targets)
+        results: dict[str, Any] = {"loss": mean_cost(self.cost, costs, weights, num_samples, self.method.output_shape)}
         for metric in self.metrics:
-            if metric in tables:
-                means |= metric.result(np.array([metric.values_from_sums(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
+            if metric in sums_by_key:
+                results |= metric.result(np.array([metric.values_from_sums(sums_by_key[metric]).sum(), num_samples]))  # type: ignore[attr-defined]
             else:
-                means |= self.meter_by_metric[metric].result()
-        return means
+                results |= self.meter_by_metric[metric].result()
+        return results
 
     def _add_block(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
-        own = slice(None), *(slice(size) for size in self.method.plan.size)  # without overlap
-        full, y, targets = (y, targets), y[own], targets[own]
+        own_slices = slice(None), *(slice(size) for size in self.method.plan.size)  # without overlap
+        full_block, y, targets = (y, targets), y[own_slices], targets[own_slices]
         for key, table in self.sums_per_sample.items():
-            cells = full if getattr(key, "overlap_cells", 0) else (y, targets)
+            cells = full_block if getattr(key, "overlap_cells", 0) else (y, targets)
             table[samples.start : samples.stop] += key.sums_per_sample(*cells)
         costs = [0.0 if part in self.sums_per_sample else float(part.local_sum(y, targets)) for part in self.cost_parts]
         self.local_sums += [*costs, *local_weighted_denominators(self.cost, y.shape, targets)]
@@ -264,11 +266,11 @@ class _Thumbnail:
         self.method, self.labels, self.grid = method, labels, grid
         self.extent = method.output_shape[:-1]
         self.source = method.source_aligned_with_output()  # None if outputs are not aligned with the image's cells
-        drawable = self.source is not None and len(self.extent) in (2, 3)
-        self.pixel_step = subsampling_step(self.extent[-2:], MAX_PICTURE_EXTENT) if drawable else 0
-        shape = [-(-n // self.pixel_step) for n in self.extent[-2:]] if self.pixel_step else []
-        self.label_and_prediction_maps = {name: np.zeros(shape) for name in ("label", "said")}
-        self.image = np.zeros((*shape, 1 if self.source is None else self.source.shape[-1]))
+        is_drawable = self.source is not None and len(self.extent) in (2, 3)
+        self.pixel_step = subsampling_step(self.extent[-2:], MAX_PICTURE_EXTENT) if is_drawable else 0
+        picture_shape = [-(-n // self.pixel_step) for n in self.extent[-2:]] if self.pixel_step else []
+        self.label_and_prediction_maps = {name: np.zeros(picture_shape) for name in ("label", "said")}
+        self.image = np.zeros((*picture_shape, 1 if self.source is None else self.source.shape[-1]))
         self.has_classes = False
 
     def paste_block(self, box: Box, y: np.ndarray, targets: np.ndarray) -> None:
@@ -276,20 +278,20 @@ class _Thumbnail:
         if self.source is None or not self.pixel_step:
             return
         own = [slice(lo, min(hi, lo + n)) for lo, hi, n in zip(box.lo, box.hi, self.method.plan.size, strict=True)]
-        middle = [n // 2 for n in self.extent[:-2]]
-        if any(not cut.start <= at < cut.stop for cut, at in zip(own, middle, strict=False)):
+        middle_cells = [n // 2 for n in self.extent[:-2]]
+        if any(not cut.start <= at < cut.stop for cut, at in zip(own, middle_cells, strict=False)):
             return
         rows, columns = (slice(-(-cut.start // self.pixel_step), -(-cut.stop // self.pixel_step)) for cut in own[-2:])
         plane = Box(tuple(cut.start for cut in own[-2:]), tuple(cut.stop for cut in own[-2:]))
-        picked = sampled_slices(plane, self.pixel_step)
-        inside: Any = (*(at - cut.start for at, cut in zip(middle, own, strict=False)), *picked)
-        within = tuple(slice(0, cut.stop - cut.start) for cut in own)
+        sampled = sampled_slices(plane, self.pixel_step)
+        index: Any = (*(at - cut.start for at, cut in zip(middle_cells, own, strict=False)), *sampled)
+        own_part = tuple(slice(0, cut.stop - cut.start) for cut in own)
         self.has_classes = targets.ndim < y.ndim
         prediction = y.argmax(-1) if self.has_classes else y[..., 0]
         for name, cells in (("said", prediction), ("label", targets if self.has_classes else targets[..., 0])):
-            self.label_and_prediction_maps[name][rows, columns] = cells[within][inside]
-        place = (*self.method.images.sample_slices(range(0, 1)), *own, slice(0, self.image.shape[-1]))
-        self.image[rows, columns] = self.source.read(place).reshape(*(cut.stop - cut.start for cut in own), -1)[inside]
+            self.label_and_prediction_maps[name][rows, columns] = cells[own_part][index]
+        region = (*self.method.images.sample_slices(range(0, 1)), *own, slice(0, self.image.shape[-1]))
+        self.image[rows, columns] = self.source.read(region).reshape(*(cut.stop - cut.start for cut in own), -1)[index]
 
     def gather_pictures(self, loss: float) -> dict[str, np.ndarray]:
         """Return the pictures, as `find_worst_samples` does. Collective."""
@@ -318,10 +320,10 @@ class _ImageTiles:
 
     def read_cells(self, sample_numbers: np.ndarray, cells: Sequence[slice]) -> np.ndarray:
         """Return cells of consecutive images; slices are relative to the tile."""
-        first = int(sample_numbers[0]) if len(sample_numbers) else 0
-        own = zip(cells, self.box.lo, strict=True)
-        image_cells = [slice(c.start + o, c.stop + o) for c, o in own]
-        return self.images.read_raw(range(first, first + len(sample_numbers)), image_cells)
+        first_sample = int(sample_numbers[0]) if len(sample_numbers) else 0
+        cells_and_offsets = zip(cells, self.box.lo, strict=True)
+        image_cells = [slice(c.start + o, c.stop + o) for c, o in cells_and_offsets]
+        return self.images.read_raw(range(first_sample, first_sample + len(sample_numbers)), image_cells)
 
 
 class _TargetTiles(_ImageTiles):
@@ -330,11 +332,11 @@ class _TargetTiles(_ImageTiles):
     def __getitem__(self, sample_numbers: np.ndarray) -> np.ndarray:
         return self.to_targets(super().__getitem__(sample_numbers))
 
-    def to_targets(self, raw: np.ndarray) -> np.ndarray:
+    def to_targets(self, raw_cells: np.ndarray) -> np.ndarray:
         """Return classes (n, *cells), or regression targets (n, *cells, C)."""
-        if self.images.source.dtype.kind in "iub" and raw.shape[-1] == 1:
-            return raw[..., 0].astype(np.int64)
-        return raw
+        if self.images.source.dtype.kind in "iub" and raw_cells.shape[-1] == 1:
+            return raw_cells[..., 0].astype(np.int64)
+        return raw_cells
 
 
 def _evaluate_whole_images(
@@ -346,8 +348,8 @@ def _evaluate_whole_images(
 ) -> dict[str, Any]:
     """Evaluate whole images, one tile per rank. Collective."""
     factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.subtrahend, "f8")
-    tile = method.grid.partition(method.output_shape[:-1]).box(method.grid.tile)
-    tiles = _ImageTiles(images, method.model.input.own), _TargetTiles(labels, tile)
+    tile_box = method.grid.partition(method.output_shape[:-1]).box(method.grid.tile)
+    tiles = _ImageTiles(images, method.model.input.own), _TargetTiles(labels, tile_box)
     split = PrefetchingSplit(*tiles, mean=offset / factor, std=1 / factor, scale=1.0)
     with closing(split):
         results = evaluate(method.model, split, method.batch_size, metrics)

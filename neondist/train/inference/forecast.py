@@ -118,18 +118,18 @@ def forecast(
                     " the network preserve the extent (padding: same)"
                 )
         load_inference_weights(file, model)
-        count = images.shape[0] if steps is None else steps
+        num_times = images.shape[0] if steps is None else steps
         times = _forecast_times_in_seconds(series, fields, dataset, steps)
         with _open_forecast_sink(series, fields, times, Path(target), grid, model.dtype, overwrite) as sink:
             forecasts = (
                 _run_single_steps(method, fields) if steps is None else _roll_out(method, dataset.steps, fields, steps)
             )
-            for places, values in forecasts:
+            for time_slice, values in forecasts:
                 if values is not None:
                     box = grid.partition(series.extent).box(grid.tile)
-                    sink.write((places, *box.slices, slice(0, len(fields.channels))), values.astype(model.dtype))
+                    sink.write((time_slice, *box.slices, slice(0, len(fields.channels))), values.astype(model.dtype))
             sink.commit()
-    return count, *series.extent, len(fields.channels)
+    return num_times, *series.extent, len(fields.channels)
 
 
 class FieldImages:
@@ -195,15 +195,15 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, fields: FieldMetadata, s
 def _forecast_times_in_seconds(
     series: FieldSeries, fields: FieldMetadata, dataset: ClimateFiles, steps: int | None
 ) -> list[float]:
-    starts = series.times[dataset.steps - 1 :] if steps is None else np.repeat(series.times[-1], steps)
-    leads = [dataset.lead * (1 if steps is None else number + 1) for number in range(len(starts))]
-    pairs = zip(starts.tolist(), leads, strict=True)
+    start_times = series.times[dataset.steps - 1 :] if steps is None else np.repeat(series.times[-1], steps)
+    lead_steps = [dataset.lead * (1 if steps is None else number + 1) for number in range(len(start_times))]
+    starts_and_leads = zip(start_times.tolist(), lead_steps, strict=True)
     month_steps = [step for step in (fields.month_step, series.month_step) if step is not None]
     for months in sorted(month_steps, key=lambda step: bool(step.stamps)):  # irregular times last
         if months.matches_times(series.times, series.calendar):
-            own = months.with_stamps(series.times, series.calendar)
-            return [own.advance(start, lead, series.calendar) for start, lead in pairs]
-    return [start + lead * (series.time_step_seconds or fields.time_step_seconds) for start, lead in pairs]
+            month_step = months.with_stamps(series.times, series.calendar)
+            return [month_step.advance(start, lead, series.calendar) for start, lead in starts_and_leads]
+    return [start + lead * (series.time_step_seconds or fields.time_step_seconds) for start, lead in starts_and_leads]
 
 
 def _run_single_steps(method: WholeImagePrediction, fields: FieldMetadata) -> ForecastIterator:
@@ -218,27 +218,27 @@ def _run_single_steps(method: WholeImagePrediction, fields: FieldMetadata) -> Fo
         yield slice(samples.start, samples.stop), None if y is None else fields.to_physical_units(y)
 
 
-def _roll_out(method: WholeImagePrediction, steps: int, fields: FieldMetadata, count: int) -> ForecastIterator:
+def _roll_out(method: WholeImagePrediction, steps: int, fields: FieldMetadata, num_forecasts: int) -> ForecastIterator:
     """Yield forecasts of a rollout; every replica computes all of them, and the first one yields values."""
     model, grid, images = method.model, method.grid, method.images
-    own, channels = model.input.own, images.shape[-1] // steps
-    names = fields.input_names[-channels:]
-    order = [fields.names.index(name) for name in names]
+    own_box, channels = model.input.own, images.shape[-1] // steps
+    input_names = fields.input_names[-channels:]
+    output_indices = [fields.names.index(name) for name in input_names]
     factor, offset = (np.resize(v, images.shape[-1])[-channels:] for v in (images.factor, images.subtrahend))
-    aligned = all(grid.world.allgather(own == grid.partition(method.output_shape[:-1]).box(grid.tile)))
+    is_aligned = all(grid.world.allgather(own_box == grid.partition(method.output_shape[:-1]).box(grid.tile)))
     x = None
     with all_or_none(grid.world):
         x = method.read_local_input(0)
     assert x is not None
-    for number in range(count):
+    for number in range(num_forecasts):
         y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
         values = fields.to_physical_units(y)
         yield slice(number, number + 1), values if grid.replica == 0 else None
-        if not aligned:  # the tiles that ranks read overlap
-            whole = GlobalArray(grid, (grid.replicas, *method.output_shape), dtype=str(y.dtype)).gather(y)
-            values = fields.to_physical_units(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
-        following = values[..., order] * factor - offset
-        x = np.concatenate([x[..., channels:], following.astype(x.dtype)], axis=-1)
+        if not is_aligned:  # the tiles that ranks read overlap
+            global_output = GlobalArray(grid, (grid.replicas, *method.output_shape), dtype=str(y.dtype)).gather(y)
+            values = fields.to_physical_units(global_output[(slice(grid.replica, grid.replica + 1), *own_box.slices)])
+        next_input = values[..., output_indices] * factor - offset
+        x = np.concatenate([x[..., channels:], next_input.astype(x.dtype)], axis=-1)
 
 
 class ForecastCoordinates(TileSource):
@@ -253,29 +253,29 @@ class ForecastCoordinates(TileSource):
     """
 
     def __init__(self, source: TileSource, encoded_times: np.ndarray) -> None:
-        extent = dict(zip(source.axes, source.shape, strict=True))
+        extent_by_axis = dict(zip(source.axes, source.shape, strict=True))
         names = {letter: dimension_name(source, letter) for letter in "TYX"}
-        self._source, self._times, self._names = source, encoded_times, names
-        shape = len(encoded_times), extent["Y"], extent["X"]
+        self._source, self._times, self._dimension_names = source, encoded_times, names
+        shape = len(encoded_times), extent_by_axis["Y"], extent_by_axis["X"]
         super().__init__(source.path, "TYX", shape, source.dtype, metadata={"dimensions": list(names.values())})
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates of the grid, the new times, and the attributes of the file."""
-        kept, time = list[AuxiliaryVariable](), self._names["T"]
+        variables, t_name = list[AuxiliaryVariable](), self._dimension_names["T"]
         for variable in self._source.auxiliary_variables()[0]:
-            grid = {*variable.dimensions} & {self._names["Y"], self._names["X"]}
-            if variable.name == time and variable.values is not None:
+            axes = {*variable.dimensions} & {self._dimension_names["Y"], self._dimension_names["X"]}
+            if variable.name == t_name and variable.values is not None:
                 attributes = {key: item for key, item in variable.attributes.items() if key not in _DROPPED_TIME_KEYS}
-                kept.append(AuxiliaryVariable(time, (time,), self._times, attributes))
+                variables.append(AuxiliaryVariable(t_name, (t_name,), self._times, attributes))
             elif variable.name == "/":
-                kept.append(replace(variable, attributes=_CF_CONVENTIONS_ATTRIBUTE | variable.attributes))
+                variables.append(replace(variable, attributes=_CF_CONVENTIONS_ATTRIBUTE | variable.attributes))
             elif variable.name == "" or (
-                variable.values is not None and time not in variable.dimensions and (grid or not variable.dimensions)
+                variable.values is not None and t_name not in variable.dimensions and (axes or not variable.dimensions)
             ):
-                kept.append(variable)  # levels and time-dependent variables are left out
-        if not any(variable.name == "/" for variable in kept):
-            kept.append(AuxiliaryVariable("/", (), None, dict(_CF_CONVENTIONS_ATTRIBUTE)))
-        return kept, []
+                variables.append(variable)  # levels and time-dependent variables are left out
+        if not any(variable.name == "/" for variable in variables):
+            variables.append(AuxiliaryVariable("/", (), None, dict(_CF_CONVENTIONS_ATTRIBUTE)))
+        return variables, []
 
     def _read(self, cells: Cells) -> np.ndarray:
         raise DataError(f"{self.path}: these coordinates contain no forecast values; read the output file")
@@ -296,15 +296,15 @@ def _open_forecast_sink(
     overwrite: bool,
 ) -> Iterator[Any]:
     """Yield the output file of forecasts at the given times in seconds."""
-    place, variables = None, list[tuple[str, Mapping[str, Any]]]()
+    coords, attributes = None, list[tuple[str, Mapping[str, Any]]]()
     with all_or_none(grid.world):
         source = series.source_containing(len(series) - 1)
-        place = ForecastCoordinates(source, _encode_times(source, series.times[-1], times))
+        coords = ForecastCoordinates(source, _encode_times(source, series.times[-1], times))
         for channel in fields.channels:
-            variables.append((channel.name, _output_attributes(series, channel.name, channel.units)))
-    assert place is not None
+            attributes.append((channel.name, _output_attributes(series, channel.name, channel.units)))
+    assert coords is not None
     shape = len(times), *series.extent, len(fields.channels)
-    file = create_sink(target, shape, dtype, "TYXC", like=place, overwrite=overwrite, grid=grid, variables=variables)
+    file = create_sink(target, shape, dtype, "TYXC", like=coords, overwrite=overwrite, grid=grid, variables=attributes)
     with closing(file) as sink:
         yield sink
 
@@ -313,11 +313,11 @@ def _encode_times(source: TileSource, last_input_seconds: float, seconds: Sequen
     """Return times in the units and integer type of a file's time coordinate."""
     axis = coordinate_along_axis(source, "T", source.auxiliary_variables()[0])
     assert axis is not None
-    values = unpacked_values(source.path, axis)
+    stored_times = unpacked_values(source.path, axis)
     zero, unit = times_in_seconds(source.path, replace(axis, values=np.arange(2.0), attributes=_unit_attributes(axis)))
-    raw = float(values[-1]) + (np.asarray(seconds) - last_input_seconds) / (unit - zero)
-    whole = axis.values is not None and axis.values.dtype.kind in "iu" and np.allclose(raw, np.rint(raw), atol=1e-6)
-    return np.rint(raw).astype(np.int64) if whole else raw
+    times = float(stored_times[-1]) + (np.asarray(seconds) - last_input_seconds) / (unit - zero)
+    whole = axis.values is not None and axis.values.dtype.kind in "iu" and np.allclose(times, np.rint(times), atol=1e-6)
+    return np.rint(times).astype(np.int64) if whole else times
 
 
 def _unit_attributes(variable: AuxiliaryVariable) -> dict[str, Any]:

@@ -48,12 +48,12 @@ class SourceSamples:
         fill: float | None = None,
     ) -> None:
         self.source, self.factor, self.subtrahend, self.fill = source, factor, subtrahend, fill
-        ndim, channels = len(sample_shape) - 1, sample_shape[-1]
-        first = len(source.shape) - 1 - ndim
-        if first < 0 or not set(source.axes[first:-1]) <= set(SPATIAL_AXES) or source.shape[-1] != channels:
+        spatial_ndim, channels = len(sample_shape) - 1, sample_shape[-1]
+        first_axis = len(source.shape) - 1 - spatial_ndim
+        if first_axis < 0 or not set(source.axes[first_axis:-1]) <= set(SPATIAL_AXES) or source.shape[-1] != channels:
             raise _shape_error(source.path, sample_shape, source.shape, source.axes)
-        self.sample_extents = source.shape[:first]
-        self.shape = prod(self.sample_extents), *source.shape[first:]
+        self.sample_extents = source.shape[:first_axis]
+        self.shape = prod(self.sample_extents), *source.shape[first_axis:]
 
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
         """Return the normalised cells of a box of consecutive samples (n, *box, C)."""
@@ -61,12 +61,12 @@ class SourceSamples:
 
     def read_raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
         """Return raw cells of consecutive samples, with NaN replaced."""
-        parts = [samples] if self.has_single_sample_axis else [samples[at : at + 1] for at in range(len(samples))]
+        ranges = [samples] if self.has_single_sample_axis else [samples[at : at + 1] for at in range(len(samples))]
         shape = (*(cut.stop - cut.start for cut in cells), self.shape[-1])
-        boxes = ((*self.sample_slices(part), *cells, slice(0, self.shape[-1])) for part in parts)
-        arrays = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(parts, boxes, strict=True)]
-        whole = arrays[0] if len(arrays) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *arrays])
-        return fill_missing(self.source.path, whole, self.fill)
+        boxes = ((*self.sample_slices(part), *cells, slice(0, self.shape[-1])) for part in ranges)
+        arrays = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(ranges, boxes, strict=True)]
+        array = arrays[0] if len(arrays) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *arrays])
+        return fill_missing(self.source.path, array, self.fill)
 
     def close(self) -> None:
         """Close the file."""
@@ -76,8 +76,8 @@ class SourceSamples:
         """Return slices of the sample axes for consecutive samples; for the first sample unless there is one axis."""
         if len(self.sample_extents) == 1:
             return (slice(samples.start, samples.stop),)
-        place = np.unravel_index(samples.start, self.sample_extents) if self.sample_extents else ()
-        return tuple(slice(int(at), int(at) + 1) for at in place)
+        sample_index = np.unravel_index(samples.start, self.sample_extents) if self.sample_extents else ()
+        return tuple(slice(int(at), int(at) + 1) for at in sample_index)
 
     @property
     def has_single_sample_axis(self) -> bool:
@@ -89,8 +89,8 @@ class SourceSamples:
         source, files = self.source, list[Path]()
         for path in map(Path, source.files):
             files += sorted(path.iterdir())[:1000] if path.is_dir() else [path]
-        times = [size_and_mtime(file) for file in files]
-        return [source.path, source.axes, list(source.shape), str(source.dtype), times]
+        file_states = [size_and_mtime(file) for file in files]
+        return [source.path, source.axes, list(source.shape), str(source.dtype), file_states]
 
 
 def open_images(
@@ -129,9 +129,9 @@ def open_images(
         shape = error.shape
     if shape is not None:
         spatial, channels = SPATIAL_AXES[3 - (len(sample_shape) - 1) :], sample_shape[-1]
-        choices = [f"N{spatial}C", f"{spatial}C"] if shape[-1] == channels else []
-        choices += [f"N{spatial}", spatial] if channels == 1 else []
-        fits = [choice for choice in choices if len(choice) == len(shape)]
+        axes_choices = [f"N{spatial}C", f"{spatial}C"] if shape[-1] == channels else []
+        axes_choices += [f"N{spatial}", spatial] if channels == 1 else []
+        fits = [choice for choice in axes_choices if len(choice) == len(shape)]
         if not fits:
             raise _shape_error(path, sample_shape, shape)
         if "C" not in fits[0] and 1 < shape[-1] <= MAX_GUESSED_CHANNELS and shape[-len(spatial) :] != sample_shape[:-1]:
@@ -151,8 +151,8 @@ def open_images(
 def _shape_error(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
     expected = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
     actual = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
-    order = "other names" if axes else "the order"
-    remedy = f", or {order} of the axes, such as --axes C{SPATIAL_AXES[4 - len(sample_shape) :]}"
+    correction = "other names" if axes else "the order"
+    remedy = f", or {correction} of the axes, such as --axes C{SPATIAL_AXES[4 - len(sample_shape) :]}"
     if axes and shape[-1] < sample_shape[-1]:
         remedy += ", or the files of all channels, as FILE,FILE"
     return DataError(

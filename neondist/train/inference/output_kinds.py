@@ -16,8 +16,8 @@ OUTPUT_KINDS = ("raw", "probabilities", "classes")
 
 def selected_output_kinds(raw: bool, probabilities: bool, classes: bool) -> list[str]:
     """Return the selected kinds of output; raw outputs by default."""
-    flags = zip(OUTPUT_KINDS, (raw, probabilities, classes), strict=True)
-    return [kind for kind, selected in flags if selected] or ["raw"]
+    kinds_and_flags = zip(OUTPUT_KINDS, (raw, probabilities, classes), strict=True)
+    return [kind for kind, selected in kinds_and_flags if selected] or ["raw"]
 
 
 def check_output_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:

@@ -95,8 +95,8 @@ def predict(
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     kinds = output_kinds.selected_output_kinds(raw, probabilities, classes)
-    read = {"the checkpoint": checkpoint, "the source": source}
-    grid.check("predict", read | _output_settings_to_compare(target, kinds, block, overwrite) | {"axes": axes})
+    inputs = {"the checkpoint": checkpoint, "the source": source}
+    grid.check("predict", inputs | _output_settings_to_compare(target, kinds, block, overwrite) | {"axes": axes})
     open_method = partial(open_checkpoint_prediction, experiment, checkpoint, source, grid, block, axes=axes)
     return _write_outputs(open_method, Path(target), grid, kinds, overwrite)
 
@@ -156,7 +156,7 @@ def _write_outputs(
         _open_journal(target, grid) as (journal, resumed_method),
         open_method(resumed_method) as (method, images, identities),
     ):
-        done: set[int] = set()
+        done_parts: set[int] = set()
         with all_or_none(grid.world):
             output_kinds.check_output_kinds(kinds, method.output_shape[-1], target)
             for path in paths.values():
@@ -164,22 +164,22 @@ def _write_outputs(
                     raise OutputError(f"{path}: is the input; choose another output")
             job = {"outputs": kinds, "route": method.identity_for_resume, "input": images.file_identity(), **identities}
             if journal is not None:
-                done = journal.completed_parts(job, overwrite)
-        done = grid.world.bcast(done)
+                done_parts = journal.completed_parts(job, overwrite)
+        done_parts = grid.world.bcast(done_parts)
         with all_or_none(grid.world):  # before new outputs, which another job's journal must not describe
-            if journal is not None and not done:
+            if journal is not None and not done_parts:
                 journal.write_header(job)
-        with _open_sinks(paths, method, images, grid, overwrite, done, journal) as sinks:
-            remaining = [part for part in range(method.num_parts) if part not in done]
+        with _open_sinks(paths, method, images, grid, overwrite, done_parts, journal) as sinks:
+            remaining_parts = [part for part in range(method.num_parts) if part not in done_parts]
             writer = OutputWriter(method, images, sinks, grid.world.bcast(journal))
-            compute_and_write_parts(method, remaining, grid, writer, progress)
+            compute_and_write_parts(method, remaining_parts, grid, writer, progress)
             for sink in sinks.values():
                 sink.commit()
         with all_or_none(grid.world):
             if journal is not None:
                 journal.delete_file()
-    channels = output_kinds.count_output_channels(kinds[0], method.output_shape[-1])
-    return *images.sample_extents, *method.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
+    num_channels = output_kinds.count_output_channels(kinds[0], method.output_shape[-1])
+    return *images.sample_extents, *method.output_shape[:-1], *((num_channels,) if kinds[0] != "classes" else ())
 
 
 def compute_and_write_parts(
@@ -187,14 +187,14 @@ def compute_and_write_parts(
 ) -> None:
     """Compute parts and pass the outputs to `writer`, reading and writing in the background."""
     parts = method.order_parts_for_reading(parts)
-    concurrent = 1 if method.is_collective else grid.size
-    parts_by_rank = [parts[slice(*part_range(len(parts), concurrent, rank))] for rank in range(concurrent)]
+    num_concurrent = 1 if method.is_collective else grid.size
+    parts_by_rank = [parts[slice(*part_range(len(parts), num_concurrent, rank))] for rank in range(num_concurrent)]
     own_parts = parts_by_rank[0 if method.is_collective else grid.rank]
     if grid.rank == 0:
         rounds = (part for parts_of_round in zip_longest(*parts_by_rank) for part in parts_of_round if part is not None)
-        resumed = method.num_parts - len(parts)
-        sizes = [0] * resumed + [method.count_cells(part) for part in rounds]
-        progress.set_total_parts(method.num_parts, resumed, sizes=sizes, concurrent=concurrent)
+        num_resumed = method.num_parts - len(parts)
+        part_sizes = [0] * num_resumed + [method.count_cells(part) for part in rounds]
+        progress.set_total_parts(method.num_parts, num_resumed, sizes=part_sizes, concurrent=num_concurrent)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
         prefetched = reader.submit(method.read_local_input, own_parts[0]) if own_parts else None
         pending: tuple[int, Future[None]] | None = None
@@ -206,7 +206,7 @@ def compute_and_write_parts(
                 y = method.compute_local_output(part, x)
             _finish_pending_write(method, grid, pending, writer)
             pending = part, pool.submit(writer.write, part, y)
-            progress.add_done_parts(concurrent, concurrent * method.count_cells(part))
+            progress.add_done_parts(num_concurrent, num_concurrent * method.count_cells(part))
         _finish_pending_write(method, grid, pending, writer)
 
 
@@ -214,10 +214,10 @@ def _call_all_or_none(method: PredictionMethod, grid: ProcessGrid, action: Calla
     """Return the result of an action; for a collective method, either all ranks raise an error or none does."""
     if not method.is_collective:
         return action()
-    value = None
+    result = None
     with all_or_none(grid.world):
-        value = action()
-    return value
+        result = action()
+    return result
 
 
 def _finish_pending_write(
@@ -247,8 +247,8 @@ class OutputWriter:
             if self.images.has_single_sample_axis:
                 sink.write((*self.images.sample_slices(samples), *box.slices, slice(0, values.shape[-1])), values)
             for at, sample in enumerate(samples if not self.images.has_single_sample_axis else ()):
-                place = self.images.sample_slices(range(sample, sample + 1))
-                cells = (*place, *box.slices, slice(0, values.shape[-1]))
+                sample_index = self.images.sample_slices(range(sample, sample + 1))
+                cells = (*sample_index, *box.slices, slice(0, values.shape[-1]))
                 sink.write(cells, values[at].reshape([cut.stop - cut.start for cut in cells]))
             sink.flush()
 
@@ -287,23 +287,23 @@ def _open_sinks(
     If all ranks fail before any part is done, all these files are removed.
     """
     *extent, channels = method.output_shape
-    source, like, sinks = images.source, method.source_aligned_with_output(), {}
+    source, like_source, sinks = images.source, method.source_aligned_with_output(), {}
     axes = source.axes[: len(images.sample_extents)] + source.axes[len(images.sample_extents) : -1][: len(extent)] + "C"
     factories: list[Callable[..., TileSink]] = []
-    complete: list[str] = []  # renamed by a job that was interrupted before it deleted the journal
+    published_kinds: list[str] = []  # renamed by a job that was interrupted before it deleted the journal
     if len(done) == method.num_parts:
         with all_or_none(grid.world):
             if grid.rank == 0:
-                complete = [kind for kind, path in paths.items() if clean_up_if_published(path)]
-        complete = grid.world.bcast(complete)
+                published_kinds = [kind for kind, path in paths.items() if clean_up_if_published(path)]
+        published_kinds = grid.world.bcast(published_kinds)
     with _remove_outputs_on_failure(factories, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():
-            if kind in complete:
+            if kind in published_kinds:
                 continue
             shape = (*images.sample_extents, *extent, output_kinds.count_output_channels(kind, channels))
-            layout = shape, output_kinds.output_dtype(kind, channels, method.dtype), axes
+            sink_args = shape, output_kinds.output_dtype(kind, channels, method.dtype), axes
             options = output_kinds.sink_options(kind, channels, path)
-            make = partial(create_sink, path, *layout, like=like, overwrite=overwrite, grid=grid, **options)
+            make = partial(create_sink, path, *sink_args, like=like_source, overwrite=overwrite, grid=grid, **options)
             factories.append(make)
             if not done:
                 with closing(make(resume=False)) as sink:
@@ -339,9 +339,9 @@ def _remove_if_empty(
 ) -> None:
     """Remove unfinished outputs and their journal if no part is done. Collective."""
     with all_or_none(grid.world):
-        empty = journal is not None and ProgressJournal(journal.path).is_empty
-        if journal is not None and empty:
+        is_empty = journal is not None and ProgressJournal(journal.path).is_empty
+        if journal is not None and is_empty:
             journal.delete_file()
-    if grid.world.bcast(empty):
-        for make in factories:
-            make(resume=False).close()
+    if grid.world.bcast(is_empty):
+        for open_sink in factories:
+            open_sink(resume=False).close()

@@ -112,28 +112,28 @@ class BlockwisePrediction(PredictionMethod):
     ) -> None:
         images.source.cache = ChunkCache(cache_bytes)
         self._blocks_per_column = self._count_cached_blocks(cache_bytes, images, block_plan)
-        self.images, self.plan, self._run, self.dtype = images, block_plan, run_block, dtype
+        self.images, self.plan, self._run_block, self.dtype = images, block_plan, run_block, dtype
         self.num_parts, self.output_shape = images.shape[0] * len(block_plan), output_shape
         self.identity_for_resume = ["blocks", list(block_plan.size)]
 
     @staticmethod
     def _count_cached_blocks(cache_bytes: int, images: SourceSamples, block_plan: Any) -> int:
         """Return the number of blocks, along each axis but the first, that stay cached until the next row is read."""
-        source, cells = images.source, block_plan.largest_input_box.shape
+        source, extent = images.source, block_plan.largest_input_box.shape
         if source.chunks is None:
             return 1
-        chunks = source.chunks[-1 - len(cells) :]
-        read = [min(n, (ceil(cut / c) + 1) * c) for n, cut, c in zip(images.shape[1:], cells, chunks, strict=False)]
-        blocks = cache_bytes // (prod(read) * images.shape[-1] * source.dtype.itemsize)
-        return max(1, int(blocks ** (1 / max(1, len(cells) - 1)) + 1e-6))
+        chunk = source.chunks[-1 - len(extent) :]
+        read = [min(n, (ceil(cut / c) + 1) * c) for n, cut, c in zip(images.shape[1:], extent, chunk, strict=False)]
+        num_blocks = cache_bytes // (prod(read) * images.shape[-1] * source.dtype.itemsize)
+        return max(1, int(num_blocks ** (1 / max(1, len(extent) - 1)) + 1e-6))
 
     def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
         """Return blocks in columns, so that shared chunks are decoded once."""
 
         def sort_key(part: int) -> list[int]:
             sample, number = divmod(part, len(self.plan))
-            first, *others = self.plan.coords(number)
-            return [sample, *(at // self._blocks_per_column for at in others), first, *others]
+            first_coord, *other_coords = self.plan.coords(number)
+            return [sample, *(at // self._blocks_per_column for at in other_coords), first_coord, *other_coords]
 
         return sorted(parts, key=sort_key)
 
@@ -144,7 +144,7 @@ class BlockwisePrediction(PredictionMethod):
 
     def compute_local_output(self, part: int, x: np.ndarray) -> np.ndarray:
         """Return the output of a block."""
-        y: np.ndarray = to_host(self._run(part % len(self.plan), x))
+        y: np.ndarray = to_host(self._run_block(part % len(self.plan), x))
         return y
 
     def local_output_samples_and_box(self, part: int) -> tuple[range, Box]:
@@ -222,14 +222,14 @@ def choose_method(
     UserError
         The network does not match the images, cannot be computed in blocks, or does not fit in memory.
     """
-    shape, memory = images.shape[1:], getattr(model, "memory", None)
+    sample_shape, memory = images.shape[1:], getattr(model, "memory", None)
     batch = max(grid.replicas, min(batch, images.shape[0] if images.has_single_sample_axis else 1))
     if resumed_method is not None and block is None:
         batch, block = (resumed_method[1], None) if resumed_method[0] == "whole" else (batch, max(resumed_method[1]))
-    limit = grid.world.bcast(memory_limit_per_rank(memory, grid.size, model.layer_backend_name))
+    limit_bytes = grid.world.bcast(memory_limit_per_rank(memory, grid.size, model.layer_backend_name))
     if not isinstance(model, Model):
-        return _choose_torch_module_method(model, images, grid, batch, block, limit, extra_cells)
-    serial_plan = compile_forward_plan(model, shape, GridShape(), 1)
+        return _choose_torch_module_method(model, images, grid, batch, block, limit_bytes, extra_cells)
+    serial_plan = compile_forward_plan(model, sample_shape, GridShape(), 1)
     graph = serial_plan.graph
     obstacle = next(find_blockwise_obstacles(graph), None)
     if block is not None and obstacle is not None:
@@ -237,29 +237,29 @@ def choose_method(
             f"block: layer '{obstacle[0]}' cannot be computed block by block ({obstacle[1]}); leave out block"
         )
     if block is None:
-        plan_for_batch = partial(compile_forward_plan, model, shape, grid.shape)
-        plan, batch = _plan_largest_fitting_batch(plan_for_batch, _peak_bytes_per_rank, batch, grid, limit)
-        if _peak_bytes_per_rank(plan) > limit and obstacle is not None:
+        plan_for_batch = partial(compile_forward_plan, model, sample_shape, grid.shape)
+        plan, batch = _plan_largest_fitting_batch(plan_for_batch, _peak_bytes_per_rank, batch, grid, limit_bytes)
+        if _peak_bytes_per_rank(plan) > limit_bytes and obstacle is not None:
             if memory is None:
                 raise ConfigError(
                     f"memory: layer '{obstacle[0]}' {obstacle[1]}, so it cannot be computed block by block; for a"
                     f" whole image, a rank needs {format_bytes(_peak_bytes_per_rank(plan))}, but has"
-                    f" {format_bytes(limit)}; use more ranks, or give --memory for strip-by-strip execution"
+                    f" {format_bytes(limit_bytes)}; use more ranks, or give --memory for strip-by-strip execution"
                 )
-            plan = model.plan(shape, grid.shape, batch)
-        if obstacle is not None or _peak_bytes_per_rank(plan) <= limit:
+            plan = model.plan(sample_shape, grid.shape, batch)
+        if obstacle is not None or _peak_bytes_per_rank(plan) <= limit_bytes:
             return WholeImagePrediction(model, images, batch, grid, plan)
-    cache = chunk_cache_bytes(images, limit)
-    max_elements = (limit - cache - serial_plan.memory(0) + serial_plan.arena_bytes(0, 0)) // model.dtype.itemsize
-    sizes = _max_block_extents(block, len(graph.shapes[graph.output_value]) - 1)
-    blocks = fit_blocks(graph, sizes, max_elements, model.dtype.itemsize, extra_cells)
-    model.build(shape, 1, ProcessGrid.serial(), serial_plan)
-    blockwise = BlockwiseExecutor(blocks, model.context)
+    cache = chunk_cache_bytes(images, limit_bytes)
+    max_elements = (limit_bytes - cache - serial_plan.memory(0) + serial_plan.arena_bytes(0, 0)) // model.dtype.itemsize
+    max_extents = _max_block_extents(block, len(graph.shapes[graph.output_value]) - 1)
+    block_plan = fit_blocks(graph, max_extents, max_elements, model.dtype.itemsize, extra_cells)
+    model.build(sample_shape, 1, ProcessGrid.serial(), serial_plan)
+    executor = BlockwiseExecutor(block_plan, model.context)
 
     def run_block(number: int, x: np.ndarray) -> Any:
-        return blockwise.run(number, model.context.backend.from_host(x, model.dtype))
+        return executor.run(number, model.context.backend.from_host(x, model.dtype))
 
-    return BlockwisePrediction(images, blocks, run_block, cache, model.output_shape, model.dtype)
+    return BlockwisePrediction(images, block_plan, run_block, cache, model.output_shape, model.dtype)
 
 
 def _choose_torch_module_method(
@@ -278,15 +278,15 @@ def _choose_torch_module_method(
         )
     if block is None and plan.needed_bytes <= limit:
         return WholeImagePrediction(model, images, batch, grid, plan)
-    needed = f"for a whole image, a rank needs {format_bytes(plan.needed_bytes)}"
+    needed_text = f"for a whole image, a rank needs {format_bytes(plan.needed_bytes)}"
     if block is None:
-        remedy = f"{needed}, but has {format_bytes(limit)}; use more ranks, or give"
+        remedy = f"{needed_text}, but has {format_bytes(limit)}; use more ranks, or give"
         remedy += f" --memory {format_limit_for(plan.needed_bytes, grid.size)}"
     else:
-        remedy = f"leave out block: {needed}"
+        remedy = f"leave out block: {needed_text}"
     traced, cache = model.trace_for_blocks(shape, remedy), chunk_cache_bytes(images, limit)
-    sizes, budget = _max_block_extents(block, len(traced.extent)), limit - cache - plan.weights_bytes
-    blocks = shrink_blocks_to_fit(partial(traced.blocks, overlap=extra_cells), traced.extent, sizes, budget)
+    max_extents, budget_bytes = _max_block_extents(block, len(traced.extent)), limit - cache - plan.weights_bytes
+    blocks = shrink_blocks_to_fit(partial(traced.blocks, overlap=extra_cells), traced.extent, max_extents, budget_bytes)
     model.build(shape, 1, ProcessGrid.serial())
     return BlockwisePrediction(images, blocks, partial(model.run_block, blocks), cache, model.output_shape, model.dtype)
 
@@ -313,16 +313,16 @@ def _max_block_extents(block_extent: int | None, ndim: int) -> list[int]:
 
 def compile_forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch_size: int) -> Plan:
     """Return the forward-only plan of a model of neondist's layers, with whole tiles."""
-    training = TrainingSettings(model.cost, model.optimizer, model.dtype, backward=False)
-    return compile_plan(model.chain, shape, grid, batch_size, training)
+    settings = TrainingSettings(model.cost, model.optimizer, model.dtype, backward=False)
+    return compile_plan(model.chain, shape, grid, batch_size, settings)
 
 
 def memory_limit_per_rank(memory: int | None, ranks: int, backend: str | None = None) -> int:
     """Return the memory limit of a rank for a network in bytes."""
     if memory is not None:
         return model_bytes_per_rank(memory, count_local_ranks(ranks), backend)
-    free = free_bytes()
-    return 1 << 62 if free is None else max(process_overhead_bytes(backend), free // 2 // ranks)
+    available_bytes = free_bytes()
+    return 1 << 62 if available_bytes is None else max(process_overhead_bytes(backend), available_bytes // 2 // ranks)
 
 
 def _peak_bytes_per_rank(plan: Plan) -> int:

@@ -160,8 +160,8 @@ class TrainedModule:
 
         assert self.window_extent is not None
         assert self.stride is not None
-        size = [windows_per_block(self.stride, block, resumed_method)] * self.spatial_ndim
-        window_args = self.model.dtype, images.shape[1:], self.window_extent, self.stride, size
+        windows_per_axis = [windows_per_block(self.stride, block, resumed_method)] * self.spatial_ndim
+        window_args = self.model.dtype, images.shape[1:], self.window_extent, self.stride, windows_per_axis
         return WindowPrediction(
             images, WindowScores(self.model.module, *window_args), memory_limit_per_rank(self.model.memory, ranks)
         )
@@ -182,13 +182,13 @@ class TrainedModule:
 
     def _hash_weights_and_network(self) -> dict[str, str]:
         """Return hashes that a resumed job must have in common with the original."""
-        weights = hashlib.sha256()
+        weights_hash = hashlib.sha256()
         with convert_read_errors(self.weights), open_regular(self.weights) as file:
             while chunk := file.read(1 << 20):
-                weights.update(chunk)
-        options = self.name, self.window_extent, self.stride, self.scale, self.mean, self.std, str(self.model.module)
-        network = hashlib.sha256(repr(options).encode() + self._factory_source).hexdigest()[:16]
-        return {"weights": weights.hexdigest()[:16], "network": network}
+                weights_hash.update(chunk)
+        settings = self.name, self.window_extent, self.stride, self.scale, self.mean, self.std, str(self.model.module)
+        network_hash = hashlib.sha256(repr(settings).encode() + self._factory_source).hexdigest()[:16]
+        return {"weights": weights_hash.hexdigest()[:16], "network": network_hash}
 
 
 def _needs_arguments(function: Callable[..., Any]) -> bool:

@@ -51,11 +51,11 @@ class WindowCentres(TileSource):
         return list(dict.fromkeys([*self.metadata, *self._source.metadata_names()]))
 
     def _read(self, cells: Cells) -> np.ndarray:
-        box, picked = [], []
+        source_slices, sample_steps = [], []
         for cut, step, first in zip(cells, self._strides, self._first_centres, strict=True):
-            box.append(slice(first + cut.start * step, first + (cut.stop - 1) * step + 1))
-            picked.append(slice(None, None, step))
-        return self._source.read(box)[tuple(picked)]
+            source_slices.append(slice(first + cut.start * step, first + (cut.stop - 1) * step + 1))
+            sample_steps.append(slice(None, None, step))
+        return self._source.read(source_slices)[tuple(sample_steps)]
 
 
 class WindowPrediction(BlockwisePrediction):
