@@ -44,8 +44,8 @@ class Autoencoder:
         index = self.first_layer_index
         self.whole_model, self.name = model, str(model.layers[index].name)
         self.layer = cast(LocalFilteringLayer, model.layers[index])
-        following: Any = model.layers[index + 1 : index + 2]
-        self.pool: Any = following[0] if following and following[0].pools_squares else NoPooling()
+        next_layers: Any = model.layers[index + 1 : index + 2]
+        self.pool: Any = next_layers[0] if next_layers and next_layers[0].pools_squares else NoPooling()
         self.residual_array = self.layer.register_array(self.layer.input_shape, self.layer.window)
         self.parameters, self.sync, self.leaves = model.built_parameters, model.sync, model.leaves
         shards = (shard for shard in self.parameters.trained_shards if shard.layer_name == self.layer.name)
@@ -182,12 +182,12 @@ class PretrainingStep(LayerModelStep):
     def update_parameters(self) -> None:
         """Update the weights with the optimiser."""
         stage = self.trainable
-        values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
-        total = partial(self.parameters.reductions.allreduce, "tiles")
-        layout = FlatLayout(((0, values.size),), (True,), 0 if stage.weights_shard.is_tiled else 1, total)
-        count, scale = stage.step - stage.steps_without_optimizer, stage.learning_rate_scale
+        values, gradient = (arrays["weights"].reshape(-1) for arrays in (stage.layer.params, stage.layer.grads))
+        sum_over_tiles = partial(self.parameters.reductions.allreduce, "tiles")
+        layout = FlatLayout(((0, values.size),), (True,), 0 if stage.weights_shard.is_tiled else 1, sum_over_tiles)
+        num_updates, rate_factor = stage.step - stage.steps_without_optimizer, stage.learning_rate_scale
         optimizer = stage.optimizer.with_momentum(stage.scheduled_momentum)
-        optimizer.update(values, gradient, stage.slots, count, scale, layout)
+        optimizer.update(values, gradient, stage.slots, num_updates, rate_factor, layout)
         if stage.orthonormal:
             stage.layer.orthonormalise()
 
@@ -217,8 +217,8 @@ def pretraining_elements_sent_per_sample(plans: Sequence[LayerPlan], layer_index
         Whether the next layer pools the squares of the filters' outputs.
     """
     layer = plans[layer_index]
-    both = zip(layer.forward_elements_sent, layer.backward_elements_sent, strict=True)
-    elements = [2 * forward + backward for forward, backward in both]
+    pairs = zip(layer.forward_elements_sent, layer.backward_elements_sent, strict=True)
+    elements = [2 * forward + backward for forward, backward in pairs]
     for plan in plans[:layer_index]:  # forward passes of the previous layers
         elements = [n + sent for n, sent in zip(elements, plan.forward_elements_sent, strict=True)]
     for plan in plans[layer_index + 1 : layer_index + 1 + is_pooled]:

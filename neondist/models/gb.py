@@ -106,9 +106,9 @@ class GB(Convnet):
         self._arguments |= {"pretrain_optimizer": self.pretrain_optimizer}
         self.stage_starts = [index for index, layer in enumerate(self.layers) if layer.is_pretrained_as_autoencoder]
         if not self.stage_starts:
-            name = type(self).__name__
+            class_name = type(self).__name__
             raise ConfigError(
-                f"layers: {name} pretrains LocalFiltering layers, but there are none; add one, or use Convnet"
+                f"layers: {class_name} pretrains LocalFiltering layers, but there are none; add one, or use Convnet"
             )
 
     @property
@@ -122,16 +122,16 @@ class GB(Convnet):
     ) -> None:
         """Build the layers as Model does, then the autoencoders."""
         super().build(input_shape, batch_size, grid, plan)
-        rest = range(self.stage_starts[-1] + 1, len(self.layers))
-        trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
-        self.first_head_index = next(trained, len(self.layers))
+        later_indices = range(self.stage_starts[-1] + 1, len(self.layers))
+        trained_indices = (i for i in later_indices if any(leaf.params for leaf in self.layers[i].leaves))
+        self.first_head_index = next(trained_indices, len(self.layers))
         cost = ReconstructionCost(self.sparsity, self.epsilon)
         self.stages = [
             Autoencoder(self, number, range(*ends), cost, self.pretrain_optimizer, self.orthonormal)
             for number, ends in enumerate(pairwise([*self.stage_starts, self.first_head_index]), start=1)
         ]
-        inside = [leaf for layer in self.layers[self.first_head_index :] for leaf in layer.leaves]
-        self.head_parameters = TrainedSubset(self.built_parameters, inside, self.first_head_index)
+        head_leaves = [leaf for layer in self.layers[self.first_head_index :] for leaf in layer.leaves]
+        self.head_parameters = TrainedSubset(self.built_parameters, head_leaves, self.first_head_index)
         self.trains_head_only = False
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
@@ -139,9 +139,9 @@ class GB(Convnet):
         plan = super().plan(input_shape, grid, batch_size)
         for index in self.stage_starts if self.num_pretrain_epochs else ():
             name = str(self.layers[index].name)
-            pooled = any(layer.pools_squares for layer in self.layers[index + 1 : index + 2])
+            is_pooled = any(layer.pools_squares for layer in self.layers[index + 1 : index + 2])
             planned_index = [layer.name for layer in plan].index(name)
-            plan.pretraining_elements_sent[name] = pretraining_elements_sent_per_sample(plan, planned_index, pooled)
+            plan.pretraining_elements_sent[name] = pretraining_elements_sent_per_sample(plan, planned_index, is_pooled)
         return plan
 
     def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:

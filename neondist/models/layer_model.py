@@ -47,8 +47,8 @@ class LayerModel(TrainableModel):
     def built_parameters(self) -> LayerParameters:
         """The parameters; raises ConfigError before `build`."""
         if self.parameters is None:
-            name = type(self).__name__
-            raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
+            class_name = type(self).__name__
+            raise ConfigError(f"{class_name} is not built yet; call model.build(input_shape, batch_size) first")
         self.parameters.check_layers_not_rebuilt()
         return self.parameters
 
@@ -109,5 +109,5 @@ class LayerModel(TrainableModel):
 
     def _named_reductions(self) -> list[tuple[str, Reductions]]:
         parameters = self.built_parameters
-        layers = [(str(layer.name), array.reductions) for layer in self.leaves for array in layer.arrays]
-        return [*layers, (LOSS, self.output.reductions), (GRADIENTS, parameters.reductions)]
+        layer_reductions = [(str(layer.name), array.reductions) for layer in self.leaves for array in layer.arrays]
+        return [*layer_reductions, (LOSS, self.output.reductions), (GRADIENTS, parameters.reductions)]

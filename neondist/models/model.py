@@ -221,20 +221,20 @@ class Model(LayerModel):
             alternate_output_and_input_splits(self.layers, tuple(input_shape))
         self.precision.check_parameter_dtype(self.dtype)
         for layer in self.leaves:
-            rounds = declared_with(layer, "tolerates_rounded_view", "forward")
-            layer.scheme = halo_in_precision(layer.scheme, self.precision if rounds else FLOAT32)
-        memory, backend, ranks = self.memory, self.layer_backend_name, count_local_ranks(grid.size)
-        memory = None if memory is None else model_bytes_per_rank(memory, ranks, backend)
-        execution = self.accumulate, self.recompute, self.strips, memory
+            tolerates_rounding = declared_with(layer, "tolerates_rounded_view", "forward")
+            layer.scheme = halo_in_precision(layer.scheme, self.precision if tolerates_rounding else FLOAT32)
+        memory, backend, local_ranks = self.memory, self.layer_backend_name, count_local_ranks(grid.size)
+        memory = None if memory is None else model_bytes_per_rank(memory, local_ranks, backend)
+        execution_args = self.accumulate, self.recompute, self.strips, memory
         options: Any = {"backend": backend, "strategy": self.strategy}
         options["halve_memory_by_streaming"] = not self.strips_blocker
-        training = TrainingSettings(self.cost, self.optimizer, self.dtype, *execution, **options)
-        plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
-        available, fixed = self.available_bytes_per_rank, bool(memory is not None or self.strips_blocker)
-        if available is None or fixed or plan.needed_bytes <= available:
+        settings = TrainingSettings(self.cost, self.optimizer, self.dtype, *execution_args, **options)
+        plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, settings)
+        available_bytes, is_fixed = self.available_bytes_per_rank, bool(memory is not None or self.strips_blocker)
+        if available_bytes is None or is_fixed or plan.needed_bytes <= available_bytes:
             return plan
-        training = replace(training, memory=max(1, available - process_overhead_bytes(backend)))
-        return compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
+        settings = replace(settings, memory=max(1, available_bytes - process_overhead_bytes(backend)))
+        return compile_plan(self.chain, tuple(input_shape), grid, batch_size, settings)
 
     @type_checked
     def build(
@@ -273,8 +273,8 @@ class Model(LayerModel):
             self.leaves, context, self.sync_class, plan.parameters.shares, plan.parameters.compressors
         )
         self.sync = self.parameters.sync
-        samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
-        self.executor = Executor(plan, context, samples)
+        max_samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
+        self.executor = Executor(plan, context, max_samples)
         self.slots = self.parameters.create_slots(self.optimizer)
         self._parts_to_compare_across_ranks = {"model", "weights"}
         if self.pending_state is not None:
@@ -475,9 +475,9 @@ class Model(LayerModel):
         return self
 
     def _name_layers(self) -> None:
-        counts: dict[str, int] = {}
+        name_counts: dict[str, int] = {}
         for layer in self.layers:
-            layer.assign_names("", counts)
+            layer.assign_names("", name_counts)
         names = [layer.name for layer in self.leaves]
         repeated = {name for name in names if names.count(name) > 1}
         if len(set(map(id, self.leaves))) < len(names):
@@ -495,13 +495,13 @@ class Model(LayerModel):
             )
         for layer in self.leaves:
             if layer.distributed != self.distributed:
-                kind = "serial" if self.distributed else "distributed"
+                layer_kind = "serial" if self.distributed else "distributed"
                 raise ConfigError(
-                    f"layer '{layer.name}' ({type(layer).__name__}) is {kind}, but {name} is not;"
+                    f"layer '{layer.name}' ({type(layer).__name__}) is {layer_kind}, but {name} is not;"
                     f" use the {'distributed' if self.distributed else 'serial'} class of the layer, or nd.distribute"
                 )
 
-    def _compare_call_across_ranks(self, call: str, values: dict[str, Any]) -> None:
+    def _compare_call_across_ranks(self, call_name: str, values: dict[str, Any]) -> None:
         """Compare a call across ranks, together with a new model and loaded weights."""
         if self._parts_to_compare_across_ranks and self.grid.size > 1:
             if "model" in self._parts_to_compare_across_ranks:
@@ -512,7 +512,7 @@ class Model(LayerModel):
                     f"the initial or loaded '{shard.full_name}'": f"of checksum {value:08x}"
                     for shard, value in checksums
                 }
-        self.grid.check(call, values)
+        self.grid.check(call_name, values)
         self._parts_to_compare_across_ranks.clear()
 
     def _global_batch_size(self, x: Any, batch_size: int | None) -> int:

@@ -100,6 +100,6 @@ def sum_overlapping_input_gradients(images: GlobalArray, dx: Any) -> Any:
     """
     if not images.tiles.may_overlap:
         return dx
-    shared = GlobalArray(images.grid, images.global_shape, dtype=str(images.dtype), backend=images.backend)
-    shared.repartition(outputs=images.tiles)
-    return shared.get_fprop_view(shared.get_bprop_view(dx))  # not needed for training
+    shared_array = GlobalArray(images.grid, images.global_shape, dtype=str(images.dtype), backend=images.backend)
+    shared_array.repartition(outputs=images.tiles)
+    return shared_array.get_fprop_view(shared_array.get_bprop_view(dx))  # not needed for training

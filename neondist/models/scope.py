@@ -11,5 +11,5 @@ MODEL_CLASS_SELECTOR: ContextVar[Callable[[type], type] | None] = ContextVar("re
 
 def resolve_model_class(cls: type) -> type:
     """Return the class to create for a model class in the current scope."""
-    choose = MODEL_CLASS_SELECTOR.get()
-    return cls if choose is None else choose(cls)
+    select_class = MODEL_CLASS_SELECTOR.get()
+    return cls if select_class is None else select_class(cls)

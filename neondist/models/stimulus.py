@@ -44,12 +44,12 @@ def optimal_stimulus(
     """
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.node_ends[layer + 1][1]][:-1]
-    node, own = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].output_tile if node.leaves == [node] else own  # in a segment, has other ranks' cells
+    node, own_box = model.layers[layer], grid.tile_box(extent)
+    tile = node.leaves[0].output_tile if node.leaves == [node] else own_box  # in a segment, has other ranks' cells
     # boxes of other ranks' units are empty; a vector is whole on every rank
-    boxes = [own.intersect(Box.from_ranges([(at, at + 1) for at in unit[:-1]])).relative_to(tile) for unit in units]
-    places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
-    index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
+    boxes = [own_box.intersect(Box.from_ranges([(at, at + 1) for at in unit[:-1]])).relative_to(tile) for unit in units]
+    indices = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
+    index = tuple(np.array(indices, int).reshape(-1, len(extent) + 2).T)
 
     def evaluate_units(x: Any, with_gradient: bool = False) -> tuple[np.ndarray, Any]:
         """Return the units' values and, optionally, their gradients."""
@@ -68,15 +68,15 @@ def optimal_stimulus(
             return values, to_host(sum_overlapping_input_gradients(model.input, gradient))
 
     x = _scale_to_norm(model, _draw_initial_stimulus(model, len(units)), norm)
-    length = np.full(len(units), 1.0)
+    step_lengths = np.full(len(units), 1.0)
     for _ in range(steps):
         values, gradient = evaluate_units(x, with_gradient=True)
-        step = _broadcast_over_cells(length, x) * _scale_to_norm(model, gradient, norm)
+        step = _broadcast_over_cells(step_lengths, x) * _scale_to_norm(model, gradient, norm)
         candidates = _scale_to_norm(model, x + step, norm)
         new_values, _ = evaluate_units(candidates)
-        better = new_values > values
-        x = np.where(_broadcast_over_cells(better, x), candidates, x)
-        length[~better] /= 2
+        is_better = new_values > values
+        x = np.where(_broadcast_over_cells(is_better, x), candidates, x)
+        step_lengths[~is_better] /= 2
     return x, evaluate_units(x)[0]
 
 
@@ -89,13 +89,13 @@ def _draw_initial_stimulus(model: Model, count: int) -> Any:
 
 def _scale_to_norm(model: Model, x: Any, norm: float) -> Any:
     """Return each sample scaled to the given norm, computed over all tiles; zero samples stay zero."""
-    own = model.input.owned_part(x)
-    squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
-    model.grid.tile_comm.allreduce(squares)
-    return x * _broadcast_over_cells(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
+    own_cells = model.input.owned_part(x)
+    square_sums = np.asarray(np.sum(own_cells * own_cells, axis=tuple(range(1, x.ndim)), dtype=np.float64))
+    model.grid.tile_comm.allreduce(square_sums)
+    return x * _broadcast_over_cells(norm / np.sqrt(np.where(square_sums > 0, square_sums, np.inf)), x)
 
 
 def _broadcast_over_cells(values_per_sample: np.ndarray, x: Any) -> Any:
     """Return one value per sample, reshaped to broadcast with x."""
-    kind = bool if values_per_sample.dtype == bool else x.dtype
-    return values_per_sample.reshape(-1, *(1,) * (x.ndim - 1)).astype(kind)
+    dtype = bool if values_per_sample.dtype == bool else x.dtype
+    return values_per_sample.reshape(-1, *(1,) * (x.ndim - 1)).astype(dtype)

@@ -40,23 +40,23 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
         targets = targets[lo:hi]
     elif len(targets) != hi - lo:
         raise ShapeError(f"{counted(len(targets), 'target')} for a batch of {batch_size}; give one per sample")
-    spatial = targets.shape[1 : 1 + len(output.extent)]
-    if spatial == output.own.shape:
+    spatial_extent = targets.shape[1 : 1 + len(output.extent)]
+    if spatial_extent == output.own.shape:
         return targets
-    if spatial == output.extent:
+    if spatial_extent == output.extent:
         return targets[(slice(None), *output.own.slices)]
-    if spatial == images.own.shape and output.extent == images.extent:
+    if spatial_extent == images.own.shape and output.extent == images.extent:
         return targets[(slice(None), *own_slices_in_tile(images, output.own))]
     raise ShapeError(
-        f"targets of spatial shape {spatial}: expected the whole output's {output.extent} or this tile's"
+        f"targets of spatial shape {spatial_extent}: expected the whole output's {output.extent} or this tile's"
         f" {output.own.shape}"
     )
 
 
 def are_global_targets(targets: Any, output: GlobalArray, batch_size: int) -> bool:
     """Return whether targets are those of a whole batch of whole images, and thus the same on every rank."""
-    spatial, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
-    if len(targets) != batch_size or spatial != extent:
+    spatial_extent, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
+    if len(targets) != batch_size or spatial_extent != extent:
         return False
     tiles = output.tiles.boxes() if extent and output.grid.shape.tiles > 1 else []
     # if a tile covers the whole image, the targets may be local

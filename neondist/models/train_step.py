@@ -71,23 +71,23 @@ class TrainStep(ABC):
         trainable, model = self.trainable, self.trainable.whole_model
         restore, observers = self.save_for_rollback(), trainable.grid.observers
         with observers.observe("step"):
-            loss, finite = self.compute_gradients(x, targets, batch_size)
-            if finite:
+            loss, is_finite = self.compute_gradients(x, targets, batch_size)
+            if is_finite:
                 self.apply_gradients()
-        location = None
-        if not finite:
+        nonfinite_location = None
+        if not is_finite:
             restore()
-        if not finite and self.loss_scaler is not None and np.isfinite(loss):
+        if not is_finite and self.loss_scaler is not None and np.isfinite(loss):
             model.nonfinite_monitor.record_skip_by_overflow(trainable.step, self.loss_scaler)
         else:
-            if not finite:
-                location = self.describe_first_nonfinite(x, targets, batch_size)
+            if not is_finite:
+                nonfinite_location = self.describe_first_nonfinite(x, targets, batch_size)
                 restore()
-            model.nonfinite_monitor.record_step_finiteness(trainable.step, model.nonfinite, location)
-            if finite and self.loss_scaler is not None:
+            model.nonfinite_monitor.record_step_finiteness(trainable.step, model.nonfinite, nonfinite_location)
+            if is_finite and self.loss_scaler is not None:
                 self.loss_scaler.update(overflow=False)
         trainable.step += 1
-        if not finite:
+        if not is_finite:
             trainable.steps_without_optimizer += 1
             return float("nan")
         return loss
@@ -104,14 +104,14 @@ class LayerModelStep(TrainStep):
     def save_for_rollback(self) -> Callable[[], None]:
         """Save running statistics, and the state of border schemes."""
         untrained_values = self.parameters.untrained_values
-        skips = self.model.nonfinite == "skip" or self.loss_scaler is not None
-        arrays = [array for layer in self.model.leaves for array in layer.arrays] if skips else []
-        kept, scheme_states = untrained_values.copy(), [array.scheme_state() for array in arrays]
+        may_skip = self.model.nonfinite == "skip" or self.loss_scaler is not None
+        arrays = [array for layer in self.model.leaves for array in layer.arrays] if may_skip else []
+        saved_values, scheme_states = untrained_values.copy(), [array.scheme_state() for array in arrays]
 
         def restore() -> None:
             for array, state in zip(arrays, scheme_states, strict=True):
                 array.restore_scheme_state(state)
-            untrained_values[...] = kept
+            untrained_values[...] = saved_values
 
         return restore
 
@@ -128,13 +128,13 @@ class ModelStep(LayerModelStep):
         model, context = self.model, self.model.context
         x = to_backend_images(model, x)
         model.input.check_tile_shape("x", x)
-        local = model.local_targets(targets, batch_size)
-        scales, graphs = self._cost_part_factors(local, batch_size), self._get_or_capture_graphs(x)
+        local_targets = model.local_targets(targets, batch_size)
+        scales, graphs = self._cost_part_factors(local_targets, batch_size), self._get_or_capture_graphs(x)
         self.parameters.reset_gradients()
         if graphs is None:
-            value = self._run_micro_batches(x, local, batch_size, scales)
+            value = self._run_micro_batches(x, local_targets, batch_size, scales)
         else:
-            value, dy = self._cost_and_gradient(graphs.forward(x), local, scales)
+            value, dy = self._cost_and_gradient(graphs.forward(x), local_targets, scales)
             graphs.backward(dy)
             self.parameters.mark_all_gradients_written()
         with context.grid.observers.observe("cost"):
@@ -146,32 +146,32 @@ class ModelStep(LayerModelStep):
 
     def _run_micro_batches(self, x: Any, targets: Any, batch_size: int, scales: list[float]) -> Any:
         """Return this rank's share of the mean cost, and fill its shares of the gradients, in micro-batches."""
-        model, trained = self.model, self.model.trained_parameters
-        first, value = model.context.grid.sample_range(batch_size)[0], 0.0
-        parts = micro_batch_ranges(len(x), model.accumulate)
-        rounds = [parts] if model.executor.spans_batch else [[part] for part in parts]
+        model, trained_parameters = self.model, self.model.trained_parameters
+        first_sample, cost = model.context.grid.sample_range(batch_size)[0], 0.0
+        ranges = micro_batch_ranges(len(x), model.accumulate)
+        rounds = [ranges] if model.executor.spans_batch else [[part] for part in ranges]
         for batches in rounds:
-            phases = [Phase(True, model.step, first + lo) for lo, _ in batches]
+            phases = [Phase(True, model.step, first_sample + lo) for lo, _ in batches]
             runs = model.executor.forward_together([x[lo:hi] for lo, hi in batches], phases)
             try:
                 with model.context.grid.observers.observe("cost"):
                     dys = []
                     for run, (lo, hi) in zip(runs, batches, strict=True):
                         part_value, dy = self._cost_and_gradient(run.output, targets[lo:hi], scales)
-                        value += part_value
+                        cost += part_value
                         dys.append(dy)
-                last = batches is rounds[-1] and not trained.first_node
-                done = self.parameters.mark_gradients_ready if last else None
-                model.executor.backward_together(runs, dys, trained.first_node, on_layer_done=done)
+                is_last = batches is rounds[-1] and not trained_parameters.first_node
+                on_layer_done = self.parameters.mark_gradients_ready if is_last else None
+                model.executor.backward_together(runs, dys, trained_parameters.first_node, on_layer_done=on_layer_done)
             finally:
                 for run in runs:
                     run.close()
-        return value
+        return cost
 
     def _get_or_capture_graphs(self, x: Any) -> PassGraphs | None:
         """Return captured graphs of the passes for images of this shape; None if the step is not captured."""
         model, parameters = self.model, self.parameters
-        executor, first = model.executor, model.trained_parameters.first_node
+        executor, first_node = model.executor, model.trained_parameters.first_node
         if len(micro_batch_ranges(len(x), model.accumulate)) > 1:
             return None
 
@@ -180,42 +180,42 @@ class ModelStep(LayerModelStep):
 
         def backward(run: Pass, dy: Any) -> None:
             parameters.reset_gradients()
-            executor.backward_together([run], [dy], first, close=False)
+            executor.backward_together([run], [dy], first_node, close=False)
             parameters.zero_unassigned()
 
         kernels = model.context.backend.kernels
-        return executor.get_or_capture_graphs(len(x), first, lambda: PassGraphs(kernels, forward, backward, x))
+        return executor.get_or_capture_graphs(len(x), first_node, lambda: PassGraphs(kernels, forward, backward, x))
 
     def update_parameters(self) -> None:
         """Update the values with the optimiser."""
         model = self.model
         optimizer = model.optimizer.with_momentum(model.scheduled_momentum)
-        count = model.step - model.steps_without_optimizer
-        model.trained_parameters.update(optimizer, model.slots, count, model.learning_rate_scale)
+        num_updates = model.step - model.steps_without_optimizer
+        model.trained_parameters.update(optimizer, model.slots, num_updates, model.learning_rate_scale)
 
     def _cost_part_factors(self, targets: Any, batch_size: int) -> list[float]:
         """Return the factor of each part of the summed cost. Collective if a factor depends on targets."""
         cost, output = self.model.cost, self.model.output
-        weights = local_weighted_denominators(cost, (len(targets), *output.local_shape[1:]), targets)
-        if weights:
-            weights = output.sum_over_ranks(np.array(weights), replicas=True).tolist()
-        terms = part_factors_and_denominators(cost, weights, batch_size, self.model.output_shape)
-        return [factor / count if count else 0.0 for factor, count in terms]
+        denominators = local_weighted_denominators(cost, (len(targets), *output.local_shape[1:]), targets)
+        if denominators:
+            denominators = output.sum_over_ranks(np.array(denominators), replicas=True).tolist()
+        factors_and_counts = part_factors_and_denominators(cost, denominators, batch_size, self.model.output_shape)
+        return [factor / count if count else 0.0 for factor, count in factors_and_counts]
 
     def _cost_and_gradient(self, y: Any, targets: Any, scales: list[float]) -> tuple[Any, Any]:
         """Return this rank's share of the mean cost, for these samples, and its gradient times the loss scale."""
-        total, observers = self.model.output.sum_over_ranks, self.model.context.grid.observers
-        value, slopes = 0.0, []
+        sum_over_tiles, observers = self.model.output.sum_over_ranks, self.model.context.grid.observers
+        value, gradients = 0.0, []
         for (_, part), scale in zip(parts_of(self.model.cost), scales, strict=True):
-            part_value = part.local_sum(y, targets, total)
+            part_value = part.local_sum(y, targets, sum_over_tiles)
             _check_cost_result(part, "local_sum", part_value, y, ())
             observers.on_value(None, "cost", self.model.context.backend.xp.asarray(part_value).reshape(1))
-            slope = part.local_sum_gradient(y, targets, total)
-            _check_cost_result(part, "local_sum_gradient", slope, y, y.shape)
-            observers.on_value(None, "gradient of the cost", slope)
+            gradient = part.local_sum_gradient(y, targets, sum_over_tiles)
+            _check_cost_result(part, "local_sum_gradient", gradient, y, y.shape)
+            observers.on_value(None, "gradient of the cost", gradient)
             value = value + scale * part_value
-            slopes.append(slope * self.model.dtype.type(scale * self.loss_scale))
-        return value, sum(slopes[1:], slopes[0])
+            gradients.append(gradient * self.model.dtype.type(scale * self.loss_scale))
+        return value, sum(gradients[1:], gradients[0])
 
 
 def _check_cost_result(cost: Cost, method: str, result: Any, y: Any, shape: tuple[int, ...]) -> None:
@@ -225,11 +225,11 @@ def _check_cost_result(cost: Cost, method: str, result: Any, y: Any, shape: tupl
         return
     if not shape and (isinstance(result, int | float) or (result_shape in ((), (1,)) and dtype.kind in "iuf")):
         return
-    kind = (
+    result_text = (
         f"an object of type {type(result).__name__}"
         if result_shape is None
         else f"shape {result_shape} and dtype {dtype}"
     )
-    expected = f"an array of shape {shape} and dtype {y.dtype}" if shape else "a number, or an array of shape ()"
+    expected_text = f"an array of shape {shape} and dtype {y.dtype}" if shape else "a number, or an array of shape ()"
     with set_error_subject(cost):
-        raise PlanMismatchError(f"cost: {type(cost).__name__}.{method} returns {kind}; expected {expected}")
+        raise PlanMismatchError(f"cost: {type(cost).__name__}.{method} returns {result_text}; expected {expected_text}")

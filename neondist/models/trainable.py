@@ -303,12 +303,12 @@ class TrainableModel(Registered, Trainable, ABC):
         return type(self).__name__
 
     def __repr__(self) -> str:
-        built = getattr(self, "compiled", None) is not None
-        return str(self.summary()) if built else f"{self.display_name} (not built)"
+        is_built = getattr(self, "compiled", None) is not None
+        return str(self.summary()) if is_built else f"{self.display_name} (not built)"
 
     def _repr_html_(self) -> str:
-        built = getattr(self, "compiled", None) is not None
-        return (self.summary() if built else Summary(repr(self)))._repr_html_()
+        is_built = getattr(self, "compiled", None) is not None
+        return (self.summary() if is_built else Summary(repr(self)))._repr_html_()
 
     def begin_epoch(self, epoch: int, samples_seen: int = 0) -> None:
         """Begin an epoch, counted from 0, or resume it after `samples_seen` samples."""

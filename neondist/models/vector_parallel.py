@@ -15,24 +15,24 @@ def alternate_output_and_input_splits(nodes: Sequence[Any], input_shape: Shape) 
 
     A layer that reads an image is divided by inputs: each rank has its tile.
     """
-    shape, run = input_shape, []  # type: Shape, list[tuple[Any, Shape]]
+    shape, consecutive = input_shape, []  # type: Shape, list[tuple[Any, Shape]]
     for node in nodes:
         if getattr(node, "can_split_outputs", False):
-            run.append((node, shape))
+            consecutive.append((node, shape))
         else:
-            _set_alternating_splits(run)
-            run = []
+            _set_alternating_splits(consecutive)
+            consecutive = []
         try:
             shape = node.output_shape_for(shape)
         except UserError:  # the plan reports the layer
             break
-    _set_alternating_splits(run)
+    _set_alternating_splits(consecutive)
 
 
-def _set_alternating_splits(run: Sequence[tuple[Any, Shape]]) -> None:
+def _set_alternating_splits(consecutive: Sequence[tuple[Any, Shape]]) -> None:
     """Divide consecutive layers, given with the shapes of their inputs."""
-    next_by_inputs = False  # whether the following layer is divided by inputs
-    for layer, shape in reversed(run):
-        by_outputs = next_by_inputs and len(shape) == 1 and layer.output_may_stay_sharded
-        layer.set_split("outputs" if by_outputs else "inputs")
-        next_by_inputs = not by_outputs
+    next_splits_inputs = False  # whether the following layer is divided by inputs
+    for layer, shape in reversed(consecutive):
+        splits_outputs = next_splits_inputs and len(shape) == 1 and layer.output_may_stay_sharded
+        layer.set_split("outputs" if splits_outputs else "inputs")
+        next_splits_inputs = not splits_outputs

@@ -40,8 +40,8 @@ def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, 
         self.configure_execution(strategy=self.strategy or strategy)
         models.append(self)
 
-    names = {"__init__": __init__, "default_grid": grid, "serial_name": cls.__name__}
-    return type(f"_WholeBatch{cls.__name__}", (_ScatterGatherModel, base), names)
+    class_attributes = {"__init__": __init__, "default_grid": grid, "serial_name": cls.__name__}
+    return type(f"_WholeBatch{cls.__name__}", (_ScatterGatherModel, base), class_attributes)
 
 
 class _ScatterGatherModel(DistributedMixin, Model):

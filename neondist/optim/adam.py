@@ -69,12 +69,12 @@ class Adam(Optimizer):
         xp.multiply(grads, grads, out=scratch)
         scratch *= 1.0 - self.beta2
         square += scratch
-        count = step + 1
+        step_count = step + 1
         xp.sqrt(square, out=scratch)
-        scratch /= (1.0 - self.beta2**count) ** 0.5
+        scratch /= (1.0 - self.beta2**step_count) ** 0.5
         scratch += self.eps
         xp.divide(mean, scratch, out=scratch)
-        scratch *= rate / (1.0 - self.beta1**count)
+        scratch *= rate / (1.0 - self.beta1**step_count)
         return scratch
 
 
@@ -141,9 +141,9 @@ class LAMB(Adam):
         """Subtract the updates, scaled by learning rate and trust ratio."""
         xp = namespace(params)
         param_norms, update_norms = (xp.sqrt(layout.global_square_norms(array)) for array in (params, grads))
-        both = (param_norms > 0) & (update_norms > 0)
-        trust = xp.where(both, param_norms / xp.where(both, update_norms, 1.0), 1.0)
-        factors = (rate * trust).astype(params.dtype)
+        both_positive = (param_norms > 0) & (update_norms > 0)
+        trust_ratios = xp.where(both_positive, param_norms / xp.where(both_positive, update_norms, 1.0), 1.0)
+        factors = (rate * trust_ratios).astype(params.dtype)
         for at, (start, stop) in enumerate(layout.spans):
             for block in block_slices(params, start, stop):
                 grads[block] *= factors[at]

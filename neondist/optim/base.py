@@ -134,14 +134,14 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
             norm = xp.sqrt(layout.global_square_norms(grads).sum())
             self._multiply_in_place(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
         scratch = xp.empty(min(elements_per_block(params), params.size), params.dtype)
-        for block, decays in layout.blocks_with_decay_flags(params, self.decay_all or not self.weight_decay):
+        for block, applies_decay in layout.blocks_with_decay_flags(params, self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
             buffer = scratch[: p.size]
-            decays = decays and self.weight_decay > 0
-            if decays and self.decay_target == "gradient":
+            applies_decay = applies_decay and self.weight_decay > 0
+            if applies_decay and self.decay_target == "gradient":
                 xp.multiply(p, self.weight_decay, out=buffer)
                 g += buffer
-            if decays and self.decay_target == "weights":
+            if applies_decay and self.decay_target == "weights":
                 p *= 1 - rate * self.weight_decay
             own_slots = {name: slots[name][block] for name in self.slot_names}
             if self.apply(p, g, own_slots, buffer, rate, step) is not None:
@@ -149,7 +149,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
                     raise ConfigError(
                         f"optimizer: {type(self).__name__}.apply returns a value; update params and slots in place"
                     )
-            if decays and self.decay_target == "direction":
+            if applies_decay and self.decay_target == "direction":
                 xp.multiply(p, self.weight_decay, out=buffer)
                 g += buffer
         self.update_whole_parameters(params, grads, rate, layout)

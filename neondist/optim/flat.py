@@ -48,21 +48,21 @@ class FlatLayout:
         decay_all : bool
             Whether weight decay applies to all parameters, whatever their `decays`.
         """
-        runs: list[list[Any]] = []
+        merged_spans: list[list[Any]] = []
         for (start, stop), decays in zip(self.spans, self.decays, strict=True):
-            if runs and runs[-1][1:] == [start, decay_all or decays]:
-                runs[-1][1] = stop
+            if merged_spans and merged_spans[-1][1:] == [start, decay_all or decays]:
+                merged_spans[-1][1] = stop
             else:
-                runs.append([start, stop, decay_all or decays])
-        for start, stop, decays in runs:
+                merged_spans.append([start, stop, decay_all or decays])
+        for start, stop, decays in merged_spans:
             for block in block_slices(array, start, stop):
                 yield block, decays
 
     def global_square_norms(self, array: Any) -> Any:
         """Return the squared norm of each parameter, summed over all its parts, in float64. Collective."""
         xp = namespace(array)
-        norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
-        sums = xp.stack(norms) if norms else xp.zeros(0)
+        local_norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
+        sums = xp.stack(local_norms) if local_norms else xp.zeros(0)
         if self.num_replicated_parameters < len(self.spans) and self.sum_over_parts is not None:
             sums[self.num_replicated_parameters :] = self.sum_over_parts(sums[self.num_replicated_parameters :].copy())
         return sums
@@ -71,8 +71,8 @@ class FlatLayout:
 def _sum_of_squares(array: Any) -> Any:
     xp = namespace(array)
     total = xp.zeros((), "f8")
-    for at in block_slices(array, 0, array.size):
-        block = array[at]
+    for block_slice in block_slices(array, 0, array.size):
+        block = array[block_slice]
         total = total + (block * block).sum(dtype="f8")
     return total
 

@@ -73,10 +73,10 @@ class RMSprop(Optimizer):
         scratch += self.eps
         xp.divide(grads, scratch, out=scratch)
         if self.momentum:
-            buf = slots["momentum"]
-            buf *= self.momentum
-            buf += scratch
-            xp.multiply(buf, rate, out=scratch)
+            momentum_buffer = slots["momentum"]
+            momentum_buffer *= self.momentum
+            momentum_buffer += scratch
+            xp.multiply(momentum_buffer, rate, out=scratch)
         else:
             scratch *= rate
         params -= scratch

@@ -197,11 +197,11 @@ class Plateau(Schedule):
 
     def factor_given_losses(self, epoch: float, losses: Sequence[float | None]) -> float:
         """Return the factor after the drops so far."""
-        factor, best, stale_epochs, cooldown = 1.0, math.inf, 0, 0
+        factor, best_loss, stale_epochs, cooldown = 1.0, math.inf, 0, 0
         for loss in losses:
-            improved = loss is not None and loss < best * (1.0 - self.threshold)
-            best = loss if improved and loss is not None else best
-            stale_epochs = 0 if improved or cooldown else stale_epochs + 1
+            has_improved = loss is not None and loss < best_loss * (1.0 - self.threshold)
+            best_loss = loss if has_improved and loss is not None else best_loss
+            stale_epochs = 0 if has_improved or cooldown else stale_epochs + 1
             cooldown = max(0, cooldown - 1)
             if stale_epochs > self.patience:
                 factor, stale_epochs, cooldown = max(factor * self.drop_factor, self.floor), 0, self.cooldown

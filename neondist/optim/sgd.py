@@ -61,12 +61,12 @@ class SGD(Optimizer):
         """Update one block in place: buf = momentum * buf + grad; p -= rate * buf."""
         xp, direction = namespace(params), grads
         if self.momentum:
-            buf = slots["momentum"]
-            buf *= self.momentum
-            buf += grads
-            direction = buf
+            momentum_buffer = slots["momentum"]
+            momentum_buffer *= self.momentum
+            momentum_buffer += grads
+            direction = momentum_buffer
             if self.nesterov:
-                xp.multiply(buf, self.momentum, out=scratch)
+                xp.multiply(momentum_buffer, self.momentum, out=scratch)
                 grads += scratch
                 direction = grads
         xp.multiply(direction, rate, out=scratch)

@@ -88,8 +88,8 @@ class AutoDist:
         if not isinstance(self._given_strategy, StrategyBuilder | Strategy):
             raise ConfigError(f"strategy: expected a builder, its name or a strategy, got {strategy!r}")
         factors = None if isinstance(grid, ProcessGrid) else _grid_factors(grid, self._given_strategy)
-        standalone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
-        if standalone and self.resources is not None and self.resources.replicas > 1:
+        is_standalone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
+        if is_standalone and self.resources is not None and self.resources.replicas > 1:
             if factors is not None:
                 grid_shape(self.resources.replicas, **factors)
             _relaunch_with_launcher(self.resources)
@@ -141,18 +141,18 @@ class AutoDist:
             raise ConfigError(f"{_source_line(function)}: {name}: expected a function, not a generator or coroutine")
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call_distributed(*args: Any, **kwargs: Any) -> Any:
             if self._inside_function or self._module_scope is None:
                 return function(*args, **kwargs)
             return self._call_with_distributed_modules(function, args, kwargs)
 
-        return call  # type: ignore[return-value]
+        return call_distributed  # type: ignore[return-value]
 
     @property
     def strategy(self) -> StrategyBuilder | Strategy:
         """The strategy built for the PyTorch modules of the scopes so far; without modules, the `strategy` argument."""
-        planned = self._plan_module_parameters()
-        return self._given_strategy if planned is None else planned.strategy
+        plan = self._plan_module_parameters()
+        return self._given_strategy if plan is None else plan.strategy
 
     def session(
         self, checkpoint_dir: str | os.PathLike[str] | None = None, hooks: Sequence[Hook] = (), **settings: Any
@@ -168,18 +168,18 @@ class AutoDist:
         ConfigError
             If the scope has no model, or its PyTorch modules are not one model with one optimiser.
         """
-        parts: list[Any] = list(self._scoped_models)
+        models: list[Any] = list(self._scoped_models)
         if self._module_scope is not None and self._module_scope.models:
             from ..torch.training.scope_script import ScopeScriptAdapter
 
             self._divide_steps_among_owners()
-            parts += ScopeScriptAdapter.create(self._module_scope, self._owner_steps)
-        if not parts:
+            models += ScopeScriptAdapter.create(self._module_scope, self._owner_steps)
+        if not models:
             raise ConfigError(
                 "session: there is no model; create one inside `with d.scope():` first"
             ).mark_raised_on_all_ranks()
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
-        return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
+        return DistributedSession(model=models, checkpoint_dir=folder, hooks=hooks, **settings)
 
     def _call_with_distributed_modules(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         from ..torch.module.tiled_output import gather_outputs
@@ -226,11 +226,11 @@ class AutoDist:
             return
         torch = sys.modules.get("torch")
         states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state().numpy()
-        python, numpy, pytorch = world.bcast(states if world.rank == 0 else None)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if torch is not None and pytorch is not None:
-            torch.set_rng_state(torch.from_numpy(pytorch))
+        python_state, numpy_state, torch_state = world.bcast(states if world.rank == 0 else None)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if torch is not None and torch_state is not None:
+            torch.set_rng_state(torch.from_numpy(torch_state))
 
 
 @contextmanager

@@ -92,8 +92,8 @@ class CheckpointFollower:
                     if result[0] is None and self.last_step < 0 and not (complete or self._is_waiting):
                         say(f"waiting for the first checkpoint in {self.folder}", sys.stderr)
                         self._is_waiting = True
-            checkpoint, over = self.world.bcast(result)
-            if checkpoint is not None or over:
+            checkpoint, is_over = self.world.bcast(result)
+            if checkpoint is not None or is_over:
                 return checkpoint
             self.sleep(max(0.0, min(self.interval, self.deadline - self.clock())))
 
@@ -135,11 +135,11 @@ class CheckpointFollower:
     def _find_next(self) -> UnevaluatedCheckpoint | None:
         """Return the next checkpoint, if any; files named by step are preferred if the job keeps several."""
         path = self.folder / CHECKPOINT
-        kept = {step: file for file in list_step_checkpoints(path) if (step := _step_in_name(file)) is not None}
-        for step in sorted(kept):
-            if step > self.last_step and (checkpoint := self._create_unevaluated(kept[step])) is not None:
+        file_by_step = {step: file for file in list_step_checkpoints(path) if (step := _step_in_name(file)) is not None}
+        for step in sorted(file_by_step):
+            if step > self.last_step and (checkpoint := self._create_unevaluated(file_by_step[step])) is not None:
                 return checkpoint
-        return None if kept else self._create_unevaluated(path)
+        return None if file_by_step else self._create_unevaluated(path)
 
     def _create_unevaluated(self, path: Path) -> UnevaluatedCheckpoint | None:
         try:
@@ -151,8 +151,8 @@ class CheckpointFollower:
 
 
 def _step_in_name(path: Path) -> int | None:
-    digits = re.search(r"-([0-9]+)$", path.stem)
-    return None if digits is None else int(digits[1])
+    match = re.search(r"-([0-9]+)$", path.stem)
+    return None if match is None else int(match[1])
 
 
 class EvaluationRecorder:
@@ -246,29 +246,29 @@ def follow_checkpoints(
         As in `evaluate_checkpoint`.
     """
     folder = Path(folder)
-    target = folder / EVALUATION_FOLDER if output is None else Path(output)
+    output_folder = folder / EVALUATION_FOLDER if output is None else Path(output)
     with open_model_and_dataset(experiment, grid) as (model, dataset):
         world = model.grid.world
         state = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
-        evaluation = EvaluationRecorder(state, target, experiment.loggers)
-        first = len(state.history)
-        follower = CheckpointFollower(folder, world, evaluation.last_step, every, max_time)
+        recorder = EvaluationRecorder(state, output_folder, experiment.loggers)
+        num_earlier = len(state.history)
+        follower = CheckpointFollower(folder, world, recorder.last_step, every, max_time)
 
         def evaluate(file: CheckpointReader, progress: RunProgress) -> None:
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             load_inference_weights(file, model)
-            record = evaluation.add_result(
-                progress, evaluate_validation_and_test(state, experiment.metrics), time.perf_counter() - begun
+            record = recorder.add_result(
+                progress, evaluate_validation_and_test(state, experiment.metrics), time.perf_counter() - start_time
             )
             if world.rank == 0:
                 emit(record_json_line(record).rstrip())
 
-        evaluation.call_before_run_hooks()
+        recorder.call_before_run_hooks()
         try:
             while (checkpoint := follower.wait_for_next()) is not None:
                 follower.process(checkpoint, evaluate)
         except BaseException as error:
-            evaluation.call_final_hooks(error)
+            recorder.call_final_hooks(error)
             raise
-        evaluation.call_final_hooks()
-        return state.history[first:]
+        recorder.call_final_hooks()
+        return state.history[num_earlier:]

@@ -39,8 +39,8 @@ class DataPosition:
             raise ConfigError(
                 f"batch_size: {batch_size}, but {replicas} replicas read shards; give a multiple of {replicas}"
             )
-        samples = dataset.smallest_shard_size * replicas if self.reads_own_shard else len(dataset.train)
-        state.set_dataset(dataset, samples)
+        epoch_size = dataset.smallest_shard_size * replicas if self.reads_own_shard else len(dataset.train)
+        state.set_dataset(dataset, epoch_size)
         state.batch_size = batch_size
 
     def remaining_batches(self) -> list[tuple[int, np.ndarray]]:
@@ -64,9 +64,9 @@ class DataPosition:
             model.begin_epoch(state.epoch, state.samples_seen)
         losses = [] if model is None else selection_losses(state)
         parts = self.remaining_batches()
-        lazy = model is not None and model.is_streamed
-        with closing(split.batches((part for _, part in parts), state.model.dtype, lazy)) as read:
-            for (size, _), (x, targets) in zip(parts, read, strict=True):
+        is_lazy = model is not None and model.is_streamed
+        with closing(split.batches((part for _, part in parts), state.model.dtype, is_lazy)) as reader:
+            for (size, _), (x, targets) in zip(parts, reader, strict=True):
                 if model is not None and model.optimizer.schedule is not None:
                     set_scheduled_rate_and_momentum(state, state.epoch + state.samples_seen / state.epoch_size, losses)
                 self.current_batch_size = self.uncounted_samples = size

@@ -115,9 +115,9 @@ class DistributedSession:
         if isinstance(state.model, TrainingScriptAdapter):
             state.model.check_checkpointable()
         writes_checkpoints = bool(state.grid.world.bcast(self.task_spec.is_master()))
-        chief = writes_checkpoints and state.is_first_rank
-        minutes = None if save_checkpoint_secs is None else save_checkpoint_secs / 60
-        schedule = CheckpointSchedule(save_checkpoint_steps, None, minutes, KEPT_CHECKPOINTS)
+        is_chief = writes_checkpoints and state.is_first_rank
+        interval_minutes = None if save_checkpoint_secs is None else save_checkpoint_secs / 60
+        schedule = CheckpointSchedule(save_checkpoint_steps, None, interval_minutes, KEPT_CHECKPOINTS)
         self._warn_single_worker()
         servers = None
         if self.task_spec.num_ps:
@@ -128,7 +128,7 @@ class DistributedSession:
             state,
             folder,
             writes_checkpoints,
-            [*hooks, *(chief_only_hooks if chief else ())],
+            [*hooks, *(chief_only_hooks if is_chief else ())],
             schedule,
             log_step_count_steps,
             (save_summaries_steps, save_summaries_secs),
@@ -151,7 +151,7 @@ class DistributedSession:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_open = False
         self._role.exit(error)

@@ -84,10 +84,10 @@ class EvaluatorRole:
             raise NotReadyError(
                 "no checkpoint is left to evaluate, or the session was stopped; end the loop with session.should_stop()"
             )
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         result = function(*args, **kwargs)
         results = _parse_results(result)
-        record = self.evaluation.add_result(self.loaded_position, results, time.perf_counter() - begun)
+        record = self.evaluation.add_result(self.loaded_position, results, time.perf_counter() - start_time)
         self.loaded_position = None
         if self.state.is_first_rank:
             emit(record_json_line(record).rstrip())

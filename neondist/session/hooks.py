@@ -87,5 +87,5 @@ class LoadCheckpoint(Hook):
         """Load the weights, unless the run is resumed. Collective."""
         if run.step == 0 and run.epoch == 0:
             with open_checkpoint(self.path, run.grid.world) as file:
-                taken = load_weights(file, run.model.checkpoint_arrays()["model"])
-            run.start_messages.append(f"weights from {self.path}: {taken}")
+                load_summary = load_weights(file, run.model.checkpoint_arrays()["model"])
+            run.start_messages.append(f"weights from {self.path}: {load_summary}")

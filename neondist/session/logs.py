@@ -67,12 +67,12 @@ class SummaryLog(Hook):
         """Discard the summaries after the step from which the session resumes."""
         with all_or_none(run.grid.world):
             if run.is_first_rank and self.path is not None:
-                kept = [
-                    old
-                    for old in read_epoch_records(self.path, tolerate_incomplete_end=True)
-                    if old.get("step", 0) <= run.step
+                kept_records = [
+                    record
+                    for record in read_epoch_records(self.path, tolerate_incomplete_end=True)
+                    if record.get("step", 0) <= run.step
                 ]
-                write_text(self.path, "".join(map(record_json_line, kept)))
+                write_text(self.path, "".join(map(record_json_line, kept_records)))
         self._start_interval(run.step)
 
     def after_step(self, run: TrainState) -> None:
@@ -82,8 +82,8 @@ class SummaryLog(Hook):
         if math.isfinite(run.loss):
             self.losses.append(run.loss)
         steps, seconds = run.step - self.last_step, time.perf_counter() - self.last_time
-        due = self.every_steps is not None and steps >= self.every_steps
-        if due or (self.every_seconds is not None and seconds >= self.every_seconds):
+        is_due = self.every_steps is not None and steps >= self.every_steps
+        if is_due or (self.every_seconds is not None and seconds >= self.every_seconds):
             loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
             record = EpochRecord(
                 epoch=run.epoch, step=run.step, train_loss=loss, steps_per_second=steps / max(seconds, 1e-9)

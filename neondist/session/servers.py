@@ -85,7 +85,7 @@ class JobServersClient:
         self._server_update: SessionUpdate | None = None
         self._clients: list[ServiceClient] = []
         self._closed, self._stop_requested = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
+        self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, daemon=True)
 
     def join_job_and_load_values(self) -> None:
         """Join the job and load the servers' values; on the master, initialise the servers first if needed.
@@ -101,8 +101,8 @@ class JobServersClient:
                 self._connect()
                 if not self._is_master:
                     first_step = self._wait_for_master()
-        updates = self._state.step - model.steps_without_optimizer
-        self._server_update = SessionUpdate(self._worker_spec, self._strategy, model, world, updates)
+        num_updates = self._state.step - model.steps_without_optimizer
+        self._server_update = SessionUpdate(self._worker_spec, self._strategy, model, world, num_updates)
         with all_or_none(world, root_only=True):
             if world.rank == 0 and self._is_master:
                 reply = self._clients[0].call("begin", {"first_step": model.steps_without_optimizer})
@@ -143,8 +143,8 @@ class JobServersClient:
             self._server_update.close()
         for client in self._clients:
             client.close()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._heartbeat_thread.is_alive():
+            self._heartbeat_thread.join()
 
     def _connect(self) -> None:
         worker = self._worker_spec
@@ -155,7 +155,7 @@ class JobServersClient:
         for client in self._clients:
             client.check_service_version()
             client.retry_seconds = CALL_TIMEOUT_SECONDS
-        self._thread.start()
+        self._heartbeat_thread.start()
 
     def _wait_for_master(self) -> int:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS

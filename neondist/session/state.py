@@ -68,12 +68,12 @@ class SessionState(TrainState):
         """Number of samples of an epoch; without a data set, the number in the restored checkpoint, or 0."""
         return self._epoch_size
 
-    def set_dataset(self, dataset: Dataset, samples: int) -> None:
+    def set_dataset(self, dataset: Dataset, epoch_size: int) -> None:
         """Set the data set and its number of samples; DataError if the epoch cannot be resumed with this number."""
-        if self.samples_seen and self._epoch_size != samples:
-            previous, self._epoch_size = self._epoch_size, samples
-            super().require_epoch_size(previous)
-        self.dataset, self._epoch_size = dataset, samples
+        if self.samples_seen and self._epoch_size != epoch_size:
+            previous_size, self._epoch_size = self._epoch_size, epoch_size
+            super().require_epoch_size(previous_size)
+        self.dataset, self._epoch_size = dataset, epoch_size
 
     def require_epoch_size(self, samples: int) -> None:
         """Record the number of samples of an epoch; DataError if the data set, if any, has a different number."""
@@ -120,9 +120,9 @@ class SessionState(TrainState):
         content = parse_json(texts[SESSION_ENTRY_NAME], dict)
         settings = require_json_type("'settings'", content.get("settings"), dict)
         states, kinds = (require_json_type(f"'{name}'", content.get(name), list) for name in ("states", "kinds"))
-        expected = [type(part).__name__ for part in self.stateful]
-        if kinds != expected or len(states) != len(kinds):
-            raise ValueError(f"has states of {kinds or 'no objects'}, but the session has {expected or 'none'}")
+        expected_names = [type(part).__name__ for part in self.stateful]
+        if kinds != expected_names or len(states) != len(kinds):
+            raise ValueError(f"has states of {kinds or 'no objects'}, but the session has {expected_names or 'none'}")
         if isinstance(self.model, TrainingScriptAdapter):
             self.model.restore_settings(settings)
         else:
@@ -155,19 +155,19 @@ def create_session_state(model: Any) -> SessionState:
     ConfigError
         If there are several models, a model is not distributed or not built, or an object has no `state_dict`.
     """
-    parts = list(model) if isinstance(model, (list, tuple)) else [] if model is None else [model]
-    models: list[Any] = [part for part in parts if isinstance(part, TrainableModel | TrainingScriptAdapter)]
-    rest = [part for part in parts if not isinstance(part, TrainableModel | TrainingScriptAdapter)]
-    for part in parts:
+    objects = list(model) if isinstance(model, (list, tuple)) else [] if model is None else [model]
+    models: list[Any] = [part for part in objects if isinstance(part, TrainableModel | TrainingScriptAdapter)]
+    other_objects = [part for part in objects if not isinstance(part, TrainableModel | TrainingScriptAdapter)]
+    for part in objects:
         if isinstance(part, TrainableModel):
             _ = part.built_parameters
-    if rest and "torch" in sys.modules:
+    if other_objects and "torch" in sys.modules:
         with suppress(ImportError):
             from ..torch.training.script import ModuleScriptAdapter
 
-            script, rest = ModuleScriptAdapter.from_objects(rest)
+            script, other_objects = ModuleScriptAdapter.from_objects(other_objects)
             models += [] if script is None else [script]
-    for part in rest:
+    for part in other_objects:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ConfigError(
                 "model: expected a neondist model, a distributed module, or objects with state_dict and"
@@ -175,4 +175,4 @@ def create_session_state(model: Any) -> SessionState:
             )
     if len(models) > 1:
         raise ConfigError("model: a session trains one model; combine them into one, or use one session for each")
-    return SessionState(models[0] if models else TrainingScriptAdapter(ProcessGrid.serial()), rest)
+    return SessionState(models[0] if models else TrainingScriptAdapter(ProcessGrid.serial()), other_objects)

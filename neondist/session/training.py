@@ -60,7 +60,7 @@ class TrainingRole:
         writes_checkpoints: bool,
         hooks: Iterable[Hook],
         schedule: CheckpointSchedule,
-        log_every: int | None,
+        log_every_steps: int | None,
         summary_intervals: tuple[int | None, float | None],
         grace_seconds: float,
         servers: JobServersClient | None = None,
@@ -75,8 +75,8 @@ class TrainingRole:
         for logger in loggers:
             logger.set_run_folder(folder)
             logger.step_field = "step"
-        if log_every is not None and writes_checkpoints:
-            self.hooks.append(StepLog(log_every))
+        if log_every_steps is not None and writes_checkpoints:
+            self.hooks.append(StepLog(log_every_steps))
         if any(due is not None for due in summary_intervals) and writes_checkpoints:
             self.hooks.append(SummaryLog(folder, *summary_intervals, loggers))
 
@@ -90,10 +90,10 @@ class TrainingRole:
             if folder is not None:
                 if self.writes_checkpoints:
                     stack.enter_context(lock_folder(world, folder, "auto"))
-                restores = (
+                restores_checkpoint = (
                     self.servers is None or self.writes_checkpoints
                 )  # other workers pull the values from the servers
-                if restores and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
+                if restores_checkpoint and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore_checkpoint(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
                     state.start_messages.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes_checkpoints:
@@ -123,20 +123,20 @@ class TrainingRole:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, count its step, and call the hooks. Collective."""
-        state, begun, previous = self.state, time.perf_counter(), self.state.step
+        state, start_time, previous_step = self.state, time.perf_counter(), self.state.step
         result = function(*args, **kwargs)
         if isinstance(state.model, TrainingScriptAdapter):
             state.model.count_step_and_sum_flags()
         state.loss = _to_loss(result)
-        stepped = state.step != previous
+        has_stepped = state.step != previous_step
         if self.servers is not None:
             self.servers.update_step_from_servers()
-        if stepped:
+        if has_stepped:
             if self.position is not None and (size := self.position.advance_past_batch()):
                 totals = state.totals
                 totals.loss += state.loss * size if math.isfinite(state.loss) else 0.0
                 totals.skipped_samples += 0 if math.isfinite(state.loss) else size
-                totals.seconds += time.perf_counter() - begun
+                totals.seconds += time.perf_counter() - start_time
             self._call_hooks(lambda hook: hook.after_step(state))
         state.share_stop_requests()
         return result
@@ -201,14 +201,14 @@ class TrainingRole:
         grid = self.state.grid
         if grid.size == 1:
             return
-        text = f"rank {grid.rank} of {grid.size}: the session ended at step {self.state.step}"
-        timer = threading.Timer(self.grace_seconds, _abort_job, [grid.world, text])
-        timer.daemon = True
-        timer.start()
+        message = f"rank {grid.rank} of {grid.size}: the session ended at step {self.state.step}"
+        abort_timer = threading.Timer(self.grace_seconds, _abort_job, [grid.world, message])
+        abort_timer.daemon = True
+        abort_timer.start()
         try:
             grid.check("the end of DistributedSession", {"step": self.state.step})
         finally:
-            timer.cancel()
+            abort_timer.cancel()
 
     def _call_hooks(self, action: Callable[[Hook], None]) -> None:
         for hook in self.hooks:

@@ -53,27 +53,27 @@ def estimate_sync_costs(
     Gradients without owners take one allreduce per group. Owners receive gradients from all other ranks and send back
     values; the rank that owns the most finishes last.
     """
-    whole, shared, sliced, slices, itemsize, groups = 0, 0, 0, 1, 1, set[int]()
+    whole_bytes, owned_bytes, sliced, num_slices, itemsize, groups = 0, 0, 0, 1, 1, set[int]()
     owned = [0] * ranks
     for spec in specs:
         parameter = parameters[spec.name]
         if not parameter.owners:
-            whole += spec.nbytes
+            whole_bytes += spec.nbytes
             groups.add(parameter.group)
             continue
-        shared += spec.nbytes
+        owned_bytes += spec.nbytes
         if len(parameter.owners) > 1 and parameter.partition is None:  # even slices of all these parameters
             sliced += spec.size
-            slices, itemsize = len(parameter.owners), spec.nbytes // max(1, spec.size)
+            num_slices, itemsize = len(parameter.owners), spec.nbytes // max(1, spec.size)
             continue
         for owner, nbytes in zip(parameter.owners, part_sizes(spec, parameter.partition), strict=True):
             owned[owner] += nbytes
-    most, link = max(owned) + (-(-sliced // slices) * itemsize if sliced else 0), machine.slowest_link(ranks)
-    seconds = sum(machine.allreduce_seconds(ranks, whole / len(groups)) for _ in groups)
-    if shared and ranks > 1:
-        seconds += 2 * link.message_seconds(ranks - 1, max(shared - most, (ranks - 1) * most))
-    seconds += (3 + 2 * slots) * (whole + most) / machine.memory_bandwidth
-    return SyncCosts(seconds, 2 * (whole + shared) + slots * (whole + most))
+    max_bytes, link = max(owned) + (-(-sliced // num_slices) * itemsize if sliced else 0), machine.slowest_link(ranks)
+    seconds = sum(machine.allreduce_seconds(ranks, whole_bytes / len(groups)) for _ in groups)
+    if owned_bytes and ranks > 1:
+        seconds += 2 * link.message_seconds(ranks - 1, max(owned_bytes - max_bytes, (ranks - 1) * max_bytes))
+    seconds += (3 + 2 * slots) * (whole_bytes + max_bytes) / machine.memory_bandwidth
+    return SyncCosts(seconds, 2 * (whole_bytes + owned_bytes) + slots * (whole_bytes + max_bytes))
 
 
 class AutoStrategy(StrategyBuilder):
@@ -97,18 +97,18 @@ class AutoStrategy(StrategyBuilder):
         self.limit = None if memory is None else parse_bytes("memory", memory)
         self.machine = Machine.default() if machine is None else read_machine(Path(machine))
 
-    def with_network(self, untiled: Collection[str], tiled_bytes: int, slots_per_parameter: int) -> AutoStrategy:
+    def with_network(self, untiled_names: Collection[str], tiled_bytes: int, slots_per_parameter: int) -> AutoStrategy:
         """Return a copy that compares the costs of parameters that all tiles share, for a network and an optimiser.
 
         Parameters
         ----------
-        untiled : collection of str
+        untiled_names : collection of str
             Names of these parameters.
         tiled_bytes : int
             Bytes of the other parameters, their gradients and optimiser state on a rank.
         """
         result = copy(self)
-        result._compared_names, result._tiled_bytes = untiled, tiled_bytes
+        result._compared_names, result._tiled_bytes = untiled_names, tiled_bytes
         result._slots_per_parameter = slots_per_parameter
         return result
 
@@ -118,14 +118,14 @@ class AutoStrategy(StrategyBuilder):
         assignments = {
             format_builder(builder): builder.assign(specs, replicas, servers) for builder in create_candidate_builders()
         }
-        compared = [spec for spec in specs if self._compared_names is None or spec.name in self._compared_names]
+        compared_specs = [spec for spec in specs if self._compared_names is None or spec.name in self._compared_names]
         costs = {
-            name: estimate_sync_costs(rules, compared, ranks, self._slots_per_parameter, self.machine)
+            name: estimate_sync_costs(rules, compared_specs, ranks, self._slots_per_parameter, self.machine)
             for name, rules in assignments.items()
         }
         held_bytes = [self._tiled_bytes + cost.held_bytes for cost in costs.values()]
-        fitting = self.select_fitting(list(costs), held_bytes)
-        return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
+        fitting_names = self.select_fitting(list(costs), held_bytes)
+        return assignments[min(fitting_names, key=lambda name: (costs[name].seconds, name))]
 
     def select_fitting(self, choices: Sequence[Choice], held_bytes: Sequence[int]) -> list[Choice]:
         """Return the choices within the memory limit, given the bytes of each; ConfigError if there is none."""

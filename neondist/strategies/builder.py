@@ -75,8 +75,8 @@ class StrategyBuilder(Registered, ABC):
             specs[spec.name] = spec
         assigned = self.assign(list(specs.values()), replicas, servers)
         check_value(f"{type(self).__name__}.assign", assigned, dict[str, Any])
-        chosen = {name: assigned[name] for name in specs if name in assigned}
-        return Strategy(format_builder(self), replicas, servers, specs, chosen)
+        ordered = {name: assigned[name] for name in specs if name in assigned}
+        return Strategy(format_builder(self), replicas, servers, specs, ordered)
 
     @property
     def needs_servers(self) -> bool:
@@ -91,9 +91,9 @@ class StrategyBuilder(Registered, ABC):
 def format_builder(builder: StrategyBuilder) -> str:
     """Return a builder as text that `as_builder` reads; arguments at their defaults are left out."""
     defaults = {name: field.default for name, field in constructor_fields(type(builder)).items()}
-    changed = {name: value for name, value in builder.arguments().items() if value != defaults[name]}
-    arguments = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-    return type(builder).__name__ + (f"({arguments})" if changed else "")
+    changed_arguments = {name: value for name, value in builder.arguments().items() if value != defaults[name]}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in changed_arguments.items())
+    return type(builder).__name__ + (f"({arguments})" if changed_arguments else "")
 
 
 def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
@@ -123,8 +123,8 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
     arguments_by_name = constructor_fields(choices[name])
     for key in fields:
         if key not in arguments_by_name:
-            near = suggest(key, arguments_by_name) or ""
-            raise ConfigError(f"strategy: '{builder}': {name} has no argument '{key}'{near}")
+            suggestion = suggest(key, arguments_by_name) or ""
+            raise ConfigError(f"strategy: '{builder}': {name} has no argument '{key}'{suggestion}")
     for key, argument in arguments_by_name.items():
         if argument.required and key not in fields:
             raise ConfigError(f"strategy: '{builder}': {name} requires '{key}'; write {name}({key}=...)")

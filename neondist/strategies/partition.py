@@ -25,30 +25,30 @@ def even_partition(spec: ParameterSpec, axis: int, parts: int) -> AxisPartition 
     """Return a balanced partition of an axis into `parts` parts, larger ones first; None if it has a single part."""
     if axis >= len(spec.shape) or parts < 2:
         return None
-    bounds = (part_range(spec.shape[axis], parts, part) for part in range(parts))
-    return axis, [hi - lo for lo, hi in bounds]
+    part_bounds = (part_range(spec.shape[axis], parts, part) for part in range(parts))
+    return axis, [hi - lo for lo, hi in part_bounds]
 
 
 def part_sizes(spec: ParameterSpec, partition: AxisPartition | None) -> list[int]:
     """Return the size of each part in bytes."""
     if partition is None:
         return [spec.nbytes]
-    axis, sizes = partition
-    row = spec.nbytes // spec.shape[axis]
-    return [size * row for size in sizes]
+    axis, extents = partition
+    bytes_per_row = spec.nbytes // spec.shape[axis]
+    return [size * bytes_per_row for size in extents]
 
 
-def balance_owners(parts: Mapping[str, Sequence[int]], owners: int) -> dict[str, list[int]]:
+def balance_owners(sizes_by_name: Mapping[str, Sequence[int]], num_owners: int) -> dict[str, list[int]]:
     """Assign all parts of all parameters greedily: largest first, each to the owner with the fewest bytes.
 
     Parameters
     ----------
-    parts : mapping of parameter name to the sizes of its parts in bytes
+    sizes_by_name : mapping of parameter name to the sizes of its parts in bytes
     """
-    loads, assigned = [0] * owners, {name: [0] * len(sizes) for name, sizes in parts.items()}
-    order = [(nbytes, name, at) for name, sizes in parts.items() for at, nbytes in enumerate(sizes)]
-    for nbytes, name, at in sorted(order, key=lambda part: -part[0]):
-        owner = loads.index(min(loads))
-        loads[owner] += nbytes
-        assigned[name][at] = owner
-    return assigned
+    bytes_by_owner, owners_by_name = [0] * num_owners, {name: [0] * len(sizes) for name, sizes in sizes_by_name.items()}
+    nbytes_name_index = [(nbytes, name, at) for name, sizes in sizes_by_name.items() for at, nbytes in enumerate(sizes)]
+    for nbytes, name, at in sorted(nbytes_name_index, key=lambda part: -part[0]):
+        owner = bytes_by_owner.index(min(bytes_by_owner))
+        bytes_by_owner[owner] += nbytes
+        owners_by_name[name][at] = owner
+    return owners_by_name

@@ -50,11 +50,11 @@ class PS(StrategyBuilder):
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the partition of each parameter, and the owners of its parts."""
-        parts = {spec.name: self.choose_partition(spec) if spec.shape else None for spec in specs}
-        owners = self.assign_owners({spec.name: part_sizes(spec, parts[spec.name]) for spec in specs}, servers)
+        partitions = {spec.name: self.choose_partition(spec) if spec.shape else None for spec in specs}
+        owners = self.assign_owners({spec.name: part_sizes(spec, partitions[spec.name]) for spec in specs}, servers)
         return {
-            name: ParameterStrategy("server", parts[name], owners[name], sync=self.sync, staleness=self.staleness)
-            for name in parts
+            name: ParameterStrategy("server", partitions[name], owners[name], sync=self.sync, staleness=self.staleness)
+            for name in partitions
         }
 
 

@@ -39,19 +39,19 @@ def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | N
     ConfigError
         If there are more owners than ranks.
     """
-    chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
+    entries = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
     strategy.check_owners_exist(ranks)
-    devices = min(max(strategy.replicas, strategy.servers), ranks)
-    owner_ranks = [owner * ranks // devices for owner in range(devices)]
-    sliced = [name for name, entry in chosen.items() if len(entry.owners) > 1 and entry.partition is None]
-    ends = list(accumulate((strategy.specs[name].size for name in sliced), initial=0))
-    starts = dict(zip(sliced, ends, strict=False))
+    num_devices = min(max(strategy.replicas, strategy.servers), ranks)
+    owner_ranks = [owner * ranks // num_devices for owner in range(num_devices)]
+    sliced_names = [name for name, entry in entries.items() if len(entry.owners) > 1 and entry.partition is None]
+    ends = list(accumulate((strategy.specs[name].size for name in sliced_names), initial=0))
+    starts = dict(zip(sliced_names, ends, strict=False))
     shares: dict[str, OwnerBoxes] = {}
-    for name, entry in chosen.items():
+    for name, entry in entries.items():
         size, shape = strategy.specs[name].size, tuple(strategy.specs[name].shape) or (1,)
         if name in starts:
-            bounds = [part_range(ends[-1], len(entry.owners), part) for part in range(len(entry.owners))]
-            ranges = [(max(0, lo - starts[name]), min(size, hi - starts[name])) for lo, hi in bounds]
+            slice_bounds = [part_range(ends[-1], len(entry.owners), part) for part in range(len(entry.owners))]
+            ranges = [(max(0, lo - starts[name]), min(size, hi - starts[name])) for lo, hi in slice_bounds]
             parts = {
                 owner_ranks[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(entry.owners, ranges, strict=True)
             }
@@ -65,19 +65,19 @@ def _box_by_owning_rank(entry: ParameterStrategy, shape: Shape, owner_ranks: Seq
     """Return the part of each rank that owns one; several parts of an owner are concatenated."""
     if entry.partition is None:
         return {owner_ranks[entry.owners[0]]: Box.of(shape)}
-    axis, sizes = entry.partition
-    totals: dict[int, int] = {}
-    for owner, size in zip(entry.owners, sizes, strict=True):
-        totals[owner] = totals.get(owner, 0) + size
-    parts, start = {}, 0
-    for owner in sorted(totals):
-        stop, whole = start + totals[owner], Box.of(shape)
-        lo, hi = list(whole.lo), list(whole.hi)
+    axis, extents = entry.partition
+    extent_by_owner: dict[int, int] = {}
+    for owner, size in zip(entry.owners, extents, strict=True):
+        extent_by_owner[owner] = extent_by_owner.get(owner, 0) + size
+    box_by_rank, start = {}, 0
+    for owner in sorted(extent_by_owner):
+        stop, whole_box = start + extent_by_owner[owner], Box.of(shape)
+        lo, hi = list(whole_box.lo), list(whole_box.hi)
         lo[axis], hi[axis] = start, stop
-        parts[owner_ranks[owner]], start = Box(tuple(lo), tuple(hi)), stop
-    return parts
+        box_by_rank[owner_ranks[owner]], start = Box(tuple(lo), tuple(hi)), stop
+    return box_by_rank
 
 
 def _create_owner_boxes(shape: Shape, boxes: dict[int, Box], ranks: int) -> OwnerBoxes:
-    nothing = Box((0,) * len(shape), (0,) * len(shape))
-    return OwnerBoxes(shape, tuple(boxes.get(rank, nothing) for rank in range(ranks)))
+    empty_box = Box((0,) * len(shape), (0,) * len(shape))
+    return OwnerBoxes(shape, tuple(boxes.get(rank, empty_box) for rank in range(ranks)))

@@ -61,32 +61,32 @@ class ParameterStrategy:
             axis, sizes = self.partition
             object.__setattr__(self, "partition", (int(axis), [int(size) for size in sizes]))
 
-    def find_mismatch(self, shape: Sequence[int], owners: int) -> tuple[str, str] | None:
+    def find_mismatch(self, shape: Sequence[int], num_owners: int) -> tuple[str, str] | None:
         """Return the field that does not match a parameter's shape or the number of owners, and the problem, if any."""
         if self.compressor and (self.kind == "server" or self.owners):
             remedy = "requires kind: allreduce and owners: []; otherwise set compressor: null"
             return "compressor", f"{self.compressor} {remedy}"
         if self.staleness and not self.sync:
             return "staleness", f"{self.staleness} needs sync: true; set sync: true, or staleness: 0"
-        if wrong := [owner for owner in self.owners if not 0 <= owner < owners]:
-            return "owners", f"owner {max(wrong)} does not exist; owners are 0 to {owners - 1}"
+        if wrong := [owner for owner in self.owners if not 0 <= owner < num_owners]:
+            return "owners", f"owner {max(wrong)} does not exist; owners are 0 to {num_owners - 1}"
         if self.kind == "server" and not self.owners:
             return "owners", "is empty; list at least one owner, or set kind: allreduce"
         if self.partition is None:
             if len(set(self.owners)) < len(self.owners):
                 return "owners", "lists an owner twice; without a partition, list each owner once"
             return None
-        axis, sizes = self.partition
+        axis, extents = self.partition
         if not shape:
             return "partition", "a scalar cannot be partitioned; write null"
         if not 0 <= axis < len(shape):
             return "partition.axis", f"is {axis}; expected 0 to {len(shape) - 1}"
-        if min(sizes, default=0) < 0:
-            return "partition.sizes", f"{min(sizes)} is negative; expected extents of at least 0"
-        if sum(sizes) != shape[axis] or not sizes:
-            return "partition.sizes", f"add up to {sum(sizes)}; expected {shape[axis]}, the axis's extent"
-        if len(self.owners) != len(sizes):
-            problem = f"{counted(len(self.owners), 'owner')} for {len(sizes)} parts; give one owner for each part"
+        if min(extents, default=0) < 0:
+            return "partition.sizes", f"{min(extents)} is negative; expected extents of at least 0"
+        if sum(extents) != shape[axis] or not extents:
+            return "partition.sizes", f"add up to {sum(extents)}; expected {shape[axis]}, the axis's extent"
+        if len(self.owners) != len(extents):
+            problem = f"{counted(len(self.owners), 'owner')} for {len(extents)} parts; give one owner for each part"
             return "owners", problem
         return None
 
@@ -142,8 +142,8 @@ class Strategy:
 
     def create_error(self, problem: str, name: str = "") -> ConfigError:
         """Return an error about a parameter, or all parameters, with the location in the strategy file."""
-        place = self.file_lines.get(name) or self.file_lines.get("")
-        return ConfigError(f"{place or 'strategy'}: {problem}")
+        file_line = self.file_lines.get(name) or self.file_lines.get("")
+        return ConfigError(f"{file_line or 'strategy'}: {problem}")
 
     @property
     def digest(self) -> str:
@@ -153,8 +153,8 @@ class Strategy:
     @property
     def bytes_per_owner(self) -> list[int]:
         """Bytes of parameters per owner; empty if no parameter has an owner."""
-        owners = max(self.replicas, self.servers)
-        owned_bytes = [0] * owners
+        num_owners = max(self.replicas, self.servers)
+        owned_bytes = [0] * num_owners
         for name, parameter in self.parameters.items():
             spec = self.specs[name]
             if len(parameter.owners) > 1 and parameter.partition is None:
@@ -167,27 +167,27 @@ class Strategy:
 
     def check_parameters_match(self, parameters: Iterable[ParameterSpec]) -> None:
         """Raise ConfigError if the strategy is for other parameters; the message names the first difference."""
-        others = {spec.name: spec for spec in parameters}
-        for name, spec in others.items():
+        model_specs = {spec.name: spec for spec in parameters}
+        for name, spec in model_specs.items():
             if name not in self.specs:
                 raise self.create_error(f"no entry for parameter '{name}'; build the strategy for this model")
             for attribute in ("shape", "dtype", "sparse"):
-                own, other = getattr(self.specs[name], attribute), getattr(spec, attribute)
-                if own != other:
-                    problem = f"parameter '{name}' has {attribute} {own}, but {other} in the model"
+                expected, actual = getattr(self.specs[name], attribute), getattr(spec, attribute)
+                if expected != actual:
+                    problem = f"parameter '{name}' has {attribute} {expected}, but {actual} in the model"
                     raise self.create_error(f"{problem}; build the strategy for this model", name)
         for name in self.specs:
-            if name not in others:
+            if name not in model_specs:
                 raise self.create_error(
                     f"parameter '{name}' is not in the model; build the strategy for this model", name
                 )
 
-    def check_owners_exist(self, ranks: int) -> None:
+    def check_owners_exist(self, num_ranks: int) -> None:
         """Raise ConfigError if there are more owners than ranks."""
-        owners = 1 + max((owner for entry in self.parameters.values() for owner in entry.owners), default=-1)
-        if owners > ranks:
-            problem = f"has {counted(owners, 'owner')}, but the job has {counted(ranks, 'rank')}"
-            raise self.create_error(f"{problem}; build the strategy for {ranks}")
+        num_owners = 1 + max((owner for entry in self.parameters.values() for owner in entry.owners), default=-1)
+        if num_owners > num_ranks:
+            problem = f"has {counted(num_owners, 'owner')}, but the job has {counted(num_ranks, 'rank')}"
+            raise self.create_error(f"{problem}; build the strategy for {num_ranks}")
 
     @property
     def needs_servers(self) -> bool:
@@ -232,13 +232,13 @@ class Strategy:
 
     def __str__(self) -> str:
         """Return a table of the parameters."""
-        head = ("parameter", "shape", "kind", "partition", "owners", "group", "compressor", "staleness")
-        rows = [head, *(_table_row(self.specs[name], parameter) for name, parameter in self.parameters.items())]
+        header = ("parameter", "shape", "kind", "partition", "owners", "group", "compressor", "staleness")
+        rows = [header, *(_table_row(self.specs[name], parameter) for name, parameter in self.parameters.items())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         title = f"{self.builder}, {counted(self.replicas, 'replica')}, {counted(self.servers, 'owner')}"
-        loads = [f"bytes per owner: {', '.join(map(str, self.bytes_per_owner))}"] if self.bytes_per_owner else []
-        return "\n".join([title, *lines, *loads])
+        load_lines = [f"bytes per owner: {', '.join(map(str, self.bytes_per_owner))}"] if self.bytes_per_owner else []
+        return "\n".join([title, *lines, *load_lines])
 
     def to_yaml(self) -> str:
         """Return the text of a strategy file."""
@@ -248,22 +248,22 @@ class Strategy:
             if parameter.partition is not None:
                 entry["partition"] = {"axis": parameter.partition[0], "sizes": parameter.partition[1]}
             entries[name] = {"shape": list(spec.shape), "dtype": spec.dtype, "sparse": spec.sparse, **entry}
-        head = {"format": FORMAT_VERSION, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
-        head |= {name: chosen for name in PLANNER_FIELDS if (chosen := getattr(self, name))}
-        return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
+        header = {"format": FORMAT_VERSION, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
+        header |= {name: chosen for name in PLANNER_FIELDS if (chosen := getattr(self, name))}
+        return yaml.safe_dump(header | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
 
 
 def _table_row(spec: ParameterSpec, entry: ParameterStrategy) -> tuple[str, ...]:
     shape = " x ".join(map(str, spec.shape)) or "scalar"
-    mode = str(entry.staleness) if entry.sync else "asynchronous"
-    texts = entry.kind, entry.partition_text, entry.owners_text, str(entry.group), entry.compressor or "-"
-    return spec.name, shape, *texts, mode
+    staleness_text = str(entry.staleness) if entry.sync else "asynchronous"
+    cells = entry.kind, entry.partition_text, entry.owners_text, str(entry.group), entry.compressor or "-"
+    return spec.name, shape, *cells, staleness_text
 
 
 def _join_numbers(numbers: list[int], separator: str) -> str:
-    limit = 8
-    shown = separator.join(map(str, numbers[:limit]))
-    return shown if len(numbers) <= limit else f"{shown}{separator}... ({len(numbers)})"
+    max_shown = 8
+    shown = separator.join(map(str, numbers[:max_shown]))
+    return shown if len(numbers) <= max_shown else f"{shown}{separator}... ({len(numbers)})"
 
 
 PLANNER_FIELDS = "grid", "schemes"
@@ -301,12 +301,12 @@ def _parse_strategy(root: Node) -> Strategy:
         specs[name], parameters[name] = _parse_parameter(name, node, max(top["replicas"], top["servers"]))
     grid = convert_fields(top["grid"], "grid", _GRID_FIELDS) if "grid" in top else None
     schemes = convert_node(top["schemes"], dict[str, str], "schemes") if "schemes" in top else None
-    placed = {name: top[name] for name in PLANNER_FIELDS if name in top} | top["parameters"] | {"": root}
-    file_lines = {name: node.place for name, node in placed.items()}
+    node_by_name = {name: top[name] for name in PLANNER_FIELDS if name in top} | top["parameters"] | {"": root}
+    file_lines = {name: node.place for name, node in node_by_name.items()}
     return Strategy(top["builder"], top["replicas"], top["servers"], specs, parameters, grid, schemes, file_lines)
 
 
-def _parse_parameter(name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
+def _parse_parameter(name: str, node: Node, num_owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
     path = join_path("parameters", name)
     entry = convert_fields(node, path, _PARAMETER_FIELDS, _PARAMETER_FIELDS)
     shape, dtype, sparse = (entry.pop(key) for key in ("shape", "dtype", "sparse"))
@@ -318,7 +318,7 @@ def _parse_parameter(name: str, node: Node, owners: int) -> tuple[ParameterSpec,
     partition = entry["partition"]
     entry["partition"] = _parse_partition(partition, join_path(path, "partition"))
     parameter = ParameterStrategy(**entry)
-    if mismatch := parameter.find_mismatch(shape, owners):
+    if mismatch := parameter.find_mismatch(shape, num_owners):
         field_name, problem = mismatch
         parent, _, child = field_name.rpartition(".")
         raise field_error(partition if parent else node, join_path(path, parent) if parent else path, child, problem)

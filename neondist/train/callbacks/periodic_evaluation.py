@@ -17,7 +17,7 @@ from .hook import Hook
 
 
 class PeriodicEvaluation(Hook):
-    """Evaluate the validation and test splits every `interval_steps` steps; rank 0 prints a line and writes a JSON object.
+    """Evaluate the validation and test splits every `interval_steps` steps; rank 0 prints and writes the results.
 
     Parameters
     ----------

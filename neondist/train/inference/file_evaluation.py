@@ -149,7 +149,7 @@ def _open_labels(
     labels: str | Path, method: PredictionMethod, images: SourceSamples, open_class_map: Callable[..., TileSource]
 ) -> SourceSamples:
     *extent, channels = method.output_shape
-    expected_shape, problem = (images.shape[0], *extent), DataError("")
+    expected, problem = (images.shape[0], *extent), DataError("")
     # files without axis names are ambiguous; a PNG with a palette holds class indices
     is_png = Path(labels).suffix.lower() == ".png"
     for depth in (1, channels) if is_png else (channels, 1):
@@ -160,17 +160,17 @@ def _open_labels(
             problem = error
             continue
         dtype = image.source.dtype
-        if image.shape[:-1] == expected_shape and (depth == channels or dtype.kind in "iub"):
+        if image.shape[:-1] == expected and (depth == channels or dtype.kind in "iub"):
             return image
         image.close()
-        if image.shape[:-1] == expected_shape:
+        if image.shape[:-1] == expected:
             problem = DataError(
                 f"{labels}: contains one {dtype} value per cell; give classes as integers, or"
                 f" {counted(channels, 'channel')}"
             )
             continue
         problem = DataError(
-            f"{labels}: has labels of shape {list(image.shape[:-1])}, but the outputs have shape {list(expected_shape)}; give"
+            f"{labels}: has labels of shape {list(image.shape[:-1])}, but the outputs have shape {list(expected)}; give"
             " a label per cell of the outputs"
         )
     raise problem
