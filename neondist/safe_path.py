@@ -19,11 +19,11 @@ def python_command(module: str, *words: object, ends_with_parent: bool = False) 
     With `ends_with_parent` the child gets SIGTERM when this process is killed (Linux). The child requests the signal
     itself: a `preexec_fn` occasionally crashes or hangs between fork and exec if this process has gRPC threads.
     """
-    parent = [f"{_PARENT_PID_OPTION}{os.getpid()}"] if ends_with_parent else []
-    return [sys.executable, __file__, *parent, module, *map(str, words)]
+    parent_option = [f"{_PARENT_PID_OPTION}{os.getpid()}"] if ends_with_parent else []
+    return [sys.executable, __file__, *parent_option, module, *map(str, words)]
 
 
-def terminate_with_parent(parent: int) -> None:
+def terminate_with_parent(parent_pid: int) -> None:
     """Receive SIGTERM when the parent is killed (Linux); exit now if the parent has already died."""
     if sys.platform != "linux":
         return
@@ -31,16 +31,16 @@ def terminate_with_parent(parent: int) -> None:
     import signal
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # the parent died before the call to prctl
+    if os.getppid() != parent_pid:  # the parent died before the call to prctl
         os._exit(1)
 
 
 def _run_module() -> None:
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         del sys.path[0]  # this script's folder
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if root not in sys.path:
-        sys.path.append(root)  # a checkout that is not installed
+    package_root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if package_root not in sys.path:
+        sys.path.append(package_root)  # a checkout that is not installed
     if sys.argv[1].startswith(_PARENT_PID_OPTION):
         import signal
 

@@ -32,10 +32,10 @@ def unsupported_torch_remedy(version: str) -> str:
     """Return the remedy for an unsupported version of PyTorch; '' if it is supported."""
     if SUPPORTED_TORCH_RANGE[0] <= major_and_minor_version(version) < SUPPORTED_TORCH_RANGE[1]:
         return ""
-    oldest, untested = (".".join(map(str, bound)) for bound in SUPPORTED_TORCH_RANGE)
+    oldest, unsupported = (".".join(map(str, bound)) for bound in SUPPORTED_TORCH_RANGE)
     return (
-        f"PyTorch {version} is not supported: neondist.torch is tested with {oldest} and newer, below {untested};"
-        f" pip install 'torch>={oldest},<{untested}'"
+        f"PyTorch {version} is not supported: neondist.torch is tested with {oldest} and newer, below {unsupported};"
+        f" pip install 'torch>={oldest},<{unsupported}'"
     )
 
 

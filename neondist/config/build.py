@@ -43,14 +43,14 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
         return classes[name]
     for cls in subclasses(Registered):
         if cls.__name__ == name and inspect.isabstract(cls):
-            missing = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
-            raise node_error(node, path, f"!{name} cannot be created: class {name} must define {missing}")
-    allowed = tuple(registered_classes_in_hint(hint)) or object
-    names = [other for other, cls in classes.items() if issubclass(cls, allowed)]
-    near = suggest(name, [*names, *TORCH_TAGS])
-    if not near.startswith("; did"):
-        near = suggest(name, names)
-    raise node_error(node, path, f"unknown tag !{name}{near}")
+            missing_methods = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
+            raise node_error(node, path, f"!{name} cannot be created: class {name} must define {missing_methods}")
+    allowed_classes = tuple(registered_classes_in_hint(hint)) or object
+    allowed_names = [other for other, cls in classes.items() if issubclass(cls, allowed_classes)]
+    suggestion = suggest(name, [*allowed_names, *TORCH_TAGS])
+    if not suggestion.startswith("; did"):
+        suggestion = suggest(name, allowed_names)
+    raise node_error(node, path, f"unknown tag !{name}{suggestion}")
 
 
 class ObjectBuilder:
@@ -71,22 +71,22 @@ class ObjectBuilder:
             return self._find_function(node, path)
         cls = self._serial_or_dist_class(find_class(node, path, hint), node, path)
         nodes = node.value if isinstance(node.value, dict) else {}
-        params = constructor_fields(cls)
+        class_fields = constructor_fields(cls)
         for name, child in nodes.items():
-            if name not in params:
-                raise node_error(child, join_path(path, name), describe_unknown_field(cls, name, params))
-        for name, field in params.items():
+            if name not in class_fields:
+                raise node_error(child, join_path(path, name), describe_unknown_field(cls, name, class_fields))
+        for name, field in class_fields.items():
             if field.required and name not in nodes:
-                needs = "" if field.hint is Any else f" ({describe_hint(field.hint)})"
+                type_text = "" if field.hint is Any else f" ({describe_hint(field.hint)})"
                 raise node_error(
-                    node, join_path(path, name), f"missing; {cls.__name__} requires it: add '{name}: ...'{needs}"
+                    node, join_path(path, name), f"missing; {cls.__name__} requires it: add '{name}: ...'{type_text}"
                 )
         arguments = {
-            name: convert_node(child, params[name].hint, join_path(path, name), self.build)
+            name: convert_node(child, class_fields[name].hint, join_path(path, name), self.build)
             for name, child in nodes.items()
         }
-        places = {name: nodes[name].place if name in nodes else node.place for name in params}
-        source = SourcePosition(node.place, path, places)
+        field_places = {name: nodes[name].place if name in nodes else node.place for name in class_fields}
+        source = SourcePosition(node.place, path, field_places)
         try:
             obj = cls(**arguments)
         except UserError as error:

@@ -40,10 +40,10 @@ def load_experiment(
     ConfigError
         With the message 'FILE:LINE: field: problem and remedy'. Errors raised by constructors keep their class.
     """
-    name = str(path)
+    file_name = str(path)
     root = parse_file(Path(path), text)
     if root is None:
-        raise ConfigError(f"{name}:1: the file is empty; it must contain one !{top} {{...}}")
+        raise ConfigError(f"{file_name}:1: the file is empty; it must contain one !{top} {{...}}")
     if root.tag is None:
         raise node_error(root, "", f"the file must contain one !{top} with its fields, got {root}; begin with !{top}")
     apply_overrides(root, overrides)

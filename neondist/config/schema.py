@@ -57,23 +57,23 @@ def _class_schema(cls: type) -> dict[str, Any]:
     summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
     properties = {name: _field_schema(field, descriptions.get(name)) for name, field in class_fields.items()}
     required = [name for name, field in class_fields.items() if field.required]
-    extra = {"required": required} if required else {}
+    required_entry = {"required": required} if required else {}
     return {
         "type": "object" if required else ["object", "null"],
         "description": summary,
         "properties": properties,
         "additionalProperties": False,
-        **extra,
+        **required_entry,
     }
 
 
 def _field_schema(field: Field, description: str | None) -> dict[str, Any]:
-    result = _hint_schema(field.hint)
+    schema = _hint_schema(field.hint)
     if description:
-        result = {"description": description} | (result if "$ref" not in result else {"allOf": [result]})
+        schema = {"description": description} | (schema if "$ref" not in schema else {"allOf": [schema]})
     if not field.required and isinstance(field.default, bool | int | float | str):
-        result |= {"default": field.default}
-    return result
+        schema |= {"default": field.default}
+    return schema
 
 
 def _hint_schema(hint: Any) -> dict[str, Any]:
@@ -94,25 +94,25 @@ def _member_schema(hint: Any) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return {"enum": list(args)}
-    kind = origin or hint
+    base_type = origin or hint
     if classes := registered_classes_in_hint(hint):
-        named = classes_by_name([*classes, *subclasses(classes[0])])
-        names = sorted(name for name, cls in named.items() if name == cls.__name__)
+        class_by_name = classes_by_name([*classes, *subclasses(classes[0])])
+        names = sorted(name for name, cls in class_by_name.items() if name == cls.__name__)
         return {"anyOf": [{"$ref": f"#/definitions/{name}"} for name in names]}
-    if kind in _SCHEMA_BY_SCALAR_TYPE:
-        return dict(_SCHEMA_BY_SCALAR_TYPE[kind])
-    if not isinstance(kind, type) or kind is object:
+    if base_type in _SCHEMA_BY_SCALAR_TYPE:
+        return dict(_SCHEMA_BY_SCALAR_TYPE[base_type])
+    if not isinstance(base_type, type) or base_type is object:
         return {}
-    if issubclass(kind, PathLike) or kind is collections.abc.Callable:
+    if issubclass(base_type, PathLike) or base_type is collections.abc.Callable:
         return {"type": "string"}
-    if issubclass(kind, collections.abc.Mapping):
+    if issubclass(base_type, collections.abc.Mapping):
         return {"type": "object", **({"additionalProperties": _hint_schema(args[-1])} if args else {})}
-    if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
+    if issubclass(base_type, tuple) and args and args[-1] is not Ellipsis:
         n = len(args)
         return {"type": "array", "items": [_hint_schema(arg) for arg in args], "minItems": n, "maxItems": n}
-    if issubclass(kind, collections.abc.Iterable) and Node in union_members(*args[:1] or (None,)):
+    if issubclass(base_type, collections.abc.Iterable) and Node in union_members(*args[:1] or (None,)):
         return {"$ref": f"#/definitions/{_CHAIN_DEFINITION}"}
-    if issubclass(kind, collections.abc.Iterable):
+    if issubclass(base_type, collections.abc.Iterable):
         return {"type": "array", **({"items": _hint_schema(unwrap_hint(args[0]) and args[0])} if args else {})}
     return {}
 

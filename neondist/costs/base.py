@@ -104,8 +104,8 @@ class Cost(Registered, ABC):
         if not target_shape:
             remedy = "one class per image; end the network with a fully connected or a global pooling layer"
         else:
-            fitting = f" or {y_shape[:-1]}" if y_shape[:-1] else ""
-            remedy = f"targets of shape {target_shape}, not {y_shape}{fitting}; change the layers, or the targets"
+            alternative = f" or {y_shape[:-1]}" if y_shape[:-1] else ""
+            remedy = f"targets of shape {target_shape}, not {y_shape}{alternative}; change the layers, or the targets"
         raise ShapeError(f"the network's outputs have shape {y_shape}, but the data set has {remedy}")
 
     def check_softmax_outputs(self, outputs: int) -> None:
@@ -122,9 +122,9 @@ class Cost(Registered, ABC):
         """Raise ConfigError, naming this cost, unless there is a weight for each output and not all are 0."""
         if weights is None:
             return
-        wrong = ""
+        problem = ""
         if len(weights) != outputs:
-            wrong = f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give one per output"
-        if wrong or not any(weights):
+            problem = f"{counted(len(weights), 'weight')} for {counted(outputs, 'output')}; give one per output"
+        if problem or not any(weights):
             with set_error_subject(self):
-                raise ConfigError(f"{name}: {wrong or 'all are 0; set at least one above 0'}")
+                raise ConfigError(f"{name}: {problem or 'all are 0; set at least one above 0'}")

@@ -45,13 +45,13 @@ class CrossEntropy(Cost):
         """Return the weighted sum of -log p over the local cells, in float64."""
         xp, shifted = namespace(y), _subtract_maximum(y)
         if self._has_equal_weights(y, targets):
-            label_terms, weight = value_at_label(shifted, targets)[..., 0], 1.0
+            label_terms, label_weight = value_at_label(shifted, targets)[..., 0], 1.0
         else:
             weights = self.log_probability_weights(y, targets)
             label_terms = (weights * shifted).sum(axis=-1, dtype="f8")
-            weight = weights.sum(axis=-1, dtype="f8")
-        mass = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
-        return (weight * xp.log(mass) - label_terms).sum()
+            label_weight = weights.sum(axis=-1, dtype="f8")
+        exp_sums = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
+        return (label_weight * xp.log(exp_sums) - label_terms).sum()
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return softmax(y) minus the targets, each weighted, (n, C) or (n, *spatial, C)."""
@@ -82,17 +82,17 @@ class CrossEntropy(Cost):
 
     def log_probability_weights(self, y: Any, targets: Any) -> Any:
         """Return the weights of -log p of every class in every cell, with the shape of `y`."""
-        xp, keep = namespace(y), None
+        xp, valid_mask = namespace(y), None
         if are_dense_targets(y.shape, targets, self.ignore_index):
             weights = xp.asarray(targets)
         else:
-            targets, keep = mask_ignored(targets, self.ignore_index)
+            targets, valid_mask = mask_ignored(targets, self.ignore_index)
             weights = one_hot(targets, y).astype(y.dtype)
         if self.label_smoothing:
             weights = weights * (1 - self.label_smoothing) + self.label_smoothing / y.shape[-1]
         if self.class_weights is not None:
             weights = weights * xp.asarray(self.class_weights, y.dtype)
-        return weights if keep is None else weights * xp.asarray(keep)[..., None]
+        return weights if valid_mask is None else weights * xp.asarray(valid_mask)[..., None]
 
     def _has_equal_weights(self, y: Any, targets: Any) -> bool:
         """Return whether targets are labels with equal weights."""

@@ -39,25 +39,25 @@ class Dice(Cost):
 
     def sums_per_sample(self, y: Any, targets: Any) -> Any:
         """Return the sums of p + t and of p t of each sample and class, (n, 2 C)."""
-        p, t, keep = softmax(y), *self._one_hot_and_mask(y, targets)
-        return namespace(y).concatenate([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)], axis=1)
+        p, t, valid_mask = softmax(y), *self._one_hot_and_mask(y, targets)
+        return namespace(y).concatenate([_sum_over_cells((p + t) * valid_mask), _sum_over_cells(p * t)], axis=1)
 
-    def losses_from_sums(self, sums: Any, whole: Any | None = None) -> Any:
-        """Return each sample's loss (n,), or, given the sums `whole` of p + t over the image, this part's share."""
-        classes = sums.shape[1] // 2
-        both, overlap = sums[:, :classes], sums[:, classes:]
-        return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
+    def losses_from_sums(self, sums: Any, totals: Any | None = None) -> Any:
+        """Return each sample's loss (n,), or, given the sums `totals` of p + t over the image, this part's share."""
+        num_classes = sums.shape[1] // 2
+        sizes, overlap = sums[:, :num_classes], sums[:, num_classes:]
+        return ((sizes - 2 * overlap) / ((sizes if totals is None else totals) + self.smooth)).sum(axis=1) / num_classes
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
         self.check_softmax_outputs(y.shape[-1])
-        p, t, keep = softmax(y), *self._one_hot_and_mask(y, targets)
-        both, overlap = sum_over_tiles(namespace(y).stack([_sum_over_cells((p + t) * keep), _sum_over_cells(p * t)]))
-        spatial = (slice(None), *(None for _ in y.shape[1:-1]))
-        whole = (both + self.smooth)[spatial]
-        by_p = ((2 * overlap + self.smooth)[spatial] / whole - 2 * t) / (whole * y.shape[-1])
-        by_p = (by_p * keep).astype(y.dtype)
-        return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
+        p, t, mask = softmax(y), *self._one_hot_and_mask(y, targets)
+        sizes, overlap = sum_over_tiles(namespace(y).stack([_sum_over_cells((p + t) * mask), _sum_over_cells(p * t)]))
+        cell_index = (slice(None), *(None for _ in y.shape[1:-1]))
+        denominator = (sizes + self.smooth)[cell_index]
+        dp = ((2 * overlap + self.smooth)[cell_index] / denominator - 2 * t) / (denominator * y.shape[-1])
+        dp = (dp * mask).astype(y.dtype)
+        return p * (dp - (dp * p).sum(axis=-1, keepdims=True))
 
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError if the outputs do not match the classes, or if there is only one output."""
@@ -77,11 +77,11 @@ class Dice(Cost):
         xp = namespace(y)
         if are_dense_targets(y.shape, targets, self.ignore_index):
             return xp.asarray(targets), 1.0
-        labels, keep = mask_ignored(targets, self.ignore_index)
+        labels, valid_mask = mask_ignored(targets, self.ignore_index)
         t = one_hot(labels, y).astype(y.dtype)
-        if keep is None:
+        if valid_mask is None:
             return t, 1.0
-        mask = xp.asarray(keep, y.dtype)[..., None]
+        mask = xp.asarray(valid_mask, y.dtype)[..., None]
         return t * mask, mask
 
 
@@ -127,11 +127,11 @@ class DiceCE(Cost):
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of `local_sum`."""
-        dice, entropy = (
+        dice_gradient, entropy_gradient = (
             y.dtype.type(scale) * part.local_sum_gradient(y, targets, sum_over_tiles)
             for scale, part in self._scaled_parts(y, targets)
         )
-        return dice + entropy
+        return dice_gradient + entropy_gradient
 
     def denominator_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is one number."""
@@ -144,8 +144,8 @@ class DiceCE(Cost):
         self.check_output_weights("class_weights", self.cross_entropy.class_weights, y_shape[-1])
 
     def _scaled_parts(self, y: Any, targets: Any) -> list[tuple[float, Cost]]:
-        weights = [part.local_denominator(y.shape, targets) for _, part in self.parts]
-        return [(f * len(y) / w if w else 0.0, part) for (f, part), w in zip(self.parts, weights, strict=True)]
+        denominators = [part.local_denominator(y.shape, targets) for _, part in self.parts]
+        return [(f * len(y) / w if w else 0.0, part) for (f, part), w in zip(self.parts, denominators, strict=True)]
 
 
 def _sum_over_cells(array: Any) -> Any:

@@ -178,19 +178,19 @@ class BCE(Cost):
     def local_sum(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the sum over the local cells, summed in float64."""
         xp = namespace(y)
-        t, positive, keep = self._targets_weights_and_mask(y, targets)
-        base = xp.log1p(xp.exp(-abs(y)))  # common term of both classes
-        costs = positive * t * (base + xp.maximum(-y, 0)) + (1 - t) * (base + xp.maximum(y, 0))
-        return (costs * keep).sum(dtype="f8")
+        t, positive_weight, valid_mask = self._targets_weights_and_mask(y, targets)
+        common_term = xp.log1p(xp.exp(-abs(y)))  # common term of both classes
+        costs = positive_weight * t * (common_term + xp.maximum(-y, 0)) + (1 - t) * (common_term + xp.maximum(y, 0))
+        return (costs * valid_mask).sum(dtype="f8")
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return p (1 - t) - w (1 - p) t, with p the logistic function of `y` and w the weight of positive targets."""
         xp = namespace(y)
-        t, positive, keep = self._targets_weights_and_mask(y, targets)
-        small = xp.exp(-abs(y))
-        p = xp.where(y >= 0, 1 / (1 + small), small / (1 + small))
-        rest = xp.where(y >= 0, small / (1 + small), 1 / (1 + small))
-        return (keep * (p * (1 - t) - positive * t * rest)).astype(y.dtype)
+        t, positive_weight, valid_mask = self._targets_weights_and_mask(y, targets)
+        exp_minus_abs = xp.exp(-abs(y))
+        p = xp.where(y >= 0, 1 / (1 + exp_minus_abs), exp_minus_abs / (1 + exp_minus_abs))
+        one_minus_p = xp.where(y >= 0, exp_minus_abs / (1 + exp_minus_abs), 1 / (1 + exp_minus_abs))
+        return (valid_mask * (p * (1 - t) - positive_weight * t * one_minus_p)).astype(y.dtype)
 
     def local_denominator(self, shape: Sequence[int], targets: Any) -> float:
         """Return the number of local outputs in cells that are not ignored."""
@@ -206,15 +206,15 @@ class BCE(Cost):
         """Raise UserError if the outputs do not match the classes, or the weights do not match the outputs."""
         if y_shape[-1] > 1 or classes != 2:
             super().check_output_shape(y_shape, classes)
-        many = self.pos_weight if isinstance(self.pos_weight, Sequence) else None
-        self.check_output_weights("pos_weight", many, y_shape[-1])
+        weights = self.pos_weight if isinstance(self.pos_weight, Sequence) else None
+        self.check_output_weights("pos_weight", weights, y_shape[-1])
 
     def _targets_weights_and_mask(self, y: Any, targets: Any) -> tuple[Any, Any, Any]:
         """Return the targets as numbers, the weights of positive ones, and the mask of counted cells."""
         xp, outputs = namespace(y), y.shape[-1]
-        positive = 1.0 if self.pos_weight is None else xp.asarray(self.pos_weight, y.dtype)
+        positive_weight = 1.0 if self.pos_weight is None else xp.asarray(self.pos_weight, y.dtype)
         if targets.dtype.kind == "f" or are_dense_targets((*y.shape[:-1], max(2, outputs)), targets, self.ignore_index):
-            return targets_as_values(y, targets), positive, 1.0
-        labels, keep = mask_ignored(targets, self.ignore_index)
+            return targets_as_values(y, targets), positive_weight, 1.0
+        labels, valid_mask = mask_ignored(targets, self.ignore_index)
         t = xp.asarray(labels, y.dtype)[..., None] if outputs == 1 else one_hot(labels, y).astype(y.dtype)
-        return t, positive, 1.0 if keep is None else xp.asarray(keep, y.dtype)[..., None]
+        return t, positive_weight, 1.0 if valid_mask is None else xp.asarray(valid_mask, y.dtype)[..., None]

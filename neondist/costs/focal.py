@@ -46,9 +46,9 @@ class Focal(CrossEntropy):
         """Return the gradient of `local_sum` with respect to the scores."""
         self.check_softmax_outputs(y.shape[-1])
         xp, log_p = namespace(y), log_softmax(y)
-        p, rest = xp.exp(log_p), -xp.expm1(log_p)
+        p, q = xp.exp(log_p), -xp.expm1(log_p)
         tiny = np.finfo(y.dtype).tiny
         # derivative with respect to p, times p
-        by_p = self.gamma * p * log_p * rest**self.gamma / xp.maximum(rest, tiny) - rest**self.gamma
-        by_p = (self.log_probability_weights(y, targets) * by_p).astype(y.dtype)
-        return by_p - p * by_p.sum(axis=-1, keepdims=True)
+        dp = self.gamma * p * log_p * q**self.gamma / xp.maximum(q, tiny) - q**self.gamma
+        dp = (self.log_probability_weights(y, targets) * dp).astype(y.dtype)
+        return dp - p * dp.sum(axis=-1, keepdims=True)

@@ -45,9 +45,9 @@ def are_dense_targets(shape: Sequence[int], targets: Any, ignore_index: int | No
     if labels.size:
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= classes:
-            wrong = low if low < 0 else high
+            bad_label = low if low < 0 else high
             raise DataError(
-                f"targets: label {wrong} is outside the {counted(classes, 'class', 'classes')} (0 to {classes - 1})"
+                f"targets: label {bad_label} is outside the {counted(classes, 'class', 'classes')} (0 to {classes - 1})"
                 " of the last layer; give that layer more outputs, correct the labels, or set the cost's ignore_index"
             )
     return False
@@ -57,8 +57,8 @@ def mask_ignored(labels: np.ndarray, ignore_index: int | None) -> tuple[np.ndarr
     """Return labels with class 0 in ignored cells, and the mask of other cells; None: no cell is ignored."""
     if ignore_index is None:
         return labels, None
-    keep = labels != ignore_index
-    return np.where(keep, labels, 0), keep
+    valid_mask = labels != ignore_index
+    return np.where(valid_mask, labels, 0), valid_mask
 
 
 def targets_as_values(y: Any, targets: Any) -> Any:

@@ -25,7 +25,7 @@ def local_weighted_denominators(cost: Any, shape: Sequence[int], targets: Any) -
 
 
 def part_factors_and_denominators(
-    cost: Any, weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
+    cost: Any, weighted_denominators: Iterable[float], num_samples: int, y_shape: tuple[int, ...]
 ) -> list[tuple[float, float]]:
     """Return the factor of each part and the denominator of its mean.
 
@@ -36,9 +36,9 @@ def part_factors_and_denominators(
     samples, y_shape
         Global number of samples, and global shape without the batch.
     """
-    remaining, weighted = iter(weighted_denominators), weighted_mean_parts(cost)
+    denominators, weighted_parts = iter(weighted_denominators), weighted_mean_parts(cost)
     return [
-        (factor, next(remaining) if part in weighted else samples * part.denominator_per_sample(y_shape))
+        (factor, next(denominators) if part in weighted_parts else num_samples * part.denominator_per_sample(y_shape))
         for factor, part in parts_of(cost)
     ]
 

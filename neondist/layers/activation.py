@@ -33,8 +33,8 @@ class ActivationLayer(Layer):
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view: dy if the executor or the next layer applies the activation's gradient."""
-        applies = ctx.activated and not ctx.relu_gradient_left_to_next_layer
-        return self.kernels.relu_backward(ctx.y, dy, ctx.out) if applies else dy
+        applies_gradient = ctx.activated and not ctx.relu_gradient_left_to_next_layer
+        return self.kernels.relu_backward(ctx.y, dy, ctx.out) if applies_gradient else dy
 
 
 class ActivationLayerDist(Dist, ActivationLayer):

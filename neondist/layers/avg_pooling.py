@@ -58,8 +58,8 @@ class AvgPoolingLayer(PoolingLayer):
             zip(ctx.input_box.axes(), self.input_shape[:-1], kernel, stride, strict=True)
         ):
             starts = xp.arange(lo, hi - k + 1, s)
-            inside = xp.minimum(starts + k, n) - xp.maximum(starts, 0)
-            counts = xp.full(len(starts), k) if self.count_include_pad else inside
+            cells_inside = xp.minimum(starts + k, n) - xp.maximum(starts, 0)
+            counts = xp.full(len(starts), k) if self.count_include_pad else cells_inside
             weights = weights / counts.reshape([-1 if a == axis else 1 for a in range(len(kernel) + 1)])
         return weights.astype(dtype)
 

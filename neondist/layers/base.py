@@ -77,8 +77,8 @@ class Node(Registered, ABC):
 
     def _class_name_in_snake_case(self) -> str:
         """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
-        serial = serial_class(type(self)).__name__.removesuffix("Layer")  # '' if there is only a distributed class
-        word = serial or type(self).__name__.removesuffix("Dist").removesuffix("Layer")
+        serial_name = serial_class(type(self)).__name__.removesuffix("Layer")  # '' if there is only a distributed class
+        word = serial_name or type(self).__name__.removesuffix("Dist").removesuffix("Layer")
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
 
 
@@ -362,9 +362,9 @@ class Layer(LayerDescription):
 
     def can_fuse_activation(self, activation: Activation) -> bool:
         """Return whether the layer can fuse this activation of the following layer into its own pass over memory."""
-        declared = [declared_with(self, "fusible_activation_kind", method) for method in ("forward", "backward")]
+        declared_kinds = [declared_with(self, "fusible_activation_kind", method) for method in ("forward", "backward")]
         kind = self.fusible_activation_kind if self.activation is None else ""
-        return bool(kind and declared == [kind] * 2 and declared_with(activation, kind, "fprop"))
+        return bool(kind and declared_kinds == [kind] * 2 and declared_with(activation, kind, "fprop"))
 
     @property
     def bytes_sent(self) -> int:
@@ -374,8 +374,8 @@ class Layer(LayerDescription):
     @property
     def output_may_stay_sharded(self) -> bool:
         """Whether the layer's vector result may stay partitioned over the ranks of the tiles."""
-        elementwise = self.activation is None or declared_with(self.activation, "elementwise", "fprop")
-        return bool(elementwise) and declared_with(self, "layout", "forward") is Shard
+        is_elementwise = self.activation is None or declared_with(self.activation, "elementwise", "fprop")
+        return bool(is_elementwise) and declared_with(self, "layout", "forward") is Shard
 
     @property
     def must_keep_output(self) -> bool:

@@ -86,10 +86,10 @@ class BatchNormLayer(NormLayer):
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return this rank's contributions to both in one array."""
-        (by_beta,), (from_mean,) = self.channel_gradient_sums(ctx, dy)
-        by_gamma = from_mean * ctx.scale
-        ctx.grads["gamma"], ctx.grads["beta"] = ctx.contribution_to_sum(by_gamma), ctx.contribution_to_sum(by_beta)
-        return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
+        (dbeta,), (dscale,) = self.channel_gradient_sums(ctx, dy)
+        dgamma = dscale * ctx.scale
+        ctx.grads["gamma"], ctx.grads["beta"] = ctx.contribution_to_sum(dgamma), ctx.contribution_to_sum(dbeta)
+        return ctx.xp.concatenate([dgamma, dbeta]) if ctx.training and ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view, including the gradient through the statistics."""

@@ -133,10 +133,10 @@ class StepContext:
         """Return the saved arrays without the view; arrays for which `is_reused` is true are copied."""
         return {name: self._copy_or_view_placeholder(kept, is_reused) for name, kept in self._saved.items()}
 
-    def _copy_or_view_placeholder(self, kept: Any, is_reused: Callable[[Any], bool]) -> Any:
-        if kept is self.view_to_rebuild and kept is not None:
+    def _copy_or_view_placeholder(self, array: Any, is_reused: Callable[[Any], bool]) -> Any:
+        if array is self.view_to_rebuild and array is not None:
             return _VIEW_PLACEHOLDER
-        return kept.copy() if self._layer.context.backend.owns(kept) and is_reused(kept) else kept
+        return array.copy() if self._layer.context.backend.owns(array) and is_reused(array) else array
 
     def replace_saved_view(self, view: Any) -> None:
         """Replace the saved view with this one."""
@@ -198,21 +198,21 @@ class StepContext:
     @property
     def input_tile(self) -> Box:
         """The cells of the input tile, without halo and padding."""
-        entry = self._layer.input
-        return entry.own.intersect(entry.need)  # in a strip, `own` may be larger: other strips read it too
+        input_array = self._layer.input
+        return input_array.own.intersect(input_array.need)  # in a strip, `own` may be larger: other strips read it too
 
     def owned(self, array: Any, cells: Box | None = None) -> Any:
         """Return the part of an array over the view, or over `cells`, that this rank's tile or strip owns."""
         layer, extent = self._layer, self._layer.input_shape[:-1]
-        own, region = layer.context.grid.tile_box(extent), cells or layer.input.need
-        if not extent or own == region:
+        own_box, view_box = layer.context.grid.tile_box(extent), cells or layer.input.need
+        if not extent or own_box == view_box:
             return array
-        if own.size and own.intersect(region) != own:
+        if own_box.size and own_box.intersect(view_box) != own_box:
             raise ConfigError(
                 f"layer '{layer.name}': its view lacks cells of this rank's tile, which ctx.owned should return;"
                 " compute the reduction in a layer without a window, before this one"
             )
-        return array[(slice(None), *own.relative_to(region).slices)]
+        return array[(slice(None), *own_box.relative_to(view_box).slices)]
 
     def contribution_to_sum(self, array: Any) -> Any:
         """Return this rank's contribution to a sum over all ranks of values computed from the output.
@@ -220,8 +220,8 @@ class StepContext:
         Outputs without spatial axes are replicated over tiles, and must be counted once.
         """
         layer = self._layer
-        counted = layer.output_shape[:-1] or layer.context.grid.tile == 0
-        return array if counted else 0 * array
+        is_counted = layer.output_shape[:-1] or layer.context.grid.tile == 0
+        return array if is_counted else 0 * array
 
     def random(self, purpose: str) -> CellRandom:
         """Return random numbers for all cells of the input tile, keyed by seed, purpose, layer, step, GLOBAL index."""
@@ -265,9 +265,9 @@ class StepContext:
         return self._exchange_halo("backward", array, dview)
 
     def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
-        move = array.get_fprop_view if direction == "forward" else array.get_bprop_view
+        exchange = array.get_fprop_view if direction == "forward" else array.get_bprop_view
         with self._layer.context.grid.observers.observe("halo", str(self._layer.name), direction):
-            return move(values, self.phase)
+            return exchange(values, self.phase)
 
 
 class CellRandom:

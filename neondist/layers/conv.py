@@ -77,8 +77,8 @@ class ConvLayer(Layer):
         """Return the window; padding 'same' depends on the extent."""
         ndim, padding = len(input_shape) - 1, self.padding
         if isinstance(padding, str):
-            bare = Window(self.kernel_size, self.stride, 0, dilation=self.dilation, ndim=ndim)
-            padding = same_padding(input_shape[:-1], bare.kernel, bare.stride, bare.dilation)
+            unpadded = Window(self.kernel_size, self.stride, 0, dilation=self.dilation, ndim=ndim)
+            padding = same_padding(input_shape[:-1], unpadded.kernel, unpadded.stride, unpadded.dilation)
         return Window(self.kernel_size, self.stride, padding, dilation=self.dilation, mode=self.padding_mode, ndim=ndim)
 
     def output_channels_for(self, input_shape: Shape) -> int:
@@ -106,9 +106,9 @@ class ConvLayer(Layer):
         if window.mode != "zeros":
             return None if method == "auto" else super().gathered_gradient_shape_and_window(input_shape, grid)
         shape, gradient_window = self._gradient_shape_and_window(input_shape)
-        gathered = total_halo_volume(grid.partition(shape[:-1]), gradient_window) * shape[-1]
-        scattered = total_halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
-        return (shape, gradient_window) if method == "gather" or gathered < scattered else None
+        gathered_volume = total_halo_volume(grid.partition(shape[:-1]), gradient_window) * shape[-1]
+        scattered_volume = total_halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
+        return (shape, gradient_window) if method == "gather" or gathered_volume < scattered_volume else None
 
     def gradient_shape_and_window_if_gathered(self, input_shape: Shape) -> tuple[Shape, Window] | None:
         """Return the output array and its gathering window, for zero padding."""
@@ -120,23 +120,23 @@ class ConvLayer(Layer):
     def adjust_for_dist(self) -> None:
         """Also create the array of output gradients, if they are gathered."""
         super().adjust_for_dist()
-        gathers = self.gathered_gradient_shape_and_window(self.input_shape, self.context.grid.shape)
-        self.gathered_gradient_array = None if gathers is None else self.register_array(*gathers)
+        shape_and_window = self.gathered_gradient_shape_and_window(self.input_shape, self.context.grid.shape)
+        self.gathered_gradient_array = None if shape_and_window is None else self.register_array(*shape_and_window)
         if self.gathered_gradient_array is not None:
             self.gathered_gradient_array.swaps_directions = True
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
-        zeros, weights = self.input.zero_padding_cells, ctx.params["weights"]
-        self.kernels.conv_into(y, view, weights, *self._stride_dilation_groups, bias, ctx.activate, zeros)
+        zero_padding, weights = self.input.zero_padding_cells, ctx.params["weights"]
+        self.kernels.conv_into(y, view, weights, *self._stride_dilation_groups, bias, ctx.activate, zero_padding)
         ctx.save(view=view, y=None if ctx.activation is None or ctx.relu_gradient_left_to_next_layer else y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view; fill the gradients of weights and bias."""
         dview = ctx.out if ctx.needs_input_gradient else None
-        by_weights, by_bias = self.kernels.conv_backward_into(
+        dweights, dbias = self.kernels.conv_backward_into(
             dview,
             ctx.view,
             dy,
@@ -148,9 +148,9 @@ class ConvLayer(Layer):
             ctx.applies_input_relu_gradient,
             self.bias,
         )
-        ctx.grads["weights"] = by_weights
+        ctx.grads["weights"] = dweights
         if self.bias:
-            ctx.grads["bias"] = by_bias
+            ctx.grads["bias"] = dbias
         return dview
 
     def gradient_to_gather(self, ctx: StepContext, dy: Any) -> Any:

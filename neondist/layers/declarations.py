@@ -36,22 +36,22 @@ def check_declarations(layer: Layer, input_shape: Shape) -> None:
     window = layer.window_for(input_shape)
     if window is not None and not isinstance(window, Window):
         raise ConfigError(f"window, or window_for, is {window!r}; expected an nd.Window, or None")
-    arrays = layer.parameters_for(input_shape), layer.state_for(input_shape)
-    output, reductions = layer.output_shape_for(input_shape), layer.reductions_for(input_shape)
-    if not (isinstance(output, tuple) and all(isinstance(n, Integral) and int(n) > 0 for n in output)):
+    parameters_and_state = layer.parameters_for(input_shape), layer.state_for(input_shape)
+    output_shape, reductions = layer.output_shape_for(input_shape), layer.reductions_for(input_shape)
+    if not (isinstance(output_shape, tuple) and all(isinstance(n, Integral) and int(n) > 0 for n in output_shape)):
         raise ConfigError(
-            f"output shape {output!r}; expected a tuple of positive integers from output_shape_for and"
+            f"output shape {output_shape!r}; expected a tuple of positive integers from output_shape_for and"
             " output_channels_for"
         )
-    for declared, name in zip(arrays, ("parameters_for", "state_for"), strict=True):
+    for declared, name in zip(parameters_and_state, ("parameters_for", "state_for"), strict=True):
         if not (
             isinstance(declared, Mapping)
             and all(isinstance(key, str) and isinstance(p, Parameter) for key, p in declared.items())
         ):
             raise ConfigError(f"{name} returns {declared!r}; expected a dict of name to nd.Parameter")
         for key, parameter in declared.items():
-            _check_parameter(layer, f"{name}: '{key}'", parameter, input_shape, output)
-    if both := sorted(arrays[0].keys() & arrays[1].keys()):
+            _check_parameter(layer, f"{name}: '{key}'", parameter, input_shape, output_shape)
+    if both := sorted(parameters_and_state[0].keys() & parameters_and_state[1].keys()):
         raise ConfigError(f"parameters_for and state_for both declare '{both[0]}'; rename one of them")
     if not (isinstance(reductions, Sequence) and all(isinstance(entry, Reduction) for entry in reductions)):
         raise ConfigError(f"reductions_for returns {reductions!r}; expected a list of nd.Reduction")
@@ -67,7 +67,7 @@ def check_declarations(layer: Layer, input_shape: Shape) -> None:
     _check_reduction_methods(layer, [reduction.direction for reduction in reductions])
     check_value("activation", layer.activation, Activation | None)
     if layer.distributed:
-        _check_independence_of_tiles(layer, input_shape, output, reductions)
+        _check_independence_of_tiles(layer, input_shape, output_shape, reductions)
 
 
 def _check_parameter(layer: Layer, name: str, parameter: Parameter, input_shape: Shape, output: Shape) -> None:
@@ -94,21 +94,21 @@ def _check_independence_of_tiles(
     layer: Layer, input_shape: Shape, output: Shape, reductions: Sequence[Reduction]
 ) -> None:
     """Raise ConfigError if outputs or gradients depend on the tiles."""
-    window, reduced = layer.window_for(input_shape), {entry.direction for entry in reductions if entry.group}
+    window, reduced_directions = layer.window_for(input_shape), {entry.direction for entry in reductions if entry.group}
     extent, is_image = input_shape[:-1], len(output) > 1
     if extent and is_image and not layer.adds_output_halo:
-        expected = extent if window is None else window.output_extent(extent)
-        if output[:-1] != tuple(expected):
+        expected_extent = extent if window is None else window.output_extent(extent)
+        if output[:-1] != tuple(expected_extent):
             raise ConfigError(
-                f"output_shape_for returns the extent {output[:-1]}, but the window gives {tuple(expected)};"
+                f"output_shape_for returns the extent {output[:-1]}, but the window gives {tuple(expected_extent)};"
                 " declare the window that the layer reads (for upsampling, derive it from nd.UpsampleLayer)"
             )
-    if extent and not is_image and "forward" not in reduced:
+    if extent and not is_image and "forward" not in reduced_directions:
         raise ConfigError(
             f"the output {output} has no spatial axes, so that it must be the same on all tiles of an image;"
             " compute it in reduce, declare the reduction in reductions_for, and return ctx.reduced"
         )
-    if not extent and is_image and layer.has_input_gradient and "backward" not in reduced:
+    if not extent and is_image and layer.has_input_gradient and "backward" not in reduced_directions:
         raise ConfigError(
             f"the input {input_shape} has no spatial axes, so that its gradient is a sum over the tiles of the"
             " output; compute it in reduce_backward, declare the reduction in reductions_for, and return"
@@ -118,15 +118,15 @@ def _check_independence_of_tiles(
 
 def _check_reduction_methods(layer: Layer, directions: Sequence[str]) -> None:
     """Raise ConfigError unless each method of a reduction is declared and each declared reduction has a method."""
-    cls, declares = type(layer), type(layer).reductions_for is not LayerDescription.reductions_for
+    cls, declares_reductions = type(layer), type(layer).reductions_for is not LayerDescription.reductions_for
     for direction, method in (("forward", "reduce"), ("backward", "reduce_backward")):
-        defines = getattr(cls, method) is not getattr(Layer, method)
-        if direction in directions and not defines:
+        defines_method = getattr(cls, method) is not getattr(Layer, method)
+        if direction in directions and not defines_method:
             raise ConfigError(
                 f"reductions_for declares a reduction before {direction}, but {cls.__name__} has no method"
                 f" {method}; define it, or leave out the declaration"
             )
-        if defines and not declares:
+        if defines_method and not declares_reductions:
             raise ConfigError(
                 f"{method} is never called, because {cls.__name__} has no method reductions_for; declare the"
                 " reduction there"

@@ -76,16 +76,16 @@ class DeconvLayer(Layer):
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return an extent that the corresponding convolution maps to the input's extent, and out_channels."""
         window = self.output_window_for(input_shape)
-        extra = self.output_padding
-        extras = (extra,) * window.ndim if isinstance(extra, int) else tuple(extra)
-        if len(extras) != window.ndim:
-            raise ConfigError(f"output_padding {extra}: expected an integer, or one per axis ({window.ndim})")
-        if any(not 0 <= e < s for e, s in zip(extras, window.stride, strict=True)):
-            raise ConfigError(f"output_padding {extra} must be at least 0 and less than stride {self.stride}")
+        output_padding = self.output_padding
+        axis_paddings = (output_padding,) * window.ndim if isinstance(output_padding, int) else tuple(output_padding)
+        if len(axis_paddings) != window.ndim:
+            raise ConfigError(f"output_padding {output_padding}: expected an integer, or one per axis ({window.ndim})")
+        if any(not 0 <= e < s for e, s in zip(axis_paddings, window.stride, strict=True)):
+            raise ConfigError(f"output_padding {output_padding} must be at least 0 and less than stride {self.stride}")
         extent = tuple(
             (n - 1) * s - sum(p) + span + e
             for n, s, p, span, e in zip(
-                input_shape[:-1], window.stride, window.padding, window.span, extras, strict=True
+                input_shape[:-1], window.stride, window.padding, window.span, axis_paddings, strict=True
             )
         )
         if min(extent) < 1:
@@ -107,8 +107,8 @@ class DeconvLayer(Layer):
             raise ConfigError(f"groups {self.groups} must divide the input's {counted(channels, 'channel')}")
         shape = (*kernel, channels // self.groups, self.out_channels)
         fans = prod(shape[:-1]), prod(kernel) * self.out_channels
-        bias = {"bias": Parameter((self.out_channels,))} if self.bias else {}
-        return {"weights": Parameter(shape, self.weights_init, *fans)} | bias
+        bias_parameter = {"bias": Parameter((self.out_channels,))} if self.bias else {}
+        return {"weights": Parameter(shape, self.weights_init, *fans)} | bias_parameter
 
     def adjust_for_dist(self) -> None:
         """Also create the array of outputs, whose halo is exchanged."""
@@ -167,8 +167,8 @@ class DeconvLayer(Layer):
     def _swap_channels(self, weights: Any) -> Any:
         """Return (*kernel, a / groups, b) as (*kernel, b / groups, a): the weights of the opposite direction."""
         kernel, inner, outer = weights.shape[:-2], weights.shape[-2], weights.shape[-1] // self.groups
-        split = weights.reshape(*kernel, inner, self.groups, outer).swapaxes(-3, -1)
-        return split.reshape(*kernel, outer, self.groups * inner)
+        grouped = weights.reshape(*kernel, inner, self.groups, outer).swapaxes(-3, -1)
+        return grouped.reshape(*kernel, outer, self.groups * inner)
 
 
 class DeconvLayerDist(Dist, DeconvLayer):

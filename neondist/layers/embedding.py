@@ -61,10 +61,10 @@ class EmbeddingLayer(Layer):
         xp, shape = ctx.xp, view.shape
         if view.ndim == 2:
             view = view[:, ctx.output_box.slices[0]]
-        invalid = ~((view >= 0) & (view < self.num_embeddings) & (view == xp.floor(view)))
-        if invalid.any():
+        is_invalid = ~((view >= 0) & (view < self.num_embeddings) & (view == xp.floor(view)))
+        if is_invalid.any():
             raise DataError(
-                f"layer '{self.name}': id {view[invalid][0]:g} is not in the table of"
+                f"layer '{self.name}': id {view[is_invalid][0]:g} is not in the table of"
                 f" {counted(self.num_embeddings, 'row')}; give"
                 f" whole numbers from 0 to {self.num_embeddings - 1}, or a larger num_embeddings"
             )
@@ -75,10 +75,10 @@ class EmbeddingLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Add the gradients of the rows; return zeros, since ids have no gradient."""
         if ctx.needs_weight_gradients and ctx.ids.size:
-            order = ctx.xp.argsort(ctx.ids, kind="stable")
-            ids, starts = ctx.xp.unique(ctx.ids[order], return_index=True)
+            id_order = ctx.xp.argsort(ctx.ids, kind="stable")
+            ids, run_starts = ctx.xp.unique(ctx.ids[id_order], return_index=True)
             gradient = ctx.grads["weights"]
-            gradient[ids] += ctx.xp.add.reduceat(dy.reshape(-1, self.dim)[order], starts, axis=0)
+            gradient[ids] += ctx.xp.add.reduceat(dy.reshape(-1, self.dim)[id_order], run_starts, axis=0)
         return ctx.xp.zeros(ctx.seen, dy.dtype) if ctx.needs_input_gradient else None
 
 

@@ -67,41 +67,41 @@ class PerBlockFilters(FilterOperator):
     def __init__(self, kernels: Kernels, window: Window, tile: Box, block: Shape) -> None:
         super().__init__(kernels, window)
         self.tile_extent, self.block_slices = tile.shape, []
-        need = window.needs(tile)
+        view_box = window.needs(tile)
         first = [lo // b for lo, b in zip(tile.lo, block, strict=True)]
-        count = [-(-hi // b) - a if hi > lo else 0 for (lo, hi), a, b in zip(tile.axes(), first, block, strict=True)]
-        for at in product(*map(range, count)):
-            place = tuple(a + i for a, i in zip(first, at, strict=True))
-            lo = tuple(p * b for p, b in zip(place, block, strict=True))
-            cells = Box(lo, tuple(c + b for c, b in zip(lo, block, strict=True))).intersect(tile)
-            seen = _batch_index_within(window.needs(cells), need)
-            self.block_slices.append((place, _batch_index_within(cells, tile), seen))
+        counts = [-(-hi // b) - a if hi > lo else 0 for (lo, hi), a, b in zip(tile.axes(), first, block, strict=True)]
+        for at in product(*map(range, counts)):
+            block_index = tuple(a + i for a, i in zip(first, at, strict=True))
+            block_lo = tuple(p * b for p, b in zip(block_index, block, strict=True))
+            cells = Box(block_lo, tuple(c + b for c, b in zip(block_lo, block, strict=True))).intersect(tile)
+            view_slices = _batch_index_within(window.needs(cells), view_box)
+            self.block_slices.append((block_index, _batch_index_within(cells, tile), view_slices))
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
         z = self.kernels.xp.empty((len(view), *self.tile_extent, weights.shape[-1]), view.dtype)
-        for place, cells, seen in self.block_slices:
-            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._stride_dilation_groups)
+        for block_index, cells, view_slices in self.block_slices:
+            z[cells] = self.kernels.conv_forward(view[view_slices], weights[block_index], *self._stride_dilation_groups)
         return z
 
     def correlate_adjoint(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
         dview = self.kernels.xp.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
-        for place, cells, seen in self.block_slices:
-            part = dview[seen]
-            part += self.kernels.conv_backward_input(
-                _contiguous(z[cells]), weights[place], part.shape[1:-1], *self._stride_dilation_groups
+        for block_index, cells, view_slices in self.block_slices:
+            view_part = dview[view_slices]
+            view_part += self.kernels.conv_backward_input(
+                _contiguous(z[cells]), weights[block_index], view_part.shape[1:-1], *self._stride_dilation_groups
             )
         return dview
 
     def weights_gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return this rank's share of the gradient of the weights."""
         gradient = self.kernels.xp.zeros_like(weights)
-        for place, cells, seen in self.block_slices:
-            part = self.kernels.conv_backward_weights(
-                view[seen], _contiguous(dz[cells]), self.window.kernel, *self._stride_dilation_groups
+        for block_index, cells, view_slices in self.block_slices:
+            block_gradient = self.kernels.conv_backward_weights(
+                view[view_slices], _contiguous(dz[cells]), self.window.kernel, *self._stride_dilation_groups
             )
-            gradient[place] = part
+            gradient[block_index] = block_gradient
         return gradient
 
     @property
@@ -121,14 +121,14 @@ def orthonormalise(weights: Any, spatial_ndim: int, scale: float) -> Any:
         return weights
     xp = namespace(weights)
     matrix = weights.reshape(prod(cells), -1, weights.shape[-1]).astype(np.float64)
-    wide = matrix.shape[1] < matrix.shape[2]
-    if wide:
+    is_wide = matrix.shape[1] < matrix.shape[2]
+    if is_wide:
         matrix = matrix.swapaxes(1, 2)
-    values, vectors = xp.linalg.eigh(matrix.swapaxes(1, 2) @ matrix)
-    least = np.finfo(weights.dtype).eps * values[:, -1:]
-    roots = xp.sqrt(xp.maximum(values, xp.maximum(least, np.finfo(np.float64).tiny)))
-    result = matrix @ (vectors / roots[:, None, :]) @ vectors.swapaxes(1, 2)
-    return scale * (result.swapaxes(1, 2) if wide else result).reshape(weights.shape)
+    eigenvalues, eigenvectors = xp.linalg.eigh(matrix.swapaxes(1, 2) @ matrix)
+    min_eigenvalue = np.finfo(weights.dtype).eps * eigenvalues[:, -1:]
+    root_eigenvalues = xp.sqrt(xp.maximum(eigenvalues, xp.maximum(min_eigenvalue, np.finfo(np.float64).tiny)))
+    filters = matrix @ (eigenvectors / root_eigenvalues[:, None, :]) @ eigenvectors.swapaxes(1, 2)
+    return scale * (filters.swapaxes(1, 2) if is_wide else filters).reshape(weights.shape)
 
 
 def _batch_index_within(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -47,8 +47,8 @@ class GlobalAvgPoolingLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Distribute the gradient evenly over the cells."""
         dview = ctx.out
-        per_cell = dy / prod(self.input_shape[:-1])
-        dview[...] = per_cell.reshape(len(dy), *(1 for _ in dview.shape[1:-1]), dy.shape[-1])
+        cell_gradient = dy / prod(self.input_shape[:-1])
+        dview[...] = cell_gradient.reshape(len(dy), *(1 for _ in dview.shape[1:-1]), dy.shape[-1])
         return dview
 
 

@@ -60,12 +60,12 @@ class SampleNormLayer(NormLayer):
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return count, means and sums of squared differences of all groups (n, groups) of this rank's cells."""
         cells = ctx.owned(view)
-        number = prod(cells.shape[1:-1])
+        num_cells = prod(cells.shape[1:-1])
         means, squares = self.kernels.moments(cells, by_sample=True)
-        count = number * (view.shape[-1] // self.group_count_for(self.input_shape))
-        mean = self._sum_by_group(number * means) / max(1, count)
-        squares = self._sum_by_group(squares + number * (means - self._repeat_for_channels(mean)) ** 2)
-        return ctx.xp.concatenate([ctx.xp.full((1,), count, view.dtype), mean.ravel(), squares.ravel()])
+        num_values = num_cells * (view.shape[-1] // self.group_count_for(self.input_shape))
+        mean = self._sum_by_group(num_cells * means) / max(1, num_values)
+        squares = self._sum_by_group(squares + num_cells * (means - self._repeat_for_channels(mean)) ** 2)
+        return ctx.xp.concatenate([ctx.xp.full((1,), num_values, view.dtype), mean.ravel(), squares.ravel()])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
@@ -79,24 +79,24 @@ class SampleNormLayer(NormLayer):
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return this rank's sums for the statistics of the groups."""
-        by_beta, from_mean = self.channel_gradient_sums(ctx, dy)
-        by_gamma = from_mean * ctx.scale
+        dbeta, dscale = self.channel_gradient_sums(ctx, dy)
+        dgamma = dscale * ctx.scale
         if self.affine:
-            ctx.grads["gamma"] = ctx.contribution_to_sum(by_gamma.sum(axis=0))
-            ctx.grads["beta"] = ctx.contribution_to_sum(by_beta.sum(axis=0))
-            by_gamma, by_beta = by_gamma * ctx.params["gamma"], by_beta * ctx.params["gamma"]
+            ctx.grads["gamma"] = ctx.contribution_to_sum(dgamma.sum(axis=0))
+            ctx.grads["beta"] = ctx.contribution_to_sum(dbeta.sum(axis=0))
+            dgamma, dbeta = dgamma * ctx.params["gamma"], dbeta * ctx.params["gamma"]
         if not ctx.needs_input_gradient:
             return None
-        return ctx.xp.stack([self._sum_by_group(by_gamma), self._sum_by_group(by_beta)])
+        return ctx.xp.stack([self._sum_by_group(dgamma), self._sum_by_group(dbeta)])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view, including the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
         count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.group_count_for(self.input_shape))
-        by_gamma, by_beta = (self._repeat_for_channels(sums / count) for sums in ctx.reduced)
+        dgamma, dbeta = (self._repeat_for_channels(sums / count) for sums in ctx.reduced)
         dy_factor = ctx.scale * ctx.params["gamma"] if self.affine else ctx.scale
-        return self.view_gradient(ctx, dy, dy_factor, (-ctx.scale * ctx.scale * by_gamma, -ctx.scale * by_beta))
+        return self.view_gradient(ctx, dy, dy_factor, (-ctx.scale * ctx.scale * dgamma, -ctx.scale * dbeta))
 
     def _sum_by_group(self, sums: Any) -> Any:
         """Return the sums of each group (n, groups), given the sums of the channels (n, C)."""
@@ -105,11 +105,11 @@ class SampleNormLayer(NormLayer):
 
     def _repeat_for_channels(self, values: Any) -> Any:
         """Return one value per channel (n, C), given the values of the groups (n, groups)."""
-        (samples, groups), channels = values.shape, self.input_shape[-1]
-        if groups == channels:
+        (num_samples, num_groups), channels = values.shape, self.input_shape[-1]
+        if num_groups == channels:
             return values
-        repeated = namespace(values).broadcast_to(values[..., None], (samples, groups, channels // groups))
-        return repeated.reshape(samples, channels)
+        repeated = namespace(values).broadcast_to(values[..., None], (num_samples, num_groups, channels // num_groups))
+        return repeated.reshape(num_samples, channels)
 
 
 class GroupNormLayer(SampleNormLayer):

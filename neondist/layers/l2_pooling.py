@@ -37,14 +37,14 @@ class L2PoolingLayer(PoolingLayer):
 
     def window_sums_of_squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
         """Return the gradient of x, given the gradient of the sums. Collective over the tiles."""
-        by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
-        by_cell[self._owned_output_slices] = 2 * dsums
-        return self.input.get_bprop_view(self._half_gradient_of_square_sums(view, by_cell), phase)
+        tile_dsums = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
+        tile_dsums[self._owned_output_slices] = 2 * dsums
+        return self.input.get_bprop_view(self._half_gradient_of_square_sums(view, tile_dsums), phase)
 
     @property
     def _owned_output_slices(self) -> tuple[slice, ...]:
-        own = self.context.grid.tile_box(self.output_shape[:-1])
-        return slice(None), *own.relative_to(self.output_tile).slices
+        own_box = self.context.grid.tile_box(self.output_shape[:-1])
+        return slice(None), *own_box.relative_to(self.output_tile).slices
 
     def _window_square_sums(self, view: Any) -> Any:
         return self.kernels.window_sum(view * view, *self._kernel_and_stride)

@@ -56,8 +56,8 @@ class Tiled(Replicate):
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the tile, with all of the other axes."""
-        cells = grid.partition(self.partitioned_extent(shape)).box(tile)
-        return Box((*cells.lo, *(0 for _ in shape[self.ndim :])), (*cells.hi, *shape[self.ndim :]))
+        cells_box = grid.partition(self.partitioned_extent(shape)).box(tile)
+        return Box((*cells_box.lo, *(0 for _ in shape[self.ndim :])), (*cells_box.hi, *shape[self.ndim :]))
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Shard(Replicate):
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the tile's inputs, with all of the other axes."""
-        rows = self.input_box(grid, tile)
-        return Box((*rows.lo, *(0 for _ in shape[1:])), (*rows.hi, *shape[1:]))
+        rows_box = self.input_box(grid, tile)
+        return Box((*rows_box.lo, *(0 for _ in shape[1:])), (*rows_box.hi, *shape[1:]))
 
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
         """Return the shape of a tile's rows."""
@@ -106,8 +106,8 @@ class OutputShard(Replicate):
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the range of outputs, with all of the other axes."""
-        outputs = grid.partition(self.partitioned_extent(shape)).box(tile)
-        return Box((*(0 for _ in shape[:-1]), *outputs.lo), (*shape[:-1], *outputs.hi))
+        outputs_box = grid.partition(self.partitioned_extent(shape)).box(tile)
+        return Box((*(0 for _ in shape[:-1]), *outputs_box.lo), (*shape[:-1], *outputs_box.hi))
 
 
 @dataclass(frozen=True)

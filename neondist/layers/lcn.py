@@ -113,10 +113,10 @@ class LCNLayer(Layer):
     def prepare_for_tile(self) -> None:
         """Choose the method, and create the arrays whose halos are exchanged."""
         self.axis_weights = self.local_window.axis_weights(self.input_shape)
-        wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
+        is_wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
         # these arrays make views of the channel means: first of x, then of v²
         arrays: list[Any] = [
-            self._create_local_array(n) if wide else self._register_channel_mean_array() for n in (2, 1)
+            self._create_local_array(n) if is_wide else self._register_channel_mean_array() for n in (2, 1)
         ]
         self.channel_mean_array, self.channel_mean_square_array = arrays
 
@@ -140,62 +140,62 @@ class LCNLayer(Layer):
         """Return v divided by its local deviation."""
         if not self.uses_mean_deviation:
             self._save_deviations(ctx, view)
-        least = self._image_mean(ctx, ctx.reduced) if self.uses_mean_deviation else self.min_deviation
-        divisor = ctx.xp.maximum(ctx.sigma, least)
+        min_divisor = self._image_mean(ctx, ctx.reduced) if self.uses_mean_deviation else self.min_deviation
+        divisor = ctx.xp.maximum(ctx.sigma, min_divisor)
         scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a constant image becomes 0
-        ctx.save(least=least, scale=scale)
+        ctx.save(least=min_divisor, scale=scale)
         y = ctx.out
         ctx.xp.multiply(ctx.v[centred_slices(ctx.v, divisor)], scale, out=y)
         return y
 
     def _save_deviations(self, ctx: StepContext, view: Any) -> None:
         """Save v for all cells that the view allows, and the deviations of this rank's cells."""
-        seen = ctx.gather(self.channel_mean_array, self._channel_mean(view))
-        mean = self.kernels.separable_filter(seen, self.axis_weights)
+        channel_means = ctx.gather(self.channel_mean_array, self._channel_mean(view))
+        mean = self.kernels.separable_filter(channel_means, self.axis_weights)
         v = view[centred_slices(view, mean)] - mean
         squares = ctx.gather(self.channel_mean_square_array, self._channel_mean(v * v))
         sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.axis_weights))
         # deviations of constant cells are rounding errors, which would differ between grids
         sigma *= sigma > _MAX_NOISE_ULPS * np.finfo(view.dtype).eps * abs(mean[centred_slices(mean, sigma)])
-        ctx.save(v=v, sigma=sigma, extents=(seen.shape[1:-1], squares.shape[1:-1]))
+        ctx.save(v=v, sigma=sigma, extents=(channel_means.shape[1:-1], squares.shape[1:-1]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the sums for the gradient through the mean deviation."""
         if not ctx.needs_input_gradient:
             return None
-        by_divisor, by_sigma = self._divisor_and_deviation_gradients(ctx, dy)
-        return self.kernels.sample_sum(by_divisor - by_sigma)
+        ddivisor, dsigma = self._divisor_and_deviation_gradients(ctx, dy)
+        return self.kernels.sample_sum(ddivisor - dsigma)
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view: through the cell itself, the deviations and the means around it."""
         if not ctx.needs_input_gradient:
             return None
         kernels = self.kernels
-        _, by_sigma = self._divisor_and_deviation_gradients(ctx, dy)
+        _, dsigma = self._divisor_and_deviation_gradients(ctx, dy)
         if self.uses_mean_deviation:
-            counted = ctx.owned(by_sigma, ctx.output_box)
-            counted += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
-        by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
+            own_dsigma = ctx.owned(dsigma, ctx.output_box)
+            own_dsigma += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
+        dvariance = dsigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(
             self.channel_mean_square_array,
-            kernels.separable_filter_adjoint(by_square, ctx.extents[1], self.axis_weights),
+            kernels.separable_filter_adjoint(dvariance, ctx.extents[1], self.axis_weights),
         )
-        by_v = dsquares * (2 / dy.shape[-1])
-        mean = by_v * self._channel_mean(ctx.v)  # channel mean of the gradient of v, which is never stored
-        mean[centred_slices(mean, dy)] += ctx.scale * self._channel_mean(dy)
+        dv_factor = dsquares * (2 / dy.shape[-1])
+        mean_dv = dv_factor * self._channel_mean(ctx.v)  # channel mean of the gradient of v, which is never stored
+        mean_dv[centred_slices(mean_dv, dy)] += ctx.scale * self._channel_mean(dy)
         dview = ctx.out
         dview[...] = ctx.scatter_add(
-            self.channel_mean_array, kernels.separable_filter_adjoint(-mean, ctx.extents[0], self.axis_weights)
+            self.channel_mean_array, kernels.separable_filter_adjoint(-mean_dv, ctx.extents[0], self.axis_weights)
         )
-        dview[centred_slices(dview, mean)] += ctx.v * by_v
+        dview[centred_slices(dview, mean_dv)] += ctx.v * dv_factor
         dview[centred_slices(dview, dy)] += dy * ctx.scale
         return dview
 
     def _divisor_and_deviation_gradients(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the gradients of max(least, deviation) and, through this maximum, of the deviation."""
-        by_scale = self._channel_mean(dy * ctx.v[centred_slices(ctx.v, dy)]) * dy.shape[-1]
-        by_divisor = -by_scale * ctx.scale * ctx.scale
-        return by_divisor, ctx.xp.where(ctx.sigma > ctx.least, by_divisor, 0)
+        dscale = self._channel_mean(dy * ctx.v[centred_slices(ctx.v, dy)]) * dy.shape[-1]
+        ddivisor = -dscale * ctx.scale * ctx.scale
+        return ddivisor, ctx.xp.where(ctx.sigma > ctx.least, ddivisor, 0)
 
     def _channel_mean(self, x: Any) -> Any:
         """Return the mean over the channels, (n, *cells, 1), by GEMM, measured as 4 to 20 times faster than `mean`."""

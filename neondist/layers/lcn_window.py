@@ -35,8 +35,8 @@ class LCNWindow:
 
     def _weights_along_axis(self, kernel: int) -> list[float]:
         sigma = self.sigma or kernel / 4
-        flat = self.weighting == "uniform"
-        weights = [1.0 if flat else exp(-(((i - kernel // 2) / sigma) ** 2) / 2) for i in range(kernel)]
+        is_uniform = self.weighting == "uniform"
+        weights = [1.0 if is_uniform else exp(-(((i - kernel // 2) / sigma) ** 2) / 2) for i in range(kernel)]
         return [weight / sum(weights) for weight in weights]
 
     def halos_by_method(self, input_shape: Shape) -> dict[str, HaloShapesAndWindows]:
@@ -54,11 +54,11 @@ class LCNWindow:
         The halo of twice the radius includes that of one stage, so with two or more channels 'twice' never sends more;
         with one channel it does if tiles are so narrow that the image's border cuts off the wide halo.
         """
-        elements = {
+        sent_elements = {
             method: sum(shape[-1] * total_halo_volume(grid.partition(shape[:-1]), window) for shape, window in halos)
             for method, halos in self.halos_by_method(input_shape).items()
         }
-        return min(elements, key=elements.__getitem__)
+        return min(sent_elements, key=sent_elements.__getitem__)
 
 
 class LocalArray:
@@ -87,5 +87,5 @@ class LocalArray:
 
 def centred_slices(array: Any, inner: Any) -> tuple[slice, ...]:
     """Return the index of the central cells of `array`, with the spatial extent of `inner`."""
-    axes = list(zip(array.shape[1:-1], inner.shape[1:-1], strict=True))
-    return (slice(None), *(slice((n - m) // 2, (n + m) // 2) for n, m in axes))
+    extent_pairs = list(zip(array.shape[1:-1], inner.shape[1:-1], strict=True))
+    return (slice(None), *(slice((n - m) // 2, (n + m) // 2) for n, m in extent_pairs))

@@ -76,8 +76,8 @@ class FCLayer(Layer):
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""
-        inputs = prod(input_shape)
-        shape = (inputs, self.out_features)
+        num_inputs = prod(input_shape)
+        shape = (num_inputs, self.out_features)
         layout = OutputShard() if self.splits_outputs else Shard(input_shape)
         parameters = {"weights": Parameter(shape, self.weights_init, *shape, layout)}
         if self.bias:
@@ -110,8 +110,8 @@ class FCLayer(Layer):
         """Return the gradient of the view."""
         ctx.grads["weights"] = self.kernels.product(ctx.view.T, dy)
         if self.bias:
-            by_bias = dy.sum(axis=0)
-            ctx.grads["bias"] = by_bias if self.splits_outputs else ctx.contribution_to_sum(by_bias)
+            dbias = dy.sum(axis=0)
+            ctx.grads["bias"] = dbias if self.splits_outputs else ctx.contribution_to_sum(dbias)
         if not ctx.needs_input_gradient:
             return None
         if self.splits_outputs:

@@ -81,15 +81,15 @@ class LocalFilteringLayer(Layer):
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights', divided like the output unless `shared`, and 'bias', if any, divided like the output."""
         window, channels = self.window_for(input_shape), input_shape[-1]
-        out = window.output_extent(input_shape[:-1])
+        out_extent = window.output_extent(input_shape[:-1])
         fan_in, fan_out = prod(window.kernel) * channels, prod(window.kernel) * self.out_channels
-        block = self.shared_filter_extent_for(out)
-        blocks = out if block is None else tuple(-(-n // b) for n, b in zip(out, block, strict=True))
-        shape = (*blocks, *window.kernel, channels, self.out_channels)
-        tiled = Tiled(len(out))
+        block = self.shared_filter_extent_for(out_extent)
+        num_blocks = out_extent if block is None else tuple(-(-n // b) for n, b in zip(out_extent, block, strict=True))
+        shape = (*num_blocks, *window.kernel, channels, self.out_channels)
+        tiled = Tiled(len(out_extent))
         layout = tiled if block is None else Replicate()
         parameters = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, layout)}
-        bias = {"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {}
+        bias = {"bias": Parameter((*out_extent, self.out_channels), layout=tiled, decays=False)} if self.bias else {}
         return parameters | bias
 
     def shared_filter_extent_for(self, outputs: Shape) -> Shape | None:
@@ -134,8 +134,8 @@ class LocalFilteringLayer(Layer):
         The scale is chosen so that WᵀW, a sum over overlapping windows, can be the identity on average over the input's
         cells.
         """
-        outputs = prod(self.output_shape)
-        scale = min(1.0, prod(self.input_shape) / outputs) ** 0.5 if outputs else 1.0
+        num_outputs = prod(self.output_shape)
+        scale = min(1.0, prod(self.input_shape) / num_outputs) ** 0.5 if num_outputs else 1.0
         weights = self.params["weights"]
         weights[...] = orthonormalise(weights, len(self.window.kernel), scale)
 

@@ -40,8 +40,8 @@ class LRNLayer(Layer):
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
-        width = [(0, 0)] * (view.ndim - 1) + [(self.depth // 2, (self.depth - 1) // 2)]
-        squares = ctx.xp.pad(view * view, width)
+        pad_width = [(0, 0)] * (view.ndim - 1) + [(self.depth // 2, (self.depth - 1) // 2)]
+        squares = ctx.xp.pad(view * view, pad_width)
         # the kernel treats the channels as a spatial axis
         sums = self.kernels.window_sum(self._channels_as_spatial_axis(squares), (self.depth,), (1,)).reshape(view.shape)
         base = sums * (self.alpha / self.depth) + self.k
@@ -52,11 +52,11 @@ class LRNLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the cell itself and through the sums of its neighbours."""
         channels = dy.shape[-1]
-        scaled = self._channels_as_spatial_axis(dy * ctx.y / ctx.base)
-        sums = self.kernels.window_sum_adjoint(scaled, (channels + self.depth - 1,), (self.depth,), (1,))
-        first = self.depth // 2
-        neighbours = sums[:, first : first + channels].reshape(dy.shape)
-        return dy * ctx.base**-self.beta - ctx.view * neighbours * (2 * self.alpha * self.beta / self.depth)
+        scaled_dy = self._channels_as_spatial_axis(dy * ctx.y / ctx.base)
+        sums = self.kernels.window_sum_adjoint(scaled_dy, (channels + self.depth - 1,), (self.depth,), (1,))
+        first_channel = self.depth // 2
+        neighbour_sums = sums[:, first_channel : first_channel + channels].reshape(dy.shape)
+        return dy * ctx.base**-self.beta - ctx.view * neighbour_sums * (2 * self.alpha * self.beta / self.depth)
 
     @staticmethod
     def _channels_as_spatial_axis(array: Any) -> Any:

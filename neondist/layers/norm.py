@@ -40,8 +40,8 @@ class NormLayer(Layer):
         own = [ctx.owned(array) for array in (x, dy, dx)]
         if statistics is None or own[0].size < x.size:  # a segment includes cells of other tiles
             own[0] = own[0].copy()  # dx may be the view's memory
-            alone = dy_factor, *ctx.xp.zeros((2, *dy_factor.shape), dy.dtype)
-            self.kernels.normalise_backward(x, dy, ctx.norm, alone, dx)
+            dy_only = dy_factor, *ctx.xp.zeros((2, *dy_factor.shape), dy.dtype)
+            self.kernels.normalise_backward(x, dy, ctx.norm, dy_only, dx)
         if statistics is not None:
             self.kernels.normalise_backward(own[0], own[1], ctx.norm, (dy_factor, *statistics), own[2])
         return dx

@@ -86,20 +86,20 @@ class UpsampleLayer(Layer):
 
     def _interpolation_terms(self, ctx: StepContext, axis: int) -> Iterator[tuple[tuple, tuple, float]]:
         """Yield (output cells, view cells, weight): every factor-th output cell reads neighbouring input cells."""
-        window, place, box = self.window, axis - 1, ctx.output_box
-        factor, start = window.factor[place], ctx.input_box.lo[place]
-        lo, n = box.lo[place], box.shape[place]
+        window, spatial_axis, box = self.window, axis - 1, ctx.output_box
+        factor, view_start = window.factor[spatial_axis], ctx.input_box.lo[spatial_axis]
+        lo, n = box.lo[spatial_axis], box.shape[spatial_axis]
         if box.empty:
             return
-        before = (slice(None),) * axis
+        leading = (slice(None),) * axis
         for phase in range(min(factor, n)):
-            count, first = -(-(n - phase) // factor), window.source_cell(place, lo + phase) - start
-            center = (2 * (lo + phase) + 1) / (2 * factor) - 0.5
-            right = center - floor(center) if window.linear else 0.0
-            out = (*before, slice(phase, n, factor))
-            yield out, (*before, slice(first, first + count)), 1.0 - right
-            if right:
-                yield out, (*before, slice(first + 1, first + 1 + count)), right
+            num_cells, first_cell = -(-(n - phase) // factor), window.source_cell(spatial_axis, lo + phase) - view_start
+            source_position = (2 * (lo + phase) + 1) / (2 * factor) - 0.5
+            right_weight = source_position - floor(source_position) if window.linear else 0.0
+            out_slices = (*leading, slice(phase, n, factor))
+            yield out_slices, (*leading, slice(first_cell, first_cell + num_cells)), 1.0 - right_weight
+            if right_weight:
+                yield out_slices, (*leading, slice(first_cell + 1, first_cell + 1 + num_cells)), right_weight
 
 
 class UpsampleLayerDist(Dist, UpsampleLayer):

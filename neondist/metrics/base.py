@@ -65,8 +65,8 @@ class Meter:
     def add(self, y: Any, targets: Any) -> None:
         """Add a batch; called on all ranks."""
         sums = np.asarray(self.metric.local_sums(y, targets), "f8")
-        least = 2 if type(self.metric).result is Metric.result else 1
-        if sums.ndim != 1 or len(sums) < least or (self.sums is not None and self.sums.shape != sums.shape):
+        min_length = 2 if type(self.metric).result is Metric.result else 1
+        if sums.ndim != 1 or len(sums) < min_length or (self.sums is not None and self.sums.shape != sums.shape):
             with set_error_subject(self.metric):
                 raise PlanMismatchError(
                     f"metrics: {type(self.metric).__name__}.local_sums returns {sums.tolist()}; expected a sum and a"

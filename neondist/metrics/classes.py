@@ -95,12 +95,12 @@ class ClassScore(ConfusionMatrix):
         counts = np.stack([np.diag(table), table.sum(axis=0), table.sum(axis=1)])
         if self.average == "micro":
             counts = counts.sum(axis=1, keepdims=True)
-        over, under = self.numerator_and_denominator(*counts)
-        scores = np.where(under > 0, over / np.maximum(under, 1), 0.0) + 0 * over
+        numerator, denominator = self.numerator_and_denominator(*counts)
+        scores = np.where(denominator > 0, numerator / np.maximum(denominator, 1), 0.0) + 0 * numerator
         scores[counts[1:].sum(axis=0) == 0] = np.nan
-        valid = scores[~np.isnan(scores)]
-        undefined = np.isnan(table).any() or not valid.size
-        mean: dict[str, MetricValue] = {self.name: float("nan") if undefined else float(valid.mean())}
+        defined_scores = scores[~np.isnan(scores)]
+        is_undefined = np.isnan(table).any() or not defined_scores.size
+        mean: dict[str, MetricValue] = {self.name: float("nan") if is_undefined else float(defined_scores.mean())}
         return mean if self.average == "micro" else mean | {f"{self.name}_per_class": scores.tolist()}
 
 

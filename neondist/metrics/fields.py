@@ -97,9 +97,9 @@ class _PerChannelMeter(Meter):
         shape = self.metric.sums_per_channel, self.outputs.shape[-1]
         if self.sums is None:
             self.sums = np.zeros(shape)
-        total = np.asarray(self.outputs.sum_over_ranks(self.sums.ravel())).reshape(shape)
+        global_sums = np.asarray(self.outputs.sum_over_ranks(self.sums.ravel())).reshape(shape)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self.metric.values_by_variable(self.metric.values_from_sums(total), self.fields)
+            return self.metric.values_by_variable(self.metric.values_from_sums(global_sums), self.fields)
 
     def to_physical_units(self, y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return outputs and targets in the units of the files."""
@@ -156,8 +156,8 @@ class R2(PerChannelMetric):
 
     def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of squared errors, targets and squared targets, and the divisor."""
-        errors, cells = _sums_and_divisor((y - targets) ** 2, weights)
-        return np.stack([errors, *(_sums_and_divisor(array, weights)[0] for array in (targets, targets**2)), cells])
+        error_sums, cells = _sums_and_divisor((y - targets) ** 2, weights)
+        return np.stack([error_sums, *(_sums_and_divisor(array, weights)[0] for array in (targets, targets**2)), cells])
 
     def values_from_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the coefficients."""
@@ -228,13 +228,13 @@ class _CorrelationMeter(_PerChannelMeter):
 
     def result(self) -> dict[str, MetricValue]:
         sums = np.zeros(self.outputs.shape[-1] + 1) if self.sums is None else self.sums
-        *total, count = self.outputs.sum_over_replicas(sums)
-        means = np.array(total) / count if count else np.full(len(total), np.nan)
+        *correlation_sums, num_samples = self.outputs.sum_over_replicas(sums)
+        means = np.array(correlation_sums) / num_samples if num_samples else np.full(len(correlation_sums), np.nan)
         return self.metric.values_by_variable(means, self.fields)
 
 
 def _sums_and_divisor(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the weighted sums of cells (n, *tile, C) and the sums of the weights, (2, C)."""
     axes = tuple(range(cells.ndim - 1))
-    count = np.broadcast_to(weights, (*cells.shape[:-1], 1)).sum()
-    return np.stack([(cells * weights).sum(axes), np.full(cells.shape[-1], count)])
+    weight_sum = np.broadcast_to(weights, (*cells.shape[:-1], 1)).sum()
+    return np.stack([(cells * weights).sum(axes), np.full(cells.shape[-1], weight_sum)])

@@ -76,10 +76,10 @@ class SSIM(PerSampleMetric):
         if min(outputs.shape[:-1]) <= self.overlap_cells:  # too small for a window, such as the last block
             return sums
         window = Window((len(self._window_weights),) * (y.ndim - 2), padding=0)
-        both = outputs.gather_view(np.concatenate([y, targets], axis=-1), window)
-        for at in range(0, both.shape[1] - self.overlap_cells, _SSIM_LINES_PER_BLOCK):
-            similar = self._similarities(both[:, at : at + _SSIM_LINES_PER_BLOCK + self.overlap_cells])
-            sums += np.stack([similar.sum(axis=1), np.full(len(y), similar.shape[1], "f8")], axis=1)
+        both_images = outputs.gather_view(np.concatenate([y, targets], axis=-1), window)
+        for at in range(0, both_images.shape[1] - self.overlap_cells, _SSIM_LINES_PER_BLOCK):
+            similarities = self._similarities(both_images[:, at : at + _SSIM_LINES_PER_BLOCK + self.overlap_cells])
+            sums += np.stack([similarities.sum(axis=1), np.full(len(y), similarities.shape[1], "f8")], axis=1)
         return sums
 
     def _similarities(self, both_images: np.ndarray) -> np.ndarray:
@@ -90,14 +90,14 @@ class SSIM(PerSampleMetric):
         for axis in axes:
             if means.shape[1 + axis] < len(self._window_weights):  # no window fits in the tile
                 return np.zeros((len(both_images), 0))
-            inner = means.shape[1 + axis] - self.overlap_cells
+            num_windows = means.shape[1 + axis] - self.overlap_cells
             leading = (slice(None),) * (1 + axis)
             weights = self._window_weights.tolist()
-            means = sum(w * means[(*leading, slice(at, at + inner))] for at, w in enumerate(weights))
+            means = sum(w * means[(*leading, slice(at, at + num_windows))] for at, w in enumerate(weights))
         ma, mb, aa, bb, ab = means
-        cells = len(self._window_weights) ** len(axes)
-        unbias = cells / (cells - 1) if self.weights == "uniform" else 1.0
-        va, vb, vab = (unbias * (mean - one * two) for mean, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
+        window_cells = len(self._window_weights) ** len(axes)
+        correction = window_cells / (window_cells - 1) if self.weights == "uniform" else 1.0
+        va, vb, vab = (correction * (mean - one * two) for mean, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
         c1, c2 = ((k * self.data_range) ** 2 for k in (0.01, 0.03))
         similarity = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
         return similarity.reshape(len(both_images), prod(similarity.shape[1:]))

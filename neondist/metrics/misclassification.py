@@ -24,5 +24,5 @@ class Misclassification(Metric):
         if (classified := scores_and_labels(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         scores, labels = classified
-        wrong = scores.argmax(axis=-1) != labels
-        return float(np.count_nonzero(wrong)), wrong.size
+        is_wrong = scores.argmax(axis=-1) != labels
+        return float(np.count_nonzero(is_wrong)), is_wrong.size

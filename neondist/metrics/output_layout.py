@@ -61,10 +61,10 @@ class OutputLayout:
 
     def gather_view(self, tile: np.ndarray, window: Window) -> np.ndarray:
         """Return this rank's part of an array, with the halo that a window needs. Collective."""
-        cut = self._is_tile_shape(tile.shape)
-        key = window, tile.shape[-1], cut
+        is_tile = self._is_tile_shape(tile.shape)
+        key = window, tile.shape[-1], is_tile
         if key not in self._view_arrays:
-            grid = self.grid if cut else ProcessGrid.serial()
+            grid = self.grid if is_tile else ProcessGrid.serial()
             self._view_arrays[key] = GlobalArray(
                 grid, (grid.replicas, *self.shape[:-1], tile.shape[-1]), window, dtype=str(tile.dtype)
             )
@@ -72,9 +72,9 @@ class OutputLayout:
 
     def _is_tile_shape(self, shape: Sequence[int]) -> bool:
         """Return whether outputs are tiles; raise ShapeError if they should be, but have another local shape."""
-        extent, local = self.shape[:-1], tuple(shape[1:-1])
+        extent, local_extent = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False
-        if local == self.grid.tile_box(extent).shape and self.owns_outputs:
+        if local_extent == self.grid.tile_box(extent).shape and self.owns_outputs:
             return True
-        raise ShapeError(f"outputs of spatial shape {local} are not tiles of {extent}; leave this metric out")
+        raise ShapeError(f"outputs of spatial shape {local_extent} are not tiles of {extent}; leave this metric out")

@@ -59,10 +59,10 @@ class ROCAUC(Metric):
         if y.shape[-1] == 2:
             logits = y[..., 1:] - y[..., :1]
         else:
-            rest = np.repeat(y[..., None, :], y.shape[-1], axis=-2)
-            rest[..., np.arange(y.shape[-1]), np.arange(y.shape[-1])] = -np.inf
-            top = rest.max(axis=-1, keepdims=True)
-            logits = y - top[..., 0] - np.log(np.exp(rest - top).sum(axis=-1))
+            other_scores = np.repeat(y[..., None, :], y.shape[-1], axis=-2)
+            other_scores[..., np.arange(y.shape[-1]), np.arange(y.shape[-1])] = -np.inf
+            max_score = other_scores.max(axis=-1, keepdims=True)
+            logits = y - max_score[..., 0] - np.log(np.exp(other_scores - max_score).sum(axis=-1))
         if self.bins is None:
             return logits
         return np.floor(self.bins / (1 + np.exp(-np.clip(logits, -700, 700))))
@@ -84,24 +84,24 @@ class _ROCMeter(Meter):
         if classified is None or not (self.is_classification and self.fits_in_memory):
             return
         scores, labels = (array.reshape(-1, *array.shape[y.ndim - 1 :]) for array in classified)
-        columns = self.metric.log_odds_or_bins(scores).T
-        first = scores.shape[-1] - len(columns)  # for two classes, the only scores are those of class 1
-        new = [_count_by_score(column, labels == first + at) for at, column in enumerate(columns)]
+        class_scores = self.metric.log_odds_or_bins(scores).T
+        first_class = scores.shape[-1] - len(class_scores)  # for two classes, the only scores are those of class 1
+        new_tables = [_count_by_score(column, labels == first_class + at) for at, column in enumerate(class_scores)]
         if self.score_tables is not None:
-            new = [_merge_score_tables(pair) for pair in zip(self.score_tables, new, strict=True)]
-        self.score_tables = new
+            new_tables = [_merge_score_tables(pair) for pair in zip(self.score_tables, new_tables, strict=True)]
+        self.score_tables = new_tables
         self.fits_in_memory = all(table.shape[1] <= MAX_DISTINCT_SCORES_PER_CLASS for table in self.score_tables)
 
     def result(self) -> dict[str, MetricValue]:
         outputs = self.outputs
-        counts = outputs.owns_outputs and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
-        own = self.score_tables if counts and self.is_classification and self.fits_in_memory else None
-        gathered = outputs.grid.world.allgather((self.is_classification, self.fits_in_memory, own))
-        classification, fit, tables = zip(*gathered, strict=True)
-        valid = [table for table in tables if table is not None]
-        if not all(classification) or (all(fit) and not valid):
+        counts_outputs = outputs.owns_outputs and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
+        own_tables = self.score_tables if counts_outputs and self.is_classification and self.fits_in_memory else None
+        gathered = outputs.grid.world.allgather((self.is_classification, self.fits_in_memory, own_tables))
+        classification_flags, fit_flags, tables = zip(*gathered, strict=True)
+        rank_tables = [table for table in tables if table is not None]
+        if not all(classification_flags) or (all(fit_flags) and not rank_tables):
             return {self.metric.name: float("nan")}
-        merged = [_merge_score_tables(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
+        merged = [_merge_score_tables(pieces) for pieces in zip(*rank_tables, strict=True)] if all(fit_flags) else []
         if not merged or max(table.shape[1] for table in merged) > MAX_DISTINCT_SCORES_PER_CLASS:
             raise DataError(
                 f"ROCAUC: more than {MAX_DISTINCT_SCORES_PER_CLASS:,} distinct scores, which would not fit in memory;"
@@ -110,9 +110,9 @@ class _ROCMeter(Meter):
         areas = np.array([_area_under_curve(*table) for table in merged])
         if len(areas) == 1:
             return {self.metric.name: float(areas[0])}
-        some = areas[~np.isnan(areas)]
+        defined_areas = areas[~np.isnan(areas)]
         return {
-            self.metric.name: float(some.mean()) if some.size else float("nan"),
+            self.metric.name: float(defined_areas.mean()) if defined_areas.size else float("nan"),
             f"{self.metric.name}_per_class": areas.tolist(),
         }
 
@@ -124,8 +124,8 @@ def _count_by_score(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
 def _merge_score_tables(tables: Iterable[np.ndarray]) -> np.ndarray:
     """Return one table of distinct scores, sorted."""
     scores, *counts = np.concatenate(list(tables), axis=1)
-    distinct, at = np.unique(scores, return_inverse=True)
-    return np.stack([distinct, *(np.bincount(at.ravel(), count, len(distinct)) for count in counts)])
+    distinct_scores, indices = np.unique(scores, return_inverse=True)
+    return np.stack([distinct_scores, *(np.bincount(indices.ravel(), count, len(distinct_scores)) for count in counts)])
 
 
 def _area_under_curve(distinct_scores: np.ndarray, positive_counts: np.ndarray, negative_counts: np.ndarray) -> float:

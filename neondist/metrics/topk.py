@@ -35,10 +35,10 @@ class TopK(Metric):
             return np.nan, prod(y.shape[:-1])
         y, labels = classified
         label_score = value_at_label(y, labels)
-        lower_class = np.arange(y.shape[-1]) < labels[..., None]
-        ahead = ((y > label_score) | ((y == label_score) & lower_class)).sum(axis=-1)
-        hit = (ahead < self.k) & ~np.isnan(label_score[..., 0])  # NaN scores count as misses
-        return float(np.count_nonzero(~hit)), hit.size
+        is_lower_class = np.arange(y.shape[-1]) < labels[..., None]
+        num_ahead = ((y > label_score) | ((y == label_score) & is_lower_class)).sum(axis=-1)
+        is_hit = (num_ahead < self.k) & ~np.isnan(label_score[..., 0])  # NaN scores count as misses
+        return float(np.count_nonzero(~is_hit)), is_hit.size
 
     def check_class_count(self, classes: int | None) -> None:
         """Raise ConfigError if there are fewer than `k` classes."""

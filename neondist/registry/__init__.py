@@ -31,15 +31,15 @@ class _ConstructorSignature:
             raise AttributeError("__signature__")
         if cls.__init__ is object.__init__:
             return inspect.Signature()
-        own = list(_signature(cls.__init__).parameters.values())[1:]
-        named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
-        names = {parameter.name for parameter in named}
+        parameters = list(_signature(cls.__init__).parameters.values())[1:]
+        named_parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        names = {parameter.name for parameter in named_parameters}
         inherited = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.hint)
             for name, field in constructor_fields(cls).items()
             if name not in names
         ]
-        return inspect.Signature([*named, *inherited])
+        return inspect.Signature([*named_parameters, *inherited])
 
 
 class Registered:
@@ -56,20 +56,20 @@ class Registered:
                 raise TypeError(f"{cls.__name__} takes no arguments")
             return self
         try:
-            bound = _signature(cls.__init__).bind_partial(self, *args, **kwargs)
+            bound_arguments = _signature(cls.__init__).bind_partial(self, *args, **kwargs)
         except TypeError as error:
             declared = inspect.signature(cls).parameters.values()
             expected = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in declared])
             raise TypeError(f"{cls.__name__}: {error}; expected {cls.__name__}{expected}") from None
-        arguments = dict(list(bound.arguments.items())[1:])
+        arguments = dict(list(bound_arguments.arguments.items())[1:])
         check_arguments(cls, arguments | arguments.pop("kwargs", {}))
-        bound.apply_defaults()
-        values = dict(list(bound.arguments.items())[1:])
+        bound_arguments.apply_defaults()
+        values = dict(list(bound_arguments.arguments.items())[1:])
         if "kwargs" in values:
-            extra = values.pop("kwargs")
+            extra_values = values.pop("kwargs")
             class_fields = constructor_fields(cls)
             defaults = {name: field.default for name, field in class_fields.items() if not field.required}
-            values = defaults | values | extra
+            values = defaults | values | extra_values
         values.pop("args", None)
         self._arguments = values
         return self

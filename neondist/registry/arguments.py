@@ -53,7 +53,7 @@ def check_value(field: str, value: Any, hint: Any) -> None:
 def type_checked(function: Function) -> Function:
     """Decorate a function so that arguments are checked against its type hints; duck-typed objects are accepted."""
 
-    owner = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    function_name = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     parameters = inspect.signature(function).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
@@ -67,7 +67,7 @@ def type_checked(function: Function) -> Function:
         for pairs in zip(names, args, strict=False), kwargs.items():  # the call itself reports surplus arguments
             for name, value in pairs:
                 if name in checks and not checks[name][0](value) and _is_plain(value):
-                    raise _type_error(owner, name, value, checks[name][1])
+                    raise _type_error(function_name, name, value, checks[name][1])
         return function(*args, **kwargs)
 
     return cast(Function, call_checked)
@@ -93,14 +93,14 @@ def in_range_of_hint(value: Any, hint: Any) -> bool:
 @cache_by_hint
 def predicate_for_hint(hint: Any) -> Predicate:
     """Return the predicate for values that match a type hint, computed once per hint."""
-    kinds, allowed = union_members(hint), ranges_in_hint(hint)
-    checks = [_predicate_for_member(kind) for kind in kinds]
-    plain = frozenset() if allowed else _TYPES_WITHOUT_FURTHER_CHECK.intersection(kinds)
+    members, ranges = union_members(hint), ranges_in_hint(hint)
+    checks = [_predicate_for_member(kind) for kind in members]
+    exact_types = frozenset() if ranges else _TYPES_WITHOUT_FURTHER_CHECK.intersection(members)
 
     def check(value: Any) -> bool:
-        if type(value) in plain:
+        if type(value) in exact_types:
             return True
-        return any(check_member(value) for check_member in checks) and all(limit.allows(value) for limit in allowed)
+        return any(check_member(value) for check_member in checks) and all(limit.allows(value) for limit in ranges)
 
     return check
 
@@ -115,12 +115,12 @@ def _predicate_for_member(hint: Any) -> Predicate:
     if kind is bool:
         return _is_bool
     if kind in _NUMBER_TYPES:
-        number = _NUMBER_TYPES[kind]
+        number_type = _NUMBER_TYPES[kind]
         if kind is int:
             return lambda value: (
                 isinstance(value, numbers.Integral) and not _is_bool(value) and int(value) in _INTEGER_RANGE
             )
-        return lambda value: isinstance(value, number) and not _is_bool(value)
+        return lambda value: isinstance(value, number_type) and not _is_bool(value)
     if issubclass(kind, os.PathLike):
         return lambda value: isinstance(value, str | os.PathLike)
     if kind is collections.abc.Callable:
@@ -149,15 +149,15 @@ def _predicate_for_member(hint: Any) -> Predicate:
 
 def _locate_mismatch(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
     """Return the path, value and hint of a mismatch, which may be an item of a list or mapping."""
-    mapping = isinstance(value, Mapping)
-    containers = [
+    is_mapping = isinstance(value, Mapping)
+    container_hints = [
         member
         for member in union_members(hint)
-        if typing.get_args(member) and (_is_mapping_hint if mapping else _is_list_hint)(member)
+        if typing.get_args(member) and (_is_mapping_hint if is_mapping else _is_list_hint)(member)
     ]
-    if (mapping or _is_sequence(value)) and len(containers) == 1:
-        item_hint = typing.get_args(containers[0])[-1]
-        for index, item in value.items() if mapping else enumerate(value):
+    if (is_mapping or _is_sequence(value)) and len(container_hints) == 1:
+        item_hint = typing.get_args(container_hints[0])[-1]
+        for index, item in value.items() if is_mapping else enumerate(value):
             if not matches_hint(item, item_hint):
                 return _locate_mismatch(f"{path}.{index}", item, item_hint)
     return path, value, hint
@@ -172,8 +172,8 @@ def _is_mapping_hint(hint: Any) -> bool:
 def _is_list_hint(hint: Any) -> bool:
     """Return whether a type hint is a list of items of one type."""
     kind = typing.get_origin(hint) or hint
-    listed = isinstance(kind, type) and kind.__module__ in ("builtins", "collections.abc")
-    return listed and issubclass(kind, collections.abc.Iterable) and not issubclass(kind, str | tuple | Mapping)
+    is_collection = isinstance(kind, type) and kind.__module__ in ("builtins", "collections.abc")
+    return is_collection and issubclass(kind, collections.abc.Iterable) and not issubclass(kind, str | tuple | Mapping)
 
 
 def _is_bool(value: Any) -> bool:
@@ -222,9 +222,9 @@ def _remedy(value: Any, hint: Any) -> str:
     if str in union_members(hint) and (name := _numpy_dtype_name(value)):
         return f"; write '{name}'"
     if classes and isinstance(value, str):
-        names = {name.lower(): name for base in classes for name in classes_by_name([base, *subclasses(base)])}
-        close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
-        return f"; write {names[close[0]]}()" if close else ""
+        name_by_lower = {name.lower(): name for base in classes for name in classes_by_name([base, *subclasses(base)])}
+        matches = difflib.get_close_matches(value.lower(), name_by_lower, n=1, cutoff=0.5)
+        return f"; write {name_by_lower[matches[0]]}()" if matches else ""
     return plain_value_remedy(value, hint)
 
 
@@ -235,8 +235,8 @@ def plain_value_remedy(value: Any, hint: Any) -> str:
         return "; integers have at most 64 bits"
     literals = [arg for kind in choices if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]
     if isinstance(value, str) and literals:
-        near = suggest(value, map(str, literals))
-        return near if near.startswith("; did") else ""
+        suggestion = suggest(value, map(str, literals))
+        return suggestion if suggestion.startswith("; did") else ""
     if isinstance(value, str) and {int, float} & set(choices):
         try:
             float(value)

@@ -18,11 +18,11 @@ class HasArguments(Protocol):
 
 def classes_by_name(classes: Iterable[type]) -> dict[str, type]:
     """Return the concrete public classes among `classes` by name, and by the aliases in `_also_called`."""
-    by_name: dict[str, type] = {}
+    class_by_name: dict[str, type] = {}
     for cls in classes:
         if not (cls.__name__.startswith("_") or inspect.isabstract(cls)):
-            by_name |= dict.fromkeys((cls.__name__, *vars(cls).get("_also_called", ())), cls)
-    return by_name
+            class_by_name |= dict.fromkeys((cls.__name__, *vars(cls).get("_also_called", ())), cls)
+    return class_by_name
 
 
 def subclasses(cls: type) -> Iterator[type]:
@@ -46,6 +46,6 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 def suggest_nearest(name: str, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or, without a close match, ''."""
-    by_lower = {choice.lower(): choice for choice in sorted(choices, reverse=True)}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f"; did you mean '{by_lower[near[0]]}'?" if near else ""
+    name_by_lower = {choice.lower(): choice for choice in sorted(choices, reverse=True)}
+    matches = difflib.get_close_matches(name.lower(), name_by_lower, n=1, cutoff=0.6)
+    return f"; did you mean '{name_by_lower[matches[0]]}'?" if matches else ""

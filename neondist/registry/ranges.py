@@ -22,8 +22,8 @@ class Range:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return True
         number: Any = value
-        over = self.low < number if self.exclude_low or self.low == -math.inf else self.low <= number
-        return bool(over and (number < self.high if self.exclude_high else number <= self.high))
+        is_above_low = self.low < number if self.exclude_low or self.low == -math.inf else self.low <= number
+        return bool(is_above_low and (number < self.high if self.exclude_high else number <= self.high))
 
     def __str__(self) -> str:
         if not (self.exclude_low or self.exclude_high):

@@ -30,12 +30,12 @@ Result = TypeVar("Result")
 
 def cache_by_hint(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
     """Cache a function of a type hint, which is called for every argument of every layer and window."""
-    cached = functools.lru_cache(maxsize=1024)(function)
+    cached_function = functools.lru_cache(maxsize=1024)(function)
 
     @functools.wraps(function)
     def look_up(hint: Any) -> Result:
         try:
-            return cached(hint)
+            return cached_function(hint)
         except TypeError:  # unhashable metadata of Annotated
             return function(hint)
 
@@ -66,8 +66,8 @@ def unwrap_hint(hint: Any) -> Any:
 def ranges_in_hint(hint: Any) -> tuple[Range, ...]:
     """Return the ranges of numbers in a hint."""
     if typing.get_origin(hint) is typing.Annotated:
-        base, *notes = typing.get_args(hint)
-        return (*(note for note in notes if isinstance(note, Range)), *ranges_in_hint(base))
+        base, *metadata = typing.get_args(hint)
+        return (*(note for note in metadata if isinstance(note, Range)), *ranges_in_hint(base))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(limit for part in typing.get_args(hint) for limit in ranges_in_hint(part))
     return ()
@@ -86,13 +86,13 @@ def is_class(hint: Any) -> bool:
 def describe_hint(hint: Any, tag_prefix: str = "!") -> str:
     """Return a description, such as 'an integer, text or null'; `tag_prefix` is the prefix of class names."""
     ranges_text = "".join(f" {limit}" for limit in ranges_in_hint(hint))
-    parts = list(
+    descriptions = list(
         dict.fromkeys(
             _describe_member(member, tag_prefix) + ranges_text * (member in (int, float))
             for member in union_members(hint)
         )
     )
-    return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return " or ".join(filter(None, (", ".join(descriptions[:-1]), descriptions[-1])))
 
 
 def _describe_member(hint: Any, tag_prefix: str) -> str:
@@ -116,6 +116,6 @@ def _describe_member(hint: Any, tag_prefix: str) -> str:
 
 def example_class_names(base: type, tag_prefix: str = "!", max_names: int = 6) -> str:
     """Return text such as '!Adam, !SGD, ...': names, valid in files, of `base` and its subclasses."""
-    named = classes_by_name([base, *subclasses(base)])
-    names = [tag_prefix + name for name, cls in sorted(named.items()) if name == cls.__name__]
+    class_by_name = classes_by_name([base, *subclasses(base)])
+    names = [tag_prefix + name for name, cls in sorted(class_by_name.items()) if name == cls.__name__]
     return ", ".join(names[:max_names] + ["..."] * (len(names) > max_names)) or base.__name__

@@ -99,8 +99,8 @@ def _convert_to_union_member(node: Node, hint: Any, path: str, build: BuildObjec
         return _convert_list(node, value, origin or hint, args, path, build)
     elif isinstance(value, dict):
         if _accepts_type(origin or hint, dict):
-            item = args[1] if len(args) == 2 else Any
-            return {name: convert_node(child, item, join_path(path, name), build) for name, child in value.items()}
+            item_hint = args[1] if len(args) == 2 else Any
+            return {name: convert_node(child, item_hint, join_path(path, name), build) for name, child in value.items()}
     elif isinstance(value, str) and is_class(hint) and issubclass(hint, PurePath):
         return hint(value)
     elif hint is float and type(value) is int and abs(value) <= sys.float_info.max:
@@ -111,19 +111,19 @@ def _convert_to_union_member(node: Node, hint: Any, path: str, build: BuildObjec
 
 
 def _convert_list(
-    node: Node, items: list[Node], kind: Any, args: tuple[Any, ...], path: str, build: BuildObject
+    node: Node, items: list[Node], list_type: Any, args: tuple[Any, ...], path: str, build: BuildObject
 ) -> Any:
-    if not _accepts_type(kind, tuple if kind is tuple else list):
-        raise _mismatch_error(node, kind, path)
-    fixed = kind is tuple and args and args[-1] is not Ellipsis
-    if fixed and len(items) != len(args):
+    if not _accepts_type(list_type, tuple if list_type is tuple else list):
+        raise _mismatch_error(node, list_type, path)
+    has_fixed_length = list_type is tuple and args and args[-1] is not Ellipsis
+    if has_fixed_length and len(items) != len(args):
         raise _mismatch_error(node, tuple[args], path)  # type: ignore[valid-type]
-    hints = args if fixed else [args[0] if args else Any] * len(items)
+    hints = args if has_fixed_length else [args[0] if args else Any] * len(items)
     values = [
         convert_node(item, hint, join_path(path, i), build)
         for i, (item, hint) in enumerate(zip(items, hints, strict=True))
     ]
-    return tuple(values) if kind is tuple else set(values) if kind is set else values
+    return tuple(values) if list_type is tuple else set(values) if list_type is set else values
 
 
 def _convert_untyped(node: Node, path: str, build: BuildObject) -> Any:
@@ -135,11 +135,11 @@ def _convert_untyped(node: Node, path: str, build: BuildObject) -> Any:
     return node.value
 
 
-def _accepts_type(kind: Any, value_type: type) -> bool:
-    """Return whether `kind`, a class or an abstract collection, accepts values of type `value_type`."""
-    if kind in (list, tuple, set, dict):
-        return kind is value_type or (kind is set and value_type is list)
-    return isinstance(kind, type) and kind is not str and issubclass(value_type, kind)
+def _accepts_type(accepted_type: Any, value_type: type) -> bool:
+    """Return whether `accepted_type`, a class or an abstract collection, accepts values of type `value_type`."""
+    if accepted_type in (list, tuple, set, dict):
+        return accepted_type is value_type or (accepted_type is set and value_type is list)
+    return isinstance(accepted_type, type) and accepted_type is not str and issubclass(value_type, accepted_type)
 
 
 def _mismatch_error(node: Node, hint: Any, path: str) -> TypeMismatch:

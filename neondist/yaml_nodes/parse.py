@@ -55,11 +55,11 @@ def _compose_yaml_graph(text: str, line_location: Locator, path: str) -> yaml.No
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark, start = error.problem_mark or error.context_mark, error.context_mark
-        line = mark.line if mark else 0
+        problem_mark, context_mark = error.problem_mark or error.context_mark, error.context_mark
+        line = problem_mark.line if problem_mark else 0
         problem = error.problem or "unreadable"
-        if start and start.line != line and str(error.context).startswith("while"):
-            problem += f", {error.context} that starts on line {start.line + 1}"
+        if context_mark and context_mark.line != line and str(error.context).startswith("while"):
+            problem += f", {error.context} that starts on line {context_mark.line + 1}"
         remedy = "; indent with spaces, not tabs" if "'\\t'" in problem else "; check indentation, brackets and colons"
         raise ConfigError(format_message(line_location(line), path, f"not valid YAML: {problem}{remedy}")) from None
     except yaml.reader.ReaderError as error:
@@ -129,19 +129,19 @@ class _AliasExpander:
 
     def _mapping_fields(self, source: yaml.MappingNode, path: str, node: Node) -> dict[str, Node]:
         fields: dict[str, Node] = {}
-        bases: list[yaml.Node] = []
+        merged_nodes: list[yaml.Node] = []
         for key, value in source.value:
             key_node = Node(None, self._locate(key.start_mark.line))
             if not isinstance(key, yaml.ScalarNode):
                 raise node_error(key_node, path, "a field's name must be a word, not a list or a mapping")
             if key.tag == CORE_TAG_PREFIX + "merge":
-                bases += value.value if isinstance(value, yaml.SequenceNode) else [value]
+                merged_nodes += value.value if isinstance(value, yaml.SequenceNode) else [value]
                 continue
             if key.value in fields:
                 first = fields[key.value].place
                 raise node_error(key_node, join_path(path, key.value), f"given twice, first at {first}; remove one")
             fields[key.value] = self.copy_node(value, join_path(path, key.value), key_node.place)
-        for base in bases:  # '<<: *name' sets defaults of missing fields
+        for base in merged_nodes:  # '<<: *name' sets defaults of missing fields
             if not isinstance(base, yaml.MappingNode):
                 raise node_error(node, path, "'<<' merges mappings only; write '<<: *name', where *name is a mapping")
             for name, child in self.copy_node(base, path, node.place).value.items():  # type: ignore[union-attr]

@@ -31,14 +31,14 @@ def is_exponent_number(text: str) -> bool:
 
 
 def _parse_number(text: str) -> PlainValue:
-    digits = text.replace("_", "").lower()
-    if digits.lstrip("+-") in (".inf", ".nan"):
-        return float(digits.replace(".", ""))
-    if ":" in digits:
+    number_text = text.replace("_", "").lower()
+    if number_text.lstrip("+-") in (".inf", ".nan"):
+        return float(number_text.replace(".", ""))
+    if ":" in number_text:
         return text  # YAML 1.1 would read 1:30 as the number 90
     for convert in (int, lambda word: int(word, 0), float):
         try:
-            return convert(digits)
+            return convert(number_text)
         except ValueError:
             continue
     raise ValueError(text)
