@@ -65,7 +65,7 @@ class Observers:
         self.observers = tuple(observer for observer in self.observers if observer not in observers)
 
     @contextmanager
-    def watched_by(self, *observers: Observer) -> Iterator[None]:
+    def add_temporarily(self, *observers: Observer) -> Iterator[None]:
         """Add observers for the duration of the block."""
         self.add(*observers)
         try:

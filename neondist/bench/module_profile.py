@@ -62,7 +62,7 @@ def measure_time_shares(step: Callable[[], object], grid: ProcessGrid) -> TimeSh
     """Return the breakdown of a step's time on this rank; all ranks must call this function at the same time."""
     with (
         suppress_stderr(),
-        grid.observers.watched_by(ProfileMarks()),
+        grid.observers.add_temporarily(ProfileMarks()),
         profile(activities=[ProfilerActivity.CPU]) as recorded,
     ):
         begin = time.perf_counter()

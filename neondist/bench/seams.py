@@ -74,7 +74,7 @@ def _record_outputs_and_gradients(model: Model, batches: Sequence[Any], seed: in
     """Return copies of all outputs and input gradients of the last batch, without changing weights."""
     recorder, step = _OutputAndGradientRecorder(), model.step
     try:
-        with model.grid.observers.watched_by(recorder):
+        with model.grid.observers.add_temporarily(recorder):
             for number, x in enumerate(batches):
                 model.step = number
                 y = model.fprop(x)

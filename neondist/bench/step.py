@@ -230,7 +230,7 @@ def _gradients_without_dropout(model: Model, train: Any) -> tuple[float, dict[st
 def _layer_rows(model: TrainableModel, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
     """Return the time and bytes per step of every layer, or part of a module, from observed steps."""
     plan, clock, before = model.compiled, Clock(), model.ledger()
-    with grid.observers.watched_by(clock):
+    with grid.observers.add_temporarily(clock):
         train()
     names, seconds, moved = plan.class_by_benchmark_row, Counter[tuple[str, str]](), Counter[str]()
     for (name, kind), taken in clock.seconds.items():

@@ -64,7 +64,7 @@ class Identity(Activation):
 class ReLU(Activation):
     """Rectified linear unit max(z, 0); the gradient at 0 is 0. `RectLin` is an alias."""
 
-    _also_called = ("RectLin",)
+    _aliases = ("RectLin",)
 
     elementwise = is_relu = True
 

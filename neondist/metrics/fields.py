@@ -127,7 +127,7 @@ class MeanAbsoluteError(PerChannelMetric):
     """Mean absolute error of each variable, in the variable's units; `!MAE` in the metrics of a YAML file."""
 
     name = "mae"
-    _called_in_fields = ("MAE",)
+    _short_names = ("MAE",)
 
     def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of absolute errors and the divisor."""

@@ -84,7 +84,7 @@ class DistributedMixin:
 
 
 def registered_classes(base: type = Registered) -> dict[str, type]:
-    """Return all concrete public subclasses of `base` by name, and by the aliases in `_also_called`."""
+    """Return all concrete public subclasses of `base` by name, and by the aliases in `_aliases`."""
     return classes_by_name(subclasses(base))
 
 

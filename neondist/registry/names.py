@@ -17,11 +17,11 @@ class HasArguments(Protocol):
 
 
 def classes_by_name(classes: Iterable[type]) -> dict[str, type]:
-    """Return the concrete public classes among `classes` by name, and by the aliases in `_also_called`."""
+    """Return the concrete public classes among `classes` by name, and by the aliases in `_aliases`."""
     class_by_name: dict[str, type] = {}
     for cls in classes:
         if not (cls.__name__.startswith("_") or inspect.isabstract(cls)):
-            class_by_name |= dict.fromkeys((cls.__name__, *vars(cls).get("_also_called", ())), cls)
+            class_by_name |= dict.fromkeys((cls.__name__, *vars(cls).get("_aliases", ())), cls)
     return class_by_name
 
 
@@ -35,7 +35,7 @@ def subclasses(cls: type) -> Iterator[type]:
 
 def classes_by_short_name(base: type) -> dict[str, type]:
     """Return the subclasses of `base` by their short names, valid in fields that accept only these classes."""
-    return {name: cls for cls in subclasses(base) for name in vars(cls).get("_called_in_fields", ())}
+    return {name: cls for cls in subclasses(base) for name in vars(cls).get("_short_names", ())}
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:

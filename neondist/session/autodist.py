@@ -84,10 +84,10 @@ class AutoDist:
         if not (resource_spec is None or isinstance(resource_spec, ResourceSpec)):
             resource_spec = ResourceSpec(resource_spec)
         self.resources = resource_spec
-        self._given_strategy = as_strategy(strategy)
-        if not isinstance(self._given_strategy, StrategyBuilder | Strategy):
+        self._requested_strategy = as_strategy(strategy)
+        if not isinstance(self._requested_strategy, StrategyBuilder | Strategy):
             raise ConfigError(f"strategy: expected a builder, its name or a strategy, got {strategy!r}")
-        factors = None if isinstance(grid, ProcessGrid) else _grid_factors(grid, self._given_strategy)
+        factors = None if isinstance(grid, ProcessGrid) else _grid_factors(grid, self._requested_strategy)
         is_standalone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
         if is_standalone and self.resources is not None and self.resources.replicas > 1:
             if factors is not None:
@@ -114,7 +114,7 @@ class AutoDist:
 
                 self._module_scope = self._module_scope or ModuleScope(self.grid)
                 stack.enter_context(self._module_scope.collect_modules())
-            stack.enter_context(distribute_created_models(self.grid, self._given_strategy, self._scoped_models))
+            stack.enter_context(distribute_created_models(self.grid, self._requested_strategy, self._scoped_models))
             self._share_random_states()
             yield
 
@@ -152,7 +152,7 @@ class AutoDist:
     def strategy(self) -> StrategyBuilder | Strategy:
         """The strategy built for the PyTorch modules of the scopes so far; without modules, the `strategy` argument."""
         plan = self._plan_module_parameters()
-        return self._given_strategy if plan is None else plan.strategy
+        return self._requested_strategy if plan is None else plan.strategy
 
     def session(
         self, checkpoint_dir: str | os.PathLike[str] | None = None, hooks: Sequence[Hook] = (), **settings: Any
@@ -199,7 +199,7 @@ class AutoDist:
             return None
         from ..torch.module.parameters import plan_parameters
 
-        return plan_parameters(parameters, self.grid.shape, self._given_strategy)
+        return plan_parameters(parameters, self.grid.shape, self._requested_strategy)
 
     def _divide_steps_among_owners(self) -> None:
         """Divide optimiser steps among owners if the strategy requires it; do nothing after the first call."""

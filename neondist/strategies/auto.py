@@ -89,7 +89,7 @@ class AutoStrategy(StrategyBuilder):
         Machine file written by `neondist bench model calibrate`; default: typical values.
     """
 
-    _called_in_fields = ("Auto",)
+    _short_names = ("Auto",)
     _compared_names: Collection[str] | None = None
     _tiled_bytes, _slots_per_parameter = 0, DEFAULT_SLOTS_PER_PARAMETER
 

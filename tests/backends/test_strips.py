@@ -133,7 +133,7 @@ def test_subclasses_process_results_of_parents(backend):
             z = first.kernels.conv_forward(padded, params["weights"], window.stride, (1, 1), 1, params["bias"])
             return np.tanh(z)
 
-        with model.grid.observers.watched_by(recorder):
+        with model.grid.observers.add_temporarily(recorder):
             y = model.fprop(x)
         np.testing.assert_allclose(recorder.outputs[first.name], expected_output(base, x), atol=1e-12)
         if cls is OffsetConv:  # its gradient is that of the parent

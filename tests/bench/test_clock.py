@@ -30,7 +30,7 @@ def test_innermost_operation(clock):
     observers = Observers()
     run_layer(observers)
     assert not clock.seconds
-    with observers.watched_by(clock):
+    with observers.add_temporarily(clock):
         run_layer(observers)
         time.now += 8  # outside any operation
         with observers.observe("wait"):
@@ -50,7 +50,7 @@ class SlowExchange(Exchange):
 def test_waiting_time_of_exchanges(clock):
     exchange = SlowExchange(SingleTransport(), [], [])
     exchange.observers = observers = Observers()
-    with observers.watched_by(clock):
+    with observers.add_temporarily(clock):
         for direction in ("forward", "backward"):
             with observers.observe("halo", direction, direction):
                 time.now += 8
@@ -70,7 +70,7 @@ def fail_in_layer(observers):
 
 def test_errors_keep_the_clock_consistent(clock):
     observers = Observers()
-    with observers.watched_by(clock), pytest.raises(ZeroDivisionError):
+    with observers.add_temporarily(clock), pytest.raises(ZeroDivisionError):
         fail_in_layer(observers)
     assert clock.seconds == {("conv1", "forward"): 1}
     assert not clock._stack
@@ -82,7 +82,7 @@ def test_every_layer_of_a_model_is_timed():
         conv = nd.ConvLayerDist(2, 3, padding=1, name="conv")
         model = nd.ConvnetDist([nd.Sum([[conv], []]), nd.FCLayerDist(3)], backend="numpy")
         model.build((6, 5, 2), 2, grid)
-        with grid.observers.watched_by(clock):
+        with grid.observers.add_temporarily(clock):
             model.train_batch(model.scatter(np.ones((2, 6, 5, 2))), np.array([0, 1]))
         return {key for key, seconds in clock.seconds.items() if seconds > 0}
 

@@ -183,6 +183,6 @@ def test_observers_see_both_layers():
                 names.append(layer.name)
 
     model = build_model(nd.ReLU)
-    with model.grid.observers.watched_by(OutputRecorder()):
+    with model.grid.observers.add_temporarily(OutputRecorder()):
         model.fprop(np.ones((4, 15, 13, 3)))
     assert names == [layer.name for layer in model.leaves]

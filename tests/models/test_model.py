@@ -90,7 +90,7 @@ def test_float32_stays_float32():
     )
     model.build((9, 9, 1), batch_size=2)
     recorder = DtypeRecorder()
-    with model.grid.observers.watched_by(recorder):
+    with model.grid.observers.add_temporarily(recorder):
         y = model.fprop(np.ones((2, 9, 9, 1), np.float32))
         model.bprop(y)
     assert set(recorder.dtypes) == {"weights", "output", "gradients of the weights", "gradient of the input"}

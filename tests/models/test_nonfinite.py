@@ -353,7 +353,7 @@ class BackwardRecorder(nd.Observer):
 def test_search_does_not_notify_other_observers():
     model, calls = build_model(None, "skip"), BackwardRecorder()
     images, targets = draw_batch(0)
-    with model.grid.observers.watched_by(calls):
+    with model.grid.observers.add_temporarily(calls):
         for x in (images, images * np.nan, images):
             calls.names.clear()
             model.train_batch(model.scatter(x), targets)

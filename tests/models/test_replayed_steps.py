@@ -189,7 +189,7 @@ def test_pending_passes_and_observers_disable_replay():
 
     model, _ = build_model(CapturingKernels, make_small_layers())
     for step in range(WARMUP_PASSES + 3):
-        with model.grid.observers.watched_by(ValueRecorder()):
+        with model.grid.observers.add_temporarily(ValueRecorder()):
             model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int))
         assert names.count("cost") == step + 1
 

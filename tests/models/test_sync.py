@@ -34,7 +34,7 @@ def run_steps(grid, sync, accumulate=1):
     """Return the results of two steps, the bytes and messages of gradients, and the numbers of early buckets."""
     model, arrays = build_every_layer("Dist", grid, batch=6, sync=sync, accumulate=accumulate), {}
     observer = EarlyBucketCounter(model)
-    with model.grid.observers.watched_by(observer):
+    with model.grid.observers.add_temporarily(observer):
         for step in range(2):
             rng = np.random.default_rng(step)
             x, labels = rng.normal(size=(6, *model.input_shape)), rng.integers(0, 4, 6)

@@ -191,7 +191,7 @@ def test_waits_name_the_layer_and_the_operation():
     def body(grid):
         model = make_model("pooled")
         model.build(SHAPE, BATCH, grid)
-        with grid.observers.watched_by(WaitRecorder(grid)):
+        with grid.observers.add_temporarily(WaitRecorder(grid)):
             model.train_batch(*draw_batch(model))
 
     waits = []

@@ -84,7 +84,7 @@ def profile_busiest_rank(
     while len(turns) < MAX_TURNS and sum(turns) < 4 * min_seconds:  # long steps need no more turns
         turns.append(time_step(step, min_seconds / MAX_TURNS))
     clock, count = Clock(), max(1, round(min_seconds / MAX_TURNS / min(turns)))
-    with model.grid.observers.watched_by(clock):
+    with model.grid.observers.add_temporarily(clock):
         for _ in range(count):
             step()
     spent = {}

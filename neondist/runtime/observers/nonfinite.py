@@ -77,7 +77,7 @@ class _FinitenessLog(Observer):
 def find_first_nonfinite(grid: ProcessGrid, x: Any, recompute: Callable[[], object]) -> str:
     """Rerun a step's passes by `recompute`, and return the name of the first non-finite value. Collective."""
     log = _FinitenessLog()
-    with np.errstate(all="ignore"), grid.observers.watched_by(log):
+    with np.errstate(all="ignore"), grid.observers.add_temporarily(log):
         if not isinstance(x, LazyTile):
             log.record("the images", x)
         recompute()

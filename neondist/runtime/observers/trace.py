@@ -79,7 +79,7 @@ def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
 def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> None:
     """Run `work`, and write a trace of all ranks of a grid into one file, from rank 0. Collective."""
     trace = Trace(grid.rank)
-    with grid.observers.watched_by(trace):
+    with grid.observers.add_temporarily(trace):
         work()
     ranks = grid.world.allgather((trace.events, trace.clock_alignment_times))
     if grid.rank == 0:

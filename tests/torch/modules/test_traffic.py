@@ -209,7 +209,7 @@ def test_observers_see_passes():
     def body(world):
         with ProcessGrid(world, rows=3) as ranks:
             model, names = ndt.distribute(copy.deepcopy(original), SHAPE, ranks), NameRecorder()
-            with ranks.observers.watched_by(names):
+            with ranks.observers.add_temporarily(names):
                 model(model.scatter(torch.ones(SHAPE))).sum().backward()
             return names
 
