@@ -65,8 +65,8 @@ class OutputBlocks(ABC):
     @cached_property
     def possibly_largest_blocks(self) -> list[int]:
         """Numbers of the blocks that may be the largest: along each axis, the first, the last, and one in between."""
-        ends = ({0, self.largest_block_index(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
-        return [index_of(self.blocks.parts, place) for place in product(*map(sorted, ends))]
+        candidates = ({0, self.largest_block_index(axis), count - 1} for axis, count in enumerate(self.blocks.parts))
+        return [index_of(self.blocks.parts, place) for place in product(*map(sorted, candidates))]
 
     def largest_block_index(self, axis: int) -> int:
         """Return the index along an axis of an inner block, which needs the most cells along that axis."""
@@ -133,20 +133,20 @@ class BlockPlan(OutputBlocks):
 
     def layer_with_largest_arrays(self) -> str:
         """Return the name of the layer whose arrays are the largest."""
-        steps = [step for step in self.graph.steps if step.layer is not None]
-        step = max(
+        steps = [largest_step for largest_step in self.graph.steps if largest_step.layer is not None]
+        largest_step = max(
             steps, key=lambda s: sum(self._num_elements_in_block(value, 0) for value in (*s.inputs, s.output_value))
         )
-        return str(step.layer.name) if step.layer is not None else ""
+        return str(largest_step.layer.name) if largest_step.layer is not None else ""
 
     def _block_memory_elements(self, number: int) -> int:
-        added = [
+        halo_elements = [
             (cells.need.size + cells.buffer.size) * channels
             for cells, channels in self.section.output_halo_plans(number)
             if not cells.trivial
         ]
         # arrays of all cached kinds, and scratch of the kernels for the largest array
-        extra = MAX_CACHED_BLOCK_KINDS * sum(added) + max(added, default=0)
+        extra = MAX_CACHED_BLOCK_KINDS * sum(halo_elements) + max(halo_elements, default=0)
         extra += 2 * max(self.section.saved_bytes(number, 8), default=0) // 8  # arrays that a layer saves, and scratch
         ends = IMAGE_COPIES * sum(self._num_elements_in_block(value, number) for value in (0, self.graph.output_value))
         return self.section.memory_plan(number).num_elements + extra + ends
@@ -160,21 +160,21 @@ class BlockPlan(OutputBlocks):
         kinds = []
         position_dependent = any(step.layer and _may_depend_on_position(step.layer) for step in self.graph.steps)
         for axis, ratios in enumerate(scale_factors(self.graph)):
-            number_of_key: dict[tuple[object, ...], int] = {}
+            kind_by_key: dict[tuple[object, ...], int] = {}
             periodic = not position_dependent and None not in ratios and self.size[axis] % _common_period(ratios) == 0
             parts = range(self.cells[0].parts[axis])
             ranges = [self._position_independent_ranges(axis, part, ratios) if periodic else (part,) for part in parts]
-            kinds.append([number_of_key.setdefault(key, len(number_of_key)) for key in ranges])
+            kinds.append([kind_by_key.setdefault(key, len(kind_by_key)) for key in ranges])
         return kinds
 
     def _position_independent_ranges(self, axis: int, part: int, ratios: Sequence[Ratio | None]) -> tuple[object, ...]:
         """Return the start, relative to the block, and the number of the cells of every value."""
-        first, _ = self.cells[self.graph.output_value].range(axis, part)
+        output_start, _ = self.cells[self.graph.output_value].range(axis, part)
         ranges = []
         for cells, ratio in zip(self.cells, ratios, strict=True):
             lo, hi = cells.range(axis, part)
             a, b = ratio or (0, 1)
-            ranges.append((lo - first * a // b, hi - lo))
+            ranges.append((lo - output_start * a // b, hi - lo))
         return tuple(ranges)
 
 
@@ -188,11 +188,11 @@ def _may_depend_on_position(layer: Layer) -> bool:
 
 def block_partition(extent: Extent, size: Extent, overlap: int = 0) -> OverlappingPartition:
     """Return blocks of a size, overlapping by `overlap` cells; blocks at the end of an axis may be smaller."""
-    cuts = tuple(
+    block_ranges = tuple(
         tuple((lo, min(lo + own + overlap, n)) for lo in range(0, n, own)) for n, own in zip(extent, size, strict=True)
     )
-    counts = tuple(len(axis) for axis in cuts)
-    return OverlappingPartition(extent, counts, prod(counts), cuts)
+    blocks_per_axis = tuple(len(axis) for axis in block_ranges)
+    return OverlappingPartition(extent, blocks_per_axis, prod(blocks_per_axis), block_ranges)
 
 
 def scale_factors(graph: Graph) -> list[list[Ratio | None]]:
@@ -212,10 +212,10 @@ def scale_factors(graph: Graph) -> list[list[Ratio | None]]:
 
 
 def _compose_scale_factor(step: Step, shape: Extent, axis: int, ratio: Ratio | None) -> Ratio | None:
-    reach = None if step.layer is None else step.layer.receptive_window_for(shape)
-    if reach is None or ratio is None:
+    receptive_window = None if step.layer is None else step.layer.receptive_window_for(shape)
+    if receptive_window is None or ratio is None:
         return ratio
-    a, b = (own * rest for own, rest in zip(reach.scale_factor(axis), ratio, strict=True))
+    a, b = (own * rest for own, rest in zip(receptive_window.scale_factor(axis), ratio, strict=True))
     return a // gcd(a, b), b // gcd(a, b)
 
 
@@ -264,18 +264,18 @@ def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: i
 
 
 def shrink_blocks_to_fit(
-    blocks: Callable[[Sequence[int]], Any],
+    make_plan: Callable[[Sequence[int]], Any],
     extent: Extent,
     size: Sequence[int],
     max_elements: int,
     itemsize: int = 1,
     periods: Sequence[int] | None = None,
 ) -> Any:
-    """Return `blocks(size)`, halving extents until a block needs at most `max_elements`; ConfigError if none fits."""
+    """Return `make_plan(size)`, halving extents until a block needs at most `max_elements`, or raise ConfigError."""
     periods = periods or [1] * len(extent)
     size = [_round_down(*axis) for axis in zip(size, extent, periods, strict=True)]
     while True:
-        plan = blocks(size)
+        plan = make_plan(size)
         if plan.max_block_memory_elements <= max_elements:
             return plan
         halves = [_round_down((n + 1) // 2, *bounds) for n, *bounds in zip(size, extent, periods, strict=True)]
@@ -294,5 +294,5 @@ def _round_down(size: int, extent: int, period: int) -> int:
     """Return `size` rounded down to a multiple of `period` and, if large, of a file's chunks; in [period, extent]."""
     if size >= extent:
         return extent
-    steps = (lcm(period, chunk) for chunk in (_FILE_CHUNK_EXTENT, 1))
-    return next((size // step * step for step in steps if step <= size), min(period, extent))
+    multiples = (lcm(period, chunk) for chunk in (_FILE_CHUNK_EXTENT, 1))
+    return next((size // step * step for step in multiples if step <= size), min(period, extent))

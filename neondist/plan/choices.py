@@ -54,7 +54,7 @@ def choose_schemes(chain: Node, input_shape: Shape, grid: GridShape, profile: Ma
         choice
         for number, links in chains
         for halo_layers in _runs_of_joinable_layers(links, grid)
-        for choice in _SegmentSearch(links, halo_layers, grid, profile, first=number == 0).choose_layer_schemes()
+        for choice in _SegmentSearch(links, halo_layers, grid, profile, is_first=number == 0).choose_layer_schemes()
     ]
 
 
@@ -87,14 +87,14 @@ def set_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
     ConfigError
         A layer does not exist, or a scheme is invalid.
     """
-    by_name, changed = {str(layer.name): layer for layer in layers}, False
-    for name, text in schemes.items():
-        if name not in by_name:
+    layer_by_name, any_changed = {str(layer.name): layer for layer in layers}, False
+    for name, scheme_name in schemes.items():
+        if name not in layer_by_name:
             raise ConfigError(f"schemes: layer '{name}' does not exist in the model; plan again for this model")
-        layer, scheme = by_name[name], as_scheme(text)
-        changed |= layer.scheme is None or scheme_text(scheme) != scheme_text(layer.scheme)
+        layer, scheme = layer_by_name[name], as_scheme(scheme_name)
+        any_changed |= layer.scheme is None or scheme_text(scheme) != scheme_text(layer.scheme)
         layer.scheme = scheme
-    return changed
+    return any_changed
 
 
 def _runs_of_joinable_layers(links: Chain, grid: GridShape) -> Iterator[list[int]]:
@@ -114,56 +114,57 @@ class _SegmentSearch:
     """Search for the cheapest division into segments of a chain's layers with halos, at `halo_layers`."""
 
     def __init__(
-        self, links: Chain, halo_layers: Sequence[int], grid: GridShape, profile: MachineProfile, first: bool
+        self, links: Chain, halo_layers: Sequence[int], grid: GridShape, profile: MachineProfile, is_first: bool
     ) -> None:
-        self.links, self.halo_layers, self.grid, self.profile, self.first = links, halo_layers, grid, profile, first
+        self.links, self.halo_layers, self.grid = links, halo_layers, grid
+        self.profile, self.is_first = profile, is_first
         self.can_join_segment = [
             is_layer(node) and can_compute_halo_cells(node.leaves[0], shape) for node, shape in links
         ]
-        self.reads_image = first and all(is_pointwise(node, shape, grid) for node, shape in links[: halo_layers[0]])
+        self.reads_image = is_first and all(is_pointwise(node, shape, grid) for node, shape in links[: halo_layers[0]])
 
     def choose_layer_schemes(self) -> list[SchemeChoice]:
         """Return the choice of each layer."""
-        choices, count = [], len(self.halo_layers)
-        for first, last in cheapest_ranges(lambda a, b: sum(self._best_segment_scheme(a, b)[1]), count):
-            text, seconds = self._best_segment_scheme(first, last)
-            for at, cost in zip(self.halo_layers[first : last + 1], seconds, strict=True):
-                node, shape = self.links[at]
-                alone = [LayerWithRegions(node.leaves[0], shape)]
+        choices, num_halo_layers = [], len(self.halo_layers)
+        for first, last in cheapest_ranges(lambda a, b: sum(self._best_segment_scheme(a, b)[1]), num_halo_layers):
+            scheme, seconds = self._best_segment_scheme(first, last)
+            for link_index, cost in zip(self.halo_layers[first : last + 1], seconds, strict=True):
+                node, shape = self.links[link_index]
+                single_layer = [LayerWithRegions(node.leaves[0], shape)]
                 halo_scheme_seconds = sum(
-                    overhead_seconds(self.profile, alone, self.grid, self._needs_input_gradient(at))
+                    overhead_seconds(self.profile, single_layer, self.grid, self._needs_input_gradient(link_index))
                 )
-                choices.append(SchemeChoice(str(node.name), text, cost, halo_scheme_seconds))
+                choices.append(SchemeChoice(str(node.name), scheme, cost, halo_scheme_seconds))
         return choices
 
     def _best_segment_scheme(self, first: int, last: int) -> tuple[str, list[float]]:
         """Return the best scheme of a segment and the cost of each of its layers with a halo."""
         begin, end = self.halo_layers[first], self.halo_layers[last] + 1
-        segment, backward, options = self.links[begin:end], self._needs_input_gradient(begin), []
+        segment, needs_dx, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
-            alone = layers_with_regions(segment, self.grid, alone=True)
-            options.append(("halo", overhead_seconds(self.profile, alone, self.grid, backward)))
-            if backward:
+            alone = layers_with_regions(segment, self.grid, is_single=True)
+            options.append(("halo", overhead_seconds(self.profile, alone, self.grid, needs_dx)))
+            if needs_dx:
                 options.append(("halo(backward=gather)", [halo_seconds_if_gathered(self.profile, alone[0], self.grid)]))
         elif all(self.can_join_segment[begin:end]):
             costs = overhead_seconds(
-                self.profile, layers_with_regions(segment, self.grid, wide=False), self.grid, backward
+                self.profile, layers_with_regions(segment, self.grid, wide=False), self.grid, needs_dx
             )
             options.append(
                 (f"deep_halo(layers={last - first + 1})", self._costs_per_halo_layer(costs, begin, first, last))
             )
         if self.reads_image and first == 0 and all(self.can_join_segment[:end]):
             wide = self.links[:end]
-            text = "overlap_tile" + "(statistics=global)" * any(
+            scheme = "overlap_tile" + "(statistics=global)" * any(
                 node.leaves[0].reduces_over_image(shape) for node, shape in wide
             )
-            costs = overhead_seconds(self.profile, layers_with_regions(wide, self.grid, wide=True), self.grid, backward)
-            options.append((text, self._costs_per_halo_layer(costs, 0, first, last)))
+            costs = overhead_seconds(self.profile, layers_with_regions(wide, self.grid, wide=True), self.grid, needs_dx)
+            options.append((scheme, self._costs_per_halo_layer(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
-    def _needs_input_gradient(self, at: int) -> bool:
+    def _needs_input_gradient(self, link_index: int) -> bool:
         """Return whether the input of a layer needs a gradient: every input except the images does."""
-        return not self.first or at > 0
+        return not self.is_first or link_index > 0
 
     def _costs_per_halo_layer(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
         """Return the costs of the layers with halos, including those of the layers between (or before) them."""

@@ -30,39 +30,39 @@ class TileClasses(NamedTuple):
     class_by_tile: np.ndarray
     representatives: list[int]
 
-    def per_tile(self, value: Callable[[int], T]) -> list[T]:
+    def per_tile(self, compute: Callable[[int], T]) -> list[T]:
         """Return a value for every tile, computed once for each class."""
-        values = [value(tile) for tile in self.representatives]
+        values = [compute(tile) for tile in self.representatives]
         return [values[number] for number in self.class_by_tile.tolist()]
 
 
-def tile_classes(tiles: int, kinds: Iterable[PartClassKeys], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
+def tile_classes(tiles: int, image_keys: Iterable[PartClassKeys], extra_keys: Sequence[np.ndarray] = ()) -> TileClasses:
     """Group tiles, numbered row-major, into the fewest classes whose members have the same keys.
 
     Parameters
     ----------
-    kinds : iterable of PartClassKeys
+    image_keys : iterable of PartClassKeys
         For each image that is partitioned into these tiles, the keys of its parts along each axis.
     extra_keys : sequence of arrays (tiles,)
         Further numbers that distinguish tiles.
     """
-    axes: dict[tuple[int, ...], list[list[list[Hashable]]]] = {}
-    for entry in kinds:
+    keys_by_parts: dict[tuple[int, ...], list[list[list[Hashable]]]] = {}
+    for entry in image_keys:
         if entry.by_axis:
-            keys_of = axes.setdefault(entry.parts, [[[] for _ in range(parts)] for parts in entry.parts])
-            for parts_of_axis, kinds_of_axis in zip(keys_of, entry.by_axis, strict=True):
+            keys_by_axis = keys_by_parts.setdefault(entry.parts, [[[] for _ in range(parts)] for parts in entry.parts])
+            for parts_of_axis, kinds_of_axis in zip(keys_by_axis, entry.by_axis, strict=True):
                 for part, kind in zip(parts_of_axis, kinds_of_axis, strict=True):
                     part.append(kind)
     codes = np.zeros(tiles, np.int64)
-    for parts, keys_of in axes.items():
-        whole = np.zeros((), np.int64)
-        for count, keys in zip(parts, keys_of, strict=True):
-            whole = whole[..., None] * count + _codes_of_keys(tuple(key) for key in keys)
-        codes = _combine_codes(codes, whole.reshape(-1))
+    for parts, keys_by_axis in keys_by_parts.items():
+        joint_codes = np.zeros((), np.int64)
+        for count, keys in zip(parts, keys_by_axis, strict=True):
+            joint_codes = joint_codes[..., None] * count + _codes_of_keys(tuple(key) for key in keys)
+        codes = _combine_codes(codes, joint_codes.reshape(-1))
     for tile_codes in extra_keys:
         codes = _combine_codes(codes, tile_codes)
-    _, first, class_by_tile = np.unique(codes, return_index=True, return_inverse=True)
-    return TileClasses(class_by_tile.reshape(-1), first.tolist())
+    _, first_tiles, class_by_tile = np.unique(codes, return_index=True, return_inverse=True)
+    return TileClasses(class_by_tile.reshape(-1), first_tiles.tolist())
 
 
 @lru_cache(maxsize=256)
@@ -72,17 +72,17 @@ def part_class_keys(cells: Partition) -> PartClassKeys:
     return PartClassKeys(cells.parts[: len(axes)], axes)
 
 
-def tile_keys_from_strips(kinds: PartClassKeys, strips: int) -> PartClassKeys:
+def tile_keys_from_strips(strip_keys: PartClassKeys, strips: int) -> PartClassKeys:
     """Return the kinds of tiles from the kinds of their strips; each tile has `strips` strips along the first axis."""
-    first, *others = kinds.by_axis
-    tiles = [tuple(first[at : at + strips]) for at in range(0, len(first), strips)]
-    return PartClassKeys((len(tiles), *kinds.parts[1:]), [tiles, *others])
+    first_axis, *other_axes = strip_keys.by_axis
+    tile_keys = [tuple(first_axis[at : at + strips]) for at in range(0, len(first_axis), strips)]
+    return PartClassKeys((len(tile_keys), *strip_keys.parts[1:]), [tile_keys, *other_axes])
 
 
 def _combine_codes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return codes that are equal exactly where both inputs are equal."""
-    (_, a), (values, b) = (np.unique(codes, return_inverse=True) for codes in (first, second))
-    combined: np.ndarray = a.reshape(-1) * len(values) + b.reshape(-1)
+    (_, a), (second_values, b) = (np.unique(codes, return_inverse=True) for codes in (first, second))
+    combined: np.ndarray = a.reshape(-1) * len(second_values) + b.reshape(-1)
     return combined
 
 

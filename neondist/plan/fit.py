@@ -46,28 +46,28 @@ def compile_plan(
         regions = find_regions(chain, graph, grid, samples)
 
     def compile_stream(stream: StripwisePlan | None = None) -> Plan:
-        whole, layer_regions = graph, regions
+        network, layer_regions = graph, regions
         if stream is not None:
-            whole, layer_regions = stream.with_replicated_output(graph), regions | stream.regions
-        plans, unsplit = [], stream is None and training.strips is None and not training.recompute
-        idle = _count_leading_parameterless_nodes(chain, whole) if unsplit else 0
-        _, stop = whole.node_ends[idle]
-        for step in whole.steps:
+            network, layer_regions = stream.with_replicated_output(graph), regions | stream.regions
+        plans, may_skip_backward = [], stream is None and training.strips is None and not training.recompute
+        idle = _count_leading_parameterless_nodes(chain, network) if may_skip_backward else 0
+        _, last_idle_value = network.node_ends[idle]
+        for step in network.steps:
             if (layer := step.layer) is not None:
-                shapes = whole.shapes[step.inputs[0]], whole.shapes[step.output_value]
-                gradient = step.inputs[0] > stop
-                tiles = layer_regions.get(id(layer), (None, None))
-                cuts = whole.redistributions(step, gradient)
-                cuts = [cut for cut in cuts if step.output_value > stop or cut.direction == "forward"]
+                in_and_out_shapes = network.shapes[step.inputs[0]], network.shapes[step.output_value]
+                needs_gradient = step.inputs[0] > last_idle_value
+                cells = layer_regions.get(id(layer), (None, None))
+                moves = network.redistributions(step, needs_gradient)
+                moves = [cut for cut in moves if step.output_value > last_idle_value or cut.direction == "forward"]
                 with _prefix_errors_with_layer(chain, layer):
-                    if layer.splits_outputs and step.output_value not in whole.sharded_vectors:
+                    if layer.splits_outputs and step.output_value not in network.sharded_vectors:
                         raise ConfigError(
                             "'split: outputs' requires an elementwise activation, and fully connected layers with"
                             " 'split: inputs' as the next layers; otherwise use 'split: inputs' in this layer"
                         )
-                    plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, cuts))
+                    plans.append(LayerPlan(layer, *in_and_out_shapes, grid, cells, needs_gradient, moves))
         return Plan(
-            whole, plans, grid, batch_size or grid.replicas, training, stream=stream, num_nodes_without_backward=idle
+            network, plans, grid, batch_size or grid.replicas, training, stream=stream, num_nodes_without_backward=idle
         )
 
     plan = compile_stream()
@@ -103,24 +103,24 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     ConfigError
         Nothing fits; the message names the layer that needs the most memory, and the minimum memory.
     """
-    limit, rows = plan.training.memory, plan.training.strips
-    assert limit is not None
-    if plan.needed_bytes <= limit and rows is None:
+    max_bytes, rows_per_strip = plan.training.memory, plan.training.strips
+    assert max_bytes is not None
+    if plan.needed_bytes <= max_bytes and rows_per_strip is None:
         return plan
-    search = partial(_find_fastest_stream_plan, plan, compile_stream, regions, limit, rows)
-    best, _ = search()
-    if best is not None or plan.needed_bytes <= limit:
-        return best or plan
-    best, tried = search(exhaustive=True)
-    if best is not None:
-        return best
-    needed = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in tried]
-    count, smallest = min([(plan.needed_bytes, plan), *needed], key=lambda pair: pair[0])
-    largest, _ = max(smallest.memory_by_layer(), key=lambda pair: pair[1])
-    enough = format_limit_for(count, plan.grid.size, plan.training.backend)
+    search = partial(_find_fastest_stream_plan, plan, compile_stream, regions, max_bytes, rows_per_strip)
+    best_plan, _ = search()
+    if best_plan is not None or plan.needed_bytes <= max_bytes:
+        return best_plan or plan
+    best_plan, candidates = search(exhaustive=True)
+    if best_plan is not None:
+        return best_plan
+    needed_bytes = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in candidates]
+    count, smallest_plan = min([(plan.needed_bytes, plan), *needed_bytes], key=lambda pair: pair[0])
+    largest, _ = max(smallest_plan.memory_by_layer(), key=lambda pair: pair[1])
+    sufficient_limit = format_limit_for(count, plan.grid.size, plan.training.backend)
     raise ConfigError(
-        f"memory: a rank may use {format_bytes(limit)}, but needs at least {format_bytes(count)}; layer '{largest}'"
-        f" needs the most; give memory: {enough} or more, or use more ranks or smaller batches"
+        f"memory: a rank may use {format_bytes(max_bytes)}, but needs at least {format_bytes(count)}; layer '{largest}'"
+        f" needs the most; give memory: {sufficient_limit} or more, or use more ranks or smaller batches"
     )
 
 
@@ -136,18 +136,18 @@ def halve_memory_if_cheap(plan: Plan, compile_stream: StreamCompiler, regions: L
         or plan.needed_bytes < MIN_STEP_BYTES_TO_HALVE
     ):
         return plan
-    limit, most = plan.needed_bytes // 2, MAX_WORK_FACTOR_OF_HALVING * multiplications_per_sample(plan.graph, None)
-    best, _ = _find_fastest_stream_plan(plan, compile_stream, regions, limit, None, most)
-    return best or plan
+    max_bytes, most = plan.needed_bytes // 2, MAX_WORK_FACTOR_OF_HALVING * multiplications_per_sample(plan.graph, None)
+    best_plan, _ = _find_fastest_stream_plan(plan, compile_stream, regions, max_bytes, None, most)
+    return best_plan or plan
 
 
 def _find_fastest_stream_plan(
     plan: Plan,
     compile_stream: StreamCompiler,
     regions: LayerRegions,
-    limit: int,
-    rows: Rows | None,
-    most: float = inf,
+    max_bytes: int,
+    rows_per_strip: Rows | None,
+    max_work: float = inf,
     exhaustive: bool = False,
 ) -> tuple[Plan | None, list[tuple[Plan, StripwisePlan]]]:
     """Return the plan of the fastest stream within the limit, and the plans and streams that were tried.
@@ -156,33 +156,33 @@ def _find_fastest_stream_plan(
 
     Parameters
     ----------
-    most : float
+    max_work : float
         Streams that need at least this work are ignored.
     exhaustive : bool
         Whether to try the most strips, which takes seconds for large images, even where these are unlikely to fit.
     """
-    graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, StripwisePlan]](), isinstance(rows, int)
-    ends = [
+    graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, StripwisePlan]](), isinstance(rows_per_strip, int)
+    lengths = [
         nodes
         for nodes in range(len(graph.node_ends) - 1, 0, -1)
         if _can_run_nodes_in_strips(graph, nodes, plan.grid, regions)
     ]
-    whole = {nodes: StripwisePlan.of(graph, nodes, plan.grid, 1) for nodes in ends}
+    whole = {nodes: StripwisePlan.of(graph, nodes, plan.grid, 1) for nodes in lengths}
     least = {nodes: multiplications_per_sample(graph, _with_all_checkpoints(stream)) for nodes, stream in whole.items()}
-    for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
-        if least[nodes] >= most:
+    for nodes in lengths if rows_per_strip is not None else sorted(lengths, key=lambda nodes: least[nodes]):
+        if least[nodes] >= max_work:
             continue
-        streamed, stream = compile_stream(whole[nodes]), whole[nodes]
-        if isinstance(rows, int):
-            stream = stream.with_strips(-(-stream.rows // rows))
-        if exhaustive or streamed.needed_bytes_with(None) < limit:
-            stream = _stream_with_fewest_strips(streamed, stream, limit, 0 if fixed else stream.rows, exhaustive)
-        tried.append((streamed, stream))
-        for work, filled in _fitting_streams(streamed, stream, limit, most, fixed):
-            if (streamed := compile_stream(filled)).needed_bytes <= limit:
-                best, most = streamed, work
+        candidate, stream = compile_stream(whole[nodes]), whole[nodes]
+        if isinstance(rows_per_strip, int):
+            stream = stream.with_strips(-(-stream.rows // rows_per_strip))
+        if exhaustive or candidate.needed_bytes_with(None) < max_bytes:
+            stream = _stream_with_fewest_strips(candidate, stream, max_bytes, 0 if fixed else stream.rows, exhaustive)
+        tried.append((candidate, stream))
+        for work, fitting_stream in _fitting_streams(candidate, stream, max_bytes, max_work, fixed):
+            if (candidate := compile_stream(fitting_stream)).needed_bytes <= max_bytes:
+                best, max_work = candidate, work
                 break
-        if rows is not None and best is not None:
+        if rows_per_strip is not None and best is not None:
             break
     return best, tried
 
@@ -223,7 +223,7 @@ def _with_all_checkpoints(stream: StripwisePlan) -> StripwisePlan:
 
 
 def _fitting_streams(
-    plan: Plan, stream: StripwisePlan, limit: int, most: float, fixed: bool
+    plan: Plan, stream: StripwisePlan, max_bytes: int, max_work: float, fixed_strips: bool
 ) -> list[tuple[float, StripwisePlan]]:
     """Return (work, stream) for the stream's number of strips or more, with as many checkpoints as fit; best first.
 
@@ -233,68 +233,68 @@ def _fitting_streams(
         Plan with the stream.
     stream : StripwisePlan
         Stream without checkpoints.
-    limit : int
+    max_bytes : int
         Bytes per rank.
-    most : float
+    max_work : float
         Streams that need at least this work are not tried.
-    fixed : bool
+    fixed_strips : bool
         Whether the number of strips is fixed.
     """
     tiles, itemsize, samples = plan.tile_classes_with(stream).representatives, plan.itemsize, plan.max_live_samples(0)
-    options: list[tuple[float, StripwisePlan]] = []
+    work_and_streams: list[tuple[float, StripwisePlan]] = []
 
     def add(stream: StripwisePlan) -> None:
-        if (work := multiplications_per_sample(plan.graph, stream)) < most:
-            options.append((work, stream))
+        if (work := multiplications_per_sample(plan.graph, stream)) < max_work:
+            work_and_streams.append((work, stream))
 
-    while multiplications_per_sample(plan.graph, _with_all_checkpoints(stream)) < most:
-        strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_bytes_with(stream)
-        if left < 0:
+    while multiplications_per_sample(plan.graph, _with_all_checkpoints(stream)) < max_work:
+        strips, cut_bytes, free = stream.grid.strips, stream.possible_cuts(), max_bytes - plan.needed_bytes_with(stream)
+        if free < 0:
             break
-        saved = samples * max(stream.with_checkpoints(strips).saved_bytes(tile, itemsize) for tile in tiles)
-        checkpointed_strips = _count_strips_that_fit(strips, saved, left)
+        saved_bytes = samples * max(stream.with_checkpoints(strips).saved_bytes(tile, itemsize) for tile in tiles)
+        checkpointed_strips = _count_strips_that_fit(strips, saved_bytes, free)
         add(stream.with_checkpoints(checkpointed_strips))
-        left -= saved * checkpointed_strips // strips
-        for largest in sorted(set(cuts.values())):
-            nodes_kept = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
-            cutting = strips
-            while cutting:  # memory falls less than proportionally: strips keep cells around their own
-                cut = stream.with_checkpoints(checkpointed_strips, nodes_kept, cutting)
-                kept = samples * itemsize * max(cut.kept_gradient_elements(tile) for tile in tiles)
-                if kept <= left:
-                    add(cut)
+        free -= saved_bytes * checkpointed_strips // strips
+        for largest in sorted(set(cut_bytes.values())):
+            cut_nodes = tuple(sorted(nodes for nodes, size in cut_bytes.items() if size <= largest))
+            num_cut_strips = strips
+            while num_cut_strips:  # memory falls less than proportionally: strips keep cells around their own
+                cut_stream = stream.with_checkpoints(checkpointed_strips, cut_nodes, num_cut_strips)
+                kept_bytes = samples * itemsize * max(cut_stream.kept_gradient_elements(tile) for tile in tiles)
+                if kept_bytes <= free:
+                    add(cut_stream)
                     break
-                cutting = cutting * left // kept
-        if fixed or strips >= stream.rows:
+                num_cut_strips = num_cut_strips * free // kept_bytes
+        if fixed_strips or strips >= stream.rows:
             break
-        most = min([most, *(work for work, _ in options)])
+        max_work = min([max_work, *(work for work, _ in work_and_streams)])
         stream = stream.with_strips(min(stream.rows, strips + (strips + 1) // 2))
-    return sorted(options, key=lambda pair: pair[0])
+    return sorted(work_and_streams, key=lambda pair: pair[0])
 
 
-def _count_strips_that_fit(strips: int, needed: int, room: int) -> int:
-    """Return the number of strips that fit in `room`, if all strips need `needed` in total."""
-    return strips if needed <= room else strips * max(0, room) // needed
+def _count_strips_that_fit(strips: int, needed_bytes: int, free_bytes: int) -> int:
+    """Return the number of strips that fit in `free_bytes`, if all need `needed_bytes` in total."""
+    return strips if needed_bytes <= free_bytes else strips * max(0, free_bytes) // needed_bytes
 
 
 def _stream_with_fewest_strips(
-    plan: Plan, stream: StripwisePlan, limit: int, most: int, exhaustive: bool
+    plan: Plan, stream: StripwisePlan, max_bytes: int, most: int, exhaustive: bool
 ) -> StripwisePlan:
     """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory.
 
     If none is likely to fit, return a stream that does not fit. With `exhaustive`, a stream that does not fit is
     returned only if none fits.
     """
-    if exhaustive and plan.needed_bytes_with(smallest := stream.with_strips(max(most, stream.grid.strips))) > limit:
-        return smallest
-    base = plan.needed_bytes_with(None)
-    strips, room, previous = stream.grid.strips, max(1, limit - base), (0, 0)
-    while (size := plan.needed_bytes_with(stream) - base) > room and strips < most:
-        fixed = (strips * size - previous[0] * previous[1]) / (strips - previous[0])  # memory independent of strips
-        if previous[0] and fixed > 2 * room and not exhaustive:
+    if exhaustive and plan.needed_bytes_with(shortest := stream.with_strips(max(most, stream.grid.strips))) > max_bytes:
+        return shortest
+    base_bytes = plan.needed_bytes_with(None)
+    strips, free_bytes, last_try = stream.grid.strips, max(1, max_bytes - base_bytes), (0, 0)
+    while (size := plan.needed_bytes_with(stream) - base_bytes) > free_bytes and strips < most:
+        fixed = (strips * size - last_try[0] * last_try[1]) / (strips - last_try[0])  # memory independent of strips
+        if last_try[0] and fixed > 2 * free_bytes and not exhaustive:
             break
-        previous = strips, size
-        strips = min(most, 8 * strips, max(strips + 1, int(strips * size / room)))
+        last_try = strips, size
+        strips = min(most, 8 * strips, max(strips + 1, int(strips * size / free_bytes)))
         strips = -(-stream.rows // (stream.rows // strips))  # the fewest strips of this length
         stream = stream.with_strips(strips)
     return stream
@@ -309,5 +309,5 @@ def _prefix_errors_with_layer(chain: Sequential, layer: Layer | None = None) -> 
         subject: Any = layer or error.subject
         if subject is None:
             raise
-        index = next(i for i, node in enumerate(chain.layers) if subject in node.leaves)
-        raise prefix_error_with_layer(error, index, subject) from error
+        node_index = next(i for i, node in enumerate(chain.layers) if subject in node.leaves)
+        raise prefix_error_with_layer(error, node_index, subject) from error

@@ -91,16 +91,16 @@ class Graph:
         self.deferred_relu_gradients = dict(filter(None, pairs))
         self.input_recomputation_steps: dict[int, int] = {}
         for at in range(len(self.steps)):
-            host = self._find_input_recomputation_step(at)
+            recomputing_step = self._find_input_recomputation_step(at)
             if (
-                host is not None and host not in self.input_recomputation_steps
-            ):  # the host recomputes from its own input
-                self.input_recomputation_steps[at] = host
+                recomputing_step is not None and recomputing_step not in self.input_recomputation_steps
+            ):  # it recomputes from its own input
+                self.input_recomputation_steps[at] = recomputing_step
         self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
 
     def _is_fused(self, index: int) -> bool:
-        layer, previous = self.steps[index].layer, self.steps[index - 1]
-        sole_reader = self.readers[previous.output_value] == [index] and len(self.shapes[previous.output_value]) > 1
+        layer, prior_step = self.steps[index].layer, self.steps[index - 1]
+        sole_reader = self.readers[prior_step.output_value] == [index] and len(self.shapes[prior_step.output_value]) > 1
         if (
             layer is None
             or not sole_reader
@@ -108,63 +108,63 @@ class Graph:
             or not declared_with(layer, "is_activation_only", "forward")
         ):
             return False
-        host = previous.layer or previous.join
-        return host is not None and layer.activation is not None and host.can_fuse_activation(layer.activation)
+        producer = prior_step.layer or prior_step.join
+        return producer is not None and layer.activation is not None and producer.can_fuse_activation(layer.activation)
 
     def _find_deferred_relu_gradient(self, index: int) -> tuple[int, int] | None:
         """Return the step that need not reread its output, and the step after it; None if there is no such step."""
-        layer, previous = self.steps[index].layer, self.steps[index - 1]
-        sole_reader = self.readers[previous.output_value] == [index]
-        if layer is None or not layer.can_apply_input_relu_gradient or previous.layer is None or not sole_reader:
+        layer, previous_step = self.steps[index].layer, self.steps[index - 1]
+        sole_reader = self.readers[previous_step.output_value] == [index]
+        if layer is None or not layer.can_apply_input_relu_gradient or previous_step.layer is None or not sole_reader:
             return None
-        host, activation = self.fused_activations.get(index - 1, index - 1), previous.layer.activation
-        maker = self.steps[host].layer
-        keeps = maker is None or (maker.saves_activated and not maker.saves_output)
+        relu_step, activation = self.fused_activations.get(index - 1, index - 1), previous_step.layer.activation
+        relu_layer = self.steps[relu_step].layer
+        needs_no_output = relu_layer is None or (relu_layer.saves_activated and not relu_layer.saves_output)
         is_relu = activation and all(declared_with(activation, "is_relu", method) for method in ("fprop", "bprop"))
-        declared = all(
+        is_declared = all(
             declared_with(layer, "can_apply_input_relu_gradient", method) for method in ("forward", "backward")
         )
-        exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
-        return (host, index) if keeps and is_relu and declared and exact else None
+        is_exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
+        return (relu_step, index) if needs_no_output and is_relu and is_declared and is_exact else None
 
     def _find_input_recomputation_step(self, index: int) -> int | None:
         layer, (value, *_) = self.steps[index].layer, self.steps[index].inputs
-        host = self.producers.get(value)
-        maker = None if host is None else self.steps[host].layer
-        saving = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
-        if layer is None or maker is None or saving != [index] or self.producer_reads_output(value):
+        producer = self.producers.get(value)
+        maker_layer = None if producer is None else self.steps[producer].layer
+        saving_readers = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
+        if layer is None or maker_layer is None or saving_readers != [index] or self.producer_reads_output(value):
             return None
-        name = "saved_bytes_and_elements"
-        saves_input_only = layer.saved_bytes_and_elements == (0, 0) == declared_with(layer, name, "forward")
-        restores = maker.can_recompute_output and declared_with(maker, "can_recompute_output", "forward")
-        return host if saves_input_only and restores else None
+        attribute = "saved_bytes_and_elements"
+        saves_input_only = layer.saved_bytes_and_elements == (0, 0) == declared_with(layer, attribute, "forward")
+        restores = maker_layer.can_recompute_output and declared_with(maker_layer, "can_recompute_output", "forward")
+        return producer if saves_input_only and restores else None
 
     def _stays_sharded(self, step: Step) -> bool:
         readers = self.readers[step.output_value]
-        vector = len(self.shapes[step.output_value]) == 1 and step.output_value != self.always_replicated_value
-        gives = vector and step.layer is not None and step.layer.output_may_stay_sharded
-        return gives and bool(readers) and all(self.reads_only_own_shard(self.steps[at]) for at in readers)
+        is_shardable = len(self.shapes[step.output_value]) == 1 and step.output_value != self.always_replicated_value
+        outputs_shard = is_shardable and step.layer is not None and step.layer.output_may_stay_sharded
+        return outputs_shard and bool(readers) and all(self.reads_only_own_shard(self.steps[at]) for at in readers)
 
     def reads_only_own_shard(self, step: Step) -> bool:
         """Return whether a step reads only this rank's range of a vector."""
         return step.layer is not None and step.layer.layout is Shard and len(self.shapes[step.inputs[0]]) == 1
 
-    def redistributions(self, step: Step, needed: bool = True) -> list[VectorRedistribution]:
+    def redistributions(self, step: Step, needs_gradient: bool = True) -> list[VectorRedistribution]:
         """Return the redistributions of vectors for a step, forward and backward.
 
         Parameters
         ----------
-        needed : bool
+        needs_gradient : bool
             Whether the gradient of the step's input is needed.
         """
-        cuts, (first, *_) = [], step.inputs
+        redistributions, (input_value, *_) = [], step.inputs
         if step.output_value in self.sharded_vectors and not (step.layer and step.layer.splits_outputs):
             (features,) = self.shapes[step.output_value]
-            cuts.append(VectorRedistribution("forward", features, is_reduce_scatter=True))
-            cuts.append(VectorRedistribution("backward", features))
-        if needed and self.reads_only_own_shard(step) and first not in self.sharded_vectors:
-            cuts.append(VectorRedistribution("backward", self.shapes[first][0]))
-        return cuts
+            redistributions.append(VectorRedistribution("forward", features, is_reduce_scatter=True))
+            redistributions.append(VectorRedistribution("backward", features))
+        if needs_gradient and self.reads_only_own_shard(step) and input_value not in self.sharded_vectors:
+            redistributions.append(VectorRedistribution("backward", self.shapes[input_value][0]))
+        return redistributions
 
     @cached_property
     def producers(self) -> dict[int, int]:
@@ -173,58 +173,58 @@ class Graph:
 
     def producer_reads_output(self, value: int) -> bool:
         """Return whether the step that produced a value reads it again in the backward pass."""
-        at = self.producers.get(value)
-        if at is None or at in self.deferred_relu_gradients:
+        producer = self.producers.get(value)
+        if producer is None or producer in self.deferred_relu_gradients:
             return False
-        layer, absorbs = self.steps[at].layer, value != self.steps[at].output_value
-        return absorbs if layer is None else layer.must_keep_output or (absorbs and layer.saves_activated)
+        layer, is_fused = self.steps[producer].layer, value != self.steps[producer].output_value
+        return is_fused if layer is None else layer.must_keep_output or (is_fused and layer.saves_activated)
 
     def subgraph(self, first: int, last: int) -> Graph:
         """Return the graph of the nodes [first, last), whose input becomes value 0."""
-        (begin, zero), (end, _) = self.node_ends[first], self.node_ends[last]
+        (begin_step, base), (end_step, _) = self.node_ends[first], self.node_ends[last]
         steps = [
-            step._replace(inputs=tuple(value - zero for value in step.inputs), output_value=step.output_value - zero)
-            for step in self.steps[begin:end]
+            step._replace(inputs=tuple(value - base for value in step.inputs), output_value=step.output_value - base)
+            for step in self.steps[begin_step:end_step]
         ]
-        ends = [(count - begin, value - zero) for count, value in self.node_ends[first : last + 1]]
-        return Graph(steps, self.shapes[zero : zero + len(steps) + 1], ends)
+        node_ends = [(count - begin_step, value - base) for count, value in self.node_ends[first : last + 1]]
+        return Graph(steps, self.shapes[base : base + len(steps) + 1], node_ends)
 
 
 def trace_needed_cells(
     graph: Graph,
-    last: Partition,
-    needed: Callable[[Layer, Partition, int], Partition],
-    extra: Mapping[int, Partition] | None = None,
+    output_cells: Partition,
+    find_needed_cells: Callable[[Layer, Partition, int], Partition],
+    extra_cells: Mapping[int, Partition] | None = None,
 ) -> list[Partition]:
     """Return the cells of every value that each part needs.
 
     Parameters
     ----------
-    last : Partition
+    output_cells : Partition
         The parts of the output.
-    needed : callable
+    find_needed_cells : callable
         Returns the cells of a value that a layer needs for parts of its output.
-    extra : dict of value to Partition
+    extra_cells : dict of value to Partition
         Cells of a value that each part contains even if it does not need them.
     """
-    regions = {graph.output_value: last}
+    regions = {graph.output_value: output_cells}
     for step in reversed(graph.steps):
-        if extra is not None and step.output_value in extra:
-            regions[step.output_value] = hull_partition(regions[step.output_value], extra[step.output_value])
-        outputs = regions[step.output_value]
+        if extra_cells is not None and step.output_value in extra_cells:
+            regions[step.output_value] = hull_partition(regions[step.output_value], extra_cells[step.output_value])
+        output_parts = regions[step.output_value]
         for value in step.inputs:
-            cells = outputs if step.layer is None else needed(step.layer, outputs, value)
-            regions[value] = hull_partition(regions[value], cells) if value in regions else cells
+            input_cells = output_parts if step.layer is None else find_needed_cells(step.layer, output_parts, value)
+            regions[value] = hull_partition(regions[value], input_cells) if value in regions else input_cells
     return [regions[value] for value in range(len(graph.shapes))]
 
 
 def needed_cells(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Partition:
     """Return the cells of a layer's input, of this shape, on which parts of its output depend."""
-    reach = layer.receptive_window_for(shape)
-    assert reach is not None
-    if reach.pointwise:
+    receptive_window = layer.receptive_window_for(shape)
+    assert receptive_window is not None
+    if receptive_window.pointwise:
         return outputs  # empty stays empty: an activation's output may be its input
-    return needed_image_cells(outputs, reach, shape[:-1])
+    return needed_image_cells(outputs, receptive_window, shape[:-1])
 
 
 class GraphBuilder:
@@ -255,7 +255,7 @@ class GraphBuilder:
 
     def append_layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return its output value."""
-        outer, self._current_node, shape = self._current_node, layer, self.shapes[value]
+        outer_node, self._current_node, shape = self._current_node, layer, self.shapes[value]
         check_signatures(layer)
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
@@ -264,7 +264,7 @@ class GraphBuilder:
             )
         check_declarations(layer, shape)
         output = self._append(layer, None, (value,), layer.output_shape_for(shape))
-        self._current_node = outer
+        self._current_node = outer_node
         return output
 
     def append_join(self, join: Branches, values: Sequence[int], shape: Shape) -> int:
@@ -279,6 +279,6 @@ class GraphBuilder:
 
 def prefix_error_with_layer(error: UserError, index: int, layer: Node) -> UserError:
     """Return the error prefixed with the layer's index and name, with the layer as `subject`."""
-    named = type(error)(f"layer {index} '{layer.name}' ({type(layer).__name__}): {error}")
-    named.subject = layer
-    return named
+    prefixed_error = type(error)(f"layer {index} '{layer.name}' ({type(layer).__name__}): {error}")
+    prefixed_error.subject = layer
+    return prefixed_error

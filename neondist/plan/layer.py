@@ -129,21 +129,21 @@ class LayerPlan:
         self.adds_output_halo = layer.adds_output_halo
         self.trained_parameters = layer.parameters_for(input_shape)
         self.parameters = sum(prod(p.shape) for p in self.trained_parameters.values())
-        cut = {moved.direction for moved in redistributions if moved.is_reduce_scatter}
-        self.reductions = [r for r in layer.reductions_for(input_shape) if r.group and r.direction not in cut]
+        scattered = {moved.direction for moved in redistributions if moved.is_reduce_scatter}
+        self.reductions = [r for r in layer.reductions_for(input_shape) if r.group and r.direction not in scattered]
         self._halos = layer.halos_for(input_shape, grid)
-        gathers = layer.gathered_gradient_shape_and_window(input_shape, grid)
-        wide = layer.views_receptive_window_in_strips and regions[1] is not None
-        seen = layer.receptive_window_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
-        self._view = self._planned_exchange(input_shape, seen or Window.for_pointwise(len(input_shape) - 1))
+        gather = layer.gathered_gradient_shape_and_window(input_shape, grid)
+        sees_all = layer.views_receptive_window_in_strips and regions[1] is not None
+        view_window = layer.receptive_window_for(input_shape) if sees_all else layer.view_window_for(input_shape, grid)
+        self._view = self._planned_exchange(input_shape, view_window or Window.for_pointwise(len(input_shape) - 1))
         inputs, outputs = regions
-        adds = self.adds_output_halo and inputs is not None and outputs is not None
+        is_strip = self.adds_output_halo and inputs is not None and outputs is not None
         self._output_halo = (
-            PlannedExchange(outputs, self._halos[0][1], inputs, 0) if adds and outputs is not None else None
+            PlannedExchange(outputs, self._halos[0][1], inputs, 0) if is_strip and outputs is not None else None
         )
         # strips and blocks exchange no contributions to their outputs
-        self._exchanges = [] if adds else [self._planned_exchange(shape, window) for shape, window in self._halos]
-        self._gather = gathers and PlannedExchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
+        self._exchanges = [] if is_strip else [self._planned_exchange(shape, window) for shape, window in self._halos]
+        self._gather = gather and PlannedExchange(grid.partition(gather[0][:-1]), gather[1], None, gather[0][-1])
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
         if largest > _MAX_ARRAY_ELEMENTS:
             raise ShapeError(f"would have {largest} elements, more than any machine can hold; make the layer smaller")
@@ -163,15 +163,15 @@ class LayerPlan:
     def settings_equal_on_all_ranks(self) -> str:
         """Return a text that all ranks must agree on."""
         cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells_by_tile)))
-        cut = hashlib.sha256(cells.encode()).hexdigest()[:8]
-        shapes = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {cut}"
+        tiles_checksum = hashlib.sha256(cells.encode()).hexdigest()[:8]
+        settings = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {tiles_checksum}"
         for reduction in self.layer.reductions_for(self.input_shape):
-            shapes += f", {reduction}"
-        return f"'{self.name}': {self.class_name} {shapes}, {format_arguments(self.layer.arguments())}"
+            settings += f", {reduction}"
+        return f"'{self.name}': {self.class_name} {settings}, {format_arguments(self.layer.arguments())}"
 
     def check_messages_match(self, arrays: Sequence[GlobalArray], tile: int) -> None:
         """Raise PlanMismatchError if the messages of the built layer's arrays differ from the plan."""
-        declared = [
+        declared_plans = [
             (
                 shape,
                 self.output_halo_plan(tile) or HaloPlan.of(self._input_partition(shape), window, tile, self.regions[1]),
@@ -179,8 +179,8 @@ class LayerPlan:
             for shape, window in self._halos
         ]
         if self._gather is not None:
-            declared.append(((self._gather.channels,), self._gather.plan(tile)))
-        planned = sorted(piece.source.size * shape[-1] for shape, plan in declared for piece in plan.sends)
+            declared_plans.append(((self._gather.channels,), self._gather.plan(tile)))
+        planned = sorted(piece.source.size * shape[-1] for shape, plan in declared_plans for piece in plan.sends)
         actual = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
         if actual != planned:
             raise PlanMismatchError(
@@ -199,8 +199,8 @@ class LayerPlan:
             return 0
         if weights.layout.is_partitioned:
             return weights.elements_on(self.grid, tile)
-        box = self.view(tile).own if self.adds_output_halo else self.tile(tile)
-        return box.size * prod(weights.shape)
+        computed_cells = self.view(tile).own if self.adds_output_halo else self.tile(tile)
+        return computed_cells.size * prod(weights.shape)
 
     def num_parameters_on(self, tile: int) -> int:
         """Return the number of parameter elements on a tile's rank: all, or only the elements of the tile."""
@@ -208,11 +208,11 @@ class LayerPlan:
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartClassKeys]:
         """Return keys that distinguish tiles by outputs, parameters and, as `level` says, messages, extents or both."""
-        arrays = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
-        arrays += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
+        exchanges = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
+        exchanges += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
         extents = [extent for p in self.trained_parameters.values() if (extent := p.layout.partitioned_extent(p.shape))]
-        cells = [self.output_partition, *map(self.grid.partition, extents)]
-        return [*(exchange.tile_class_keys(level) for exchange in arrays), *map(part_class_keys, cells)]
+        partitions = [self.output_partition, *map(self.grid.partition, extents)]
+        return [*(exchange.tile_class_keys(level) for exchange in exchanges), *map(part_class_keys, partitions)]
 
     @cached_property
     def classes(self) -> TileClasses:
@@ -257,8 +257,8 @@ class LayerPlan:
 
     def sent_message_sizes(self, tile: int) -> tuple[list[int], list[int]]:
         """Return the elements per sample of each message that a tile sends in an exact forward and backward pass."""
-        gathered, returned = self._message_sizes_of_gather(tile), self._message_sizes_of_adjoint(tile)
-        return (returned, gathered) if self.adds_output_halo else (gathered, returned)
+        gathered_sizes, returned_sizes = self._message_sizes_of_gather(tile), self._message_sizes_of_adjoint(tile)
+        return (returned_sizes, gathered_sizes) if self.adds_output_halo else (gathered_sizes, returned_sizes)
 
     @property
     def forward_elements_sent(self) -> list[int]:
@@ -270,33 +270,33 @@ class LayerPlan:
         """Elements per sample that each tile sends in an exact backward pass."""
         return self.classes.per_tile(lambda tile: sum(self.sent_message_sizes(tile)[1]))
 
-    def halo_bytes_by_tile(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
+    def halo_bytes_by_tile(self, samples: int, itemsize: int, needs_dx: bool = True, forwards: int = 1) -> list[float]:
         """Return the bytes of halos that each tile sends in a training step; arguments as for `halo_bytes_of`."""
-        return self.classes.per_tile(lambda tile: self.halo_bytes_of(tile, samples, itemsize, gradient, forwards))
+        return self.classes.per_tile(lambda tile: self.halo_bytes_of(tile, samples, itemsize, needs_dx, forwards))
 
-    def halo_bytes_of(self, tile: int, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> float:
+    def halo_bytes_of(self, tile: int, samples: int, itemsize: int, needs_dx: bool = True, forwards: int = 1) -> float:
         """Return the bytes of halos that a tile sends in a training step, by the layer's scheme.
 
         Parameters
         ----------
         samples : int
             Samples of one replica.
-        gradient : bool
+        needs_dx : bool
             Whether the gradient of the layer's input is needed.
         forwards : int
             Number of forward exchanges.
         """
-        gathered, returned = ([n * samples for n in messages] for messages in self.sent_message_sizes(tile))
-        needed = gradient or self.adds_output_halo  # weights of a transposed convolution need neighbours' gradients
-        backward = self.scheme.mean_bytes(returned, itemsize, "backward") if needed else 0
-        return forwards * self.scheme.mean_bytes(gathered, itemsize, "forward") + backward
+        gathered_sizes, returned_sizes = ([n * samples for n in messages] for messages in self.sent_message_sizes(tile))
+        needed = needs_dx or self.adds_output_halo  # weights of a transposed convolution need neighbours' gradients
+        backward_bytes = self.scheme.mean_bytes(returned_sizes, itemsize, "backward") if needed else 0
+        return forwards * self.scheme.mean_bytes(gathered_sizes, itemsize, "forward") + backward_bytes
 
-    def reduction_bytes_per_rank(self, samples: int, itemsize: int, ranks: dict[str, int], calls: int = 1) -> int:
+    def reduction_bytes_per_rank(self, samples: int, itemsize: int, group_sizes: dict[str, int], calls: int = 1) -> int:
         """Return the bytes that a rank contributes to the layer's reductions in a training step.
 
         Parameters
         ----------
-        ranks : dict of group to int
+        group_sizes : dict of group to int
             Number of ranks of each group.
         calls : int
             Number of micro-batches.
@@ -304,7 +304,7 @@ class LayerPlan:
         return sum(
             sums.result_elements(samples, calls) * itemsize
             for sums in self.reductions
-            if sums.group and ranks[sums.group] > 1 and (sums.direction == "forward" or self.needs_input_gradient)
+            if sums.group and group_sizes[sums.group] > 1 and (sums.direction == "forward" or self.needs_input_gradient)
         )
 
     def _message_sizes_of_gather(self, tile: int) -> list[int]:
@@ -325,6 +325,6 @@ class LayerPlan:
         return PlannedExchange(self._input_partition(shape), window, outputs, shape[-1])
 
 
-def _message_sizes(halos: Iterable[tuple[Iterable[Piece], int]]) -> list[int]:
+def _message_sizes(pieces_with_channels: Iterable[tuple[Iterable[Piece], int]]) -> list[int]:
     """Return the elements of each message, given pieces and their channels."""
-    return [piece.source.size * channels for pieces, channels in halos for piece in pieces]
+    return [piece.source.size * channels for pieces, channels in pieces_with_channels for piece in pieces]

@@ -32,19 +32,19 @@ def pack_ranges(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
 
     Ranges are placed first-fit in several orders. The shortest layout rarely exceeds the peak of live elements.
     """
-    orders: list[Callable[[LiveRange], tuple[int, ...]]] = [
+    sort_keys: list[Callable[[LiveRange], tuple[int, ...]]] = [
         lambda live: (live.first_time - live.last_time, -live.elements_per_sample),
         lambda live: (-live.elements_per_sample,),
         lambda live: (live.first_time, -live.last_time),
         lambda live: (-live.last_time, live.first_time),
     ]
-    times = {live.first_time for live in ranges}
-    live = (sum(r.elements_per_sample for r in ranges if r.first_time <= at <= r.last_time) for at in times)
-    least = max(live, default=0)
+    first_times = {live.first_time for live in ranges}
+    live = (sum(r.elements_per_sample for r in ranges if r.first_time <= at <= r.last_time) for at in first_times)
+    min_length = max(live, default=0)
     layouts: list[tuple[list[int], int]] = []
-    for order in orders:
+    for order in sort_keys:
         layouts.append(_place_in_order(ranges, sorted(range(len(ranges)), key=lambda at: order(ranges[at]))))
-        if layouts[-1][1] == least:
+        if layouts[-1][1] == min_length:
             break
     return min(layouts, key=lambda placed: placed[1])
 
@@ -59,8 +59,8 @@ def _place_in_order(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[
                 break
             start = max(start, hi)
         offsets[at] = start
-    length = max((offset + ranges[at].elements_per_sample for at, offset in offsets.items()), default=0)
-    return [offsets[at] for at in range(len(ranges))], length
+    total_elements = max((offset + ranges[at].elements_per_sample for at, offset in offsets.items()), default=0)
+    return [offsets[at] for at in range(len(ranges))], total_elements
 
 
 @dataclass
@@ -108,9 +108,9 @@ class MemoryPlan:
         """Total elements per sample."""
         return self.packed[2]
 
-    def add(self, elements: int, first: int, last: int) -> int:
+    def add(self, elements: int, first_time: int, last_time: int) -> int:
         """Append a range, and return its index in `ranges`."""
-        self.ranges.append(LiveRange(elements, first, last))
+        self.ranges.append(LiveRange(elements, first_time, last_time))
         return len(self.ranges) - 1
 
 
@@ -128,24 +128,24 @@ class _GradientLifetimes:
         readers, steps = self._graph.readers[value], self._graph.steps
         if len(readers) != 1:
             return bool(readers)
-        (at,) = readers
+        (reader,) = readers
         return (
-            self.is_exclusive(steps[at].output_value)
-            if at in self._graph.fused_activations
-            else steps[at].layer is not None
+            self.is_exclusive(steps[reader].output_value)
+            if reader in self._graph.fused_activations
+            else steps[reader].layer is not None
         )
 
     def accumulates_in_first(self, value: int) -> bool:
         """Return whether all gradients of a value are added to the first one, because nothing else reads that one."""
         if value not in self._accumulated:
-            *_, previous, first = sorted(self._graph.readers[value])
-            step = self._graph.steps[first]
-            output, others = step.output_value, [v for v in step.inputs if v != value]
+            *_, reader, last_reader = sorted(self._graph.readers[value])
+            step = self._graph.steps[last_reader]
+            output_value, others = step.output_value, [v for v in step.inputs if v != value]
             self._accumulated[value] = step.layer is not None or (
-                self._value_elements[value] == self._value_elements[output]
-                and self.is_exclusive(output)
-                and previous < first
-                and all(len(self._graph.readers[v]) == 1 and self.last_read(v) < self._end - previous for v in others)
+                self._value_elements[value] == self._value_elements[output_value]
+                and self.is_exclusive(output_value)
+                and reader < last_reader
+                and all(len(self._graph.readers[v]) == 1 and self.last_read(v) < self._end - reader for v in others)
             )
         return self._accumulated[value]
 
@@ -232,59 +232,59 @@ class MemoryPlanner:
     def _add_value(self, plan: MemoryPlan, value: int) -> None:
         """Add the range of a value, unless a view of one of its readers contains it."""
         readers = self.graph.readers[value]
-        wide = [at for at in readers if self.has_window[at]]
-        if wide and (value or len(readers) == 1):
-            plan.view_of_value[value] = max(wide, key=lambda at: self.graph.steps[at].saves_input)
+        windowed_readers = [at for at in readers if self.has_window[at]]
+        if windowed_readers and (value or len(readers) == 1):
+            plan.view_of_value[value] = max(windowed_readers, key=lambda at: self.graph.steps[at].saves_input)
         elif value and value not in self._absorbed:
-            first = self.graph.producers[value]
-            saved = [self._end - at for at in readers if not self.has_window[at] and self._saves_input[at]]
-            kept = [*saved, *self._producer_reread_times(value)] if self.backward else []
-            plan.value_ranges[value] = plan.add(self.value_elements[value], first, max([first, *readers, *kept]))
+            start = self.graph.producers[value]
+            saved_times = [self._end - at for at in readers if not self.has_window[at] and self._saves_input[at]]
+            kept_times = [*saved_times, *self._producer_reread_times(value)] if self.backward else []
+            plan.value_ranges[value] = plan.add(self.value_elements[value], start, max([start, *readers, *kept_times]))
 
     def _add_gradient_sum(self, plan: MemoryPlan, value: int) -> None:
         """Add the sum of the gradients from several readers of a value."""
         if self._gradients.accumulates_in_first(value):
             plan.gradients_summed_in_place.add(value)
         else:
-            first = self._end - max(self.graph.readers[value])
-            last = self._gradients.last_read(value)
-            plan.gradient_sum_ranges[value] = plan.add(self.value_elements[value], first, last)
+            first_time = self._end - max(self.graph.readers[value])
+            last_time = self._gradients.last_read(value)
+            plan.gradient_sum_ranges[value] = plan.add(self.value_elements[value], first_time, last_time)
 
-    def _reads_own_view(self, at: int) -> bool:
+    def _reads_own_view(self, step_index: int) -> bool:
         """Return whether a step is a layer that is not computed in place by the step before it."""
-        graph, step = self.graph, self.graph.steps[at]
-        host = graph.fused_activations.get(at)
-        if step.layer is None or host is None:
+        graph, step = self.graph, self.graph.steps[step_index]
+        fusing_step = graph.fused_activations.get(step_index)
+        if step.layer is None or fusing_step is None:
             return step.layer is not None
-        is_join = graph.steps[host].join is not None and host not in graph.deferred_relu_gradients
+        is_join = graph.steps[fusing_step].join is not None and fusing_step not in graph.deferred_relu_gradients
         return is_join and not self._gradients.is_exclusive(step.output_value)
 
-    def _add_views(self, plan: MemoryPlan, at: int) -> None:
+    def _add_views(self, plan: MemoryPlan, index: int) -> None:
         """Add the view of a step's input, and what is rebuilt or kept of it for the backward pass."""
-        (value,) = self.graph.steps[at].inputs
-        backward_time = self._end - at
-        if self.has_window[at]:
-            holds_value = plan.view_of_value.get(value) == at
-            first = self.graph.producers.get(value, at) if holds_value else at
-            readers = self.graph.readers[value] if holds_value else [at]
-            kept = [r for r in readers if self._saves_input[r] and (r == at or not self.has_window[r])]
-            kept_times = [self._end - r for r in kept]
+        (value,) = self.graph.steps[index].inputs
+        backward_time = self._end - index
+        if self.has_window[index]:
+            holds_value = plan.view_of_value.get(value) == index
+            first_time = self.graph.producers.get(value, index) if holds_value else index
+            readers = self.graph.readers[value] if holds_value else [index]
+            saving_readers = [r for r in readers if self._saves_input[r] and (r == index or not self.has_window[r])]
+            kept_times = [self._end - r for r in saving_readers]
             kept_times += self._producer_reread_times(value) if holds_value else []
-            last = max([*readers, *(kept_times if self.backward else [])])
-            plan.view_ranges[at] = plan.add(self.view_elements[at], first, last)
-        if at in self._recomputed:
-            plan.rebuilt_view_ranges[at] = plan.add(self.view_elements[at], backward_time, backward_time)
-            if self.has_window[at]:
-                border_elements = self.view_elements[at] - self.value_elements[value]
-                plan.border_ranges[at] = plan.add(border_elements, at, backward_time)
+            last_time = max([*readers, *(kept_times if self.backward else [])])
+            plan.view_ranges[index] = plan.add(self.view_elements[index], first_time, last_time)
+        if index in self._recomputed:
+            plan.rebuilt_view_ranges[index] = plan.add(self.view_elements[index], backward_time, backward_time)
+            if self.has_window[index]:
+                border_elements = self.view_elements[index] - self.value_elements[value]
+                plan.border_ranges[index] = plan.add(border_elements, index, backward_time)
 
-    def _add_gradient(self, plan: MemoryPlan, at: int) -> None:
+    def _add_gradient(self, plan: MemoryPlan, step_index: int) -> None:
         """Add the gradient of a step's view: over the view where the step may overwrite it."""
-        (value,) = self.graph.steps[at].inputs
-        first = self._end - at
-        last = self._gradients.last_read(value) if self._gradients.stays_in_place(value, at) else first
-        view = plan.rebuilt_view_ranges.get(at, plan.view_ranges.get(at, plan.value_ranges.get(value)))
-        if view is not None and self.gradient_can_overwrite_view[at] and plan.ranges[view].last_time == first:
-            plan.gradient_ranges[at], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last)
+        (value,) = self.graph.steps[step_index].inputs
+        start = self._end - step_index
+        last_time = self._gradients.last_read(value) if self._gradients.stays_in_place(value, step_index) else start
+        view = plan.rebuilt_view_ranges.get(step_index, plan.view_ranges.get(step_index, plan.value_ranges.get(value)))
+        if view is not None and self.gradient_can_overwrite_view[step_index] and plan.ranges[view].last_time == start:
+            plan.gradient_ranges[step_index], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last_time)
         else:
-            plan.gradient_ranges[at] = plan.add(self.view_elements[at], first, last)
+            plan.gradient_ranges[step_index] = plan.add(self.view_elements[step_index], start, last_time)

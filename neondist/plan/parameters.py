@@ -49,12 +49,12 @@ class ParameterPlan:
         ConfigError
             The strategy is for another model or more ranks, or cannot be executed within one MPI job.
         """
-        chosen = self.requested_strategy or AllReduce()
-        if isinstance(chosen, AutoStrategy):
+        requested = self.requested_strategy or AllReduce()
+        if isinstance(requested, AutoStrategy):
             shared = sum(prod(item.shape) for item in self.untiled.values())
             tiled_bytes = (self.num_parameters_on(0) - shared) * self.dtype.itemsize * (2 + self.slots_per_parameter)
-            chosen = chosen.with_network(self.untiled, tiled_bytes, self.slots_per_parameter)
-        strategy = chosen.build(self.specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
+            requested = requested.with_network(self.untiled, tiled_bytes, self.slots_per_parameter)
+        strategy = requested.build(self.specs, self.grid.size) if isinstance(requested, StrategyBuilder) else requested
         strategy.check_parameters_match(self.specs)
         strategy.check_needs_no_servers()
         return strategy
@@ -75,19 +75,19 @@ class ParameterPlan:
         """Compressors of gradients, by full name; parameters that are tiled or have owners are omitted."""
         compressors, itemsize = dict[str, str](), self.dtype.itemsize
         for name, parameter in self.untiled.items():
-            rule, shape = self.strategy.parameters[name], parameter.shape
-            if rule.owners:
+            plan, shape = self.strategy.parameters[name], parameter.shape
+            if plan.owners:
                 continue
             if parameter.max_rows_per_sample:
                 compressors[name] = ROWS_COMPRESSOR
-            elif rule.compressor and compressed_bytes_if_smaller(rule.compressor, shape, itemsize) is not None:
-                compressors[name] = rule.compressor
+            elif plan.compressor and compressed_bytes_if_smaller(plan.compressor, shape, itemsize) is not None:
+                compressors[name] = plan.compressor
         return compressors
 
     @property
     def _compressors_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        kinds = self.compressors.items()
-        return [(kind, self.untiled[name].shape) for name, kind in kinds if kind != ROWS_COMPRESSOR]
+        named_compressors = self.compressors.items()
+        return [(kind, self.untiled[name].shape) for name, kind in named_compressors if kind != ROWS_COMPRESSOR]
 
     @cached_property
     def untiled(self) -> dict[str, Parameter]:
@@ -117,27 +117,27 @@ class ParameterPlan:
         """Return the number of parameter elements on a rank: all, or only the elements of its tile."""
         return sum(item.elements_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
-    def reduction_bytes(self, rank: int, norms: int = 0) -> int:
+    def reduction_bytes(self, rank: int, num_norms: int = 0) -> int:
         """Return the bytes that a rank contributes to reductions in a training step, including control flags.
 
         Parameters
         ----------
-        norms : int
+        num_norms : int
             Number of norms that the optimiser sums over the ranks.
         """
         tile = rank % self.grid.tiles
-        shared, own = (
+        untiled_elements, tiled_elements = (
             sum(item.elements_on(self.grid, tile) for item in self.parameters.values() if self.is_tiled(item) is tiled)
             for tiled in (False, True)
         )
-        shared -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
+        untiled_elements -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
         itemsize = self.dtype.itemsize
         packed = sum(compressed_bytes_if_smaller(*each, itemsize) or 0 for each in self._compressors_and_shapes)
-        summed = (FLAG_HEADER_LENGTH + shared - self.num_elements_with_owners) * (self.grid.size > 1) + own * (
-            self.grid.replicas > 1
-        )
-        several = (self.grid.size if self.shares else self.grid.tiles) > 1
-        return itemsize * summed + packed * (self.grid.size > 1) + 8 * norms * several
+        summed_elements = (FLAG_HEADER_LENGTH + untiled_elements - self.num_elements_with_owners) * (
+            self.grid.size > 1
+        ) + tiled_elements * (self.grid.replicas > 1)
+        sums_norms = (self.grid.size if self.shares else self.grid.tiles) > 1
+        return itemsize * summed_elements + packed * (self.grid.size > 1) + 8 * num_norms * sums_norms
 
     def redistribution_bytes(self, rank: int, samples: int = 0) -> int:
         """Return the bytes that a rank sends in a training step: gradients to their owners, and owned values.
@@ -145,11 +145,11 @@ class ParameterPlan:
         For sparse parameters the result is an upper bound, given the number of samples of the rank's replica.
         """
         dense = [share for name, share in self.shares.items() if not self.parameters[name].max_rows_per_sample]
-        owned, whole = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
+        num_owned, num_total = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
         args = self.grid, samples, self.dtype.itemsize
         sparse = [(item, self.shares.get(name)) for name, item in self.untiled.items() if item.max_rows_per_sample]
-        rows = sum(_max_sparse_bytes_sent(item, share, rank, *args) for item, share in sparse)
-        return self.dtype.itemsize * (whole - owned + owned * (self.grid.size - 1)) + rows
+        sparse_bytes = sum(_max_sparse_bytes_sent(item, share, rank, *args) for item, share in sparse)
+        return self.dtype.itemsize * (num_total - num_owned + num_owned * (self.grid.size - 1)) + sparse_bytes
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimiser state on a rank."""
@@ -181,15 +181,15 @@ def _max_sparse_bytes_sent(
     samples : int
         Samples of the rank's replica.
     """
-    rows, width, others = parameter.shape[0], prod(parameter.shape[1:]), grid.size - 1
-    used = min(rows, parameter.max_rows_per_sample * samples)
-    if not others:
+    num_rows, row_length, num_other_ranks = parameter.shape[0], prod(parameter.shape[1:]), grid.size - 1
+    num_used_rows = min(num_rows, parameter.max_rows_per_sample * samples)
+    if not num_other_ranks:
         return 0
     if share is None:
-        return others * (SPARSE_HEADER_BYTES + row_message_bytes(used, width, itemsize))
-    own = min(rows, -(-share.boxes[rank].size // width) + 1)  # + 1: a part may begin and end within rows
-    gradients, values = (
-        row_message_bytes(used + others, width, itemsize),
-        others * row_message_bytes(own, width, itemsize),
+        return num_other_ranks * (SPARSE_HEADER_BYTES + row_message_bytes(num_used_rows, row_length, itemsize))
+    own = min(num_rows, -(-share.boxes[rank].size // row_length) + 1)  # + 1: a part may begin and end within rows
+    gradient_bytes, value_bytes = (
+        row_message_bytes(num_used_rows + num_other_ranks, row_length, itemsize),
+        num_other_ranks * row_message_bytes(own, row_length, itemsize),
     )
-    return 2 * others * SPARSE_HEADER_BYTES + gradients + values
+    return 2 * num_other_ranks * SPARSE_HEADER_BYTES + gradient_bytes + value_bytes

@@ -90,11 +90,11 @@ class Plan(Sequence[LayerPlan]):
     _bytes_per_sample_by_tile: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
-    def __getitem__(self, at: int) -> LayerPlan: ...
+    def __getitem__(self, index: int) -> LayerPlan: ...
     @overload
-    def __getitem__(self, at: slice) -> list[LayerPlan]: ...
-    def __getitem__(self, at: int | slice) -> LayerPlan | list[LayerPlan]:
-        return self.layers[at]
+    def __getitem__(self, index: slice) -> list[LayerPlan]: ...
+    def __getitem__(self, index: int | slice) -> LayerPlan | list[LayerPlan]:
+        return self.layers[index]
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -132,9 +132,9 @@ class Plan(Sequence[LayerPlan]):
     @property
     def min_extent(self) -> int:
         """Smallest extent of any layer's image along its last two axes; 1 if the model's input has fewer than two."""
-        images = [plan.input_shape for plan in self]
-        least = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
-        return least if len(images[0]) > 2 else 1
+        input_shapes = [plan.input_shape for plan in self]
+        min_extent = min((n for shape in input_shapes if len(shape) > 2 for n in shape[-3:-1]), default=1)
+        return min_extent if len(input_shapes[0]) > 2 else 1
 
     @cached_property
     def execution_units(self) -> dict[str, list[LayerPlan]]:
@@ -149,19 +149,19 @@ class Plan(Sequence[LayerPlan]):
     @property
     def class_by_benchmark_row(self) -> dict[str, str]:
         """Rows of a benchmark's table, by name: the class of a layer, or the number of layers of a segment."""
-        kinds = (
+        rows = (
             (name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.execution_units.items()
         )
-        return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
+        return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in rows}
 
     def settings_equal_on_all_ranks(self) -> list[str]:
         """Return the settings, except the strategy, that all ranks must agree on, as one string each."""
-        arrays = (
+        array_settings = (
             f"'{plan.name}/{name}': {parameter.shape}, {parameter.layout}"
             for plan in self
             for name, parameter in {**plan.trained_parameters, **plan.layer.state_for(plan.input_shape)}.items()
         )
-        return [*(plan.settings_equal_on_all_ranks() for plan in self), *arrays]
+        return [*(plan.settings_equal_on_all_ranks() for plan in self), *array_settings]
 
     def benchmark_row_of(self, name: str) -> str:
         """Return the table row of a layer; other names have their own rows."""
@@ -186,19 +186,19 @@ class Plan(Sequence[LayerPlan]):
 
         The keys are the names of layers, 'gradients' and 'loss', as in the ledger; zeros are omitted.
         """
-        size, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
+        itemsize, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        calls = len(micro_batch_ranges(samples, self.training.accumulate))
-        nbytes = {plan.name: plan.reduction_bytes_per_rank(samples, size, ranks, calls) for plan in self}
-        norms = self.training.optimizer.num_reduced_norms(self.parameters.num_split_parameters)
-        nbytes[GRADIENTS] = self.parameters.reduction_bytes(rank, norms)
-        tiled = len(self.output_shape) > 1
-        batch_group, sample_group = (reduction_group(tiled, over_replicas) for over_replicas in (True, False))
-        has_group, per_sample = ranks[batch_group or "tiles"] > 1, sample_group is not None and ranks[sample_group] > 1
-        parts = [part for _, part in parts_of(self.training.cost)]
-        sums = sum(part.reduced_elements_per_sample(self.output_shape) for part in parts)
+        num_calls = len(micro_batch_ranges(samples, self.training.accumulate))
+        nbytes = {plan.name: plan.reduction_bytes_per_rank(samples, itemsize, ranks, num_calls) for plan in self}
+        num_norms = self.training.optimizer.num_reduced_norms(self.parameters.num_split_parameters)
+        nbytes[GRADIENTS] = self.parameters.reduction_bytes(rank, num_norms)
+        is_image = len(self.output_shape) > 1
+        batch_group, sample_group = (reduction_group(is_image, over_replicas) for over_replicas in (True, False))
+        sums_batch, per_sample = ranks[batch_group or "tiles"] > 1, sample_group is not None and ranks[sample_group] > 1
+        cost_parts = [part for _, part in parts_of(self.training.cost)]
+        num_sums = sum(part.reduced_elements_per_sample(self.output_shape) for part in cost_parts)
         nbytes[LOSS] = 8 * (
-            has_group * (1 + sum(part.has_weighted_mean for part in parts)) + per_sample * samples * sums
+            sums_batch * (1 + sum(part.has_weighted_mean for part in cost_parts)) + per_sample * samples * num_sums
         )
         return {name: count for name, count in nbytes.items() if count}
 
@@ -209,22 +209,22 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        sent = {
+        elements_by_layer = {
             plan.name: sum(cut.elements_sent_by(self.grid.tiles, tile) for cut in plan.redistributions) for plan in self
         }
-        nbytes = {name: elements * samples * self.itemsize for name, elements in sent.items()}
+        nbytes = {name: elements * samples * self.itemsize for name, elements in elements_by_layer.items()}
         nbytes[GRADIENTS] = self.parameters.redistribution_bytes(rank, samples)
         return {name: count for name, count in nbytes.items() if count}
 
     @cached_property
     def parameters(self) -> ParameterPlan:
         """The trained parameters of all layers."""
-        named = {
+        parameter_by_name = {
             f"{plan.name}/{name}": parameter for plan in self for name, parameter in plan.trained_parameters.items()
         }
         training = self.training
         return ParameterPlan(
-            named, self.grid, training.dtype, len(training.optimizer.all_slot_names), training.strategy
+            parameter_by_name, self.grid, training.dtype, len(training.optimizer.all_slot_names), training.strategy
         )
 
     @cached_property
@@ -234,12 +234,12 @@ class Plan(Sequence[LayerPlan]):
         flops = sum(
             2 * samples * (3 if plan.needs_input_gradient else 2) * plan.forward_multiplications(0) for plan in self
         )
-        overhead = (
+        work_factor = (
             1.0
             if self.stream is None
             else multiplications_per_sample(self.graph, self.stream) / multiplications_per_sample(self.graph, None)
         )
-        moved = self.memory_traffic(0) - self.parameters.memory_traffic(0)
+        traffic_bytes = self.memory_traffic(0) - self.parameters.memory_traffic(0)
         sent = sum(
             max(plan.halo_bytes_of(t, samples, *self._halo_bytes_args(plan)) for t in plan.classes.representatives)
             for plan in self
@@ -247,16 +247,16 @@ class Plan(Sequence[LayerPlan]):
         messages = sum(
             max(sum(map(len, plan.sent_message_sizes(t))) for t in plan.classes.representatives) for plan in self
         )
-        ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        sums = sum(ranks[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group)
+        ranks_by_group = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
+        sums = sum(ranks_by_group[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group)
         summed = sum(count for name, count in self.reduction_bytes(0).items() if name not in (GRADIENTS, LOSS))
-        return Workload(flops * overhead, moved * overhead, messages, sent, sums, summed, self.parameters)
+        return Workload(flops * work_factor, traffic_bytes * work_factor, messages, sent, sums, summed, self.parameters)
 
     def pretraining_bytes_sent(self) -> list[tuple[str, int, int]]:
         """Return each pretraining stage with the bytes per step sent by the busiest rank and by all ranks."""
         samples, size = self.samples(0), self.itemsize
         stages = self.pretraining_elements_sent.items()
-        return [(name, max(words) * samples * size, sum(words) * self.batch_size * size) for name, words in stages]
+        return [(name, max(counts) * samples * size, sum(counts) * self.batch_size * size) for name, counts in stages]
 
     # Memory.
 
@@ -277,9 +277,9 @@ class Plan(Sequence[LayerPlan]):
         replica, tile = divmod(rank, self.grid.tiles)
         elements = 0
         for at, plans in enumerate(self.execution_units.values()):
-            view = plans[0].view(tile).buffer.size * plans[0].input_shape[-1]
-            output = plans[-1].tile(tile).size * plans[-1].output_shape[-1]
-            elements += self.samples(replica) * ((2 + (at > 0)) * view + 2 * output)
+            view_elements = plans[0].view(tile).buffer.size * plans[0].input_shape[-1]
+            output_elements = plans[-1].tile(tile).size * plans[-1].output_shape[-1]
+            elements += self.samples(replica) * ((2 + (at > 0)) * view_elements + 2 * output_elements)
         return self.itemsize * elements + self.parameters.memory_traffic(rank)
 
     def arena_bytes(self, replica: int, tile: int) -> int:
@@ -287,15 +287,15 @@ class Plan(Sequence[LayerPlan]):
 
         Arrays with disjoint lifetimes share memory in the block.
         """
-        stream = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
-        return self._bytes_outside_stream(replica, tile) + stream * self.max_live_samples(replica)
+        stream_bytes = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
+        return self._bytes_outside_stream(replica, tile) + stream_bytes * self.max_live_samples(replica)
 
     def needed_bytes_with(self, stream: StripwisePlan | None) -> int:
         """Return the bytes of the rank that needs the most, with a stream (None: without a stream)."""
 
         def bytes_of(tile: int) -> int:
-            strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.max_live_samples(0)
-            return self._bytes_outside_stream(0, tile) + self.parameters.max_memory_of(tile) + strips
+            stream_bytes = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.max_live_samples(0)
+            return self._bytes_outside_stream(0, tile) + self.parameters.max_memory_of(tile) + stream_bytes
 
         return max(map(bytes_of, self.tile_classes_with(stream).representatives))
 
@@ -303,26 +303,26 @@ class Plan(Sequence[LayerPlan]):
         """Return the classes of tiles, given a stream; tiles of one class differ only in position."""
         if self.grid.tiles == 1:
             return tile_classes(1, [])
-        values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
-        values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
-        values |= {cells for section in self.sections for cells in section.regions.values()}
+        partitions = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
+        partitions |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
+        partitions |= {cells for section in self.sections for cells in section.regions.values()}
         level: KeyDetail = "extents" if stream is None and not self.segments else "all"
-        kinds = [kind for plan in self for kind in plan.tile_class_keys(level)]
-        kinds += map(part_class_keys, values)
-        kinds += [] if stream is None else stream.tile_class_keys
+        class_keys = [kind for plan in self for kind in plan.tile_class_keys(level)]
+        class_keys += map(part_class_keys, partitions)
+        class_keys += [] if stream is None else stream.tile_class_keys
         tiles = range(self.grid.tiles if self.parameters.shares else 0)
-        owned = [self.parameters.max_memory_of(tile) for tile in tiles]
-        return tile_classes(self.grid.tiles, kinds, [np.array(owned)] if owned else [])
+        parameter_bytes = [self.parameters.max_memory_of(tile) for tile in tiles]
+        return tile_classes(self.grid.tiles, class_keys, [np.array(parameter_bytes)] if parameter_bytes else [])
 
     def _bytes_outside_stream(self, replica: int, tile: int) -> int:
         """Return the bytes of the nodes outside the stream, without parameters."""
         if tile not in self._bytes_per_sample_by_tile:
-            inputs = self.sections[self.stream is None :]
-            kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
-            arena = max((section.memory_plan(tile).num_elements for section in self.sections), default=0)
-            strips = max((segment.max_strip_buffer_elements(tile) for segment in self.segments), default=0)
+            section_inputs = self.sections[self.stream is None :]
+            kept_elements = sum(prod(section.tile_shapes(tile)[0]) for section in section_inputs)
+            arena_elements = max((section.memory_plan(tile).num_elements for section in self.sections), default=0)
+            num_strip = max((segment.max_strip_buffer_elements(tile) for segment in self.segments), default=0)
             saved = max((sum(section.saved_bytes(tile, self.itemsize)) for section in self.sections), default=0)
-            self._bytes_per_sample_by_tile[tile] = (arena + strips + kept) * self.itemsize + saved
+            self._bytes_per_sample_by_tile[tile] = (arena_elements + num_strip + kept_elements) * self.itemsize + saved
         return self._bytes_per_sample_by_tile[tile] * self.max_live_samples(replica)
 
     @property
@@ -357,10 +357,10 @@ class Plan(Sequence[LayerPlan]):
             graph, segments = self.graph.subgraph(first, last), dict[int, Segment]()
             if self.training.strips is not None:
                 graph, segments = group_into_segments(graph, layers, self.grid, self.training.strips, self.itemsize)
-            begin, _ = self.graph.node_ends[first]
-            reader = next((layers.get(id(step.layer)) for step in self.graph.steps[begin:]), None)
-            wide = None if reader is None else reader.regions[0]
-            regions = {} if wide is None else {0: wide}
+            begin_step, _ = self.graph.node_ends[first]
+            first_plan = next((layers.get(id(step.layer)) for step in self.graph.steps[begin_step:]), None)
+            extended_input = None if first_plan is None else first_plan.regions[0]
+            regions = {} if extended_input is None else {0: extended_input}
             sections.append(
                 PlannedSection(
                     first,
@@ -379,19 +379,19 @@ class Plan(Sequence[LayerPlan]):
 
     def costs(self, batch_size: int | None = None) -> list[TrainingCosts]:
         """Return the costs of every layer in one training step."""
-        size, costs = self.itemsize, []
-        copies = 2 + len(self.training.optimizer.all_slot_names)  # the parameter, its gradient, and optimiser state
+        itemsize, costs = self.itemsize, []
+        num_copies = 2 + len(self.training.optimizer.all_slot_names)  # the parameter, its gradient, and optimiser state
         shares = Counter(self.samples(replica, batch_size) for replica in range(self.grid.replicas))
         for index, plan in enumerate(self):
-            view = plan.max_view_cells * plan.input_shape[-1] * size
-            sent = {samples: plan.halo_bytes_by_tile(samples, *self._halo_bytes_args(plan)) for samples in shares}
+            view_bytes = plan.max_view_cells * plan.input_shape[-1] * itemsize
+            sent_bytes = {samples: plan.halo_bytes_by_tile(samples, *self._halo_bytes_args(plan)) for samples in shares}
             costs.append(
                 TrainingCosts(
-                    max_sent_bytes=round(max(sent[self.samples(0, batch_size)])),
-                    total_sent_bytes=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
+                    max_sent_bytes=round(max(sent_bytes[self.samples(0, batch_size)])),
+                    total_sent_bytes=round(sum(count * sum(sent_bytes[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
-                    memory=(1 + (index > 0)) * view * self.max_live_samples(0)
-                    + max(plan.num_parameters_by_tile) * size * copies,
+                    memory=(1 + (index > 0)) * view_bytes * self.max_live_samples(0)
+                    + max(plan.num_parameters_by_tile) * itemsize * num_copies,
                 )
             )
         return costs
@@ -408,13 +408,13 @@ class Plan(Sequence[LayerPlan]):
 
     def table(self) -> Any:
         """Return the plan for a rich console: a table of the layers, their totals, and a legend."""
-        sums = {
+        bytes_by_heading = {
             "sums over ranks": self.reduction_bytes(0),
             "sent in redistributions": self.redistribution_bytes(0),
         }
-        streamed = "" if self.stream is None else str(self.stream)
+        stream_text = "" if self.stream is None else str(self.stream)
         return report.layer_table(
-            self, self.costs(), self.peak_arena_bytes, sums, self.pretraining_bytes_sent(), streamed
+            self, self.costs(), self.peak_arena_bytes, bytes_by_heading, self.pretraining_bytes_sent(), stream_text
         )
 
     def _repr_html_(self) -> str:
@@ -422,8 +422,8 @@ class Plan(Sequence[LayerPlan]):
 
     def describe(self) -> str:
         """Return the table as plain text below a headline, as `neondist check` prints it."""
-        head = report.plan_headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
-        return report.render_plain_text(head, self.table())
+        headline = report.plan_headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
+        return report.render_plain_text(headline, self.table())
 
     @property
     def itemsize(self) -> int:
@@ -432,14 +432,14 @@ class Plan(Sequence[LayerPlan]):
 
     def _halo_bytes_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
         """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward exchanges."""
-        repeats = id(plan.layer) in self._ids_of_recomputed_layers and not plan.scheme.is_stateful
-        return self.itemsize, plan.needs_input_gradient, 1 + repeats
+        is_recomputed = id(plan.layer) in self._ids_of_recomputed_layers and not plan.scheme.is_stateful
+        return self.itemsize, plan.needs_input_gradient, 1 + is_recomputed
 
     @cached_property
     def _ids_of_recomputed_layers(self) -> set[int]:
         """Layers whose forward pass is run twice: all layers outside the last section."""
-        steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
-        return {id(step.layer) for step in self.graph.steps[:steps]}
+        num_steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
+        return {id(step.layer) for step in self.graph.steps[:num_steps]}
 
     def max_live_samples(self, replica: int) -> int:
         """Return the samples of a rank in memory at once: a micro-batch, unless a reduction spans the batch."""
@@ -450,8 +450,8 @@ class Plan(Sequence[LayerPlan]):
 
 def micro_batch_ranges(samples: int, accumulate: int) -> list[tuple[int, int]]:
     """Return the ranges of a rank's samples in each micro-batch."""
-    count = max(1, min(accumulate, samples))
-    return [part_range(samples, count, at) for at in range(count)]
+    num_micro_batches = max(1, min(accumulate, samples))
+    return [part_range(samples, num_micro_batches, at) for at in range(num_micro_batches)]
 
 
 def max_micro_batch_size(sample_ranges: Sequence[tuple[int, int]]) -> int:

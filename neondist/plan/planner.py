@@ -24,23 +24,23 @@ class LayerWithRegions(NamedTuple):
     regions: Regions = (None, None)
 
 
-def cheapest_ranges(cost: Callable[[int, int], float], count: int) -> list[tuple[int, int]]:
-    """Return the cheapest cut of `count` layers into ranges [first, last], given the cost of each range.
+def cheapest_ranges(range_cost: Callable[[int, int], float], num_layers: int) -> list[tuple[int, int]]:
+    """Return the cheapest cut of `num_layers` layers into ranges [first, last], given the cost of each range.
 
     Ties go to shorter segments, which compute less.
     """
-    best: list[float] = [0.0] + [inf] * count
-    start = [0] * (count + 1)
-    for end in range(1, count + 1):
+    min_costs: list[float] = [0.0] + [inf] * num_layers
+    range_starts = [0] * (num_layers + 1)
+    for end in range(1, num_layers + 1):
         for first in range(end - 1, max(-1, end - 1 - MAX_SEGMENT_LAYERS), -1):
-            total = best[first] + cost(first, end - 1)
-            if total < best[end]:
-                best[end], start[end] = total, first
-    cuts, end = [], count
+            total = min_costs[first] + range_cost(first, end - 1)
+            if total < min_costs[end]:
+                min_costs[end], range_starts[end] = total, first
+    ranges, end = [], num_layers
     while end:
-        cuts.append((start[end], end - 1))
-        end = start[end]
-    return cuts[::-1]
+        ranges.append((range_starts[end], end - 1))
+        end = range_starts[end]
+    return ranges[::-1]
 
 
 def recompute_cuts(costs: Sequence[float]) -> list[int]:
@@ -51,17 +51,17 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
     costs : sequence of float
         For each of the n steps, the cost of a cut before it; inf: impossible.
     """
-    total, cuts = len(costs), [0]
-    size = max(1, isqrt(total))
-    while total - cuts[-1] > 3 * size // 2:
-        middle = cuts[-1] + size
-        candidates = range(middle - size // 2, middle + size // 2 + 1)
+    num_steps, cuts = len(costs), [0]
+    unit_size = max(1, isqrt(num_steps))
+    while num_steps - cuts[-1] > 3 * unit_size // 2:
+        middle = cuts[-1] + unit_size
+        candidates = range(middle - unit_size // 2, middle + unit_size // 2 + 1)
         cuts.append(min(candidates, key=lambda at: (costs[at], abs(at - middle), at)))
-    return [*(at for at in cuts if not at or costs[at] < inf), total]
+    return [*(at for at in cuts if not at or costs[at] < inf), num_steps]
 
 
 def overhead_seconds(
-    profile: MachineProfile, segment: Sequence[LayerWithRegions], grid: GridShape, backward: bool = True
+    profile: MachineProfile, segment: Sequence[LayerWithRegions], grid: GridShape, needs_gradient: bool = True
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
@@ -70,31 +70,32 @@ def overhead_seconds(
 
     Parameters
     ----------
-    backward : bool
+    needs_gradient : bool
         Whether the segment's input needs a gradient.
     """
-    tile, (first, shape, (inputs, outputs)) = _central_tile(grid, len(segment[0].input_shape) - 1), segment[0]
+    tile = _central_tile(grid, len(segment[0].input_shape) - 1)
+    first_layer, shape, (inputs, outputs) = segment[0]
     seconds = [_redundant_computation_seconds(profile, placed, grid) for placed in segment]
     if inputs is None:
-        for array, window in first.halos_for(shape, grid):
+        for array, window in first_layer.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
-            needs_return = backward or first.adds_output_halo
-            seconds[0] += profile.message_seconds(len(plan.sends), plan.halo_volume * array[-1]) * (1 + needs_return)
+            returns_dx = needs_gradient or first_layer.adds_output_halo
+            seconds[0] += profile.message_seconds(len(plan.sends), plan.halo_volume * array[-1]) * (1 + returns_dx)
     return seconds
 
 
-def halo_seconds_if_gathered(profile: MachineProfile, placed: LayerWithRegions, grid: GridShape) -> float:
+def halo_seconds_if_gathered(profile: MachineProfile, layer_with_regions: LayerWithRegions, grid: GridShape) -> float:
     """Return the seconds of a layer's exchanges if it gathers gradients in bprop; inf if this is not possible."""
-    layer, shape, _ = placed
-    gathers = layer.gradient_shape_and_window_if_gathered(shape)
-    if gathers is None:
+    layer, shape, _ = layer_with_regions
+    gathered_gradient = layer.gradient_shape_and_window_if_gathered(shape)
+    if gathered_gradient is None:
         return inf
     tile, window = _central_tile(grid, len(shape) - 1), layer.window_for(shape)
-    total = 0.0
-    for array, seen in [gathers, *([] if window is None else [(shape, window)])]:
+    seconds = 0.0
+    for array, seen in [gathered_gradient, *([] if window is None else [(shape, window)])]:
         plan = HaloPlan.of(grid.partition(array[:-1]), seen, tile)
-        total += profile.message_seconds(len(plan.receives), plan.halo_volume * array[-1])
-    return total
+        seconds += profile.message_seconds(len(plan.receives), plan.halo_volume * array[-1])
+    return seconds
 
 
 def can_compute_halo_cells(layer: Layer, input_shape: Shape) -> bool:
@@ -103,16 +104,16 @@ def can_compute_halo_cells(layer: Layer, input_shape: Shape) -> bool:
     return not layer.recompute_blocker_for(input_shape) and (window is None or not window.wraps)
 
 
-def _redundant_computation_seconds(profile: MachineProfile, placed: LayerWithRegions, grid: GridShape) -> float:
+def _redundant_computation_seconds(profile: MachineProfile, layer_plan: LayerWithRegions, grid: GridShape) -> float:
     """Return the seconds that the largest tile of a layer spends on cells beyond its own."""
-    layer, shape, (_, outputs) = placed
+    layer, shape, (_, outputs) = layer_plan
     if outputs is None:
         return 0.0
-    extra = outputs.max_tile_size - grid.partition(layer.output_shape_for(shape)[:-1]).max_tile_size
+    extra_cells = outputs.max_tile_size - grid.partition(layer.output_shape_for(shape)[:-1]).max_tile_size
     seconds_per_cell = profile.seconds_per_cell.get(
         str(layer.name), TRAINING_COST_FACTOR * forward_operations_per_cell(layer, shape) / profile.flops_per_second
     )
-    return extra * seconds_per_cell * profile.samples_per_replica
+    return extra_cells * seconds_per_cell * profile.samples_per_replica
 
 
 def forward_operations_per_cell(layer: Layer, input_shape: Shape) -> float:

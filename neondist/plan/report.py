@@ -45,14 +45,14 @@ class SplittableTable:
         self.columns, self.split_at = columns, split_at
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unlimited = options.update(width=10_000)
+        unlimited_options = options.update(width=10_000)
         halves = [self.columns[: self.split_at], [self.columns[0], *self.columns[self.split_at :]]]
-        fits = console.measure(self._table(self.columns), options=unlimited).maximum <= options.max_width
+        fits = console.measure(self._table(self.columns), options=unlimited_options).maximum <= options.max_width
         for at, columns in enumerate([self.columns] if fits or not console.is_terminal else halves):
             yield from [""] * bool(at)
             table = self._table(columns)
-            needed = console.measure(table, options=unlimited).maximum
-            yield from console.render(table, options.update(width=needed))
+            table_width = console.measure(table, options=unlimited_options).maximum
+            yield from console.render(table, options.update(width=table_width))
 
     def _table(self, columns: Sequence[Column]) -> Table:
         from rich.table import Table
@@ -70,9 +70,9 @@ def layer_table(
     plans: Sequence[LayerPlan],
     costs: Sequence[TrainingCosts],
     peak: int,
-    sums: Mapping[str, Mapping[str, int]],
-    pretraining: Iterable[tuple[str, int, int]],
-    streamed: str = "",
+    bytes_by_heading: Mapping[str, Mapping[str, int]],
+    pretraining_bytes: Iterable[tuple[str, int, int]],
+    stream_text: str = "",
 ) -> Any:
     """Return a table of the layers, their totals, and a legend.
 
@@ -80,29 +80,29 @@ def layer_table(
     ----------
     peak : int
         Maximum bytes for views and gradients on a rank.
-    sums : dict of text to dict of name to int
+    bytes_by_heading : dict of text to dict of name to int
         Bytes per layer on a rank of the largest replica, by heading.
-    pretraining : iterable of (str, int, int)
+    pretraining_bytes : iterable of (str, int, int)
         Name of each pretraining stage, and the bytes that the busiest rank and all ranks send in one of its steps.
-    streamed : str
+    stream_text : str
         Description of the stream, if there is one.
     """
     from rich.console import Group
     from rich.text import Text
 
-    shown = SplittableTable([*_shape_columns(plans), *_cost_columns(plans, costs)], split_at=5)
+    table = SplittableTable([*_shape_columns(plans), *_cost_columns(plans, costs)], split_at=5)
     notes = [
         f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using the most"
         " memory",
-        *filter(None, [streamed]),
-        *(f"{heading}: {_format_total_and_parts(counts)}" for heading, counts in sums.items() if counts),
+        *filter(None, [stream_text]),
+        *(f"{heading}: {_format_total_and_parts(counts)}" for heading, counts in bytes_by_heading.items() if counts),
         *(
             f"a pretraining step of '{name}' sends {format_size(most)} (busiest rank), {format_size(total)} in total"
-            for name, most, total in pretraining
+            for name, most, total in pretraining_bytes
         ),
     ]
-    legend = TABLE_LEGEND + (PER_RANK_LEGEND if any(column.head == PER_RANK_HEAD for column in shown.columns) else "")
-    return Group(shown, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
+    legend = TABLE_LEGEND + (PER_RANK_LEGEND if any(column.head == PER_RANK_HEAD for column in table.columns) else "")
+    return Group(table, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
 def module_costs_table(
@@ -136,12 +136,12 @@ def module_costs_table(
     return Group(SplittableTable(columns, split_at=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
-def render_plain_text(head: str, content: Any) -> str:
+def render_plain_text(headline: str, content: Any) -> str:
     """Return the output of a rich console as plain text, below a headline."""
     from ..terminal.rich_console import Console
 
     console = Console(file=StringIO(), soft_wrap=True, color_system=None)
-    console.print(f"{head}\n")
+    console.print(f"{headline}\n")
     console.print(content)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
@@ -154,14 +154,14 @@ def plan_headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch
 
 def grid_text(grid: GridShape) -> str:
     """Return a grid as text, such as '6 ranks (1 replica, 3 rows, 2 cols)'."""
-    ranks = counted(grid.size, "rank")
-    parts = {"replica": grid.replicas, "plane": grid.planes, "row": grid.rows, "col": grid.cols}
-    return f"{ranks} ({', '.join(counted(n, name) for name, n in parts.items() if name != 'plane' or n > 1)})"
+    rank_count = counted(grid.size, "rank")
+    factors = {"replica": grid.replicas, "plane": grid.planes, "row": grid.rows, "col": grid.cols}
+    return f"{rank_count} ({', '.join(counted(n, name) for name, n in factors.items() if name != 'plane' or n > 1)})"
 
 
 def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:
     schemes = [scheme_text(p.scheme) if p.window is not None or p.adds_output_halo else "-" for p in plans]
-    plain = all(text in ("halo", "-") for text in schemes)
+    is_plain_halo = all(text in ("halo", "-") for text in schemes)
     seen = [[p.view(tile).need for tile in p.representative_tiles] for p in plans]
     views = [
         "-" if p.window is None else _format_extents(v, p.input_shape[-1]) for p, v in zip(plans, seen, strict=True)
@@ -176,24 +176,24 @@ def _shape_columns(plans: Sequence[LayerPlan]) -> list[Column]:
             align_right=False,
         ),
         Column("view", views, align_right=False),
-        *([] if plain else [Column("scheme", schemes, align_right=False)]),
+        *([] if is_plain_halo else [Column("scheme", schemes, align_right=False)]),
     ]
 
 
 def _cost_columns(plans: Sequence[LayerPlan], costs: Sequence[TrainingCosts]) -> list[Column]:
     total = sum(costs, TrainingCosts())
-    halo = [f"{max(p.halo_cells_by_tile):,}" if any(p.halo_cells_by_tile) else "-" for p in plans]
-    kept = Column(
+    halo_cells = [f"{max(p.halo_cells_by_tile):,}" if any(p.halo_cells_by_tile) else "-" for p in plans]
+    per_rank_column = Column(
         PER_RANK_HEAD,
         [f"{max(p.num_parameters_by_tile):,}" for p in plans],
         f"{sum(max(p.num_parameters_by_tile) for p in plans):,}",
     )
     return [
-        Column("halo", halo),
+        Column("halo", halo_cells),
         Column("sent (max)", [format_size(c.max_sent_bytes) for c in costs], format_size(total.max_sent_bytes)),
         Column("sent (total)", [format_size(c.total_sent_bytes) for c in costs], format_size(total.total_sent_bytes)),
         Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
-        *([kept] if any(max(p.num_parameters_by_tile) < p.parameters for p in plans) else []),
+        *([per_rank_column] if any(max(p.num_parameters_by_tile) < p.parameters for p in plans) else []),
         Column("memory", [format_size(c.memory) for c in costs], format_size(total.memory)),
     ]
 
@@ -211,14 +211,14 @@ def join_extents(shape: Iterable[object]) -> str:
 
 def _format_extents(boxes: Iterable[Box], channels: int) -> str:
     """Return the extents of all tiles as text, such as '9-10×14×16'."""
-    axes = zip(*(box.shape for box in boxes), strict=True)
-    ranges = [(min(axis), max(axis)) for axis in axes]
+    extents_by_axis = zip(*(box.shape for box in boxes), strict=True)
+    ranges = [(min(axis), max(axis)) for axis in extents_by_axis]
     return join_extents([*(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in ranges), channels])
 
 
-def format_size(count: float) -> str:
+def format_size(nbytes: float) -> str:
     """Return a number of bytes as text, such as '12.3 kB'."""
-    return _format_in_units(count, ("B", "kB", "MB", "GB"), "TB")
+    return _format_in_units(nbytes, ("B", "kB", "MB", "GB"), "TB")
 
 
 def format_count(count: float) -> str:
@@ -236,11 +236,11 @@ def format_seconds(seconds: float) -> str:
     )
 
 
-def _format_in_units(count: float, units: Sequence[str], last: str) -> str:
+def _format_in_units(count: float, units: Sequence[str], largest_unit: str) -> str:
     if not count:
         return "-"
     for unit in units:
         if count < 1000:
             return f"{count:.4g} {unit}"
         count /= 1000
-    return f"{count:,.4g} {last}"
+    return f"{count:,.4g} {largest_unit}"

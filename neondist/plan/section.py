@@ -82,22 +82,22 @@ class PlannedSection:
         """
         regions, placed = {0: cells[0]}, dict[int, LayerPlan | Segment]()
         for step in graph.steps:
-            inputs, output = cells[step.inputs[0]], cells[step.output_value]
+            input_cells, output_cells = cells[step.inputs[0]], cells[step.output_value]
             if step.layer is None:
-                regions[step.output_value] = output
+                regions[step.output_value] = output_cells
                 continue
             shapes = graph.shapes[step.inputs[0]], graph.shapes[step.output_value]
-            tiles = output if output.extent else None
-            placed[id(step.layer)] = LayerPlan(step.layer, *shapes, grid, (inputs, tiles))
+            output_tiles = output_cells if output_cells.extent else None
+            placed[id(step.layer)] = LayerPlan(step.layer, *shapes, grid, (input_cells, output_tiles))
         return cls(0, len(graph.node_ends) - 1, graph, placed, grid, regions, True, backward=backward)
 
     def memory_plan(self, tile: int) -> MemoryPlan:
         """Return the lifetimes of the arrays on a tile's rank."""
-        steps = [self.placed.get(id(step.layer)) for step in self.graph.steps]
-        views = [None if plan is None else plan.view(tile) for plan in steps]
+        layer_plans = [self.placed.get(id(step.layer)) for step in self.graph.steps]
+        views = [None if plan is None else plan.view(tile) for plan in layer_plans]
         view_elements = [
             0 if view is None or plan is None else view.buffer.size * plan.input_shape[-1]
-            for view, plan in zip(views, steps, strict=True)
+            for view, plan in zip(views, layer_plans, strict=True)
         ]
         has_window = [view is not None and not view.trivial for view in views]
         in_place = [
@@ -108,15 +108,15 @@ class PlannedSection:
             and view.need == view.buffer
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
-        elements = [prod(shape) for shape in self.tile_shapes(tile)]
+        value_elements = [prod(shape) for shape in self.tile_shapes(tile)]
         planner = MemoryPlanner(
-            self.graph, view_elements, has_window, in_place, elements, self.needs_input_gradient, self.backward
+            self.graph, view_elements, has_window, in_place, value_elements, self.needs_input_gradient, self.backward
         )
-        kept = planner.plan()
+        keeping_plan = planner.plan()
         if not (self.may_recompute and self.backward and self.graph.input_recomputation_steps):
-            return kept
+            return keeping_plan
         restored = replace(planner, may_recompute=True).plan()
-        return restored if restored.num_elements < _MAX_MEMORY_FRACTION * kept.num_elements else kept
+        return restored if restored.num_elements < _MAX_MEMORY_FRACTION * keeping_plan.num_elements else keeping_plan
 
     def saved_bytes(self, tile: int, itemsize: int) -> list[int]:
         """Return the bytes per sample that each layer saves on a tile's rank in addition to its view and outputs."""
@@ -149,9 +149,9 @@ class PlannedSection:
     def tile_shapes(self, tile: int) -> list[Shape]:
         """Return the shape of a tile of every value of the graph, without the batch."""
         shapes = self.graph.shapes
-        whole = [(*box.shape, shape[-1]) for box, shape in zip(self.value_boxes(tile), shapes, strict=True)]
+        tile_shapes = [(*box.shape, shape[-1]) for box, shape in zip(self.value_boxes(tile), shapes, strict=True)]
         cut = {value: Shard(shapes[value]).input_box(self.grid, tile).shape for value in self.graph.sharded_vectors}
-        return [cut.get(value, shape) for value, shape in enumerate(whole)]
+        return [cut.get(value, shape) for value, shape in enumerate(tile_shapes)]
 
 
 class Segment:
@@ -195,14 +195,14 @@ class Segment:
 
     def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
         """Yield the number of each strip of a tile, and the section to execute; its tiles are the strips."""
-        whole = self.tile(tile)
-        if whole.empty:
+        tile_cells = self.tile(tile)
+        if tile_cells.empty:
             return
-        ((lo, hi), *others), rows = whole.axes(), self._rows_per_strip(whole)
-        cut = tuple((start, min(start + rows, hi)) for start in range(lo, hi, rows))
+        ((lo, hi), *other_axes), rows_per_strip = tile_cells.axes(), self._rows_per_strip(tile_cells)
+        cut = tuple((start, min(start + rows_per_strip, hi)) for start in range(lo, hi, rows_per_strip))
         shapes = [self.input_shape, *(plan.output_shape for plan in self.plans)]
-        ones = (1,) * len(others)
-        strips = OverlappingPartition(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
+        ones = (1,) * len(other_axes)
+        strips = OverlappingPartition(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in other_axes)))
         steps = [Step(plan.layer, None, (at,), at + 1) for at, plan in enumerate(self.plans)]
         graph = Graph(steps, shapes, [(at, at) for at in range(len(shapes))])
         section = PlannedSection.of_parts(graph, trace_needed_cells(graph, strips, self._needed_cells), GridShape())
@@ -215,8 +215,8 @@ class Segment:
         extent, window = plan.input_shape[:-1], plan.window or Window.for_pointwise(len(plan.input_shape) - 1)
         if value == 0:
             return view_cells(outputs, window, extent)  # the segment's view includes cells outside the image
-        none = OverlappingPartition(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
-        return needed_image_cells(outputs, window, extent, none)  # empty for strips that read no cell
+        no_cells = OverlappingPartition(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
+        return needed_image_cells(outputs, window, extent, no_cells)  # empty for strips that read no cell
 
     def can_fuse_activation(self, activation: Activation) -> bool:
         """Return False: a segment ends with its last layer."""
@@ -226,11 +226,11 @@ class Segment:
         """Return the elements per sample of the largest strip."""
         return max((section.memory_plan(at).num_elements for at, section in self.strips(tile)), default=0)
 
-    def _rows_per_strip(self, whole: Box) -> int:
+    def _rows_per_strip(self, tile_cells: Box) -> int:
         if self.rows != "auto":
             return self.rows
-        per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize
-        return max(1, min(whole.shape[0], MAX_STRIP_BYTES_PER_SAMPLE // max(1, per_row)))
+        bytes_per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize
+        return max(1, min(tile_cells.shape[0], MAX_STRIP_BYTES_PER_SAMPLE // max(1, bytes_per_row)))
 
 
 def group_into_segments(
@@ -242,30 +242,30 @@ def group_into_segments(
         plan = layers.get(id(step.layer))
         if plan is None or not _is_stripable(plan):
             continue
-        previous = groups[-1][-1] if groups else None
-        follows = previous == at - 1 and graph.readers[graph.steps[at - 1].output_value] == [at]
-        exchanges = plan.window is not None and grid.tiles > 1 and plan.regions[0] is None
+        previous_step = groups[-1][-1] if groups else None
+        is_consecutive = previous_step == at - 1 and graph.readers[graph.steps[at - 1].output_value] == [at]
+        needs_exchange = plan.window is not None and grid.tiles > 1 and plan.regions[0] is None
         wraps = plan.window is not None and plan.window.wraps
-        if follows and step.inputs == (graph.steps[at - 1].output_value,) and not exchanges and not wraps:
+        if is_consecutive and step.inputs == (graph.steps[at - 1].output_value,) and not needs_exchange and not wraps:
             groups[-1].append(at)
         else:
             groups.append([at])
     segments: dict[int, Segment] = {}
-    starts, inside = {}, set()
+    segment_by_first_step, inner_steps = {}, set()
     for group in groups:
         segment = Segment([layers[id(graph.steps[at].layer)] for at in group], rows, itemsize)
-        segments[id(segment)] = starts[group[0]] = segment
-        inside.update(group[1:])
-    return _merge_steps(graph, starts, inside), segments
+        segments[id(segment)] = segment_by_first_step[group[0]] = segment
+        inner_steps.update(group[1:])
+    return _merge_steps(graph, segment_by_first_step, inner_steps), segments
 
 
-def _merge_steps(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
+def _merge_steps(graph: Graph, segment_by_first_step: dict[int, Segment], inside: set[int]) -> Graph:
     steps: list[Step] = []
     shapes, number = [graph.shapes[0]], {0: 0}
     count = {0: 0}
     for at, step in enumerate(graph.steps):
         if at not in inside:
-            layer = starts.get(at, step.layer)
+            layer = segment_by_first_step.get(at, step.layer)
             steps.append(Step(layer, step.join, tuple(number[v] for v in step.inputs), len(steps) + 1))  # type: ignore[arg-type]
             shapes.append(())
         shapes[len(steps)] = graph.shapes[step.output_value]

@@ -41,7 +41,7 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
     """
     regions: LayerRegions = {}
     for number, links in enumerate(chain.chains_with_input_shapes(graph.shapes[0])):
-        for segment in _chain_segments(links, grid, samples, first=number == 0):
+        for segment in _chain_segments(links, grid, samples, is_first_chain=number == 0):
             regions |= regions_of(segment, grid)
     for step in graph.steps:
         layer, shape = step.layer, graph.shapes[step.inputs[0]]
@@ -52,7 +52,7 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
     return regions
 
 
-def _chain_segments(links: Chain, grid: GridShape, samples: int | None, first: bool) -> Iterator[Chain]:
+def _chain_segments(links: Chain, grid: GridShape, samples: int | None, is_first_chain: bool) -> Iterator[Chain]:
     """Yield the segments of a chain: at least two layers with windows, or layers that read an extended tile."""
     at = 0
     while at < len(links):
@@ -62,31 +62,31 @@ def _chain_segments(links: Chain, grid: GridShape, samples: int | None, first: b
             at += 1
             continue
         end, wide = _segment_end(links, at, layer, fusion.layers, grid), fusion.reads_extended_tile
-        if wide and (not first or not all(is_pointwise(node, shape, grid) for node, shape in links[:at])):
+        if wide and (not is_first_chain or not all(is_pointwise(node, shape, grid) for node, shape in links[:at])):
             raise _scheme_error(layer, _FIRST_LAYERS_ONLY_MESSAGE)
         profile = fusion.planner_profile(grid.size, samples)
         if profile is not None:
-            yield from _divide_into_segments(profile, links[at : end + 1], grid, backward=not first or at > 0)
+            yield from _divide_into_segments(profile, links[at : end + 1], grid, needs_dx=not is_first_chain or at > 0)
         elif wide or end > at:
             yield links[0 if wide else at : end + 1]
         at = end + 1
 
 
-def _segment_end(links: Chain, at: int, first: Layer, max_layers: int, grid: GridShape) -> int:
-    """Return the index of the last layer of a segment that begins at `at`."""
-    end, count = at, 1
-    for place in range(at + 1, len(links)):
+def _segment_end(links: Chain, begin: int, first_layer: Layer, max_layers: int, grid: GridShape) -> int:
+    """Return the index of the last layer of a segment that begins at `begin`."""
+    end, num_windowed_layers = begin, 1
+    for place in range(begin + 1, len(links)):
         node, shape = links[place]
         if is_pointwise(node, shape, grid):
             continue
         layer = windowed_layer(node, shape, grid)
-        if layer is None or count == max_layers or not _has_same_scheme(first, layer):
+        if layer is None or num_windowed_layers == max_layers or not _has_same_scheme(first_layer, layer):
             break
-        end, count = place, count + 1
+        end, num_windowed_layers = place, num_windowed_layers + 1
     return end
 
 
-def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape, backward: bool) -> Iterator[Chain]:
+def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape, needs_dx: bool) -> Iterator[Chain]:
     """Yield the segments into which a planner divides layers with the same scheme."""
     halo_layers = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
     can_join_segment = [can_compute_halo_cells(node.leaves[0], shape) for node, shape in links]
@@ -94,8 +94,8 @@ def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape
     def cost(first: int, last: int) -> float:
         if last > first and not all(can_join_segment[halo_layers[first] : halo_layers[last] + 1]):
             return inf
-        segment = layers_with_regions(links[halo_layers[first] : halo_layers[last] + 1], grid, alone=last == first)
-        return sum(overhead_seconds(profile, segment, grid, backward or first > 0))
+        segment = layers_with_regions(links[halo_layers[first] : halo_layers[last] + 1], grid, is_single=last == first)
+        return sum(overhead_seconds(profile, segment, grid, needs_dx or first > 0))
 
     for first, last in cheapest_ranges(cost, len(halo_layers)):
         if last > first:
@@ -103,10 +103,10 @@ def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape
 
 
 def layers_with_regions(
-    segment: Chain, grid: GridShape, alone: bool = False, wide: bool | None = None
+    segment: Chain, grid: GridShape, is_single: bool = False, wide: bool | None = None
 ) -> list[LayerWithRegions]:
-    """Return the layers of a segment with their regions; `alone`: a single layer without recomputation."""
-    regions = {} if alone else regions_of(segment, grid, wide)
+    """Return the layers of a segment with their regions; `is_single`: a single layer without recomputation."""
+    regions = {} if is_single else regions_of(segment, grid, wide)
     layers = [(node.leaves[0], shape) for node, shape in segment]
     return [LayerWithRegions(layer, shape, regions.get(id(layer), (None, None))) for layer, shape in layers]
 
@@ -134,25 +134,25 @@ def _has_same_scheme(layer: Layer, other: Layer) -> bool:
     return type(a) is type(b) and a is not None and b is not None and a.arguments() == b.arguments()
 
 
-def regions_of(segment: Chain, grid: GridShape, wide: bool | None = None) -> LayerRegions:
+def regions_of(segment: Chain, grid: GridShape, extends_input: bool | None = None) -> LayerRegions:
     """Return the regions of one segment, traced from its last output, which the tiles partition, back to its input.
 
     Parameters
     ----------
-    wide : bool, optional
+    extends_input : bool, optional
         Whether the segment's input also has extended tiles; default: as its schemes request.
     """
     regions: LayerRegions = {}
-    if wide is None:
-        wide = any(fusion.reads_extended_tile for fusion in _fusion_schemes(segment))
-    last, shape = segment[-1]
-    outputs: Partition = grid.partition(last.output_shape_for(shape)[:-1])
+    if extends_input is None:
+        extends_input = any(fusion.reads_extended_tile for fusion in _fusion_schemes(segment))
+    last_node, shape = segment[-1]
+    outputs: Partition = grid.partition(last_node.output_shape_for(shape)[:-1])
     for place in range(len(segment) - 1, -1, -1):
         node, shape = segment[place]
         layer = node.leaves[0]
         window = layer.window_for(shape) or Window.for_pointwise(len(shape) - 1)
         inputs: Partition | None = None
-        if place or wide:
+        if place or extends_input:
             _check_halo_computable(layer, shape, segment, window)
             inputs = needed_image_cells(outputs, window, shape[:-1], grid.partition(shape[:-1]))
         elif blocker := layer.recompute_blocker_for(shape):
@@ -182,11 +182,11 @@ def _fusion_schemes(segment: Chain) -> list[FusionScheme]:
     return [fusion for fusion in fusions if fusion is not None]
 
 
-def _scheme_error(layer: Layer, why: str) -> ConfigError:
-    return _layer_error(layer, f"its scheme {why}; set 'scheme: halo' for this layer")
+def _scheme_error(layer: Layer, problem: str) -> ConfigError:
+    return _layer_error(layer, f"its scheme {problem}; set 'scheme: halo' for this layer")
 
 
-def _layer_error(layer: Layer, words: str) -> ConfigError:
-    error = ConfigError(words)
+def _layer_error(layer: Layer, message: str) -> ConfigError:
+    error = ConfigError(message)
     error.subject = layer
     return error

@@ -67,8 +67,8 @@ class StripwisePlan:
         cls, graph: Graph, num_nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0
     ) -> StripwisePlan:
         """Return the stream of the first nodes of a network, with `strips` strips per tile."""
-        cut = TileStripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.subgraph(0, num_nodes), num_nodes, cut, min(strips, checkpointed_strips))
+        strip_grid = TileStripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
+        return cls(graph.subgraph(0, num_nodes), num_nodes, strip_grid, min(strips, checkpointed_strips))
 
     def with_checkpoints(
         self, checkpointed_strips: int, cuts: tuple[int, ...] = (), num_strips_with_kept_gradients: int | None = None
@@ -89,9 +89,9 @@ class StripwisePlan:
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
         sweeps = len(self.reduction_steps("forward")) + len(self._backward_sweep_ends_without_cuts)
-        tiled = len(self.graph.shapes[self.graph.output_value]) > 1
-        strips, times = counted(self.grid.strips, "strip"), counted(sweeps + tiled, "time")
-        return f"streamed: {layers[0]} to {layers[-1]} in {strips} per tile, each processed {times} per step"
+        is_image = len(self.graph.shapes[self.graph.output_value]) > 1
+        strip_count, pass_count = counted(self.grid.strips, "strip"), counted(sweeps + is_image, "time")
+        return f"streamed: {layers[0]} to {layers[-1]} in {strip_count} per tile, each processed {pass_count} per step"
 
     def with_replicated_output(self, graph: Graph) -> Graph:
         """Return the network's graph in which the output of the stream is replicated."""
@@ -101,26 +101,26 @@ class StripwisePlan:
     def rows(self) -> int:
         """Number of rows, or slabs, of the largest tile of the last feature map."""
         shapes = [shape for shape in self.graph.shapes if len(shape) > 1]
-        last = self.grid.without_strips.partition(shapes[-1][:-1])
-        return max(hi - lo for lo, hi in last.ranges_along(0))
+        last_tiles = self.grid.without_strips.partition(shapes[-1][:-1])
+        return max(hi - lo for lo, hi in last_tiles.ranges_along(0))
 
     @property
     def training_multiplications(self) -> float:
         """Multiplications per sample and training step, on all tiles, including the overlap of strips."""
-        forward = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
-        total = self._multiplications_for_counts(
-            [sum(end >= at for end in forward) for at in range(len(self.graph.steps))]
+        sweep_ends = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
+        multiplications = self._multiplications_for_counts(
+            [sum(end >= at for end in sweep_ends) for at in range(len(self.graph.steps))]
         )
         for part in self.parts:
-            cut = (
+            kept_share = (
                 0.0
                 if part.stream_below_cut is None
                 else part._num_kept / (part.grid.num_last_strips or part.grid.strips)
             )
-            total += cut * part._backward_multiplications(part.backward_sweep_stops) + (
-                1 - cut
+            multiplications += kept_share * part._backward_multiplications(part.backward_sweep_stops) + (
+                1 - kept_share
             ) * part._backward_multiplications(part._backward_sweep_ends_without_cuts)
-        return total
+        return multiplications
 
     def _backward_multiplications(self, sweeps: Sequence[int]) -> float:
         """Return the multiplications per sample of a backward pass of all strips with these sweeps."""
@@ -134,10 +134,10 @@ class StripwisePlan:
             ]
         )
 
-    def _multiplications_for_counts(self, counts: Sequence[float]) -> float:
-        """Return the multiplications per sample if the strips of step i are computed counts[i] times."""
-        graph, total, share = self.graph, 0.0, (self.grid.num_last_strips or self.grid.strips) / self.grid.strips
-        for at, (count, step) in enumerate(zip(counts, graph.steps, strict=True)):
+    def _multiplications_for_counts(self, run_counts: Sequence[float]) -> float:
+        """Return the multiplications per sample if the strips of step i are computed run_counts[i] times."""
+        graph, total, strip_share = self.graph, 0.0, (self.grid.num_last_strips or self.grid.strips) / self.grid.strips
+        for at, (count, step) in enumerate(zip(run_counts, graph.steps, strict=True)):
             if len(graph.shapes[step.output_value]) < 2:
                 continue
             cells = self.strip_cells[step.output_value]
@@ -145,7 +145,7 @@ class StripwisePlan:
             computed = prod(sum(max(0, hi - lo) for lo, hi in cells.ranges_along(axis)) for axis in axes)
             total += count * (
                 computed * forward_multiplications_per_cell(graph, at)
-                + share * prod(cells.parts) * CALL_COST_IN_MULTIPLICATIONS
+                + strip_share * prod(cells.parts) * CALL_COST_IN_MULTIPLICATIONS
             )
         return total
 
@@ -161,8 +161,8 @@ class StripwisePlan:
             return None
         *cuts, nodes = self.cuts
         value = self.graph.node_ends[nodes][1]
-        cells = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
-        extended_output = hull_partition(*(self._union_over_strips(part, self._num_kept) for part in cells))
+        cell_parts = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
+        extended_output = hull_partition(*(self._union_over_strips(part, self._num_kept) for part in cell_parts))
         grid = replace(self.grid, num_last_strips=self._num_kept)
         return StripwisePlan(
             self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output
@@ -188,8 +188,8 @@ class StripwisePlan:
 
         The last sweep crosses the next cut, if any, and continues to the nearest layer with a reduction below that cut.
         """
-        stops, below = self._backward_sweep_ends_without_cuts, self.stream_below_cut
-        return stops if below is None else [at for at in stops if at >= below.reduction_steps("backward")[-1]]
+        stops, lower = self._backward_sweep_ends_without_cuts, self.stream_below_cut
+        return stops if lower is None else [at for at in stops if at >= lower.reduction_steps("backward")[-1]]
 
     @property
     def _backward_sweep_ends_without_cuts(self) -> list[int]:
@@ -198,14 +198,14 @@ class StripwisePlan:
 
     def possible_cuts(self) -> dict[int, int]:
         """Return the possible cuts: numbers of nodes, and the elements per sample kept at each."""
-        graph, sizes = self.graph, dict[int, int]()
+        graph, elements_by_cut = self.graph, dict[int, int]()
         bound = {*graph.fused_activations, *graph.deferred_relu_gradients.values()}
         for at in self.reduction_steps("backward"):
             node_ends = ((n, *graph.node_ends[n]) for n in range(1, self.num_nodes))
             nodes, value = next(((n, value) for n, end, value in node_ends if end > at and end not in bound), (0, 0))
             if nodes and len(graph.shapes[value]) > 1:
-                sizes[nodes] = prod(graph.shapes[value])
-        return sizes
+                elements_by_cut[nodes] = prod(graph.shapes[value])
+        return elements_by_cut
 
     @cached_property
     def output_cells(self) -> Partition:
@@ -215,10 +215,10 @@ class StripwisePlan:
         if self.extended_output is None:
             return own
         ranges = [self.extended_output.ranges_along(axis) for axis in range(len(self.extended_output.parts))]
-        count, rows = self.grid.strips, list[tuple[int, int]]()
-        first = count - (self.grid.num_last_strips or count)
+        num_strips, rows = self.grid.strips, list[tuple[int, int]]()
+        first = num_strips - (self.grid.num_last_strips or num_strips)
         for tile, (lo, hi) in enumerate(ranges[0]):
-            inner = [min(max(own.range(0, tile * count + at)[0], lo), hi) for at in range(first + 1, count)]
+            inner = [min(max(own.range(0, tile * num_strips + at)[0], lo), hi) for at in range(first + 1, num_strips)]
             rows += [(lo, lo)] * first + list(pairwise((lo, *inner, hi)))
         return OverlappingPartition(extent, own.parts, own.num_copies_of_vector, (tuple(rows), *map(tuple, ranges[1:])))
 
@@ -238,7 +238,7 @@ class StripwisePlan:
     def recomputed_steps(self) -> frozenset[int]:
         """Steps that a checkpointed strip recomputes, because the backward pass needs their values."""
         graph, steps = self.graph, self.graph.steps
-        pending = [
+        pending_values = [
             value
             for value in range(1, len(graph.shapes))
             if value in graph.producers
@@ -249,21 +249,21 @@ class StripwisePlan:
         if head is not None:
             needed.add(len(steps) - 1)
             if head.saves_input or not declared_with(head, "forward_reads_only_reduced", "forward"):
-                pending += steps[-1].inputs
-        pending += [value for at in needed if at < len(steps) - 1 or head is None for value in steps[at].inputs]
+                pending_values += steps[-1].inputs
+        pending_values += [value for at in needed if at < len(steps) - 1 or head is None for value in steps[at].inputs]
         producers = {step.output_value: at for at, step in enumerate(steps)}
-        while pending:
-            at = producers.get(pending.pop(), -1)
+        while pending_values:
+            at = producers.get(pending_values.pop(), -1)
             if at >= 0 and at not in needed:
                 needed.add(at)
-                pending += steps[at].inputs
+                pending_values += steps[at].inputs
         return frozenset(needed)
 
     def saved_bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample kept by the checkpoints of a tile's strips."""
         if not self.checkpointed_strips:
             return 0
-        extras = [
+        saved_arrays = [
             (self.strip_cells[value], self.graph.shapes[value][-1], layer.saved_bytes_and_elements)
             for at, (layer, _, _, value) in enumerate(self.graph.steps)
             if layer is not None and layer.saved_bytes_and_elements is not None and at not in self.recomputed_steps
@@ -271,7 +271,7 @@ class StripwisePlan:
         return sum(
             cells.box(at).size * channels * (fixed + count * itemsize)
             for at in self.strips(tile)[-self.checkpointed_strips :]
-            for cells, channels, (fixed, count) in extras
+            for cells, channels, (fixed, count) in saved_arrays
         )
 
     @cached_property
@@ -280,17 +280,17 @@ class StripwisePlan:
         if self.precomputed_strip_cells is not None:
             return self.precomputed_strip_cells
         graph, outputs = self.graph, self.output_cells
-        own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
-        own[graph.output_value] = outputs
+        own_cells = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
+        own_cells[graph.output_value] = outputs
         counts = {
             at
             for at, step in enumerate(graph.steps)
             if step.layer is not None and step.layer.reduces_over_image(graph.shapes[step.inputs[0]])
         }
         # a reduction over the image includes all own cells of a strip, even those that no other step reads
-        counted = {s.output_value for at, s in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
-        traced = trace_needed_cells(graph, outputs, self._needed_cells, {value: own[value] for value in counted})
-        return [hull_partition(traced[0], own[0]), *traced[1:]]  # cells outside all windows have an owner, too
+        reduced = {s.output_value for at, s in enumerate(graph.steps) if {at, graph.fused_activations.get(at)} & counts}
+        traced = trace_needed_cells(graph, outputs, self._needed_cells, {value: own_cells[value] for value in reduced})
+        return [hull_partition(traced[0], own_cells[0]), *traced[1:]]  # cells outside all windows have an owner, too
 
     def _needed_cells(self, layer: Layer, outputs: Partition, value: int) -> Partition:
         shape = self.graph.shapes[value]
@@ -316,37 +316,37 @@ class StripwisePlan:
     @cached_property
     def tile_cells(self) -> list[Partition]:
         """Union of the cells of every value over the strips of a tile; for the image, including strips below a cut."""
-        image, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.strip_cells)
-        below = self.stream_below_cut
-        return [image if below is None else hull_partition(image, below.tile_cells[0]), *others]
+        image_cells, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.strip_cells)
+        lower = self.stream_below_cut
+        return [image_cells if lower is None else hull_partition(image_cells, lower.tile_cells[0]), *others]
 
     def _union_over_strips(self, cells: Partition, num_last_strips: int | None = None) -> OverlappingPartition:
         """Return the union of the cells of each tile's strips, or of the last `num_last_strips` of them."""
         ranges = [cells.ranges_along(axis) for axis in range(len(cells.parts))]
         count = self.grid.strips
-        parts = [
+        ranges_by_tile = [
             ranges[0][at + count - (num_last_strips or count) : at + count] for at in range(0, len(ranges[0]), count)
         ]
-        filled = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in parts]
-        ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in filled]
+        non_empty_ranges = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in ranges_by_tile]
+        ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in non_empty_ranges]
         grid = self.grid.without_strips
         return OverlappingPartition(cells.extent, grid.parts(len(cells.extent)), grid.tiles, tuple(map(tuple, ranges)))
 
     def strips(self, tile: int) -> list[int]:
         """Return a tile's strips with cells of the output or of a reduction's input; at least one."""
         shapes, graph = self.graph.shapes, self.graph
-        counted = {graph.steps[at].inputs[0] for at in self.reduction_steps("forward")}
-        node_ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
-        node_ends += [] if self.output_is_vector else [self.output_cells]
-        numbers = self._first_axis_parts(tile)
-        strips = [at for at, part in numbers.items() if any(lt(*cells.range(0, part)) for cells in node_ends)]
-        return strips or list(numbers)[:1]
+        reduced_values = {graph.steps[at].inputs[0] for at in self.reduction_steps("forward")}
+        partitions = [self.grid.partition(shapes[value][:-1]) for value in reduced_values if len(shapes[value]) > 1]
+        partitions += [] if self.output_is_vector else [self.output_cells]
+        part_by_strip = self._first_axis_parts(tile)
+        strips = [at for at, part in part_by_strip.items() if any(lt(*cells.range(0, part)) for cells in partitions)]
+        return strips or list(part_by_strip)[:1]
 
     def _first_axis_parts(self, tile: int) -> dict[int, int]:
         """Return a tile's strips and the part of the first axis of each."""
         ndim, count = len(self.graph.shapes[0]) - 1, self.grid.strips
-        first = self.grid.without_strips.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
-        return dict(zip(self.grid.strip_numbers_of(tile, ndim), range(first, first + count), strict=True))
+        first_part = self.grid.without_strips.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
+        return dict(zip(self.grid.strip_numbers_of(tile, ndim), range(first_part, first_part + count), strict=True))
 
     def max_strip_buffer_elements(self, tile: int) -> int:
         """Return the elements per sample of the arrays of the largest strip."""
@@ -354,47 +354,47 @@ class StripwisePlan:
 
     def _distinct_strips(self, tile: int, only_largest: bool = False) -> list[int]:
         """Return one strip per geometry; `only_largest`: only if no other has at least as many rows of every value."""
-        parts, strips = self._first_axis_parts(tile), self.strips(tile)
-        own = [parts[at] for at in strips]
-        cells_of = {value: cells for value, cells in enumerate(self.strip_cells) if cells.extent}
-        ranges = {value: np.array([cells.range(0, part) for part in own]).T for value, cells in cells_of.items()}
-        at_ends = {value: (lo == 0, hi == cells_of[value].extent[0]) for value, (lo, hi) in ranges.items()}
-        keys = [end for ends in at_ends.values() for end in ends]
+        part_by_strip, strips = self._first_axis_parts(tile), self.strips(tile)
+        own = [part_by_strip[at] for at in strips]
+        cells_by_value = {value: cells for value, cells in enumerate(self.strip_cells) if cells.extent}
+        ranges = {value: np.array([cells.range(0, part) for part in own]).T for value, cells in cells_by_value.items()}
+        touching = {value: (lo == 0, hi == cells_by_value[value].extent[0]) for value, (lo, hi) in ranges.items()}
+        keys = [end for ends in touching.values() for end in ends]
         for step in self.graph.steps:
-            output = step.output_value
-            for value in {*step.inputs} & {*ranges} if output in ranges else ():  # extent of the padding
-                (first, stop), outputs = ranges[output], cells_of[output].extent[0]
-                keys += [np.where(end, n, -1) for end, n in zip(at_ends[value], (first, outputs - stop), strict=True)]
-        lengths = [hi - lo for lo, hi in ranges.values()]
-        _, firsts = np.unique(np.stack([*keys, *lengths], 1), axis=0, return_index=True)
-        first_of = {
-            (tuple(int(key[i]) for key in keys), tuple(int(length[i]) for length in lengths)): strips[i]
-            for i in sorted(firsts.tolist())
+            output_value = step.output_value
+            for value in {*step.inputs} & {*ranges} if output_value in ranges else ():  # extent of the padding
+                (first, stop), num_rows = ranges[output_value], cells_by_value[output_value].extent[0]
+                keys += [np.where(end, n, -1) for end, n in zip(touching[value], (first, num_rows - stop), strict=True)]
+        range_lengths = [hi - lo for lo, hi in ranges.values()]
+        _, first_indices = np.unique(np.stack([*keys, *range_lengths], 1), axis=0, return_index=True)
+        strip_by_key = {
+            (tuple(int(key[i]) for key in keys), tuple(int(length[i]) for length in range_lengths)): strips[i]
+            for i in sorted(first_indices.tolist())
         }
         if not only_largest:
-            return list(first_of.values())
-        maximal: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        for edge, extents in sorted(first_of, key=lambda pair: -sum(pair[1])):
-            if not any(e == edge and all(map(ge, larger, extents)) for e, larger in maximal):
-                maximal.append((edge, extents))
-        return [first_of[pair] for pair in maximal]
+            return list(strip_by_key.values())
+        maximal_keys: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for edge, extents in sorted(strip_by_key, key=lambda pair: -sum(pair[1])):
+            if not any(e == edge and all(map(ge, larger, extents)) for e, larger in maximal_keys):
+                maximal_keys.append((edge, extents))
+        return [strip_by_key[pair] for pair in maximal_keys]
 
     def strip_bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample of the largest strip, including its image as read and normalised."""
-        totals, channels = [], self.graph.shapes[0][-1]
+        bytes_by_strip, channels = [], self.graph.shapes[0][-1]
         for at in self._distinct_strips(tile, only_largest=True):
             halos = self.section.output_halo_plans(at)
-            added = sum(cells.buffer.size * width for cells, width in halos)  # doubled below, for the gradient
-            image = self.strip_cells[0].box(at).size * channels
-            elements = self.section.memory_plan(at).num_elements + 2 * (image + added)
+            halo_elements = sum(cells.buffer.size * width for cells, width in halos)  # doubled below, for the gradient
+            image_elements = self.strip_cells[0].box(at).size * channels
+            elements = self.section.memory_plan(at).num_elements + 2 * (image_elements + halo_elements)
             saved = self.section.saved_bytes(at, itemsize)
-            totals.append(elements * itemsize + sum(saved) + max(saved))  # max: scratch of the largest step
-        return max(totals)
+            bytes_by_strip.append(elements * itemsize + sum(saved) + max(saved))  # max: scratch of the largest step
+        return max(bytes_by_strip)
 
     def bytes(self, tile: int, itemsize: int) -> int:
         """Return the bytes per sample of the largest strip, and of all checkpoints and kept gradients."""
-        most = max(part.strip_bytes(tile, itemsize) for part in self.parts)
-        return most + self.saved_bytes(tile, itemsize) + self.kept_gradient_elements(tile) * itemsize
+        max_strip_bytes = max(part.strip_bytes(tile, itemsize) for part in self.parts)
+        return max_strip_bytes + self.saved_bytes(tile, itemsize) + self.kept_gradient_elements(tile) * itemsize
 
     @property
     def tile_class_keys(self) -> list[PartClassKeys]:
@@ -424,12 +424,12 @@ def forward_multiplications_per_cell(graph: Graph, step_index: int) -> float:
 
 def multiplications_per_sample(graph: Graph, stream: StripwisePlan | None) -> float:
     """Return the multiplications per sample of a training step."""
-    first = 0 if stream is None else len(stream.graph.steps)
-    rest = sum(
+    first_step = 0 if stream is None else len(stream.graph.steps)
+    remaining_multiplications = sum(
         prod(graph.shapes[graph.steps[at].output_value][:-1]) * forward_multiplications_per_cell(graph, at)
-        for at in range(first, len(graph.steps))
+        for at in range(first_step, len(graph.steps))
     )
-    return TRAINING_COST_FACTOR * rest + (0 if stream is None else stream.training_multiplications)
+    return TRAINING_COST_FACTOR * remaining_multiplications + (0 if stream is None else stream.training_multiplications)
 
 
 def _declares_saved_bytes(step: Step) -> bool:
