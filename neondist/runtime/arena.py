@@ -60,17 +60,17 @@ class BlockPool:
         self.block_count += 1
         return self.block_count - 1
 
-    def release(self, number: int) -> None:
+    def release(self, block_number: int) -> None:
         """Mark a block as unused."""
-        self.free_blocks.append(number)
+        self.free_blocks.append(block_number)
 
-    def block(self, number: int, samples: int, length: int) -> Any:
-        """Return a block for this number of samples, of at least `length` elements each."""
+    def block(self, block_number: int, samples: int, elements_per_sample: int) -> Any:
+        """Return a block for this number of samples, of at least `elements_per_sample` elements each."""
         samples = max(samples, self.samples)
-        if (number, samples) not in self._blocks:
-            size = samples * max(length, self.elements_per_sample)
-            self._blocks[number, samples] = self.backend.xp.empty((size,), self.dtype)
-        return self._blocks[number, samples]
+        if (block_number, samples) not in self._blocks:
+            size = samples * max(elements_per_sample, self.elements_per_sample)
+            self._blocks[block_number, samples] = self.backend.xp.empty((size,), self.dtype)
+        return self._blocks[block_number, samples]
 
     def owns(self, array: Any) -> bool:
         """Return whether an array is in a block, in which case its values last only for its live range."""
@@ -80,9 +80,9 @@ class BlockPool:
 class Arena:
     """Memory of the activations of a pass and their gradients."""
 
-    def __init__(self, plan: MemoryPlan, blocks: BlockPool, number: int) -> None:
+    def __init__(self, plan: MemoryPlan, blocks: BlockPool, block_number: int) -> None:
         self.plan, (self.live_ranges, self.offsets, self.num_elements) = plan, plan.packed
-        self.blocks, self.block_number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
+        self.blocks, self.block_number, self.dtype, self.backend = blocks, block_number, blocks.dtype, blocks.backend
 
     def array(self, slot: int, shape: Sequence[int]) -> Any:
         """Return an uninitialised array (n, ...) in the memory of a slot."""
@@ -99,27 +99,27 @@ class Arena:
         Arrays share memory with later arrays, so a backward pass overwrites the arrays that it has used.
         """
         block = self._block(samples)
-        ranges = [slice(start * samples, stop * samples) for start, stop in self._overwritten_ranges]
-        copies = [block[place].copy() for place in ranges]
+        slices = [slice(start * samples, stop * samples) for start, stop in self._overwritten_ranges]
+        copies = [block[place].copy() for place in slices]
         try:
             yield
         finally:
-            for place, copy in zip(ranges, copies, strict=True):
+            for place, copy in zip(slices, copies, strict=True):
                 self.backend.kernels.copy(copy, block[place])
 
     @cached_property
     def _overwritten_ranges(self) -> list[tuple[int, int]]:
         """Ranges, for one sample, that a backward pass reads and then overwrites."""
-        turn = self.plan.backward_start
-        places = [
+        backward_start = self.plan.backward_start
+        bounds_and_ranges = [
             (place, place + live.elements_per_sample, live)
             for place, live in zip(self.offsets, self.live_ranges, strict=True)
         ]
-        later = [(start, stop) for start, stop, live in places if live.first_time >= turn]
-        written = {places[at][:2] for at in self.plan.gradient_ranges.values()}
+        backward = [(start, stop) for start, stop, live in bounds_and_ranges if live.first_time >= backward_start]
+        gradient_bounds = {bounds_and_ranges[at][:2] for at in self.plan.gradient_ranges.values()}
         return [
             (start, stop)
-            for start, stop, live in places
-            if live.first_time < turn <= live.last_time
-            and ((start, stop) in written or any(start < end and begin < stop for begin, end in later))
+            for start, stop, live in bounds_and_ranges
+            if live.first_time < backward_start <= live.last_time
+            and ((start, stop) in gradient_bounds or any(start < end and begin < stop for begin, end in backward))
         ]

@@ -69,16 +69,16 @@ class Executor:
         layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
-        memory = compiled.training.memory
-        limit = None if memory is None else memory_trim_threshold(memory, compiled.training.backend)
-        pool = partial(BlockPool, samples, context.dtype, context.backend, limit, lambda: compiled.needed_bytes)
-        self.blocks, shared = pool(), pool()
+        memory_limit = compiled.training.memory
+        limit = None if memory_limit is None else memory_trim_threshold(memory_limit, compiled.training.backend)
+        create_pool = partial(BlockPool, samples, context.dtype, context.backend, limit, lambda: compiled.needed_bytes)
+        self.blocks, shared_blocks = create_pool(), create_pool()
         self.sections: list[Any] = []
         if compiled.stream is not None:
-            self.sections.append(StripwiseSection(compiled.stream, context, shared, layer_task))
+            self.sections.append(StripwiseSection(compiled.stream, context, shared_blocks, layer_task))
         for planned in compiled.sections:
-            strips = {at: SegmentExecutor(segment, context, shared) for at, segment in planned.segments.items()}
-            self.sections.append(Section(planned, context, context.grid.tile, self.blocks, strips, layer_task))
+            tasks = {at: SegmentExecutor(segment, context, shared_blocks) for at, segment in planned.segments.items()}
+            self.sections.append(Section(planned, context, context.grid.tile, self.blocks, tasks, layer_task))
         #: whether a step needs all samples of a batch at once, so that micro-batches are run together
         self.spans_batch = any(section.spans_batch for section in self.sections)
         self.pass_graph_cache = PassGraphCache(context.backend.kernels, self._user_extensible_objects())
@@ -115,31 +115,31 @@ class Executor:
             passes = section.forward(xs, own_phases, min(num_nodes, section.stop_node) - section.first_node)
             if is_last:
                 break
-            following = [run.output.copy() for run in passes]
+            outputs = [run.output.copy() for run in passes]
             for states, x, run in zip(checkpoints, xs, passes, strict=True):
                 states.append(section.checkpoint(x, run))
-            xs = following
+            xs = outputs
         return [Pass(run, states) for run, states in zip(passes, checkpoints, strict=True)]
 
-    def backward(self, run: Pass, dy: Any, first: int = 0) -> Any:
+    def backward(self, run: Pass, dy: Any, first_node: int = 0) -> Any:
         """Return the gradient of this rank's tile of the input, given the output's gradient; fill in the layers' grads.
 
         The pass can be run backward again: arrays that a backward pass overwrites are copied.
 
         Parameters
         ----------
-        first : int
+        first_node : int
             Node at which the backward pass stops; the result is the gradient of its input.
         """
         with run.last_section_pass.preserve_saved_arrays():
-            (dx,) = self.backward_together([run], [dy], first, need_dx=True, close=False)
+            (dx,) = self.backward_together([run], [dy], first_node, need_dx=True, close=False)
             return dx.copy()
 
     def backward_together(
         self,
         passes: Sequence[Pass],
         dys: Sequence[Any],
-        first: int = 0,
+        first_node: int = 0,
         need_dx: bool = False,
         on_layer_done: Callable[[Layer], None] | None = None,
         close: bool = True,
@@ -153,22 +153,22 @@ class Executor:
         close : bool
             Whether the passes' memory is released as soon as possible.
         """
-        current, at = [run.last_section_pass for run in passes], len(passes[0].checkpoints)
-        first = first if need_dx else max(first, self.compiled.num_nodes_without_backward)
+        section_passes, section_index = [run.last_section_pass for run in passes], len(passes[0].checkpoints)
+        first_node = first_node if need_dx else max(first_node, self.compiled.num_nodes_without_backward)
         while True:
-            section = self.sections[at]
-            begin, continues = section.first_node, section.first_node > first
-            dxs = section.backward(current, dys, max(0, first - begin), need_dx or continues, on_layer_done)
-            recomputed = at < len(passes[0].checkpoints)
-            if continues or (recomputed and need_dx):
+            section = self.sections[section_index]
+            start, goes_on = section.first_node, section.first_node > first_node
+            dxs = section.backward(section_passes, dys, max(0, first_node - start), need_dx or goes_on, on_layer_done)
+            is_recomputed = section_index < len(passes[0].checkpoints)
+            if goes_on or (is_recomputed and need_dx):
                 dys = dxs = [dx.copy() for dx in dxs]
-            if recomputed or (close and continues):
-                for run in current:
+            if is_recomputed or (close and goes_on):
+                for run in section_passes:
                     run.close()
-            if not continues:
+            if not goes_on:
                 return dxs
-            at -= 1
-            current = self.sections[at].recompute([p.checkpoints[at] for p in passes])
+            section_index -= 1
+            section_passes = self.sections[section_index].recompute([p.checkpoints[section_index] for p in passes])
 
     @contextmanager
     def forward_pass(self, x: Any, phase: Phase, num_nodes: int | None = None) -> Iterator[Pass]:

@@ -61,12 +61,12 @@ class LayerTask(Task):
             self.observers.on_value(self.layer, "output", y)
         return outputs
 
-    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needs_dx: Sequence[bool]) -> list[Sequence[Any]]:
         """Run the adjoint of `execute_forward`, and fill in the layer's gradients."""
         if not self.observers:
-            return self._backward(passes, dys, needed[0])
+            return self._backward(passes, dys, needs_dx[0])
         with self.observers.observe("layer", self.name, "backward"):
-            gradients = self._backward(passes, dys, needed[0])
+            gradients = self._backward(passes, dys, needs_dx[0])
         for gradient in self.layer.grads.values():
             self.observers.on_value(self.layer, "gradients of the weights", gradient)
         for (dx,) in gradients:
@@ -74,10 +74,10 @@ class LayerTask(Task):
         return gradients
 
     def _forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        calls = [self.begin_forward(run, x) for run, (x,) in zip(passes, inputs, strict=True)]
-        known = [results[self.index] for run in passes if (results := run.known_forward_reductions) is not None]
-        self._reduce("forward", calls, known)
-        return [self.finish_forward(ctx, view) for ctx, view in calls]
+        ctxs_and_views = [self.begin_forward(run, x) for run, (x,) in zip(passes, inputs, strict=True)]
+        known_results = [results[self.index] for run in passes if (results := run.known_forward_reductions) is not None]
+        self._reduce("forward", ctxs_and_views, known_results)
+        return [self.finish_forward(ctx, view) for ctx, view in ctxs_and_views]
 
     def begin_forward(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
         """Return the ctx and view of a new call; the view is None if there is no input."""
@@ -90,16 +90,16 @@ class LayerTask(Task):
         ctx.state_already_updated = bool(ctx.initial_state)
         ctx.applies_input_relu_gradient = self.applies_input_relu_gradient
         ctx.relu_gradient_left_to_next_layer = self.is_relu_gradient_deferred(run)
-        exchanges, buffer = self.has_window and x is not None, space.view
-        view = self.exchange_halo("forward", ctx, buffer(self.index, samples), x) if exchanges else x
+        needs_exchange, get_buffer = self.has_window and x is not None, space.view
+        view = self.exchange_halo("forward", ctx, get_buffer(self.index, samples), x) if needs_exchange else x
         space.save_border(self.index, samples)
-        restores = self.index in space.plan.rebuilt_view_ranges
+        rebuilds_view = self.index in space.plan.rebuilt_view_ranges
         has_whole_vectors = not layer.splits_outputs and self.input_gather is None and self.output_gather is None
         if has_whole_vectors and layer.scattered_output_array is None:
             ctx.output_shape = samples, *space.shapes[self.result_value(run)]
         if view is not None:
             ctx.view_shape = view.shape
-        ctx.view_to_rebuild = view if restores or (run.keeps_states and layer.saves_input) else None
+        ctx.view_to_rebuild = view if rebuilds_view or (run.keeps_states and layer.saves_input) else None
         return ctx, view
 
     def saved_state(self, run: SectionPass) -> tuple[dict[str, Any], bool]:
@@ -112,17 +112,17 @@ class LayerTask(Task):
         """Rebuild the view, if needed, and a ctx with the saved arrays."""
         (x,) = inputs
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
-        arrays, ctx.activated = saved
-        ctx.restore_saved_arrays(view, arrays)
+        saved_arrays, ctx.activated = saved
+        ctx.restore_saved_arrays(view, saved_arrays)
         ctx.reduced = None if run.known_forward_reductions is None else run.known_forward_reductions[self.index]
 
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs of a call whose reductions are complete."""
         layer = self.layer
         if not ctx.initial_state:
-            copies = {name: array.copy() for name, array in layer.state.items()}
+            state_copies = {name: array.copy() for name, array in layer.state.items()}
             y = self.call_forward(ctx, view)
-            ctx.initial_state.update(copies)
+            ctx.initial_state.update(state_copies)
         else:
             with self._initial_state(ctx):
                 y = self.call_forward(ctx, view)
@@ -148,15 +148,15 @@ class LayerTask(Task):
             ctx.copy_saved_arrays_sharing_memory(view)
         elif ctx.view_to_rebuild is not None:
             ctx.copy_saved_arrays_sharing_memory(view, unless=view)
-        keeps = layer.must_keep_output or (ctx.activation is not None and layer.saves_activated)
+        keeps_output = layer.must_keep_output or (ctx.activation is not None and layer.saves_activated)
         if self.relu_gradient_step is not None and not ctx.relu_gradient_left_to_next_layer:
             ctx.activation_output = None if ctx.activation_output is None else y.copy()
-        if self.relu_gradient_step is not None or not keeps:
+        if self.relu_gradient_step is not None or not keeps_output:
             ctx.copy_saved_arrays_sharing_memory(y)
         return y
 
-    def _backward(self, passes: Passes, dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
-        calls = [self.begin_backward(run, dy, needed) for run, dy in zip(passes, dys, strict=True)]
+    def _backward(self, passes: Passes, dys: Sequence[Any], needs_dx: bool) -> list[Sequence[Any]]:
+        calls = [self.begin_backward(run, dy, needs_dx) for run, dy in zip(passes, dys, strict=True)]
         known = [results[self.index] for run in passes if (results := run.known_backward_reductions) is not None]
         self._reduce("backward", calls, known)
         for run, (ctx, _) in zip(passes, calls, strict=True):
@@ -164,7 +164,7 @@ class LayerTask(Task):
             ctx.needs_weight_gradients = self.index <= run.first_accumulated_step
         return [[self._finish_backward(run, *call)] for run, call in zip(passes, calls, strict=True)]
 
-    def begin_backward(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
+    def begin_backward(self, run: SectionPass, dy: Any, needs_dx: bool) -> tuple[StepContext, Any]:
         """Return a call's ctx and the gradient of its output before the activation."""
         layer, ctx, space = self.layer, run.contexts[self.index], run.workspace
         assert ctx is not None
@@ -176,25 +176,25 @@ class LayerTask(Task):
             )
         if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_left_to_next_layer):
             dy = ctx.activation.bprop(ctx.activation_output, dy)
-        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.index < run.first_accumulated_step
+        ctx.needs_input_gradient, ctx.needs_weight_gradients = needs_dx, self.index < run.first_accumulated_step
         if self.input_gather is not None:
             shape = run.samples, *self.input_gather.plan.own.shape
             ctx.set_out_allocator(partial(ctx.xp.empty, shape, layer.context.dtype))
-        elif layer.gathered_gradient_array is None or not needed:
+        elif layer.gathered_gradient_array is None or not needs_dx:
             ctx.set_out_allocator(partial(run.workspace.gradient_array, self.index, self.inputs[0], run.samples))
         return ctx, dy if layer.splits_outputs else self._redistribute("backward", self.output_gather, dy)
 
     def _finish_backward(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
         layer, space = self.layer, run.workspace
-        needed = ctx.needs_input_gradient
-        if layer.gathered_gradient_array is not None and needed:
+        needs_dx = ctx.needs_input_gradient
+        if layer.gathered_gradient_array is not None and needs_dx:
             return self._gather_gradient(ctx, dy)
         if layer.scattered_output_array is not None:
             dy = ctx.gather(layer.scattered_output_array, layer.gradient_to_gather(ctx, dy))
         dview = self.call_backward(ctx, dy)
         if ctx.needs_weight_gradients:
             self._check_gradients_assigned(dy)
-        if not needed:
+        if not needs_dx:
             return None
         self._check_result("backward", dview, ctx.view_shape)
         if self.input_gather is not None:
@@ -247,11 +247,11 @@ class LayerTask(Task):
 
     def exchange_halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
         """Return the view of a tile, or the gradient of a tile given the gradient of its view."""
-        move = buffer.forward if direction == "forward" else buffer.backward
+        run_exchange = buffer.forward if direction == "forward" else buffer.backward
         with self.observers.observe("halo", self.name, direction):
-            return move(array, ctx.phase)
+            return run_exchange(array, ctx.phase)
 
-    def _reduce(self, direction: str, calls: Sequence[tuple[StepContext, Any]], known: Sequence[Any] = ()) -> None:
+    def _reduce(self, direction: str, ctx_arrays: Sequence[tuple[StepContext, Any]], known: Sequence[Any] = ()) -> None:
         """Set `ctx.reduced` of each call to the result over all ranks; None: no reduction in this pass.
 
         In a repeated pass the results are `known`; partial results are recomputed only if the layer saves arrays while
@@ -259,18 +259,18 @@ class LayerTask(Task):
         """
         reduction = self.reductions.get(direction)
         if reduction is None:
-            for ctx, _ in calls:
+            for ctx, _ in ctx_arrays:
                 ctx.reduced = None
             return
-        skips = known and not self._recomputes_partial_result[direction]
-        partials = [] if skips else [self.compute_partial_result(direction, ctx, array) for ctx, array in calls]
+        is_known = known and not self._recomputes_partial_result[direction]
+        partials = [] if is_known else [self.compute_partial_result(direction, ctx, array) for ctx, array in ctx_arrays]
         if known:
-            for (ctx, _), reduced in zip(calls, known, strict=True):
+            for (ctx, _), reduced in zip(ctx_arrays, known, strict=True):
                 ctx.reduced = reduced
             return
-        counts = [ctx.samples[1] - ctx.samples[0] for ctx, _ in calls]
+        counts = [ctx.samples[1] - ctx.samples[0] for ctx, _ in ctx_arrays]
         results = self.combine_partials(direction, partials, counts)
-        for (ctx, _), reduced in zip(calls, results, strict=True):
+        for (ctx, _), reduced in zip(ctx_arrays, results, strict=True):
             ctx.reduced = reduced
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
@@ -283,9 +283,9 @@ class LayerTask(Task):
             self.input_array.reductions.direction = direction
             cut = self.output_gather if direction == "forward" else None
             with self.observers.observe("reduce" if cut is None else "redistribute", self.name, direction):
-                log, results = self.input_array.reductions, partials[:1] if reduction.spans_batch else partials
+                reductions, results = self.input_array.reductions, partials[:1] if reduction.spans_batch else partials
                 results = [
-                    combine_ranks(log, reduction, part) if cut is None else cut.adjoint(part) for part in results
+                    combine_ranks(reductions, reduction, part) if cut is None else cut.adjoint(part) for part in results
                 ]
                 return results * len(partials) if reduction.spans_batch else results
         return partials
@@ -296,8 +296,8 @@ class LayerTask(Task):
         if not hasattr(array, "dtype"):
             fault = f"an object of type {type(array).__name__}; return an array"
         elif shape is not None and tuple(array.shape) != tuple(shape):
-            shapes = "declare this shape" if method == "forward" else "return the gradient of the whole view"
-            fault = f"an array of shape {tuple(array.shape)}; expected {tuple(shape)}: {shapes}, or correct {method}"
+            remedy = "declare this shape" if method == "forward" else "return the gradient of the whole view"
+            fault = f"an array of shape {tuple(array.shape)}; expected {tuple(shape)}: {remedy}, or correct {method}"
         elif array.dtype.itemsize < dtype.itemsize or array.dtype.kind != dtype.kind:
             fault = f"an array of dtype {array.dtype}; expected {dtype}"
         else:
@@ -315,16 +315,16 @@ class LayerTask(Task):
     def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
         """Raise PlanMismatchError if the sizes of partial results differ from the layer's declaration."""
         for partial_result, samples in zip(partials, counts, strict=True):
-            declared = reduction.result_elements(samples)
+            declared_size = reduction.result_elements(samples)
             if partial_result is None:
                 continue
             if not hasattr(partial_result, "dtype"):
                 method = "reduce" if reduction.direction == "forward" else "reduce_backward"
                 self._raise_mismatch(f"{method} returns a {type(partial_result).__name__}; return an array")
-            if partial_result.size != declared:
+            if partial_result.size != declared_size:
                 self._raise_mismatch(
                     f"reduces {counted(partial_result.size, 'element')} {reduction.direction}, but reductions_for"
-                    f" declares {declared}; correct reductions_for"
+                    f" declares {declared_size}; correct reductions_for"
                 )
 
     def _raise_mismatch(self, fault: str) -> NoReturn:
@@ -342,12 +342,12 @@ class LayerTask(Task):
         all_to_all = partial(self.input_array.reductions.all_to_all, "tiles")
         return Redistribution(all_to_all, self.layer.context.grid.tile, shards, [Box.of(shape)] * grid.tiles)
 
-    def _redistribute(self, direction: str, moves: Redistribution | None, part: Any) -> Any:
-        if moves is None:
-            return part
+    def _redistribute(self, direction: str, redistribution: Redistribution | None, array: Any) -> Any:
+        if redistribution is None:
+            return array
         self.input_array.reductions.direction = direction
         with self.observers.observe("redistribute", self.name, direction):
-            return moves.forward(part)
+            return redistribution.forward(array)
 
     def unshard(self, y: Any) -> Any:
         """Return the whole of a sharded vector."""

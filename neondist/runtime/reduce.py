@@ -27,17 +27,17 @@ def combine_ranks(reductions: Reductions, reduction: Reduction, partial: Any) ->
     return merge_moments(reductions.gather(reduction.group, partial))
 
 
-def merge_moments(parts: Any) -> Any:
+def merge_moments(partial_moments: Any) -> Any:
     """Return (count, means, sums of squared deviations from the mean) of all parts (n, 1 + 2 k), merged.
 
     Deviations from the overall mean avoid cancellation (Chan, Golub and LeVeque 1983).
     """
-    if len(parts) == 1:
-        return parts[0].copy()
-    k = (parts.shape[1] - 1) // 2
-    counts, means, squares = parts[:, :1], parts[:, 1 : 1 + k], parts[:, 1 + k :]
-    moments = parts[0].copy()
-    moments[0] = total = counts.sum()
-    moments[1 : 1 + k] = mean = (counts * means).sum(axis=0) / namespace(parts).maximum(total, 1)
-    moments[1 + k :] = squares.sum(axis=0) + (counts * (means - mean) ** 2).sum(axis=0)
+    if len(partial_moments) == 1:
+        return partial_moments[0].copy()
+    k = (partial_moments.shape[1] - 1) // 2
+    counts, means, square_sums = partial_moments[:, :1], partial_moments[:, 1 : 1 + k], partial_moments[:, 1 + k :]
+    moments = partial_moments[0].copy()
+    moments[0] = total_count = counts.sum()
+    moments[1 : 1 + k] = mean = (counts * means).sum(axis=0) / namespace(partial_moments).maximum(total_count, 1)
+    moments[1 + k :] = square_sums.sum(axis=0) + (counts * (means - mean) ** 2).sum(axis=0)
     return moments

@@ -29,12 +29,12 @@ class PassGraphs:
 
     def __init__(self, kernels: Kernels, forward: Callable[[Any], Any], backward: Callable[[Any, Any], Any], x: Any):
         self._kernels, self._x = kernels, x.copy()
-        run, self._forward = kernels.capture_graph(lambda: forward(self._x))
+        captured_pass, self._forward = kernels.capture_graph(lambda: forward(self._x))
         try:
-            self._output, self._dy = run.output, kernels.xp.zeros_like(run.output)
-            _, self._backward = kernels.capture_graph(lambda: backward(run, self._dy), self._forward)
+            self._output, self._dy = captured_pass.output, kernels.xp.zeros_like(captured_pass.output)
+            _, self._backward = kernels.capture_graph(lambda: backward(captured_pass, self._dy), self._forward)
         finally:
-            run.close()
+            captured_pass.close()
 
     def forward(self, x: Any) -> Any:
         """Return the output for images, valid until `backward`."""
@@ -58,42 +58,42 @@ class PassGraphCache:
         code or code that depends on the step number, whose kernel launches may differ between passes.
     """
 
-    def __init__(self, kernels: Kernels, parts: Iterable[Registered]) -> None:
-        unique = list({id(part): part for part in parts}.values())
-        self.is_usable = kernels.supports_capture and all(map(_is_same_every_step, unique))
+    def __init__(self, kernels: Kernels, components: Iterable[Registered]) -> None:
+        unique_components = list({id(part): part for part in components}.values())
+        self.is_usable = kernels.supports_capture and all(map(_is_same_every_step, unique_components))
         #: attributes (part, name) that are numbers or strings, which users may assign between steps
         self._user_settings = [
-            (part, name) for part in unique for name in part.arguments() if _is_plain_value(part, name)
+            (part, name) for part in unique_components for name in part.arguments() if _is_plain_value(part, name)
         ]
         self._graphs: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
 
-    def get_or_capture(self, kind: Hashable, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
+    def get_or_capture(self, pass_kind: Hashable, capture: Callable[[], PassGraphs]) -> PassGraphs | None:
         """Return the graphs of a kind, captured by `capture` after WARMUP_PASSES passes; None if not captured."""
         if not self.is_usable:
             return None
-        kind = kind, *(getattr(part, name) for part, name in self._user_settings)
-        entry = self._graphs.pop(kind, 0)
-        if entry == WARMUP_PASSES:
+        pass_kind = pass_kind, *(getattr(component, name) for component, name in self._user_settings)
+        cached = self._graphs.pop(pass_kind, 0)
+        if cached == WARMUP_PASSES:
             try:
-                entry = capture()
+                cached = capture()
             except Exception as error:  # an ordinary pass raises the error again, or succeeds
                 self.is_usable = False
                 self._graphs.clear()
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 warnings.warn(f"CUDA graph capture failed; steps may be slower: {reason}", stacklevel=2)
                 return None
-        elif isinstance(entry, int):
-            entry += 1
-        self._graphs[kind] = entry
+        elif isinstance(cached, int):
+            cached += 1
+        self._graphs[pass_kind] = cached
         if len(self._graphs) > MAX_CACHED_PASS_KINDS:
             self._graphs.popitem(last=False)
-        return None if isinstance(entry, int) else entry
+        return None if isinstance(cached, int) else cached
 
 
-def _is_plain_value(part: Registered, name: str) -> bool:
-    return isinstance(getattr(part, name, None), (int, float, str))
+def _is_plain_value(component: Registered, name: str) -> bool:
+    return isinstance(getattr(component, name, None), (int, float, str))
 
 
-def _is_same_every_step(part: Registered) -> bool:
-    packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
-    return packages <= {"neondist", "abc", "builtins"} and not getattr(part, "step_dependent", False)
+def _is_same_every_step(component: Registered) -> bool:
+    packages = {cls.__module__.partition(".")[0] for cls in type(component).__mro__}
+    return packages <= {"neondist", "abc", "builtins"} and not getattr(component, "step_dependent", False)

@@ -66,17 +66,17 @@ class Section:
 
     def acquire_workspace(self) -> Workspace:
         """Return unused memory for a pass."""
-        number = self.blocks.acquire_block()
-        if number not in self.workspaces:
-            arena = Arena(self.plan, self.blocks, number)
-            self.workspaces[number] = Workspace(arena, self.shapes, [task.input_array for task in self.tasks])
-        return self.workspaces[number]
+        block_number = self.blocks.acquire_block()
+        if block_number not in self.workspaces:
+            arena = Arena(self.plan, self.blocks, block_number)
+            self.workspaces[block_number] = Workspace(arena, self.shapes, [task.input_array for task in self.tasks])
+        return self.workspaces[block_number]
 
     def checkpoint(self, x: Any, run: SectionPass) -> SectionCheckpoint:
         """Return the checkpoint of a completed pass with this input; close the pass."""
-        state = x, run.reduced, run.initial_states, run.phase
+        checkpoint = x, run.reduced, run.initial_states, run.phase
         run.close()
-        return state
+        return checkpoint
 
     def recompute(self, checkpoints: Sequence[SectionCheckpoint]) -> list[SectionPass]:
         """Return passes run again from their checkpoints."""
@@ -87,19 +87,19 @@ class Section:
         self,
         xs: Sequence[Any],
         phases: Sequence[Phase],
-        nodes: int | None = None,
+        num_nodes: int | None = None,
         reduced: Sequence[Any] | None = None,
         initial_states: Sequence[InitialStates] = (),
     ) -> list[SectionPass]:
-        """Return passes through the first `nodes` nodes (default: all); each step runs for all passes together."""
-        nodes = self.stop_node - self.first_node if nodes is None else nodes
-        known = [None] * len(xs) if reduced is None else reduced
-        end = self.graph.node_ends[nodes]
+        """Return passes through the first `num_nodes` nodes (default: all); each step runs for all passes together."""
+        num_nodes = self.stop_node - self.first_node if num_nodes is None else num_nodes
+        known_reductions = [None] * len(xs) if reduced is None else reduced
+        end = self.graph.node_ends[num_nodes]
         if end == INSIDE_SEGMENT:
             raise PassOrderError("a pass cannot end between layers that are executed in strips; leave out strips")
         passes = [
             SectionPass(self.acquire_workspace(), phase, len(x), end, r)
-            for x, phase, r in zip(xs, phases, known, strict=True)
+            for x, phase, r in zip(xs, phases, known_reductions, strict=True)
         ]
         share_initial_states(passes, self.tasks)
         for run, states in zip(passes, initial_states, strict=False):
@@ -107,15 +107,15 @@ class Section:
         self._run(passes, xs)
         return passes
 
-    def run_forward(self, run: SectionPass, x: Any, saved: Mapping[int, Any] | None = None) -> None:
+    def run_forward(self, run: SectionPass, x: Any, saved_states: Mapping[int, Any] | None = None) -> None:
         """Run a new pass forward to its end.
 
         Parameters
         ----------
-        saved : dict of step to state, optional
+        saved_states : dict of step to state, optional
             Result of `saved_states` for an earlier pass; these steps are skipped, and their values are missing.
         """
-        run.saved_states_by_step = saved or {}
+        run.saved_states_by_step = saved_states or {}
         self._run([run], [x])
 
     def saved_states(self, run: SectionPass, recomputed: Container[int]) -> dict[int, Any]:
@@ -124,14 +124,14 @@ class Section:
         return {task.index: task.saved_state(run) for task in tasks if task.index not in recomputed}
 
     def _run(self, passes: Passes, xs: Sequence[Any]) -> None:
-        steps, last = passes[0].num_steps, passes[0].output_value
-        for run, held in zip(passes, self._run_steps(passes, xs, steps, last), strict=True):
-            run.output = self.tasks[steps - 1].unshard(held.get(last)) if steps else held[last]
+        num_steps, output_value = passes[0].num_steps, passes[0].output_value
+        for run, held in zip(passes, self._run_steps(passes, xs, num_steps, output_value), strict=True):
+            run.output = self.tasks[num_steps - 1].unshard(held.get(output_value)) if num_steps else held[output_value]
 
-    def _run_steps(self, passes: Passes, xs: Sequence[Any], steps: int, last: int) -> list[dict[int, Any]]:
-        """Return the values alive after the first `steps` steps, including `last`."""
+    def _run_steps(self, passes: Passes, xs: Sequence[Any], num_steps: int, last_value: int) -> list[dict[int, Any]]:
+        """Return the values alive after the first `num_steps` steps, including `last_value`."""
         values: list[dict[int, Any]] = [{0: x} for x in xs]
-        for task in self.tasks[:steps]:
+        for task in self.tasks[:num_steps]:
             inputs = [[held.get(value) for value in task.inputs] for held in values]
             if task.index in passes[0].saved_states_by_step:
                 for run, tiles in zip(passes, inputs, strict=True):
@@ -140,7 +140,7 @@ class Section:
             outputs = self._run_step(task, "forward", passes, inputs)
             for held, y in zip(values, outputs, strict=True):
                 for value in task.inputs:
-                    if self._last_reader[value] == task.index and value != last:
+                    if self._last_reader[value] == task.index and value != last_value:
                         held.pop(value, None)
                 held[task.output_value] = y
             for run in passes if not self.runs_backward else ():
@@ -151,7 +151,7 @@ class Section:
         self,
         passes: Passes,
         dys: Sequence[Any],
-        first: int = 0,
+        first_node: int = 0,
         need_dx: bool = True,
         on_layer_done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
@@ -159,12 +159,12 @@ class Section:
 
         Parameters
         ----------
-        first : int
+        first_node : int
             Node at which the backward pass stops; the result is the gradient of its input.
         on_layer_done : callable, optional
             Called with each layer when its gradients are complete.
         """
-        stop, value = self.graph.node_ends[first]
+        stop, value = self.graph.node_ends[first_node]
         if need_dx and (stop in self.graph.fused_activations or stop in self.graph.deferred_relu_gradients.values()):
             raise PassOrderError("a backward pass cannot end between a layer and its activation; continue to the layer")
         gradients = [self._initial_gradients(run, dy) for run, dy in zip(passes, dys, strict=True)]
@@ -180,16 +180,16 @@ class Section:
         passes: Passes,
         gradients: Sequence[dict[int, Any]],
         steps: slice,
-        skipped: int | None = None,
+        skipped_value: int | None = None,
         on_layer_done: Callable[[Layer], None] | None = None,
     ) -> None:
-        """Run passes backward through some steps, updating the gradients by value, except the gradient of `skipped`."""
+        """Run passes backward through some steps, updating the gradients by value, except that of `skipped_value`."""
         for task in reversed(self.tasks[steps]):
-            needed = [v != skipped for v in task.inputs]
+            needs_dx = [v != skipped_value for v in task.inputs]
             dys = [held.pop(task.output_value) for held in gradients]
-            results = self._run_step(task, "backward", passes, dys, needed)
+            results = self._run_step(task, "backward", passes, dys, needs_dx)
             for run, held, dxs in zip(passes, gradients, results, strict=True):
-                for v, dx, need in zip(task.inputs, dxs, needed, strict=True):
+                for v, dx, need in zip(task.inputs, dxs, needs_dx, strict=True):
                     if need:
                         self._add_value_gradient(run, held, v, dx)
                 run.contexts[task.index] = None
@@ -202,10 +202,10 @@ class Section:
         try:
             results: list[Any] = getattr(task, f"execute_{direction}")(*arguments)
         except self.context.backend.kernels.memory_errors as error:
-            ranks = self.context.grid.size
-            room = self.context.backend.kernels.available_memory(count_local_ranks(ranks))
-            planned, backend = self.blocks.planned_bytes(), self.context.backend.name
-            raise out_of_memory_error(error, task.name, direction, planned, room, ranks, backend) from error
+            num_ranks = self.context.grid.size
+            room = self.context.backend.kernels.available_memory(count_local_ranks(num_ranks))
+            planned_bytes, backend = self.blocks.planned_bytes(), self.context.backend.name
+            raise out_of_memory_error(error, task.name, direction, planned_bytes, room, num_ranks, backend) from error
         return results
 
     # Partial passes, up to a reduction over several passes.
@@ -214,8 +214,8 @@ class Section:
         """Run a new pass up to a step; return the step's ctx, view and partial result."""
         task: Any = self.tasks[step]
         (value,) = task.inputs
-        (held,) = self._run_steps([run], [x], step, value)
-        ctx, view = task.begin_forward(run, held[value])
+        (values,) = self._run_steps([run], [x], step, value)
+        ctx, view = task.begin_forward(run, values[value])
         return ctx, view, task.compute_partial_result("forward", ctx, view)
 
     def run_back_to_reduction(
@@ -229,24 +229,24 @@ class Section:
             A number of nodes, and a function called with the gradient of their output.
         """
         task: Any = self.tasks[step]
-        gradients, end, skipped = self._initial_gradients(run, dy), run.num_steps, None if need_dx else 0
+        gradients, stop_step, skipped_value = self._initial_gradients(run, dy), run.num_steps, None if need_dx else 0
         if keep is not None:
-            end, value = self.graph.node_ends[keep[0]]
-            self._run_backward_steps([run], [gradients], slice(end, run.num_steps), skipped)
+            stop_step, value = self.graph.node_ends[keep[0]]
+            self._run_backward_steps([run], [gradients], slice(stop_step, run.num_steps), skipped_value)
             keep[1](gradients[value])
-        self._run_backward_steps([run], [gradients], slice(step + 1, end), skipped)
+        self._run_backward_steps([run], [gradients], slice(step + 1, stop_step), skipped_value)
         return task.compute_partial_result(
             "backward", *task.begin_backward(run, gradients[task.output_value], need_dx or task.inputs != (0,))
         )
 
     def _add_value_gradient(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:
-        space = run.workspace
+        workspace = run.workspace
         if value in gradients:
             self.context.backend.kernels.add([gradients[value], dx], gradients[value])
         elif len(self.graph.readers[value]) == 1 or (
-            value in space.plan.gradients_summed_in_place and space.arena.blocks.owns(dx)
+            value in workspace.plan.gradients_summed_in_place and workspace.arena.blocks.owns(dx)
         ):
             gradients[value] = dx
         else:
-            total = gradients[value] = space.gradient_sum_array(value, run.samples)
-            self.context.backend.kernels.copy(dx, total)
+            gradient_sum = gradients[value] = workspace.gradient_sum_array(value, run.samples)
+            self.context.backend.kernels.copy(dx, gradient_sum)

@@ -36,12 +36,12 @@ class StripwisePass:
 
     output: Any = None
 
-    def __init__(self, x: Any, phase: Phase, steps: int) -> None:
+    def __init__(self, x: Any, phase: Phase, num_steps: int) -> None:
         #: saved states of the steps that are not recomputed, by strip
         self.saved_states_by_strip: dict[int, dict[int, Any]] = {}
         self.x, self.phase, self.samples = x, phase, len(x)
-        self.initial_states: InitialStates = [{} for _ in range(steps)]
-        self.reduced: dict[str, list[Any]] = {"forward": [None] * steps, "backward": [None] * steps}
+        self.initial_states: InitialStates = [{} for _ in range(num_steps)]
+        self.reduced: dict[str, list[Any]] = {"forward": [None] * num_steps, "backward": [None] * num_steps}
         self.last_strip_pass: SectionPass | None = None
         self.is_closed = False
 
@@ -83,7 +83,7 @@ class StripwiseSection:
         context: ModelContext,
         blocks: BlockPool,
         layer_task: Callable[[int, Graph, Layer], LayerTask],
-        image: Box | None = None,
+        image_box: Box | None = None,
     ) -> None:
         self.planned, self.context, self.blocks, self.layer_task = planned, context, blocks, layer_task
         self.first_node, self.stop_node, graph, tile = 0, planned.num_nodes, planned.graph, context.grid.tile
@@ -97,16 +97,16 @@ class StripwiseSection:
         blocks.reserve(planned.max_strip_buffer_elements(tile))
         self._sections: dict[int, Section] = {}
         self._current_strip = -1
-        self._output_box, self._image_box = planned.output_box(tile), image or planned.tile_cells[0].box(tile)
+        self._output_box, self._image_box = planned.output_box(tile), image_box or planned.tile_cells[0].box(tile)
         self._image_shape = (*self._image_box.shape, graph.shapes[0][-1])
         extent = () if self._output_box is None else self._output_box.shape
         self._output_shape = (*extent, graph.shapes[graph.output_value][-1])
-        below = planned.stream_below_cut
+        lower_plan = planned.stream_below_cut
         #: executor of the nodes below the last value whose gradient is kept
-        args = context, blocks, layer_task, self._image_box
-        self.section_below = None if below is None else StripwiseSection(below, *args)
-        layers = [task.name for task in self.tasks.values()]
-        self.name = f"{layers[0]} to {layers[-1]}"
+        executor_args = context, blocks, layer_task, self._image_box
+        self.section_below = None if lower_plan is None else StripwiseSection(lower_plan, *executor_args)
+        layer_names = [task.name for task in self.tasks.values()]
+        self.name = f"{layer_names[0]} to {layer_names[-1]}"
 
     @property
     def spans_batch(self) -> bool:
@@ -141,7 +141,7 @@ class StripwiseSection:
         self,
         passes: Sequence[StripwisePass],
         dys: Sequence[Any],
-        first: int = 0,
+        first_node: int = 0,
         need_dx: bool = True,
         on_layer_done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
@@ -151,15 +151,15 @@ class StripwiseSection:
         are kept at a cut are not run again above the cut.
         """
         with self.context.grid.observers.observe("layer", self.name, "backward"):
-            groups, before = [_BackwardStrips(self, self.strip_numbers, dys)], self.num_steps
+            strip_groups, stop_step = [_BackwardStrips(self, self.strip_numbers, dys)], self.num_steps
             for at in reversed(self.planned.reduction_steps("backward")):
                 parts: list[list[Any]] = [[] for _ in passes]
-                split = [g.part._run_back_to_reduction(passes, g, at, before, need_dx, parts) for g in groups]
+                lower = [g.part._run_back_to_reduction(passes, g, at, stop_step, need_dx, parts) for g in strip_groups]
                 self._combine_reductions("backward", at, passes, parts)
-                groups, before = [group for part in split for group in part], at
+                strip_groups, stop_step = [group for groups in lower for group in groups], at
             dxs = [self._zero_image_gradient(run.samples) if need_dx else None for run in passes]
-            for group in groups:
-                group.part._run_back_to_image(passes, group, before, dxs)
+            for group in strip_groups:
+                group.part._run_back_to_image(passes, group, stop_step, dxs)
         if on_layer_done is not None:
             for task in reversed(self.tasks.values()):
                 for layer in task.layers:
@@ -172,23 +172,25 @@ class StripwiseSection:
         If the step is the last of a stream with a vector output, this output is computed as well.
         """
         is_last = reduction_step == self.num_steps - 1 and self._output_box is None
-        parts: list[list[Any]] = [[] for _ in passes]
-        for number in self.strip_numbers:
-            section = self._section(number)
-            for run, partials in zip(passes, parts, strict=True):
-                inner = self._new_strip_pass(section, run)
-                inner.keeps_states = is_last and run.phase.training and number in self._checkpointed_strips
-                ctx, view, part = section.run_to_reduction(inner, self._image_of_strip(run.x, number), reduction_step)
+        partials_by_pass: list[list[Any]] = [[] for _ in passes]
+        for strip in self.strip_numbers:
+            section = self._section(strip)
+            for run, partials in zip(passes, partials_by_pass, strict=True):
+                strip_pass = self._new_strip_pass(section, run)
+                strip_pass.keeps_states = is_last and run.phase.training and strip in self._checkpointed_strips
+                ctx, view, part = section.run_to_reduction(
+                    strip_pass, self._image_of_strip(run.x, strip), reduction_step
+                )
                 partials.append(part)
-                if inner.keeps_states:
-                    run.saved_states_by_strip[number] = section.saved_states(inner, self.planned.recomputed_steps)
-                if is_last and number == self.strip_numbers[-1]:
-                    run.last_strip_pass, run.output = inner, (ctx, view)
+                if strip_pass.keeps_states:
+                    run.saved_states_by_strip[strip] = section.saved_states(strip_pass, self.planned.recomputed_steps)
+                if is_last and strip == self.strip_numbers[-1]:
+                    run.last_strip_pass, run.output = strip_pass, (ctx, view)
                 else:
-                    inner.close()
-            if not is_last and all(partials[0] is None for partials in parts):
+                    strip_pass.close()
+            if not is_last and all(partials[0] is None for partials in partials_by_pass):
                 break  # no reduction in this pass
-        self._combine_reductions("forward", reduction_step, passes, parts)
+        self._combine_reductions("forward", reduction_step, passes, partials_by_pass)
         for run in passes if is_last else ():
             ctx, view = run.output
             ctx.reduced = run.reduced["forward"][reduction_step]
@@ -200,31 +202,31 @@ class StripwiseSection:
         passes: Sequence[StripwisePass],
         group: _BackwardStrips,
         at: int,
-        before: int,
+        stop_step: int,
         need_dx: bool,
-        parts: list[list[Any]],
+        partials_by_pass: list[list[Any]],
     ) -> list[_BackwardStrips]:
         """Run strips backward to a step's `reduce_backward`, append their partial results, and return the next groups.
 
         At a cut, the strips' gradients of the cut value are summed and kept.
         """
-        below = self.section_below if at == self.planned.backward_sweep_stops[-1] else None
-        if below is None:
-            kept, rest, after = [None] * len(passes), group.strip_numbers, []
+        lower_section = self.section_below if at == self.planned.backward_sweep_stops[-1] else None
+        if lower_section is None:
+            kept_gradients, other_strips, next_groups = [None] * len(passes), group.strip_numbers, []
         else:
-            kept = [below.zero_output_gradient(run.samples) for run in passes]
-            rest = [number for number in group.strip_numbers if number not in self._strips_with_kept_gradients]
-            after = [_BackwardStrips(below, below.strip_numbers, kept)]
-        calls = self._backward_order(group.strip_numbers, passes, parts, group.dys, kept)
-        for number, run, partials, dy, total in calls:
-            section, inner = self._rerun_strip(number, run, before)
+            kept_gradients = [lower_section.zero_output_gradient(run.samples) for run in passes]
+            other_strips = [strip for strip in group.strip_numbers if strip not in self._strips_with_kept_gradients]
+            next_groups = [_BackwardStrips(lower_section, lower_section.strip_numbers, kept_gradients)]
+        backward_calls = self._backward_order(group.strip_numbers, passes, partials_by_pass, group.dys, kept_gradients)
+        for strip, run, partials, dy, gradient_sum in backward_calls:
+            section, strip_pass = self._rerun_strip(strip, run, stop_step)
             keep = None
-            if below is not None and number not in rest:
-                keep = below.stop_node, partial(self._add_gradient_at_cut, number, below, total)
-            partials.append(section.run_back_to_reduction(inner, self._dy_of_strip(dy, number), at, need_dx, keep))
-            inner.close()
+            if lower_section is not None and strip not in other_strips:
+                keep = lower_section.stop_node, partial(self._add_gradient_at_cut, strip, lower_section, gradient_sum)
+            partials.append(section.run_back_to_reduction(strip_pass, self._dy_of_strip(dy, strip), at, need_dx, keep))
+            strip_pass.close()
         self._release_scatter_buffers()
-        return [*([group._replace(strip_numbers=rest)] if rest else []), *after]
+        return [*([group._replace(strip_numbers=other_strips)] if other_strips else []), *next_groups]
 
     def zero_output_gradient(self, samples: int) -> Any:
         """Return a zero array for the gradient of this rank's output."""
@@ -233,87 +235,87 @@ class StripwiseSection:
     def _zero_image_gradient(self, samples: int) -> Any:
         return self.context.backend.xp.zeros((samples, *self._image_shape), self.context.dtype)
 
-    def _add_gradient_at_cut(self, number: int, below: StripwiseSection, total: Any, dy: Any) -> None:
-        """Add a strip's gradient of the output of `below` to the total gradient of this output."""
-        cells = self.planned.strip_cells[below.planned.graph.output_value].box(number)
-        total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
+    def _add_gradient_at_cut(self, strip: int, lower_section: StripwiseSection, total: Any, dy: Any) -> None:
+        """Add a strip's gradient of the output of `lower_section` to the total gradient of this output."""
+        strip_cells = self.planned.strip_cells[lower_section.planned.graph.output_value].box(strip)
+        total[(slice(None), *strip_cells.relative_to(lower_section._output_box).slices)] += dy  # type: ignore[arg-type]
 
     def _run_back_to_image(
-        self, passes: Sequence[StripwisePass], group: _BackwardStrips, before: int, dxs: Sequence[Any]
+        self, passes: Sequence[StripwisePass], group: _BackwardStrips, stop_step: int, dxs: Sequence[Any]
     ) -> None:
         """Run strips backward to the image, and sum the gradients of cells that several strips share."""
-        for number, run, dx, dy in self._backward_order(group.strip_numbers, passes, dxs, group.dys):
-            section, inner = self._rerun_strip(number, run, before)
-            (gradient,) = section.backward([inner], [self._dy_of_strip(dy, number)], need_dx=dx is not None)
+        for strip, run, dx, dy in self._backward_order(group.strip_numbers, passes, dxs, group.dys):
+            section, strip_pass = self._rerun_strip(strip, run, stop_step)
+            (image_gradient,) = section.backward([strip_pass], [self._dy_of_strip(dy, strip)], need_dx=dx is not None)
             if dx is not None:
-                dx[self._image_cells_of_strip(number)] += gradient
-            inner.close()
+                dx[self._image_cells_of_strip(strip)] += image_gradient
+            strip_pass.close()
         self._release_scatter_buffers()
 
     def _backward_order(
-        self, strip_numbers: Sequence[int], passes: Sequence[StripwisePass], *items: Sequence[Any]
+        self, strip_numbers: Sequence[int], passes: Sequence[StripwisePass], *items_by_pass: Sequence[Any]
     ) -> Iterator[tuple[Any, ...]]:
         """Yield (strip, run, *items of the run), last strip first, because the last strip's pass may be kept."""
-        for number in reversed(strip_numbers):
-            for entry in zip(passes, *items, strict=True):
-                yield number, *entry
+        for strip in reversed(strip_numbers):
+            for items_of_pass in zip(passes, *items_by_pass, strict=True):
+                yield strip, *items_of_pass
 
     def _combine_reductions(
-        self, direction: str, at: int, passes: Sequence[StripwisePass], parts: Sequence[Sequence[Any]]
+        self, direction: str, reduction_step: int, passes: Sequence[StripwisePass], pass_parts: Sequence[Sequence[Any]]
     ) -> None:
-        task = self.tasks[at]
-        partials = [combine_micro_batches(task.reductions[direction], part) for part in parts]
+        task = self.tasks[reduction_step]
+        partials = [combine_micro_batches(task.reductions[direction], pass_partials) for pass_partials in pass_parts]
         results = task.combine_partials(direction, partials, [run.samples for run in passes])
         for run, reduced in zip(passes, results, strict=True):
-            run.reduced[direction][at] = reduced
+            run.reduced[direction][reduction_step] = reduced
 
     def _compute_output_strips(self, passes: Sequence[StripwisePass]) -> None:
         """Write the output, strip by strip."""
         for run in passes:
-            shape = run.samples, *self._output_shape
-            run.output = self.context.backend.xp.empty(shape, self.context.dtype)
-        for number in self.strip_numbers:
-            section = self._section(number)
+            output_shape = run.samples, *self._output_shape
+            run.output = self.context.backend.xp.empty(output_shape, self.context.dtype)
+        for strip in self.strip_numbers:
+            section = self._section(strip)
             for run in passes:
-                inner = self._new_strip_pass(section, run)
-                inner.keeps_states = run.phase.training and number in self._checkpointed_strips
-                section.run_forward(inner, self._image_of_strip(run.x, number))
-                if inner.keeps_states:
-                    run.saved_states_by_strip[number] = section.saved_states(inner, self.planned.recomputed_steps)
-                self.context.backend.kernels.copy(inner.output, run.output[self._output_cells_of_strip(number)])
-                if number == self.strip_numbers[-1]:
-                    run.last_strip_pass = inner
+                strip_pass = self._new_strip_pass(section, run)
+                strip_pass.keeps_states = run.phase.training and strip in self._checkpointed_strips
+                section.run_forward(strip_pass, self._image_of_strip(run.x, strip))
+                if strip_pass.keeps_states:
+                    run.saved_states_by_strip[strip] = section.saved_states(strip_pass, self.planned.recomputed_steps)
+                self.context.backend.kernels.copy(strip_pass.output, run.output[self._output_cells_of_strip(strip)])
+                if strip == self.strip_numbers[-1]:
+                    run.last_strip_pass = strip_pass
                 else:
-                    inner.close()
+                    strip_pass.close()
 
-    def _rerun_strip(self, number: int, run: StripwisePass, before: int) -> tuple[Section, SectionPass]:
-        """Return a strip's section and a completed forward pass; steps from `before` on have accumulated gradients."""
-        section, inner = self._section(number), run.last_strip_pass
-        if number != self.strip_numbers[-1] or inner is None:
-            inner = self._new_strip_pass(section, run)
-            checkpointed = self.planned.checkpointed_strips  # 0 below a cut, where strips have other cells
-            saved = run.saved_states_by_strip.get(number) if checkpointed else None
-            section.run_forward(inner, self._image_of_strip(run.x, number), saved)
+    def _rerun_strip(self, strip: int, run: StripwisePass, stop_step: int) -> tuple[Section, SectionPass]:
+        """Return a strip's section and completed forward pass; steps from `stop_step` on have accumulated gradients."""
+        section, strip_pass = self._section(strip), run.last_strip_pass
+        if strip != self.strip_numbers[-1] or strip_pass is None:
+            strip_pass = self._new_strip_pass(section, run)
+            num_checkpointed = self.planned.checkpointed_strips  # 0 below a cut, where strips have other cells
+            saved_states = run.saved_states_by_strip.get(strip) if num_checkpointed else None
+            section.run_forward(strip_pass, self._image_of_strip(run.x, strip), saved_states)
         run.last_strip_pass = None
-        inner.first_accumulated_step = before
-        return section, inner
+        strip_pass.first_accumulated_step = stop_step
+        return section, strip_pass
 
     def _new_strip_pass(self, section: Section, run: StripwisePass) -> SectionPass:
         end = section.graph.node_ends[-1]
-        inner = SectionPass(section.acquire_workspace(), run.phase, run.samples, end, run.reduced["forward"])
-        inner.known_backward_reductions, inner.initial_states = run.reduced["backward"], run.initial_states
-        return inner
+        strip_pass = SectionPass(section.acquire_workspace(), run.phase, run.samples, end, run.reduced["forward"])
+        strip_pass.known_backward_reductions, strip_pass.initial_states = run.reduced["backward"], run.initial_states
+        return strip_pass
 
     # Sections and cells of strips.
 
-    def _section(self, number: int) -> Section:
-        if number != self._current_strip:
+    def _section(self, strip: int) -> Section:
+        if strip != self._current_strip:
             self._release_scatter_buffers()
-        self._current_strip = number
-        if number not in self._sections:
-            args = self.planned.section, self.context, number, self.blocks, self.layer_task
-            self._sections[number] = section_of_strip_or_block(*args)
-        return self._sections[number]
+        self._current_strip = strip
+        if strip not in self._sections:
+            args = self.planned.section, self.context, strip, self.blocks, self.layer_task
+            self._sections[strip] = section_of_strip_or_block(*args)
+        return self._sections[strip]
 
     def _release_scatter_buffers(self) -> None:
         """Release the buffers to which layers of the current strip have added results."""
@@ -322,14 +324,14 @@ class StripwiseSection:
             if layer.scattered_output_array is not None:
                 layer.scattered_output_array.set_halo_plan(layer.scattered_output_array.plan)
 
-    def _image_cells_of_strip(self, number: int) -> CellIndex:
-        return slice(None), *self.planned.strip_cells[0].box(number).relative_to(self._image_box).slices
+    def _image_cells_of_strip(self, strip: int) -> CellIndex:
+        return slice(None), *self.planned.strip_cells[0].box(strip).relative_to(self._image_box).slices
 
-    def _output_cells_of_strip(self, number: int) -> CellIndex:
-        return slice(None), *self.planned.output_cells.box(number).relative_to(self._output_box).slices  # type: ignore[arg-type]
+    def _output_cells_of_strip(self, strip: int) -> CellIndex:
+        return slice(None), *self.planned.output_cells.box(strip).relative_to(self._output_box).slices  # type: ignore[arg-type]
 
-    def _image_of_strip(self, x: Any, number: int) -> Any:
-        return x[self._image_cells_of_strip(number)]
+    def _image_of_strip(self, x: Any, strip: int) -> Any:
+        return x[self._image_cells_of_strip(strip)]
 
-    def _dy_of_strip(self, dy: Any, number: int) -> Any:
-        return dy if self._output_box is None else dy[self._output_cells_of_strip(number)].copy()
+    def _dy_of_strip(self, dy: Any, strip: int) -> Any:
+        return dy if self._output_box is None else dy[self._output_cells_of_strip(strip)].copy()

@@ -33,18 +33,18 @@ class SegmentExecutor:
     regions = (None, None)
 
     def __init__(self, segment: Segment, context: ModelContext, blocks: BlockPool) -> None:
-        first, last = segment.plans[0].layer, segment.plans[-1].layer
+        first_layer, last_layer = segment.plans[0].layer, segment.plans[-1].layer
         self.leaves, self.context, self.name = [plan.layer for plan in segment.plans], context, segment.name
-        self.input, self.input_shape, self.kernels = first.input, first.input_shape, context.backend.kernels
-        self.output_tile, self.output_shape = last.output_tile, last.output_shape
+        self.input, self.input_shape, self.kernels = first_layer.input, first_layer.input_shape, context.backend.kernels
+        self.output_tile, self.output_shape = last_layer.output_tile, last_layer.output_shape
         self.params: dict[str, Any] = {}
         self.grads, self.state = self.params, self.params
         self.strips: list[tuple[tuple[Slices, Slices], Section]] = []
         for at, planned in segment.strips(context.grid.tile):
-            seen = planned.placed[id(first)].view(at).need.relative_to(self.input.need)
-            cells = planned.placed[id(last)].tile(at).relative_to(self.output_tile)
-            index = (slice(None), *seen.slices), (slice(None), *cells.slices)
-            self.strips.append((index, section_of_strip_or_block(planned, context, at, blocks)))
+            view_cells = planned.placed[id(first_layer)].view(at).need.relative_to(self.input.need)
+            tile_cells = planned.placed[id(last_layer)].tile(at).relative_to(self.output_tile)
+            view_and_tile_index = (slice(None), *view_cells.slices), (slice(None), *tile_cells.slices)
+            self.strips.append((view_and_tile_index, section_of_strip_or_block(planned, context, at, blocks)))
 
     def reductions_for(self, input_shape: tuple[int, ...]) -> list[Any]:
         """Return an empty list: no layer of a segment has reductions."""
@@ -53,24 +53,24 @@ class SegmentExecutor:
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs, computed strip by strip."""
         y = ctx.out
-        for (seen, cells), section in self.strips:
-            (run,) = section.forward([view[seen]], [ctx.phase])
-            self.kernels.copy(run.output, y[cells])
-            run.close()
+        for (view_index, tile_index), section in self.strips:
+            (strip_pass,) = section.forward([view[view_index]], [ctx.phase])
+            self.kernels.copy(strip_pass.output, y[tile_index])
+            strip_pass.close()
         ctx.save(view=view)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Run each strip forward again, then backward, and sum the gradients of cells that several strips share."""
-        needed = ctx.needs_input_gradient
-        dview = ctx.out if needed else None
+        needs_dx = ctx.needs_input_gradient
+        dview = ctx.out if needs_dx else None
         if dview is not None:
             dview[...] = 0
-        for (seen, cells), section in self.strips:
-            passes = section.forward([ctx.view[seen]], [ctx.phase], reduced=[[None] * len(section.tasks)])
-            (gradient,) = section.backward(passes, [dy[cells].copy()], need_dx=needed)
+        for (view_index, tile_index), section in self.strips:
+            passes = section.forward([ctx.view[view_index]], [ctx.phase], reduced=[[None] * len(section.tasks)])
+            (view_gradient,) = section.backward(passes, [dy[tile_index].copy()], need_dx=needs_dx)
             if dview is not None:
-                dview[seen] += gradient
+                dview[view_index] += view_gradient
             passes[0].close()
         return dview
 
@@ -78,40 +78,40 @@ class SegmentExecutor:
 def section_of_strip_or_block(
     planned: PlannedSection,
     context: ModelContext,
-    part: int,
+    part_number: int,
     blocks: BlockPool,
     layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
 ) -> Section:
     """Return the section of a strip or block, whose layers share the arrays of the built layers."""
-    context = replace(context, grid=context.grid.single_tile_grid(planned.grid, part))
+    context = replace(context, grid=context.grid.single_tile_grid(planned.grid, part_number))
     layers = [step.layer for step in planned.graph.steps if step.layer is not None]
-    copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], part, context) for layer in layers}
-    return Section(planned, context, part, blocks, copies, layer_task)
+    copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], part_number, context) for layer in layers}
+    return Section(planned, context, part_number, blocks, copies, layer_task)
 
 
-def layer_on_strip(layer: Layer, placed: Any, strip: int, context: ModelContext) -> Layer:
+def layer_on_strip(layer: Layer, layer_plan: Any, strip: int, context: ModelContext) -> Layer:
     """Return a copy of a layer for a strip, which shares the layer's arrays (of partitioned ones, a part)."""
     clone = copy.copy(layer)
-    clone.context, clone.regions, clone.gathered_gradient_array = context, placed.regions, None
-    create = partial(GlobalArray, context.grid, dtype=str(context.dtype), backend=context.backend, reuse=True)
-    clone.input = create((context.batch_size, *layer.input_shape), layer.window)
-    clone.input.set_halo_plan(placed.view(strip))
+    clone.context, clone.regions, clone.gathered_gradient_array = context, layer_plan.regions, None
+    create_array = partial(GlobalArray, context.grid, dtype=str(context.dtype), backend=context.backend, reuse=True)
+    clone.input = create_array((context.batch_size, *layer.input_shape), layer.window)
+    clone.input.set_halo_plan(layer_plan.view(strip))
     if layer.scattered_output_array is not None:
         shape, window = (context.batch_size, *layer.output_shape), layer.scattered_output_array.window
-        clone.scattered_output_array = create(shape, window)
+        clone.scattered_output_array = create_array(shape, window)
         clone.scattered_output_array.swaps_directions = True
-        clone.scattered_output_array.set_halo_plan(placed.output_halo_plan(strip))
+        clone.scattered_output_array.set_halo_plan(layer_plan.output_halo_plan(strip))
     clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.output_tile.shape, clone.output_shape[-1])
-    cuts = {}
+    strip_parts = {}
     for name, parameter in layer.parameters_for(layer.input_shape).items():
         if parameter.layout.is_partitioned:
             layout, shape, grid = parameter.layout, parameter.shape, layer.context.grid
-            whole = layout.box(shape, grid.shape, grid.tile)
-            cells = layout.box(shape, context.grid.shape, strip).relative_to(whole).slices
-            cuts[name] = whole.shape, cells, layout.shape_on(shape, context.grid.shape, strip)
-    if cuts:
-        parts = {name: _strip_part(layer.params[name], cut) for name, cut in cuts.items()}
-        clone.params, clone.grads = dict(layer.params) | parts, _StripGradients(layer.grads, cuts)
+            tile_box = layout.box(shape, grid.shape, grid.tile)
+            strip_slices = layout.box(shape, context.grid.shape, strip).relative_to(tile_box).slices
+            strip_parts[name] = tile_box.shape, strip_slices, layout.shape_on(shape, context.grid.shape, strip)
+    if strip_parts:
+        strip_arrays = {name: _strip_part(layer.params[name], cut) for name, cut in strip_parts.items()}
+        clone.params, clone.grads = dict(layer.params) | strip_arrays, _StripGradients(layer.grads, strip_parts)
     clone.prepare_for_tile()
     return clone
 
@@ -119,9 +119,9 @@ def layer_on_strip(layer: Layer, placed: Any, strip: int, context: ModelContext)
 class _StripGradients(dict[str, Any]):
     """Gradients by name; assigned values are added to the layer's gradients (partitioned ones: to the strip's part)."""
 
-    def __init__(self, whole: Any, cuts: dict[str, _StripPart]) -> None:
+    def __init__(self, whole: Any, strip_parts: dict[str, _StripPart]) -> None:
         super().__init__(whole)
-        self.whole, self.cuts = whole, cuts
+        self.whole, self.strip_parts = whole, strip_parts
 
     @property
     def names_to_zero(self) -> set[str]:
@@ -132,10 +132,10 @@ class _StripGradients(dict[str, Any]):
         return 0.0  # __setitem__ adds
 
     def __setitem__(self, name: str, values: Any) -> None:
-        if name not in self.cuts:
+        if name not in self.strip_parts:
             self.whole[name] = values
             return
-        part = _strip_part(self.whole[name], self.cuts[name])
+        part = _strip_part(self.whole[name], self.strip_parts[name])
         part += values
 
 
@@ -143,7 +143,7 @@ _StripPart: TypeAlias = tuple[tuple[int, ...], Slices, tuple[int, ...]]
 """Shape of a rank's array with the axes of cells, index of a strip's cells, and shape of the strip's part."""
 
 
-def _strip_part(array: Any, cut: _StripPart) -> Any:
+def _strip_part(array: Any, part: _StripPart) -> Any:
     """Return a strip's part of a rank's array, as a view."""
-    whole, cells, shape = cut
-    return array.reshape(whole)[cells].reshape(shape)
+    array_shape, part_slices, part_shape = part
+    return array.reshape(array_shape)[part_slices].reshape(part_shape)

@@ -51,7 +51,7 @@ class Task(ABC):
         """Return this rank's tile of the value for each pass, given the inputs."""
 
     @abstractmethod
-    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needs_dx: Sequence[bool]) -> list[Sequence[Any]]:
         """Return the gradients of each pass's inputs (None if not needed), given the gradient of the value."""
 
     def saved_state(self, run: SectionPass) -> Any:
@@ -102,26 +102,26 @@ class JoinTask(Task):
                     run.join_outputs[self.index] = y if self.relu_gradient_step is None else y.copy()
         return outputs
 
-    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needs_dx: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself; zeros in cells of inputs that are not joined."""
         gradients: list[Any] = [
             list(self.join.split(self._dy_of_join(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
         ]
         for parts in gradients:
             for at, (shape, cells) in self.inputs_with_extra_cells.items():
-                part = parts[at]
-                parts[at] = self.kernels.xp.zeros((len(part), *shape, self.channels[at]), part.dtype)
-                parts[at][cells] = part
+                gradient_part = parts[at]
+                parts[at] = self.kernels.xp.zeros((len(gradient_part), *shape, self.channels[at]), gradient_part.dtype)
+                parts[at][cells] = gradient_part
         return gradients
 
     def _dy_of_join(self, run: SectionPass, dy: Any) -> Any:
         """Return the gradient of the join, before its activation."""
         if self.fused_activation(run) is None or self.is_relu_gradient_deferred(run):
             return dy
-        space = run.workspace
-        in_place = self.index + 1 not in space.plan.gradient_ranges and space.arena.blocks.owns(dy)
-        place = dy if in_place else space.gradient_array(self.index + 1, self.output_value, run.samples)
-        return self.kernels.relu_backward(run.join_outputs[self.index], dy, place)
+        workspace = run.workspace
+        in_place = self.index + 1 not in workspace.plan.gradient_ranges and workspace.arena.blocks.owns(dy)
+        target = dy if in_place else workspace.gradient_array(self.index + 1, self.output_value, run.samples)
+        return self.kernels.relu_backward(run.join_outputs[self.index], dy, target)
 
 
 class FusedActivationTask(Task):
@@ -138,7 +138,7 @@ class FusedActivationTask(Task):
         self._notify_observers("forward", "output", outputs)
         return outputs
 
-    def execute_backward(self, passes: Passes, dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def execute_backward(self, passes: Passes, dys: Sequence[Any], needs_dx: Sequence[bool]) -> list[Sequence[Any]]:
         """Pass the gradients on; the previous step applies the activation's backward."""
         self._notify_observers("backward", "gradient of the input", dys)
         return [[dy] for dy in dys]

@@ -34,8 +34,11 @@ class Workspace:
         """Return the buffer of a step's view for batches of this size."""
         key, array = (step, samples), self.inputs[step]
         if key not in self._views and array is not None:
-            view, gradient = self.plan.view_ranges[step], self.plan.gradient_ranges.get(step)
-            slots = partial(self.arena.array, view), None if gradient is None else partial(self.arena.array, gradient)
+            view_slot, gradient_slot = self.plan.view_ranges[step], self.plan.gradient_ranges.get(step)
+            slots = (
+                partial(self.arena.array, view_slot),
+                None if gradient_slot is None else partial(self.arena.array, gradient_slot),
+            )
             self._views[key] = array.buffer(samples, self.arena.block_number, slots)
         return self._views[key]
 
@@ -56,14 +59,14 @@ class Workspace:
         if step in self.plan.border_ranges:
             self.view(step, samples).save_border(self._border(step, samples))
 
-    def recompute_view(self, step: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
-        """Rebuild the view of a step for the backward pass; `write` fills in the tile."""
+    def recompute_view(self, step: int, value: int, samples: int, write_tile: Callable[[Any], None]) -> Any:
+        """Rebuild the view of a step for the backward pass; `write_tile` fills in the tile."""
         slot = self.plan.rebuilt_view_ranges[step]
         if step in self.plan.border_ranges:
-            buffer, saved = self.view(step, samples), self._border(step, samples)
-            return buffer.recompute_view(partial(self.arena.array, slot), saved, write)
+            buffer, saved_border = self.view(step, samples), self._border(step, samples)
+            return buffer.recompute_view(partial(self.arena.array, slot), saved_border, write_tile)
         tile = self._array(slot, value, samples)
-        write(tile)
+        write_tile(tile)
         return tile
 
     def _border(self, step: int, samples: int) -> Any:

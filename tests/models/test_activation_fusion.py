@@ -171,7 +171,7 @@ def test_passes_ending_between_layer_and_activation():
             np.testing.assert_allclose(*gradients, rtol=0, atol=1e-10)
     run = fused.executor.forward(x, Phase(training=True))
     with pytest.raises(PassOrderError, match="between a layer and its activation"):
-        fused.executor.backward(run, np.ones((4, 3)), first=1)
+        fused.executor.backward(run, np.ones((4, 3)), first_node=1)
 
 
 def test_observers_see_both_layers():

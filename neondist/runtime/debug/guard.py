@@ -49,12 +49,12 @@ class DebugHaloStepContext(StepContext):
     def _exchange_halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
         if not hasattr(array, "policy"):  # the view includes the halo already
             return super()._exchange_halo(direction, array, values)
-        gathers = (direction == "forward") != array.swaps_directions
-        buffer = None if array.plan.trivial or not gathers else array.buffer(len(values))
+        is_gather = (direction == "forward") != array.swaps_directions
+        buffer = None if array.plan.trivial or not is_gather else array.buffer(len(values))
         result = self.checked_exchange(
-            direction, array, gathers, buffer, super()._exchange_halo, direction, array, values
+            direction, array, is_gather, buffer, super()._exchange_halo, direction, array, values
         )
-        if not gathers:
+        if not is_gather:
             return result
         copied = GuardedCopy(result)
         self.other_copies = *self.other_copies, copied
@@ -86,16 +86,16 @@ class DebugHaloStepContext(StepContext):
         )
         return view
 
-    def _check_cells(self, direction: str, array: GlobalArray, missing: Any, fault: str, remedy: str = "") -> None:
-        if missing.any():
-            first = np.argwhere(missing)[0][1:-1]
-            cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))
-            raise self.layer_error(direction, f"{missing.sum()} {fault}, the first for cell {cell}{remedy}")
+    def _check_cells(self, direction: str, array: GlobalArray, missing_mask: Any, fault: str, remedy: str = "") -> None:
+        if missing_mask.any():
+            first_missing = np.argwhere(missing_mask)[0][1:-1]
+            global_cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first_missing, strict=True))
+            raise self.layer_error(direction, f"{missing_mask.sum()} {fault}, the first for cell {global_cell}{remedy}")
 
-    def call_and_name_layer(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def call_and_name_layer(self, direction: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a call, adding the layer's name to a HaloError."""
         try:
-            return call(*arguments)
+            return function(*arguments)
         except HaloError as error:
             if getattr(error, "subject", None) is not None:
                 raise
@@ -147,15 +147,15 @@ class GuardedLayerTask(LayerTask):
         """Compare the partial results with those of other ranks, and combine them."""
         grid, group = self.input_array.grid, self.reductions[direction].group
         if group is not None:
-            kinds = ["None" if p is None else f"an array of {getattr(p, 'dtype', type(p))}" for p in partials]
-            (first, expected), *others = grid.group(group).allgather((grid.rank, kinds))
+            partial_types = ["None" if p is None else f"an array of {getattr(p, 'dtype', type(p))}" for p in partials]
+            (first_rank, expected), *others = grid.group(group).allgather((grid.rank, partial_types))
             for rank, actual in others:
                 if actual != expected:
                     at = next(i for i, pair in enumerate(zip(actual, expected, strict=True)) if pair[0] != pair[1])
                     method = "reduce" if direction == "forward" else "reduce_backward"
                     error = HaloError(
                         f"layer '{self.name}' ({type(self.layer).__name__}), {direction}: {method} returns {actual[at]}"
-                        f" on rank {rank}, but {expected[at]} on rank {first}; return the same on all ranks"
+                        f" on rank {rank}, but {expected[at]} on rank {first_rank}; return the same on all ranks"
                     )
                     error.subject = self.layer
                     raise error
@@ -177,8 +177,8 @@ class GuardedLayerTask(LayerTask):
 
     def exchange_halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:
         """Return a view, which must be completely filled, or a tile's gradient from a complete gradient of its view."""
-        call = super().exchange_halo, direction, ctx, buffer, array
-        return ctx.checked_exchange(direction, self.input_array, direction == "forward", buffer, *call)
+        exchange_call = super().exchange_halo, direction, ctx, buffer, array
+        return ctx.checked_exchange(direction, self.input_array, direction == "forward", buffer, *exchange_call)
 
     @staticmethod
     def _guarded_copy(ctx: Any, view: Any) -> Any:

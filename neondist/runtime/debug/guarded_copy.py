@@ -23,14 +23,14 @@ class GuardedCopy:
     """
 
     def __init__(self, array: Any) -> None:
-        before, after = _byte_range_from_origin(array)
-        moat = max(_MARGIN_BYTES, 2 * max(map(abs, array.strides[1:]), default=0))
-        moat += -moat % _ALIGNMENT_BYTES
-        self.memory = np.empty(before + after + 2 * moat + 2 * _ALIGNMENT_BYTES, np.uint8)
-        first = moat + before
-        first += (array.ctypes.data - self.memory.ctypes.data - first) % _ALIGNMENT_BYTES
-        self.array = np.ndarray(array.shape, array.dtype, self.memory, first, array.strides)
-        self.cells_with_guards = self.memory[first % array.itemsize :]
+        bytes_before, bytes_after = _byte_range_from_origin(array)
+        margin_bytes = max(_MARGIN_BYTES, 2 * max(map(abs, array.strides[1:]), default=0))
+        margin_bytes += -margin_bytes % _ALIGNMENT_BYTES
+        self.memory = np.empty(bytes_before + bytes_after + 2 * margin_bytes + 2 * _ALIGNMENT_BYTES, np.uint8)
+        array_start = margin_bytes + bytes_before
+        array_start += (array.ctypes.data - self.memory.ctypes.data - array_start) % _ALIGNMENT_BYTES
+        self.array = np.ndarray(array.shape, array.dtype, self.memory, array_start, array.strides)
+        self.cells_with_guards = self.memory[array_start % array.itemsize :]
         self.cells_with_guards = self.cells_with_guards[
             : len(self.cells_with_guards) // array.itemsize * array.itemsize
         ].view(array.dtype)
@@ -46,5 +46,5 @@ class GuardedCopy:
 
 def _byte_range_from_origin(array: Any) -> tuple[int, int]:
     """Return the bytes that the cells occupy before the address of the first cell, and from it on."""
-    spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
-    return -sum(span for span in spans if span < 0), sum(span for span in spans if span > 0) + array.itemsize
+    byte_spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
+    return -sum(span for span in byte_spans if span < 0), sum(span for span in byte_spans if span > 0) + array.itemsize

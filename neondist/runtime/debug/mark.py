@@ -27,9 +27,9 @@ def mask_of_uninitialised(array: Any) -> Any:
     """Return a mask of the cells that hold the mark, of either sign."""
     if array.dtype.kind != "f":
         return np.zeros(array.shape, bool)
-    kind, bits = _MARK_BITS[array.dtype.itemsize]
-    sign = kind(1) << kind(8 * array.dtype.itemsize - 1)
-    return array.view(kind) & ~sign == bits
+    uint_type, mark_bits = _MARK_BITS[array.dtype.itemsize]
+    sign_bit = uint_type(1) << uint_type(8 * array.dtype.itemsize - 1)
+    return array.view(uint_type) & ~sign_bit == mark_bits
 
 
 def bytes_checksum(array: Any) -> int:
@@ -39,11 +39,11 @@ def bytes_checksum(array: Any) -> int:
 
 def mask_of_unfilled(view: Any, plan: HaloPlan) -> Any:
     """Return a mask of the marked cells of a view, among those that outputs depend on."""
-    missing = mask_of_uninitialised(view)
+    is_unfilled = mask_of_uninitialised(view)
     if plan.has_unused_cells and plan.used is not None:
-        parts = zip(plan.used, plan.need.lo, strict=True)
-        axes = [[cell - first for part in cells for cell in part] for cells, first in parts]
-        seen = np.zeros(missing.shape, bool)
-        seen[np.ix_(range(len(view)), *axes, range(view.shape[-1]))] = True
-        missing &= seen
-    return missing
+        cells_and_origins = zip(plan.used, plan.need.lo, strict=True)
+        view_indices = [[cell - first for part in cells for cell in part] for cells, first in cells_and_origins]
+        is_used = np.zeros(is_unfilled.shape, bool)
+        is_used[np.ix_(range(len(view)), *view_indices, range(view.shape[-1]))] = True
+        is_unfilled &= is_used
+    return is_unfilled

@@ -42,23 +42,23 @@ class CurrentActivity(Observer):
 
     def __str__(self) -> str:
         """Return the current layer, or other part of a step, and what this rank waits for; '' outside passes."""
-        place, doing, before = "", "", ""
+        position, activity, outer_event = "", "", ""
         for what, name, direction, subject in [*self._stack]:
             if what == "layer":
-                place, doing = f"{direction} pass of layer '{name}': ", "not waiting for another rank"
+                position, activity = f"{direction} pass of layer '{name}': ", "not waiting for another rank"
             elif what == "wait":
-                doing = self._describe_wait(subject, before)
+                activity = self._describe_wait(subject, outer_event)
             else:
-                place, doing = _WORK_PREFIXES.get(what, place), doing or "not waiting for another rank"
-            before = what
-        return place + doing
+                position, activity = _WORK_PREFIXES.get(what, position), activity or "not waiting for another rank"
+            outer_event = what
+        return position + activity
 
-    def _describe_wait(self, subject: Exchange | str, activity: str) -> str:
+    def _describe_wait(self, subject: Exchange | str, enclosing_event: str) -> str:
         if isinstance(subject, str):
-            operation = "redistribution" if activity == "redistribute" else "sum"
+            operation = "redistribution" if enclosing_event == "redistribute" else "sum"
             return f"waiting in a {operation} over {self._describe_group(subject)}"
-        first = self.grid.rank - self.grid.tile  # first rank of this replica
-        peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})
+        first_rank = self.grid.rank - self.grid.tile  # first rank of this replica
+        peers = sorted({first_rank + message.peer for message in (*subject.receives, *subject.sends)})
         return f"waiting for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))} in the halo exchange"
 
     def _describe_group(self, name: str) -> str:
@@ -68,18 +68,18 @@ class CurrentActivity(Observer):
         return f"the tiles of replica {grid.replica}" if name == "tiles" else f"the replicas of tile {grid.tile}"
 
 
-def innermost_calls(thread: int) -> str:
+def innermost_calls(thread_id: int) -> str:
     """Return the innermost calls of a thread, one per line, as faulthandler writes them; '' if it has ended."""
-    inlet, outlet = os.pipe()
-    os.set_blocking(outlet, False)  # text beyond the pipe's capacity is dropped instead of blocking
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)  # text beyond the pipe's capacity is dropped instead of blocking
     try:
-        faulthandler.dump_traceback(outlet)
-        text = os.read(inlet, 1 << 20).decode(errors="replace")
+        faulthandler.dump_traceback(write_fd)
+        traceback_text = os.read(read_fd, 1 << 20).decode(errors="replace")
     finally:
-        os.close(inlet)
-        os.close(outlet)
-    for section in text.split("\n\n"):
-        head, *lines = section.strip().splitlines()
-        if f"0x{thread:016x}" in head:
+        os.close(read_fd)
+        os.close(write_fd)
+    for section in traceback_text.split("\n\n"):
+        thread_header, *lines = section.strip().splitlines()
+        if f"0x{thread_id:016x}" in thread_header:
             return "\n".join(lines[:_MAX_LISTED_CALLS])
     return ""

@@ -38,42 +38,42 @@ class Trace(Observer):
 
     def on_end(self, what: str, name: str, direction: str) -> None:
         """Append the event."""
-        now, (subject, start) = time.perf_counter_ns(), self._open_events.pop()
-        title = name if what == "layer" else what
+        now, (subject, start_ns) = time.perf_counter_ns(), self._open_events.pop()
+        event_name = name if what == "layer" else what
         details: dict[str, Any] = {"layer": name, "direction": direction}
         if what == "sync":
-            title = "sum of gradients"
+            event_name = "sum of gradients"
         elif isinstance(subject, str):
-            title = f"wait: {subject}"
+            event_name = f"wait: {subject}"
         elif subject is not None:
-            title = "wait: messages"
+            event_name = "wait: messages"
             details |= {"messages": len(subject.sends), "bytes_sent": subject.bytes_sent}
         if subject == "world":
             self.clock_alignment_times.append(now)
         args = {key: value for key, value in details.items() if value != ""}
-        event = {"name": title, "cat": what, "ph": "X", "pid": self.rank, "tid": 0, "args": args}
-        self.events.append(event | {"ts": start, "dur": now - start})
+        event = {"name": event_name, "cat": what, "ph": "X", "pid": self.rank, "tid": 0, "args": args}
+        self.events.append(event | {"ts": start_ns, "dur": now - start_ns})
 
 
-def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
+def align_clocks(events_and_times: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
     """Return the events of all ranks, given (events, clock_alignment_times) of each, in microseconds of one clock.
 
     Clocks are aligned to rank 0's by the median offset of these times.
     """
-    shifted: list[Event] = []
-    for events, clock_alignment_times in ranks:
-        off = (
-            int(median(own - first for own, first in zip(clock_alignment_times, ranks[0][1], strict=True)))
+    aligned: list[Event] = []
+    for events, clock_alignment_times in events_and_times:
+        clock_offset = (
+            int(median(own - start for own, start in zip(clock_alignment_times, events_and_times[0][1], strict=True)))
             if clock_alignment_times
             else 0
         )
-        shifted += [event | {"ts": event["ts"] - off} for event in events]
-    first = min((event["ts"] for event in shifted), default=0)
-    named = [
+        aligned += [event | {"ts": event["ts"] - clock_offset} for event in events]
+    start = min((event["ts"] for event in aligned), default=0)
+    names = [
         {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
-        for rank in range(len(ranks))
+        for rank in range(len(events_and_times))
     ]
-    return named + [event | {"ts": (event["ts"] - first) / 1000, "dur": event["dur"] / 1000} for event in shifted]
+    return names + [event | {"ts": (event["ts"] - start) / 1000, "dur": event["dur"] / 1000} for event in aligned]
 
 
 def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> None:
@@ -81,6 +81,6 @@ def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> No
     trace = Trace(grid.rank)
     with grid.observers.add_temporarily(trace):
         work()
-    ranks = grid.world.allgather((trace.events, trace.clock_alignment_times))
+    events_by_rank = grid.world.allgather((trace.events, trace.clock_alignment_times))
     if grid.rank == 0:
-        write_text(path, json.dumps({"traceEvents": align_clocks(ranks), "displayTimeUnit": "ms"}) + "\n")
+        write_text(path, json.dumps({"traceEvents": align_clocks(events_by_rank), "displayTimeUnit": "ms"}) + "\n")
