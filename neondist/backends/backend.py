@@ -59,10 +59,10 @@ class Backend:
         ShapeError
             If its elements are not real numbers, or some are masked; `name` is the array's name.
         """
-        source = as_real_numbers(name, array, self.xp)
-        if copy or not self.owns(source):
-            return self.from_host(source, dtype)
-        return self.xp.ascontiguousarray(source, dtype)
+        real_array = as_real_numbers(name, array, self.xp)
+        if copy or not self.owns(real_array):
+            return self.from_host(real_array, dtype)
+        return self.xp.ascontiguousarray(real_array, dtype)
 
     def in_precision(self, precision: ComputePrecision) -> Backend:
         """Return the backend for products with operands of a precision; raise ConfigError if unsupported."""
@@ -137,8 +137,8 @@ def memory_per_rank(name: str | Backend) -> Callable[[int], int | None]:
 
 
 def _preferred_backend_name() -> str:
-    host = "torch" if find_module_spec("torch") else "numpy"
-    return host if gpus.find_cupy_problem() else "cupy"
+    cpu_backend = "torch" if find_module_spec("torch") else "numpy"
+    return cpu_backend if gpus.find_cupy_problem() else "cupy"
 
 
 def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
@@ -147,8 +147,8 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
         return ""
     backend = get_backend(name)
     if backend.xp is not np:
-        missing = precision.name == "tf32" and not backend.kernels.tf32
-        return "precision: layers compute in float32: tf32 needs a PyTorch for CUDA" * missing
+        lacks_tf32 = precision.name == "tf32" and not backend.kernels.tf32
+        return "precision: layers compute in float32: tf32 needs a PyTorch for CUDA" * lacks_tf32
     if precision.name == "tf32":
         return "precision: tf32 requires a GPU; on a CPU it is the same as float32"
     if find_module_spec("torch") is not None:
@@ -194,8 +194,8 @@ def _make_cupy_backend() -> Backend:
     _require_cupy()
     from . import cupy, cupy_torch
 
-    table = cupy_torch.CudaTorchKernels if cupy_torch.is_torch_cuda_usable() else cupy.CupyKernels
-    return Backend("cupy", table(gpus.load_cupy()))
+    kernels_class = cupy_torch.CudaTorchKernels if cupy_torch.is_torch_cuda_usable() else cupy.CupyKernels
+    return Backend("cupy", kernels_class(gpus.load_cupy()))
 
 
 _BACKEND_FACTORIES: dict[str, Callable[[], Backend]] = {

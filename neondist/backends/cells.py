@@ -53,9 +53,9 @@ class CellKernels:
         for source, target in zip(sources, targets, strict=True):
             target[...] = source
 
-    def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
+    def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], addends: Sequence[Any]) -> None:
         """Add each part to its box of an array, in this order; boxes may overlap. On a device, all in one launch."""
-        for box, part in zip(boxes, parts, strict=True):
+        for box, part in zip(boxes, addends, strict=True):
             array[box] += part
 
     def contiguous(self, x: Any) -> Any:
@@ -86,8 +86,8 @@ class CellKernels:
         cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
         ones = self.xp.ones((1, min(self.sum_block_elements, len(cells))), x.dtype)
         for start in range(0, len(cells), self.sum_block_elements):
-            part = cells[start : start + self.sum_block_elements]
-            total += self.matmul(ones[:, : len(part)], part)[0]
+            block = cells[start : start + self.sum_block_elements]
+            total += self.matmul(ones[:, : len(block)], block)[0]
         return total
 
     def sample_sum(self, x: Any) -> Any:
@@ -107,8 +107,8 @@ class CellKernels:
         """
         count = max(1, prod(x.shape[1:-1] if by_sample else x.shape[:-1]))
         mean = self._group_sums(x, by_sample) / count
-        from_mean = x - self._broadcast_over_cells(mean, x.ndim)
-        return mean, self._group_sums(from_mean * from_mean, by_sample)
+        deviations = x - self._broadcast_over_cells(mean, x.ndim)
+        return mean, self._group_sums(deviations * deviations, by_sample)
 
     def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
         """Write the normalised cells into y; x and y of any strides."""
@@ -131,8 +131,8 @@ class CellKernels:
     def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, coefficients: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, given a, b and c (groups, C)."""
         dz_factor, x_factor, offset = (self._broadcast_over_cells(values, x.ndim) for values in coefficients)
-        own = (x - self._broadcast_over_cells(norm.mean, x.ndim)) * x_factor + offset
-        self.xp.add(self._gradient_before_relu(x, dy, norm) * dz_factor, own, out=dx)
+        x_term = (x - self._broadcast_over_cells(norm.mean, x.ndim)) * x_factor + offset
+        self.xp.add(self._gradient_before_relu(x, dy, norm) * dz_factor, x_term, out=dx)
 
     def scale_and_shift(self, mean: Any, var: Any, affine: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
         """Return mean, scale and shift of each channel, and the scale without gamma, all (C,).
@@ -142,11 +142,11 @@ class CellKernels:
         affine : pair of array (C,)
             Factor gamma and summand beta of each channel.
         """
-        root = 1 / self.xp.sqrt(var + var.dtype.type(eps))
-        return mean, affine[0] * root, affine[1].copy(), root
+        inverse_std = 1 / self.xp.sqrt(var + var.dtype.type(eps))
+        return mean, affine[0] * inverse_std, affine[1].copy(), inverse_std
 
     def batch_scale_and_shift(
-        self, moments: Any, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
+        self, moments: Any, running_moments: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
         """Return the `scale_and_shift` of a batch, and update the running mean and variance.
 
@@ -155,16 +155,16 @@ class CellKernels:
         moments : array (1 + 2 C,)
             Number of cells, means, and sums of squared differences from the means.
         """
-        count, (mean, squares) = moments[0], moments[1:].reshape(2, -1)
-        for kept, new in zip(running, (mean, squares / self.xp.maximum(count - 1, 1)), strict=True):
+        count, (mean, square_sums) = moments[0], moments[1:].reshape(2, -1)
+        for kept, new in zip(running_moments, (mean, square_sums / self.xp.maximum(count - 1, 1)), strict=True):
             kept += momentum * (new - kept)
-        return self.scale_and_shift(mean.copy(), squares / count, affine, eps)
+        return self.scale_and_shift(mean.copy(), square_sums / count, affine, eps)
 
-    def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
+    def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, inverse_std: Any) -> tuple[Any, Any, Any]:
         """Return the coefficients of `normalise_backward`, (C,) each, from the gradients of gamma and beta (2 C,)."""
-        by_gamma, by_beta = (sums / count).reshape(2, -1)
-        dz_factor = gamma * root
-        return dz_factor, -dz_factor * root * by_gamma, -dz_factor * by_beta
+        gamma_gradient, beta_gradient = (sums / count).reshape(2, -1)
+        dz_factor = gamma * inverse_std
+        return dz_factor, -dz_factor * inverse_std * gamma_gradient, -dz_factor * beta_gradient
 
     def _gradient_before_relu(self, x: Any, dy: Any, norm: Normalisation) -> Any:
         if not norm.fused_relu:
@@ -214,15 +214,15 @@ class CompiledCells(CellKernels):
 
     def add(self, parts: Sequence[np.ndarray], y: np.ndarray, fused_relu: bool = False) -> None:
         """Write the sum of all parts into y."""
-        first, *rest = parts
-        for at, part in enumerate(rest, start=1):
+        first_addend, *other_addends = parts
+        for at, part in enumerate(other_addends, start=1):
             if not self._try_compiled_kernel(
-                "add", first, part, y, minimum=0 if fused_relu and at == len(rest) else -inf
+                "add", first_addend, part, y, minimum=0 if fused_relu and at == len(other_addends) else -inf
             ):
                 super().add(parts, y, fused_relu)
                 return
-            first = y
-        if not rest:
+            first_addend = y
+        if not other_addends:
             super().add(parts, y, fused_relu)
 
     def channel_sum(self, x: np.ndarray) -> np.ndarray:

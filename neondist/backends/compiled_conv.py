@@ -32,10 +32,10 @@ class CompiledConvolution(RowKernels):
 
     def uses_depthwise_kernel(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
         """Return whether the depthwise kernel applies."""
-        *kernel, inner, outer = shape
+        *kernel, in_channels, out_channels = shape
         return (
-            inner == 1 < groups == outer
-            and outer * x.itemsize >= VECTOR_BYTES
+            in_channels == 1 < groups == out_channels
+            and out_channels * x.itemsize >= VECTOR_BYTES
             and prod(kernel) <= _MAX_DEPTHWISE_TAPS
             and x.ndim > 3
             and prod(x.shape[:-1]) >= _MIN_WINOGRAD_CELLS
@@ -44,32 +44,32 @@ class CompiledConvolution(RowKernels):
 
     def uses_winograd_kernel(self, x: np.ndarray, shape: Ints, args: ConvArgs) -> bool:
         """Return whether the Winograd kernel applies."""
-        (*kernel, inner, outer), (stride, dilation, groups) = shape, args
+        (*kernel, in_channels, out_channels), (stride, dilation, groups) = shape, args
         return (
             tuple(kernel[-2:]) in ((3, 3), (5, 5))
             and prod(stride) * prod(dilation) * groups == 1
-            and min(inner, outer) >= _MIN_WINOGRAD_CHANNELS
+            and min(in_channels, out_channels) >= _MIN_WINOGRAD_CHANNELS
             and prod(shape) <= _MAX_WINOGRAD_WEIGHTS
             and prod(x.shape[:-1]) >= _MIN_WINOGRAD_CELLS
             and hasattr(self.compiled, "winograd")
         )
 
     def filter_with_shared_window(
-        self, pass_kind: int, x: np.ndarray, window: np.ndarray, stride: Ints, out: Ints
+        self, pass_kind: int, x: np.ndarray, window: np.ndarray, stride: Ints, out_extent: Ints
     ) -> np.ndarray | None:
         """Return every channel's convolution with one window (*kernel), or the gradient of its input, given dy as x.
 
         Parameters
         ----------
         pass_kind : FORWARD or INPUT_GRADIENT
-        out : extent of the result
+        out_extent : extent of the result
 
         Returns
         -------
         array (N, *out, C); None if no compiled kernel applies
         """
         channels = x.shape[-1]
-        weights, y = np.empty((*window.shape, 1, channels), x.dtype), np.empty((len(x), *out, channels), x.dtype)
+        weights, y = np.empty((*window.shape, 1, channels), x.dtype), np.empty((len(x), *out_extent, channels), x.dtype)
         weights[...] = window[..., None, None]
         args = stride, (1,) * len(stride), channels
         done = hasattr(self.compiled, "depthwise") and self._try_depthwise(pass_kind, x, weights, y, None, args)
@@ -80,8 +80,8 @@ class CompiledConvolution(RowKernels):
     ) -> bool:
         if args[2] > 1:
             return self._try_depthwise(FORWARD, x, np.ascontiguousarray(weights), y, bias, args)
-        transforms = self.uses_winograd_kernel(x, weights.shape, args)
-        if transforms and self._try_winograd(False, x, weights, y, bias, pad):
+        uses_winograd = self.uses_winograd_kernel(x, weights.shape, args)
+        if uses_winograd and self._try_winograd(False, x, weights, y, bias, pad):
             return True
         return super()._try_convolve(x, weights, y, bias, args, pad)
 
@@ -100,14 +100,14 @@ class CompiledConvolution(RowKernels):
     def _try_winograd(
         self, backward: bool, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: Any = None, pad: Ints = ()
     ) -> bool:
-        ends = as_triple(pad, 0)
-        done: bool = self.compiled.winograd(backward, x, weights, y, bias, ends, self.threads, self.gomp_address)
+        pad_triple = as_triple(pad, 0)
+        done: bool = self.compiled.winograd(backward, x, weights, y, bias, pad_triple, self.threads, self.gomp_address)
         return done
 
     def _try_depthwise(
         self, pass_kind: int, x: np.ndarray, w: np.ndarray, y: np.ndarray, bias: Any, args: ConvArgs, pad: Ints = ()
     ) -> bool:
         """Write the convolution of x into y, the weights' gradient into w, or, given dy as x, the input's into y."""
-        steps = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0)
-        done: bool = self.compiled.depthwise(pass_kind, x, w, y, bias, *steps, self.threads, self.gomp_address)
+        kernel_args = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0)
+        done: bool = self.compiled.depthwise(pass_kind, x, w, y, bias, *kernel_args, self.threads, self.gomp_address)
         return done

@@ -32,35 +32,35 @@ class ConvolutionKernels:
         dilation: Ints,
         groups: int,
         bias: Any | None = None,
-        zeros: Sides | None = None,
+        zero_sides: Sides | None = None,
     ) -> Any:
         """Return the valid convolution (cross-correlation) of x with the weights, plus bias, (N, *out, C_out).
 
-        `zeros`, the zero cells at the ends of every axis of x, is ignored by this implementation.
+        `zero_sides`, the zero cells at the ends of every axis of x, is ignored by this implementation.
         """
         kernel, channels = weights.shape[:-2], weights.shape[-1]
-        out = output_extent(x.shape[1:-1], kernel, stride, dilation)
-        y = self.xp.empty((len(x), *out, channels), x.dtype)
-        matrix = _weights_by_group(weights, groups)
+        out_extent = output_extent(x.shape[1:-1], kernel, stride, dilation)
+        y = self.xp.empty((len(x), *out_extent, channels), x.dtype)
+        weight_matrix = _weights_by_group(weights, groups)
         for block, columns in self._window_blocks(x, kernel, stride, dilation, groups):
-            part = y[block]
+            block_output = y[block]
             if groups == 1:
-                self.xp.matmul(columns[0], matrix[0], out=part.reshape(-1, channels))
+                self.xp.matmul(columns[0], weight_matrix[0], out=block_output.reshape(-1, channels))
             else:
-                part[...] = _join_groups(columns @ matrix, part.shape)
+                block_output[...] = _join_groups(columns @ weight_matrix, block_output.shape)
             if bias is not None:  # while the block is in the cache
-                part += bias
+                block_output += bias
         return y
 
     def conv_backward_weights(
-        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides | None = None
+        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_sides: Sides | None = None
     ) -> Any:
-        """Return the gradient of the weights (*kernel, C_in / groups, C_out); `zeros` as in `conv_forward`."""
-        inner, outer = x.shape[-1] // groups, dy.shape[-1] // groups
-        total = self.xp.zeros((groups, prod(kernel) * inner, outer), x.dtype)
+        """Return the gradient of the weights (*kernel, C_in / groups, C_out); `zero_sides` as in `conv_forward`."""
+        in_channels, out_channels = x.shape[-1] // groups, dy.shape[-1] // groups
+        gradient = self.xp.zeros((groups, prod(kernel) * in_channels, out_channels), x.dtype)
         for block, columns in self._window_blocks(x, kernel, stride, dilation, groups):
-            total += columns.transpose(0, 2, 1) @ _split_groups(dy[block], groups)
-        return total.transpose(1, 0, 2).reshape(*kernel, inner, groups * outer)
+            gradient += columns.transpose(0, 2, 1) @ _split_groups(dy[block], groups)
+        return gradient.transpose(1, 0, 2).reshape(*kernel, in_channels, groups * out_channels)
 
     def conv_backward_input(
         self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
@@ -72,17 +72,17 @@ class ConvolutionKernels:
         """
         kernel, inner = weights.shape[:-2], weights.shape[-2]
         dx = self.xp.zeros((len(dy), *extent, inner * groups), dy.dtype)
-        transposed = (
+        weights_by_group = (
             _weights_by_group(weights, groups).reshape(groups, prod(kernel), inner, -1).transpose(1, 0, 3, 2).copy()
         )
-        per_row = prod(dy.shape[2:-1]) * max(inner * groups, dy.shape[-1])
+        elements_per_row = prod(dy.shape[2:-1]) * max(inner * groups, dy.shape[-1])
         span = dilation[0] * (kernel[0] - 1) + 1
-        for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], per_row, self.block_elements):
+        for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], elements_per_row, self.block_elements):
             part = dy[samples, rows]
-            by_group = _split_groups(part, groups)
-            target = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
+            dy_by_group = _split_groups(part, groups)
+            dx_rows = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
             for at, (_, cells) in enumerate(window_cells(kernel, stride, dilation, part.shape[1:-1])):
-                target[cells] += _join_groups(by_group @ transposed[at], (*part.shape[:-1], inner * groups))
+                dx_rows[cells] += _join_groups(dy_by_group @ weights_by_group[at], (*part.shape[:-1], inner * groups))
         return crop_borders(dx, crop)
 
     def locally_connected_forward(self, x: Any, weights: Any, stride: Ints) -> Any:
@@ -108,13 +108,13 @@ class ConvolutionKernels:
         dx = xp.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last: long contiguous additions
         length = prod(kernel) * channels
         for _, rows in split_into_blocks(1, out, prod(out[1:]) * len(dy) * length, self.unshared_block_elements):
-            matrix, by_cell = weights[rows], xp.moveaxis(dy[:, rows], 0, -1)
+            matrix, dy_by_cell = weights[rows], xp.moveaxis(dy[:, rows], 0, -1)
             block_shape = matrix.shape[:ndim]
-            columns = matrix.reshape(*block_shape, length, -1) @ by_cell
-            columns = columns.reshape(*block_shape, *kernel, channels, len(dy))
+            window_gradients = matrix.reshape(*block_shape, length, -1) @ dy_by_cell
+            window_gradients = window_gradients.reshape(*block_shape, *kernel, channels, len(dy))
             part = dx[rows.start * stride[0] :]
             for place, (_, *cells) in window_cells(kernel, stride, (1,) * ndim, block_shape):
-                part[tuple(cells)] += columns[(slice(None),) * ndim + place]
+                part[tuple(cells)] += window_gradients[(slice(None),) * ndim + place]
         return xp.ascontiguousarray(xp.moveaxis(dx, -1, 0))
 
     def _window_blocks(
@@ -161,5 +161,5 @@ def _split_groups(dy: Any, groups: int) -> Any:
     return dy.reshape(-1, groups, dy.shape[-1] // groups).transpose(1, 0, 2)
 
 
-def _join_groups(parts: Any, shape: Ints) -> Any:
-    return parts.transpose(1, 0, 2).reshape(shape)
+def _join_groups(group_outputs: Any, shape: Ints) -> Any:
+    return group_outputs.transpose(1, 0, 2).reshape(shape)

@@ -78,8 +78,8 @@ class CupyKernels(Kernels):
         pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if target.size]
         if not pairs:
             return
-        same = all(source.shape == target.shape for source, target in pairs)
-        if not same or len({array.dtype for pair in pairs for array in pair}) > 1:
+        same_shapes = all(source.shape == target.shape for source, target in pairs)
+        if not same_shapes or len({array.dtype for pair in pairs for array in pair}) > 1:
             super().copy_each(sources, targets)
             return
         shapes, size = [target.shape for _, target in pairs], pairs[0][0].itemsize
@@ -111,17 +111,17 @@ class CupyKernels(Kernels):
         dilation: Ints,
         groups: int,
         bias: Any | None = None,
-        zeros: Sides | None = None,
+        zero_sides: Sides | None = None,
     ) -> Any:
         """Return the valid convolution of x, plus bias; depthwise in one launch, plus one launch for the bias."""
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         shape = len(x), *output_extent(x.shape[1:-1], kernel, stride, dilation), channels
         if groups != x.shape[-1] or groups == 1 or not self._has_window_kernel(x.dtype, kernel, shape):
-            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_sides)
         y, pool = (self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _strides(x)))
-        table, index = self._device_table(depthwise_table(pool_geometry_table(*pool), dilation, channels), x, y)
+        table, index_type = self._device_table(depthwise_table(pool_geometry_table(*pool), dilation, channels), x, y)
         arguments = x, self.xp.ascontiguousarray(weights), y, table
-        self._launch(DEPTHWISE, C_TYPES[str(x.dtype)], "depthwise", y.size, *arguments, index_type=index)
+        self._launch(DEPTHWISE, C_TYPES[str(x.dtype)], "depthwise", y.size, *arguments, index_type=index_type)
         return y if bias is None else self.xp.add(y, bias, out=y)
 
     def conv_backward_input(
@@ -140,12 +140,12 @@ class CupyKernels(Kernels):
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and their positions, in one launch."""
-        out, xp = output_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
-        if not self._has_window_kernel(x.dtype, kernel, (len(x), *out, x.shape[-1])):
+        out_extent, xp = output_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
+        if not self._has_window_kernel(x.dtype, kernel, (len(x), *out_extent, x.shape[-1])):
             return super().max_pool(x, kernel, stride)
-        best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
+        best, place = (xp.empty((len(x), *out_extent, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
         table, index = self._device_table(
-            pool_geometry_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _strides(x)), x, best
+            pool_geometry_table(x.shape[1:-1], out_extent, kernel, stride, x.shape[-1], _strides(x)), x, best
         )
         self._launch(MAX_POOL, C_TYPES[str(x.dtype)], "max_pool", best.size, x, best, place, table, index_type=index)
         return best, place
@@ -157,8 +157,8 @@ class CupyKernels(Kernels):
             return super().max_pool_backward(dy, max_positions, extent, kernel, stride)
         dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
         pool = pool_geometry_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _strides(dx))
-        (table, index), number = self._device_table(pool, dx, dy), C_TYPES[str(dy.dtype)]
-        self._launch(MAX_POOL_BACK, number, "max_pool_back", dx.size, dy, max_positions, dx, table, index_type=index)
+        (table, index), c_type = self._device_table(pool, dx, dy), C_TYPES[str(dy.dtype)]
+        self._launch(MAX_POOL_BACK, c_type, "max_pool_back", dx.size, dy, max_positions, dx, table, index_type=index)
         return dx
 
     def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
@@ -166,12 +166,12 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(x, y):
             super().normalise(x, norm, y)
             return
-        by_channel, (ranges, threads, index) = (
+        by_channel, (thread_ranges, threads, index_type) = (
             self._contiguous_by_channel(norm[:3], x),
             self._thread_ranges((x, y), len(norm.mean)),
         )
-        arguments = x, *by_channel, y, *ranges, int(norm.fused_relu)
-        self._launch(NORMALISE, C_TYPES[str(x.dtype)], "normalise", threads, *arguments, index_type=index)
+        arguments = x, *by_channel, y, *thread_ranges, int(norm.fused_relu)
+        self._launch(NORMALISE, C_TYPES[str(x.dtype)], "normalise", threads, *arguments, index_type=index_type)
 
     def normalise_backward(self, x: Any, dy: Any, norm: Normalisation, coefficients: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, in one launch."""
@@ -179,8 +179,8 @@ class CupyKernels(Kernels):
             super().normalise_backward(x, dy, norm, coefficients, dx)
             return
         by_channel = self._contiguous_by_channel((*norm[:3], *coefficients), x)
-        ranges, threads, index = self._thread_ranges((x, dy, dx), len(norm.mean))
-        arguments = x, dy, *by_channel, dx, *ranges, int(norm.fused_relu)
+        thread_ranges, threads, index = self._thread_ranges((x, dy, dx), len(norm.mean))
+        arguments = x, dy, *by_channel, dx, *thread_ranges, int(norm.fused_relu)
         self._launch(NORMALISE_BACK, C_TYPES[str(x.dtype)], "normalise_back", threads, *arguments, index_type=index)
 
     def channel_sum(self, x: Any) -> Any:
@@ -207,22 +207,22 @@ class CupyKernels(Kernels):
         return first, second
 
     def batch_scale_and_shift(
-        self, moments: Any, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
+        self, moments: Any, running_stats: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
         """Return the `scale_and_shift` of a batch, and update the running mean and variance, in one launch."""
-        if not self._has_cell_kernel(moments, *running, *affine):
-            return super().batch_scale_and_shift(moments, running, affine, momentum, eps)
-        result, scalars = self.xp.empty((4, len(affine[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
-        arguments, number = (moments, *running, *affine, result, *scalars), C_TYPES[str(moments.dtype)]
-        self._launch(BATCH_NORM_SCALE_SHIFT, number, "batch_scale_shift", result[0].size, *arguments)
-        return result[0], result[1], result[2], result[3]
+        if not self._has_cell_kernel(moments, *running_stats, *affine):
+            return super().batch_scale_and_shift(moments, running_stats, affine, momentum, eps)
+        factors, scalars = self.xp.empty((4, len(affine[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
+        arguments, number = (moments, *running_stats, *affine, factors, *scalars), C_TYPES[str(moments.dtype)]
+        self._launch(BATCH_NORM_SCALE_SHIFT, number, "batch_scale_shift", factors[0].size, *arguments)
+        return factors[0], factors[1], factors[2], factors[3]
 
-    def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
+    def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, inverse_std: Any) -> tuple[Any, Any, Any]:
         """Return the coefficients of `normalise_backward`, in one launch."""
-        if not self._has_cell_kernel(sums, count, gamma, root):
-            return super().batch_gradient_factors(sums, count, gamma, root)
+        if not self._has_cell_kernel(sums, count, gamma, inverse_std):
+            return super().batch_gradient_factors(sums, count, gamma, inverse_std)
         result = self.xp.empty((3, len(gamma)), sums.dtype)
-        arguments, number = (sums, count, gamma, root, result), C_TYPES[str(sums.dtype)]
+        arguments, number = (sums, count, gamma, inverse_std, result), C_TYPES[str(sums.dtype)]
         self._launch(BATCH_NORM_GRADIENT_FACTORS, number, "batch_gradient_factors", result[0].size, *arguments)
         return result[0], result[1], result[2]
 
@@ -242,26 +242,26 @@ class CupyKernels(Kernels):
         kind : SUMS_KIND, MOMENTS_KIND or GRADIENTS_KIND
         by_channel : mean, scale and shift, contiguous, if the kind needs them
         """
-        groups, count = len(x) if by_sample else 1, 1 if kind == SUMS_KIND else 2
+        num_groups, num_sums = len(x) if by_sample else 1, 1 if kind == SUMS_KIND else 2
         arrays = x, x if dy is None else dy
-        ranges, threads, index = self._thread_ranges(arrays, groups)
-        (table, rank, _, lanes), width, number = ranges, groups * x.shape[-1], C_TYPES[str(x.dtype)]
-        sums = self.xp.empty((count, lanes, width), "f8")
+        ranges, threads, index = self._thread_ranges(arrays, num_groups)
+        (table, num_axes, _, lanes), width, c_type = ranges, num_groups * x.shape[-1], C_TYPES[str(x.dtype)]
+        sums = self.xp.empty((num_sums, lanes, width), "f8")
         arguments = *arrays, *(*by_channel, x, x, x)[:3], sums, *ranges, kind, int(clip)
-        self._launch(CELL_SUMS, number, "cell_sums", threads, *arguments, index_type=index)
+        self._launch(CELL_SUMS, c_type, "cell_sums", threads, *arguments, index_type=index)
         while lanes > _MAX_LAST_LANES:
-            into = -(-lanes // _LANES_PER_THREAD)
-            folded = self.xp.empty((count, into, width), "f8")
+            num_folded = -(-lanes // _LANES_PER_THREAD)
+            folded = self.xp.empty((num_sums, num_folded, width), "f8")
             self._launch(
-                FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, into, width, index_type=index
+                FOLD_SUMS, c_type, "fold_sums", folded.size, sums, folded, lanes, num_folded, width, index_type=index
             )
-            sums, lanes = folded, into
-        result = self.xp.empty((count, groups, x.shape[-1]), x.dtype)
+            sums, lanes = folded, num_folded
+        result = self.xp.empty((num_sums, num_groups, x.shape[-1]), x.dtype)
         if kind == MOMENTS_KIND:
-            arguments = sums, x, result, table, rank, lanes, x.size // width
-            self._launch(LAST_MOMENTS, number, "last_moments", width, *arguments, index_type=index)
+            arguments = sums, x, result, table, num_axes, lanes, x.size // width
+            self._launch(LAST_MOMENTS, c_type, "last_moments", width, *arguments, index_type=index)
         else:
-            self._launch(LAST_SUMS, number, "last_sums", result.size, sums, result, lanes, width, index_type=index)
+            self._launch(LAST_SUMS, c_type, "last_sums", result.size, sums, result, lanes, width, index_type=index)
         return result
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
@@ -273,13 +273,13 @@ class CupyKernels(Kernels):
         self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", threads, x, y, *ranges, index_type=index)
         return y
 
-    def _has_window_kernel(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
+    def _has_window_kernel(self, dtype: Any, kernel: Ints, extents: Ints) -> bool:
         """Return whether the kernels over windows support these windows and arrays, none of which may be empty."""
-        return str(dtype) in C_TYPES and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
+        return str(dtype) in C_TYPES and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in extents
 
     def _has_cell_kernel(self, *arrays: Any) -> bool:
-        kinds = {str(array.dtype) for array in arrays}
-        return len(kinds) == 1 and kinds <= C_TYPES.keys() and arrays[0].size > 0
+        dtype_names = {str(array.dtype) for array in arrays}
+        return len(dtype_names) == 1 and dtype_names <= C_TYPES.keys() and arrays[0].size > 0
 
     def _contiguous_by_channel(self, arrays: Sequence[Any], like: Any) -> list[Any]:
         """Return arrays (groups, C) as contiguous arrays with the dtype of `like`."""
@@ -304,8 +304,8 @@ class CupyKernels(Kernels):
 
     def _device_table(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
         """Return a table on the device, and its type in C, wide enough for indices into these arrays."""
-        spans = [sum((n - 1) * abs(step) for n, step in zip(a.shape, _strides(a), strict=True)) for a in arrays]
-        index = "int" if max(spans) < self.int64_threshold else "long long"
+        address_spans = [sum((n - 1) * abs(step) for n, step in zip(a.shape, _strides(a), strict=True)) for a in arrays]
+        index = "int" if max(address_spans) < self.int64_threshold else "long long"
         return self._cached_table(table, index), index
 
     def _launch(
@@ -327,8 +327,8 @@ class CupyKernels(Kernels):
         try:
             result, launches = self._capture_launches(function, pool_graph)
         finally:
-            kept = self._captured_tables.pop()
-        return result, CapturedCudaGraph(launches, kept)
+            tables = self._captured_tables.pop()
+        return result, CapturedCudaGraph(launches, tables)
 
     def _capture_launches(self, function: Callable[[], Any], pool_graph: CapturedCudaGraph | None) -> tuple[Any, Any]:
         """Return a function's result, and an object with `replay`."""
@@ -336,10 +336,10 @@ class CupyKernels(Kernels):
 
     def _cached_table(self, table: tuple[int, ...], index_type: str = "long long") -> Any:
         """Return a table on the device, cached, since the launches of every step need the same tables."""
-        on_device = self._cached_upload(table, index_type)
+        device_table = self._cached_upload(table, index_type)
         for kept in self._captured_tables:
-            kept.append(on_device)
-        return on_device
+            kept.append(device_table)
+        return device_table
 
     def _upload_table(self, table: tuple[int, ...], index_type: str) -> Any:
         return self.xp.array(table, self.xp.int32 if index_type == "int" else self.xp.int64)
@@ -347,9 +347,9 @@ class CupyKernels(Kernels):
     def available_memory(self, ranks: int) -> int | None:
         """Return the bytes that each of `ranks` ranks on this machine may still allocate on its GPU."""
         runtime, pool = self.xp.cuda.runtime, self.xp.get_default_memory_pool()
-        free, _ = runtime.memGetInfo()
-        sharing = -(-ranks // runtime.getDeviceCount())
-        return int(free) // sharing + int(pool.free_bytes())
+        free_bytes, _ = runtime.memGetInfo()
+        ranks_per_gpu = -(-ranks // runtime.getDeviceCount())
+        return int(free_bytes) // ranks_per_gpu + int(pool.free_bytes())
 
     def release_cached_memory(self, byte_limit: int) -> None:
         """Free the cached blocks of CuPy's pool, for other ranks on the same GPU, if it exceeds `byte_limit`."""

@@ -40,11 +40,11 @@ class CupyTorchKernels(TorchKernelMixin, CupyKernels):
         """Return the weights unchanged: cuDNN does not need another order."""
         return weights
 
-    def _prefers_torch_conv(self, x: Any, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
-        return x.ndim > 3 and 0 not in (x.size, *out) and self.torch_calls is not None
+    def _prefers_torch_conv(self, x: Any, out_extent: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
+        return x.ndim > 3 and 0 not in (x.size, *out_extent) and self.torch_calls is not None
 
-    def _prefers_torch_pool(self, x: Any, out: Ints) -> bool:
-        return self._prefers_torch_conv(x, out)
+    def _prefers_torch_pool(self, x: Any, out_extent: Ints) -> bool:
+        return self._prefers_torch_conv(x, out_extent)
 
 
 def is_torch_cuda_usable() -> bool:
@@ -78,9 +78,9 @@ class CudaTorchKernels(CupyTorchKernels):
         self.memory_errors = (MemoryError, torch.cuda.OutOfMemoryError)
         self._cuda = torch.cuda
         self._cudnn: Any = torch.backends.cudnn
-        before = cupy.cuda.get_allocator()
+        previous_allocator = cupy.cuda.get_allocator()
         cupy.cuda.set_allocator(torch_allocator(cupy, torch, device))
-        self._cleanup.callback(cupy.cuda.set_allocator, before)
+        self._cleanup.callback(cupy.cuda.set_allocator, previous_allocator)
         flags = torch.backends.cudnn.set_flags(_benchmark=True, _allow_tf32=precision.name == "tf32")
         self._cleanup.callback(torch.backends.cudnn.set_flags, *flags)
 
@@ -103,8 +103,8 @@ class CudaTorchKernels(CupyTorchKernels):
 
     def available_memory(self, ranks: int) -> int | None:
         """Return the bytes that each of `ranks` ranks on this machine may still allocate on its GPU."""
-        kept = self._cuda.memory_reserved() - self._cuda.memory_allocated()
-        return (super().available_memory(ranks) or 0) + int(kept)
+        cached_bytes = self._cuda.memory_reserved() - self._cuda.memory_allocated()
+        return (super().available_memory(ranks) or 0) + int(cached_bytes)
 
     def release_cached_memory(self, byte_limit: int) -> None:
         """Free the cached blocks of the pool if it exceeds `byte_limit`."""
@@ -115,7 +115,7 @@ class CudaTorchKernels(CupyTorchKernels):
 class HalfPrecisionCupyTorchKernels(HalfPrecisionTorchMixin, CupyTorchKernels):
     """PyTorch's convolutions with 16-bit operands; matrix products are computed in float32."""
 
-    def _has_fast_instructions(self, calls: Any) -> bool:
+    def _has_fast_instructions(self, half_calls: Any) -> bool:
         return True  # on tensor cores since Volta, bfloat16 since Ampere
 
 
@@ -137,13 +137,13 @@ def torch_allocator(cupy: Any, torch: Any, device: int) -> Callable[[int], Any]:
     Memory is freed with the tensor that owns it. CuPy's PythonFunctionAllocator would not free arrays that the garbage
     collector finds, since the function that frees them no longer exists then.
     """
-    place = torch.device("cuda", device)
+    torch_device = torch.device("cuda", device)
 
     def allocate(size: int) -> Any:
         try:
-            owner = torch.empty(size, dtype=torch.uint8, device=place)
+            tensor = torch.empty(size, dtype=torch.uint8, device=torch_device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error  # as CuPy's own pool would
-        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(owner.data_ptr(), size, owner, device), 0)
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device), 0)
 
     return allocate

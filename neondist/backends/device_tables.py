@@ -47,7 +47,7 @@ def boxes_table(
 
 
 def pool_geometry_table(
-    extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints
+    extent: Ints, out_extent: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints
 ) -> tuple[int, ...]:
     """Return the table of `max_pool` and `max_pool_back`, for up to three spatial axes.
 
@@ -55,9 +55,9 @@ def pool_geometry_table(
     ----------
     strides : strides of x, in elements
     """
-    missing = 3 - len(extent)
-    ones, zeros = (1,) * missing, (0,) * missing
-    table = (*ones, *extent, *ones, *out, *ones, *kernel, *ones, *stride, channels)
+    num_missing = 3 - len(extent)
+    ones, zeros = (1,) * num_missing, (0,) * num_missing
+    table = (*ones, *extent, *ones, *out_extent, *ones, *kernel, *ones, *stride, channels)
     return (*table, strides[0], *zeros, *strides[1:])
 
 
@@ -66,16 +66,16 @@ def coalesced_strides_table(shape: Ints, strides: Sequence[Ints], by_sample: boo
 
     The last axis is not merged, nor, with `by_sample`, the first.
     """
-    first, axes = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
-    merged = axes[:first]
-    for n, *steps in axes[first:-1]:
-        if len(merged) > first and merged[-1][1:] == tuple(n * step for step in steps):
-            merged[-1] = (n * merged[-1][0], *steps)
+    num_fixed_axes, axis_strides = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
+    merged_axes = axis_strides[:num_fixed_axes]
+    for n, *steps in axis_strides[num_fixed_axes:-1]:
+        if len(merged_axes) > num_fixed_axes and merged_axes[-1][1:] == tuple(n * step for step in steps):
+            merged_axes[-1] = (n * merged_axes[-1][0], *steps)
         elif n != 1:
-            merged.append((n, *steps))
-    return tuple(number for column in zip(*merged, axes[-1], strict=True) for number in column)
+            merged_axes.append((n, *steps))
+    return tuple(number for column in zip(*merged_axes, axis_strides[-1], strict=True) for number in column)
 
 
-def depthwise_table(pool: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:
+def depthwise_table(pool_geometry: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:
     """Return the table of `depthwise` and `depthwise_back`, given the table of a pooling with the same windows."""
-    return (*pool, *(1,) * (3 - len(dilation)), *dilation, channels)
+    return (*pool_geometry, *(1,) * (3 - len(dilation)), *dilation, channels)

@@ -44,20 +44,20 @@ def find_cupy_problem() -> str:
 def describe_gpus() -> str:
     """Return CuPy's version and devices as text; CuPy must be usable."""
     cupy = importlib.import_module("cupy")
-    runtime, names = cupy.cuda.runtime, []
+    runtime, gpu_names = cupy.cuda.runtime, []
     for device in range(runtime.getDeviceCount()):
         properties = runtime.getDeviceProperties(device)
-        names.append(f"{properties['name'].decode()} ({properties['totalGlobalMem'] / 2**30:.0f} GiB)")
-    cuda, driver = _cuda_version(runtime.runtimeGetVersion()), _cuda_version(runtime.driverGetVersion())
-    return f"CuPy {cupy.__version__}, CUDA {cuda}, driver for CUDA {driver}: {', '.join(names)}"
+        gpu_names.append(f"{properties['name'].decode()} ({properties['totalGlobalMem'] / 2**30:.0f} GiB)")
+    cuda_version, driver_version = _cuda_version(runtime.runtimeGetVersion()), _cuda_version(runtime.driverGetVersion())
+    return f"CuPy {cupy.__version__}, CUDA {cuda_version}, driver for CUDA {driver_version}: {', '.join(gpu_names)}"
 
 
 def max_gpu_bytes_per_rank(ranks: int) -> int:
     """Return the bytes of the smallest GPU that each of `ranks` ranks on this machine can use; initialises no GPU."""
     runtime = importlib.import_module("cupy").cuda.runtime
-    count = runtime.getDeviceCount()
-    least = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(count))
-    return int(least) // -(-ranks // count)
+    num_gpus = runtime.getDeviceCount()
+    min_gpu_bytes = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(num_gpus))
+    return int(min_gpu_bytes) // -(-ranks // num_gpus)
 
 
 def load_cupy() -> Any:
@@ -70,6 +70,6 @@ def load_cupy() -> Any:
     return cupy
 
 
-def _cuda_version(number: int) -> str:
+def _cuda_version(version_number: int) -> str:
     """Return CUDA's version number, such as 12090, as text, '12.9'; '' for 0."""
-    return f"{number // 1000}.{number % 1000 // 10}" if number else ""
+    return f"{version_number // 1000}.{version_number % 1000 // 10}" if version_number else ""

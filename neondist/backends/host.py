@@ -43,9 +43,9 @@ class HostKernels(CompiledConvolution):
 
     def max_pool_into(self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, fused_relu: bool = False) -> Any:
         """Write the maxima into y; return their positions, one byte each if the kernel is compiled."""
-        places = np.empty(y.shape, np.uint8)
-        done = self._try_max_pool(False, x, y, places, kernel, stride, fused_relu)
-        return places if done else super().max_pool_into(y, x, kernel, stride, fused_relu)
+        positions = np.empty(y.shape, np.uint8)
+        done = self._try_max_pool(False, x, y, positions, kernel, stride, fused_relu)
+        return positions if done else super().max_pool_into(y, x, kernel, stride, fused_relu)
 
     def max_pool_backward_into(
         self, dx: np.ndarray, dy: np.ndarray, max_positions: Any, kernel: Ints, stride: Ints
@@ -54,9 +54,9 @@ class HostKernels(CompiledConvolution):
         if isinstance(max_positions, list):
             super().max_pool_backward_into(dx, dy, max_positions, kernel, stride)
         elif not self._try_max_pool(True, dx, dy, max_positions, kernel, stride):  # not contiguous
-            whole = np.empty(dx.shape, dx.dtype)
-            self._try_max_pool(True, whole, np.ascontiguousarray(dy, dx.dtype), max_positions, kernel, stride)
-            self.copy(whole, dx)
+            contiguous_dx = np.empty(dx.shape, dx.dtype)
+            self._try_max_pool(True, contiguous_dx, np.ascontiguousarray(dy, dx.dtype), max_positions, kernel, stride)
+            self.copy(contiguous_dx, dx)
 
     def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
         """Return the sum over every window."""
@@ -81,8 +81,8 @@ class HostKernels(CompiledConvolution):
     def _try_filter(self, x: np.ndarray, windows: Sequence[FilterWindow]) -> np.ndarray | None:
         """Return the valid correlation of every channel with one window after the other; None if no kernel applies."""
         for window, stride in windows:
-            out = output_extent(x.shape[1:-1], window.shape, stride, (1,) * len(stride))
-            y = self.filter_with_shared_window(FORWARD, x, window, stride, out)
+            out_extent = output_extent(x.shape[1:-1], window.shape, stride, (1,) * len(stride))
+            y = self.filter_with_shared_window(FORWARD, x, window, stride, out_extent)
             if y is None:
                 return None
             x = y
@@ -112,9 +112,9 @@ class HostKernels(CompiledConvolution):
     ) -> bool:
         if self.compiled is None:
             return False
-        sizes = tuple(kernel), tuple(stride)
+        kernel_and_stride = tuple(kernel), tuple(stride)
         done: bool = self.compiled.max_pool(
-            backward, fused_relu, x, y, max_positions, *sizes, self.threads, self.gomp_address
+            backward, fused_relu, x, y, max_positions, *kernel_and_stride, self.threads, self.gomp_address
         )
         return done
 

@@ -154,13 +154,13 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         if prod(kernel) == 1 < prod(stride):
             x, stride, zero_sides = x[strided_index(stride)], (1,) * len(stride), None
         conv_args = stride, dilation, groups
-        rows, *columns = zero_sides or ((0, 0),) * len(kernel)
+        row_zeros, *column_zeros = zero_sides or ((0, 0),) * len(kernel)
         for strip in split_into_strips(
             x, y, kernel, stride, dilation, self._conv_strip_size(x, y, weights, stride, dilation)
         ):
-            zeros = strip.zero_row_counts(rows, x), *columns
-            part = self.conv_forward(x[strip.index_in_view], weights, *conv_args, bias, zeros)
-            write_output(part, y[strip.output_index])
+            strip_zeros = strip.zero_row_counts(row_zeros, x), *column_zeros
+            strip_output = self.conv_forward(x[strip.index_in_view], weights, *conv_args, bias, strip_zeros)
+            write_output(strip_output, y[strip.output_index])
 
     def conv_backward_into(
         self,
@@ -196,33 +196,33 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         needs_bias : bool
             False: the gradient of the bias is not needed; zeros are returned.
         """
-        kernel, passed = weights.shape[:-2], None
+        kernel, dx_and_stride = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
-            cells, passed = strided_index(stride), dx if dx is None else (dx, stride)
+            cells, dx_and_stride = strided_index(stride), dx if dx is None else (dx, stride)
             dx, x, stride, zero_sides = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
-        rows, *columns = zero_sides or ((0, 0),) * len(kernel)
-        by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
-        inside = None if dx is None else zero_borders(dx, (rows, *columns))
+        row_zeros, *columns = zero_sides or ((0, 0),) * len(kernel)
+        dweights, bias_gradient = None, self.xp.zeros(weights.shape[-1:], x.dtype)
+        inner_dx = None if dx is None else zero_borders(dx, (row_zeros, *columns))
         accumulator = None
-        if inside is not None:
-            write = self._relu_gradient_writer(inside, crop_borders(x, (rows, *columns)) if fused_relu else None)
-            accumulator = StripAccumulator(inside, dy, write, stride[0], rows[0])
+        if inner_dx is not None:
+            write = self._relu_gradient_writer(inner_dx, crop_borders(x, (row_zeros, *columns)) if fused_relu else None)
+            accumulator = StripAccumulator(inner_dx, dy, write, stride[0], row_zeros[0])
         for strip in split_into_strips(
             x, dy, kernel, stride, dilation, self._conv_strip_size(x, dy, weights, stride, dilation)
         ):
-            dz, seen = output_gradient(strip.output_index), x[strip.index_in_view]
+            dz, x_strip = output_gradient(strip.output_index), x[strip.index_in_view]
             conv_args = stride, dilation, groups
-            zeros = strip.zero_row_counts(rows, x), *columns
+            zeros = strip.zero_row_counts(row_zeros, x), *columns
             if needs_weights:
-                part = self.conv_backward_weights(seen, dz, kernel, *conv_args, zeros)
-                by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
+                partial = self.conv_backward_weights(x_strip, dz, kernel, *conv_args, zeros)
+                dweights = partial if dweights is None else self.xp.add(dweights, partial, out=dweights)
             if needs_weights and needs_bias:
-                by_bias += self.channel_sum(dz)
+                bias_gradient += self.channel_sum(dz)
             if accumulator is not None:
-                accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *conv_args, zeros))
-        if passed is not None:
-            zero_cells_between_strides(*passed)
-        return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
+                accumulator.add(strip, self.conv_backward_input(dz, weights, x_strip.shape[1:-1], *conv_args, zeros))
+        if dx_and_stride is not None:
+            zero_cells_between_strides(*dx_and_stride)
+        return self.xp.zeros(weights.shape, x.dtype) if dweights is None else dweights, bias_gradient
 
     def _relu_gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         """Return a function that writes a part of a gradient into dx; if x is given, zero where x is not positive."""
@@ -244,18 +244,18 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         fused_relu : bool
             Whether the backward pass drops the gradients of maxima that are not positive.
         """
-        places = []
+        positions = []
         for strip in split_into_strips(x, y, kernel, stride, (1,) * len(kernel), self.strip_elements):
-            best, place = self.max_pool(x[strip.index_in_view], kernel, stride)
-            self.copy(best, y[strip.output_index])
-            places.append((place, best > 0 if fused_relu else None))
-        return places
+            maxima, strip_positions = self.max_pool(x[strip.index_in_view], kernel, stride)
+            self.copy(maxima, y[strip.output_index])
+            positions.append((strip_positions, maxima > 0 if fused_relu else None))
+        return positions
 
     def max_pool_backward_into(self, dx: Any, dy: Any, max_positions: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
         accumulator = StripAccumulator(dx, dy, self._relu_gradient_writer(dx), stride[0])
-        cut = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements)
-        for strip, (place, positive) in zip(cut, max_positions, strict=True):
-            extent, part = dx[strip.index_in_view].shape[1:-1], dy[strip.output_index]
-            part = part if positive is None else part * positive
-            accumulator.add(strip, self.max_pool_backward(part, place, extent, kernel, stride))
+        strips = split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements)
+        for strip, (positions, positive) in zip(strips, max_positions, strict=True):
+            strip_extent, dy_strip = dx[strip.index_in_view].shape[1:-1], dy[strip.output_index]
+            dy_strip = dy_strip if positive is None else dy_strip * positive
+            accumulator.add(strip, self.max_pool_backward(dy_strip, positions, strip_extent, kernel, stride))

@@ -23,24 +23,24 @@ class PoolingKernels:
         Therefore, ties do not depend on tiles. The encoding of positions is private to these kernels.
         """
         xp, ones = self.xp, (1,) * len(kernel)
-        out = output_extent(x.shape[1:-1], kernel, stride, ones)
-        shape = (len(x), *out, x.shape[-1])
-        best = xp.full(shape, -inf, x.dtype)
-        place = xp.zeros(shape, xp.uint8 if prod(kernel) <= 256 else xp.int32)
-        for at, (_, cells) in enumerate(window_cells(kernel, stride, ones, out)):
-            value = x[cells]
+        out_extent = output_extent(x.shape[1:-1], kernel, stride, ones)
+        shape = (len(x), *out_extent, x.shape[-1])
+        maxima = xp.full(shape, -inf, x.dtype)
+        positions = xp.zeros(shape, xp.uint8 if prod(kernel) <= 256 else xp.int32)
+        for at, (_, cells) in enumerate(window_cells(kernel, stride, ones, out_extent)):
+            candidates = x[cells]
             if at:
-                place[value > best] = at
-            xp.maximum(best, value, out=best)
-        return best, place
+                positions[candidates > maxima] = at
+            xp.maximum(maxima, candidates, out=maxima)
+        return maxima, positions
 
     def max_pool_backward(self, dy: Any, max_positions: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
         """Return the gradient of x (N, *extent, C), which is passed to the first maximum of each window."""
         dx = self.xp.zeros((len(dy), *extent, dy.shape[-1]), dy.dtype)
         ones = (1,) * len(kernel)
-        disjoint = all(s >= k for s, k in zip(stride, kernel, strict=True))
+        is_disjoint = all(s >= k for s, k in zip(stride, kernel, strict=True))
         for at, (_, cells) in enumerate(window_cells(kernel, stride, ones, dy.shape[1:-1])):
-            if disjoint:
+            if is_disjoint:
                 self.xp.multiply(dy, max_positions == at, out=dx[cells])
             else:
                 dx[cells] += dy * (max_positions == at)
@@ -50,9 +50,9 @@ class PoolingKernels:
         """Return the sum over every window, one axis after the other (a box is separable)."""
         for axis, (k, s) in enumerate(zip(kernel, stride, strict=True), start=1):
             n = max(0, (x.shape[axis] - k) // s + 1)
-            parts = [x[_axis_index(axis, slice(i, i + (n - 1) * s + 1 if n else i, s))] for i in range(k)]
-            total = parts[0].copy()
-            for part in parts[1:]:
+            shifted = [x[_axis_index(axis, slice(i, i + (n - 1) * s + 1 if n else i, s))] for i in range(k)]
+            total = shifted[0].copy()
+            for part in shifted[1:]:
                 total += part
             x = total
         return x

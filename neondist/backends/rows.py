@@ -36,18 +36,18 @@ class RowKernels(CompiledCells, Kernels):
         dilation: Ints,
         groups: int,
         bias: np.ndarray | None = None,
-        zeros: Sides | None = None,
+        zero_sides: Sides | None = None,
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out)."""
         if len(stride) == 1:
-            sides = zeros and ((0, 0), *zeros)
+            sides = zero_sides and ((0, 0), *zero_sides)
             return self.conv_forward(x[:, None], weights[None], (1, *stride), (1, *dilation), groups, bias, sides)[:, 0]
         if self.has_compiled_kernel(x, weights.shape, groups):
-            out = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
-            y = np.empty((len(x), *out, weights.shape[-1]), x.dtype)
+            out_extent = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
+            y = np.empty((len(x), *out_extent, weights.shape[-1]), x.dtype)
             if self._try_convolve(x, weights, y, bias, (stride, dilation, groups)):
                 return y
-        return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+        return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_sides)
 
     def conv_backward_input(
         self,
@@ -65,8 +65,8 @@ class RowKernels(CompiledCells, Kernels):
             return self.conv_backward_input(dy[:, None], weights[None], *args)[:, 0]
         if self.has_compiled_kernel(dy, weights.shape, groups):
             sides = crop or ((0, 0),) * len(stride)
-            inside = [max(0, n - sum(ends)) for n, ends in zip(extent, sides, strict=True)]
-            dx = np.empty((len(dy), *inside, weights.shape[-2] * groups), dy.dtype)
+            inner_extent = [max(0, n - sum(ends)) for n, ends in zip(extent, sides, strict=True)]
+            dx = np.empty((len(dy), *inner_extent, weights.shape[-2] * groups), dy.dtype)
             if self._try_grad_input(dy, weights, dx, (stride, dilation, groups), [before for before, _ in sides]):
                 return dx
         return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
@@ -79,18 +79,18 @@ class RowKernels(CompiledCells, Kernels):
         stride: Ints,
         dilation: Ints,
         groups: int,
-        zeros: Sides | None = None,
+        zero_sides: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
         if len(stride) == 1:
-            args = (1, *kernel), (1, *stride), (1, *dilation), groups, zeros and ((0, 0), *zeros)
+            args = (1, *kernel), (1, *stride), (1, *dilation), groups, zero_sides and ((0, 0), *zero_sides)
             return self.conv_backward_weights(x[:, None], dy[:, None], *args)[0]
         shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
         if self.has_compiled_kernel(x, shape, groups):
             gradient = np.empty(shape, x.dtype)
             if self._try_grad_weights(x, dy, gradient, (stride, dilation, groups)):
                 return gradient
-        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
+        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zero_sides)
 
     def conv_into(
         self,
@@ -105,15 +105,15 @@ class RowKernels(CompiledCells, Kernels):
         zero_sides: Sides | None = None,
     ) -> None:
         """Write the convolution plus bias into y by `write_output`, in place."""
-        done, args = self.has_compiled_kernel(x, weights.shape, groups), (stride, dilation)
-        size = self._conv_strip_size(x, y, weights, *args)
-        for strip in split_into_strips(x, y, weights.shape[:-2], *args, size) if done else ():
-            part = y[strip.output_index]
-            done = self._try_convolve(x[strip.index_in_view], weights, part, bias, (*args, groups))
-            if not done:
+        is_compiled, args = self.has_compiled_kernel(x, weights.shape, groups), (stride, dilation)
+        strip_size = self._conv_strip_size(x, y, weights, *args)
+        for strip in split_into_strips(x, y, weights.shape[:-2], *args, strip_size) if is_compiled else ():
+            y_strip = y[strip.output_index]
+            is_compiled = self._try_convolve(x[strip.index_in_view], weights, y_strip, bias, (*args, groups))
+            if not is_compiled:
                 break
-            write_output(part, part)
-        if not done:
+            write_output(y_strip, y_strip)
+        if not is_compiled:
             super().conv_into(y, x, weights, stride, dilation, groups, bias, write_output, zero_sides)
 
     def conv_backward_into(
@@ -136,55 +136,55 @@ class RowKernels(CompiledCells, Kernels):
         Each row of dx is computed once: a strip includes the previous output gradients on which its rows depend.
         """
         kernel, args = weights.shape[:-2], (stride, dilation, groups)
-        pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
-        if pointwise or not (self.has_compiled_kernel(x, weights.shape, groups) and dy.size):
+        is_pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
+        if is_pointwise or not (self.has_compiled_kernel(x, weights.shape, groups) and dy.size):
             return super().conv_backward_into(
                 dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
             )
-        sides, step, reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
-        by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
-        inside = None if dx is None else zero_borders(dx, sides)
-        (skipped, _), *columns = sides
+        sides, row_stride, window_span = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
+        weight_gradient, bias_gradient = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
+        inner_dx = None if dx is None else zero_borders(dx, sides)
+        (num_skipped_rows, _), *column_sides = sides
         for strip in split_into_strips(x, dy, kernel, *args[:2], self._conv_strip_size(x, dy, weights, *args[:2])):
             rows, done = strip.output_rows, True
-            first = max(0, rows.start - reach // step) if inside is not None else rows.start
-            dz = output_gradient((strip.samples, slice(first, rows.stop)))
+            first_dy_row = max(0, rows.start - window_span // row_stride) if inner_dx is not None else rows.start
+            dz = output_gradient((strip.samples, slice(first_dy_row, rows.stop)))
             if needs_weights:
-                own = dz[:, rows.start - first :]
-                by_weights += self.conv_backward_weights(x[strip.index_in_view], own, kernel, *args)
-                by_bias += self.channel_sum(own) if needs_bias else 0
-            if inside is not None:
-                stop = None if strip.is_last else max(0, rows.stop * step - skipped)
-                rows = slice(max(0, rows.start * step - skipped), stop)
-                place = inside[strip.samples, rows]
-                target = np.empty(place.shape, place.dtype) if fused_relu else place
-                before = rows.start + skipped - first * step, *(side for side, _ in columns)
-                done = self._try_grad_input(dz, weights, target, args, before)
+                own_dz = dz[:, rows.start - first_dy_row :]
+                weight_gradient += self.conv_backward_weights(x[strip.index_in_view], own_dz, kernel, *args)
+                bias_gradient += self.channel_sum(own_dz) if needs_bias else 0
+            if inner_dx is not None:
+                stop_row = None if strip.is_last else max(0, rows.stop * row_stride - num_skipped_rows)
+                rows = slice(max(0, rows.start * row_stride - num_skipped_rows), stop_row)
+                dx_rows = inner_dx[strip.samples, rows]
+                rows_out = np.empty(dx_rows.shape, dx_rows.dtype) if fused_relu else dx_rows
+                crop = rows.start + num_skipped_rows - first_dy_row * row_stride, *(side for side, _ in column_sides)
+                done = self._try_grad_input(dz, weights, rows_out, args, crop)
                 if done and fused_relu:
-                    self.relu_backward(crop_borders(x, sides)[strip.samples, rows], target, place)
+                    self.relu_backward(crop_borders(x, sides)[strip.samples, rows], rows_out, dx_rows)
             if not done:
                 return super().conv_backward_into(
                     dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
                 )
-        return by_weights, by_bias
+        return weight_gradient, bias_gradient
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product, on the convolutions' threads: NumPy's would compete for cores (both spin)."""
-        several = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR_ELEMENTS
-        result = self._try_product(a, b) if several and hasattr(self.compiled, "convolve") else None
+        use_threads = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR_ELEMENTS
+        result = self._try_product(a, b) if use_threads and hasattr(self.compiled, "convolve") else None
         return super().matmul(a, b) if result is None else result
 
     def _try_product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
         transposed = a.strides[0] == a.itemsize < a.strides[1]
-        rows = len(b) if transposed else len(a)
-        shares = next((count for count in range(4 * self.threads, 0, -1) if rows % count == 0), 1)
+        num_rows = len(b) if transposed else len(a)
+        num_shares = next((count for count in range(4 * self.threads, 0, -1) if num_rows % count == 0), 1)
         if (
-            rows < _MIN_OUTPUTS_PER_SUM
+            num_rows < _MIN_OUTPUTS_PER_SUM
             or b.shape[1] * b.itemsize < VECTOR_BYTES
             or not (transposed or a.strides[1] == a.itemsize)
         ):
             return None
-        args, cut = ((1, 1), (1, 1), 1), (shares, 1, rows // shares)
+        args, cut = ((1, 1), (1, 1), 1), (num_shares, 1, num_rows // num_shares)
         y = np.empty((a.shape[0], b.shape[1]), a.dtype)
         if transposed:
             done = self._try_grad_weights(a.T.reshape(*cut, len(a)), b.reshape(*cut, b.shape[1]), y[None, None], args)
@@ -203,8 +203,8 @@ class RowKernels(CompiledCells, Kernels):
 
         Return False if these arrays are not supported.
         """
-        steps = (as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0), self.threads, self.gomp_address)
-        done: bool = self.compiled.convolve(x, weights, y, bias, *steps)
+        kernel_args = (as_triple(args[0], 1), as_triple(args[1], 1), as_triple(pad, 0), self.threads, self.gomp_address)
+        done: bool = self.compiled.convolve(x, weights, y, bias, *kernel_args)
         return done
 
     def _try_grad_input(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: ConvArgs, crop: Ints) -> bool:
@@ -214,29 +214,29 @@ class RowKernels(CompiledCells, Kernels):
         many = prod(weights.shape[: -3 if joined else -2]) > _MAX_WINDOW_PIECES  # checked before anything is written
         if many or any(s > 1 < d for s, d in zip(stride, dilation, strict=True)):
             return False
-        axes = zip(dx.shape[1:-1], weights.shape[:-2], stride, dilation, crop, strict=True)
+        axis_args = zip(dx.shape[1:-1], weights.shape[:-2], stride, dilation, crop, strict=True)
         transposed = weights.swapaxes(-1, -2)
-        for phase in product(*(_stride_phases(*axis) for axis in axes)):
-            cells, seen, before = zip(*phase, strict=True)
-            part, part_weights = dx[(slice(None), *cells)], transposed[seen]
+        for phase in product(*(_stride_phases(*axis) for axis in axis_args)):
+            dx_cells, weight_cells, dy_offset = zip(*phase, strict=True)
+            dx_part, part_weights = dx[(slice(None), *dx_cells)], transposed[weight_cells]
             if 0 in part_weights.shape:
-                part[...] = 0
-            elif not self._try_convolve(dy, part_weights, part, None, ((1,) * len(stride), dilation, 1), before):
+                dx_part[...] = 0
+            elif not self._try_convolve(dy, part_weights, dx_part, None, ((1,) * len(stride), dilation, 1), dy_offset):
                 return False
         return True
 
     def _try_grad_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: ConvArgs) -> bool:
         """Write the gradient of the weights; return False if another kernel is faster, or arrays are not supported."""
-        (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, args
+        (*kernel, in_channels, out_channels), (stride, dilation, _) = gradient.shape, args
         if prod(kernel) * prod(stride) == 1:
             if has_vector_aligned_channels(x) and not has_vector_aligned_channels(dy):
-                transposed = np.empty((*kernel, outer, inner), x.dtype)
+                transposed = np.empty((*kernel, out_channels, in_channels), x.dtype)
                 done = self._try_grad_weights(dy, x, transposed, args)
                 gradient[...] = transposed.swapaxes(-1, -2)
                 return done
             if x.flags.c_contiguous and dy.flags.c_contiguous:  # rows as long as possible
                 x, dy = (cells.reshape(len(cells), 1, prod(cells.shape[1:-1]), cells.shape[-1]) for cells in (x, dy))
-                gradient, stride, dilation = gradient.reshape(1, 1, inner, outer), (1, 1), (1, 1)
+                gradient, stride, dilation = gradient.reshape(1, 1, in_channels, out_channels), (1, 1), (1, 1)
         if not (
             hasattr(self.compiled, "weights")
             and dy.shape[-2] >= _MIN_OUTPUTS_PER_SUM
@@ -244,14 +244,14 @@ class RowKernels(CompiledCells, Kernels):
             and x.strides[-1] == x.itemsize
         ):
             return False
-        steps = as_triple(stride, 1), as_triple((*dilation[:-1], 1), 1), self.threads, self.gomp_address
-        if kernel[-1] == 1 or (dilation[-1] == 1 and x.strides[-2] == inner * x.itemsize):
-            return bool(self.compiled.weights(x, dy, gradient, *steps))
-        column = np.empty((*kernel[:-1], 1, inner, outer), x.dtype)  # a window's row is not contiguous
+        kernel_args = as_triple(stride, 1), as_triple((*dilation[:-1], 1), 1), self.threads, self.gomp_address
+        if kernel[-1] == 1 or (dilation[-1] == 1 and x.strides[-2] == in_channels * x.itemsize):
+            return bool(self.compiled.weights(x, dy, gradient, *kernel_args))
+        dcolumn = np.empty((*kernel[:-1], 1, in_channels, out_channels), x.dtype)  # a window's row is not contiguous
         for at in range(kernel[-1]):
-            if not self.compiled.weights(x[..., at * dilation[-1] :, :], dy, column, *steps):
+            if not self.compiled.weights(x[..., at * dilation[-1] :, :], dy, dcolumn, *kernel_args):
                 return False
-            gradient[..., at : at + 1, :, :] = column
+            gradient[..., at : at + 1, :, :] = dcolumn
         return True
 
 
@@ -267,9 +267,9 @@ def has_vector_aligned_channels(cells: np.ndarray) -> bool:
 
 def _stride_phases(extent: int, kernel: int, step: int, dilation: int, crop: int) -> Iterator[tuple[slice, slice, int]]:
     """Yield, for each phase of the stride, its cells of dx, the kernel cells that see them, and the offset in dy."""
-    for first in range(min(step, extent)):
-        skipped, start = divmod(first + crop, step)
-        count = len(range(start, kernel, step))
-        last = start + (count - 1) * step
-        seen = slice(last, start - step if start >= step else None, -step) if count else slice(0, 0)
-        yield slice(first, None, step), seen, (count - 1) * dilation - skipped
+    for phase in range(min(step, extent)):
+        dy_offset, first_tap = divmod(phase + crop, step)
+        num_taps = len(range(first_tap, kernel, step))
+        last_tap = first_tap + (num_taps - 1) * step
+        seen = slice(last_tap, first_tap - step if first_tap >= step else None, -step) if num_taps else slice(0, 0)
+        yield slice(phase, None, step), seen, (num_taps - 1) * dilation - dy_offset

@@ -49,10 +49,10 @@ class TorchKernelMixin(Kernels):
         except Exception as error:  # a broken installation fails in many ways
             warnings.warn(f"PyTorch cannot be imported ({error}): NumPy's slower kernels are used", stacklevel=2)
             return None
-        before = torch.get_num_threads()
-        self._cleanup.callback(torch.set_num_threads, before)
+        num_threads_before = torch.get_num_threads()
+        self._cleanup.callback(torch.set_num_threads, num_threads_before)
         torch.set_num_threads(
-            min(default_thread_count(), before)
+            min(default_thread_count(), num_threads_before)
         )  # torch may have been imported before the launcher limited its threads
         return TorchKernelModules(torch_conv, torch_pool, matmul, torch_narrow)
 
@@ -70,14 +70,14 @@ class TorchKernelMixin(Kernels):
         dilation: Ints,
         groups: int,
         bias: np.ndarray | None = None,
-        zeros: Sides | None = None,
+        zero_sides: Sides | None = None,
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out); speed-up 1.3 to 4, depthwise 30."""
         out = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
-        few = weights.size * prod(out) * len(x) < self.min_torch_elements
-        if few or not self._prefers_torch_conv(x, (len(x), *out, weights.shape[-1]), weights.shape[:-2], stride):
-            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
-        sides = zeros or ((0, 0),) * len(stride)
+        is_small = weights.size * prod(out) * len(x) < self.min_torch_elements
+        if is_small or not self._prefers_torch_conv(x, (len(x), *out, weights.shape[-1]), weights.shape[:-2], stride):
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_sides)
+        sides = zero_sides or ((0, 0),) * len(stride)
         return self.torch_calls.conv.forward(x, weights, stride, dilation, groups, bias, sides)
 
     def conv_backward_input(
@@ -104,13 +104,13 @@ class TorchKernelMixin(Kernels):
         stride: Ints,
         dilation: Ints,
         groups: int,
-        zeros: Sides | None = None,
+        zero_sides: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights; speed-up 1 to 1.5, with few channels 2 to 4, depthwise 15."""
         few = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_torch_elements
         if few or not self._prefers_torch_conv(x, dy.shape, kernel, stride):
-            return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
-        sides = zeros or ((0, 0),) * len(stride)
+            return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zero_sides)
+        sides = zero_sides or ((0, 0),) * len(stride)
         return self.torch_calls.conv.backward_weights(x, dy, kernel, stride, dilation, groups, sides)
 
     def conv_into(self, y: np.ndarray, x: np.ndarray, weights: np.ndarray, *args: Any) -> None:
@@ -121,10 +121,10 @@ class TorchKernelMixin(Kernels):
         self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *args: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, as the base class does, with the weights reordered once."""
-        by_weights, by_bias = super().conv_backward_into(dx, x, dy, self._reorder_weights_if_faster(x, weights), *args)
+        dweights, dbias = super().conv_backward_into(dx, x, dy, self._reorder_weights_if_faster(x, weights), *args)
         return (
-            by_weights if by_weights.flags.c_contiguous else self.torch_calls.conv.restore_weight_order(by_weights)
-        ), by_bias
+            dweights if dweights.flags.c_contiguous else self.torch_calls.conv.restore_weight_order(dweights)
+        ), dbias
 
     def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, Any]:
         """Return the maxima and their positions; speed-up 4 to 14."""
@@ -144,12 +144,12 @@ class TorchKernelMixin(Kernels):
         self, dx: np.ndarray, dy: np.ndarray, max_positions: Any, kernel: Ints, stride: Ints
     ) -> None:
         """Write the gradient of x into dx: without a copy if dx is contiguous and strips are whole images."""
-        parts = list(split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements))
-        whole = dx.flags.c_contiguous and all(part.is_last and not part.output_rows.start for part in parts)
+        strips = list(split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements))
+        whole = dx.flags.c_contiguous and all(part.is_last and not part.output_rows.start for part in strips)
         whole = whole and isinstance(max_positions, list) and all(positive is None for _, positive in max_positions)
         if not whole or not self._prefers_torch_pool(dy, dy.shape[1:-1]):
             return super().max_pool_backward_into(dx, dy, max_positions, kernel, stride)
-        for part, (place, _) in zip(parts, max_positions, strict=True):
+        for part, (place, _) in zip(strips, max_positions, strict=True):
             self.torch_calls.pool.max_backward_into(dx[part.samples], dy[part.samples], place, kernel, stride)
 
     def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
@@ -185,8 +185,8 @@ class TorchKernelMixin(Kernels):
 
     def _reorder_weights_if_faster(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the weights in oneDNN's memory order if this is faster for a view, otherwise unchanged."""
-        worth = prod(weights.shape[:-2]) > 1 and self._prefers_torch_conv(x, ())
-        return self.torch_calls.conv.reorder_for_onednn(weights) if worth else weights
+        is_worthwhile = prod(weights.shape[:-2]) > 1 and self._prefers_torch_conv(x, ())
+        return self.torch_calls.conv.reorder_for_onednn(weights) if is_worthwhile else weights
 
     def _prefers_torch_conv(self, x: np.ndarray, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
         """Return whether torch's convolution is faster: oneDNN supports float32; single volumes are slow without it.
@@ -195,12 +195,12 @@ class TorchKernelMixin(Kernels):
         """
         if max(stride) > 1 and prod(kernel) == 1:
             return False
-        supported = x.dtype == np.float32 and x.ndim > 3 and 0 not in (x.size, *out) and self.torch_calls is not None
-        return supported and (x.ndim < 5 or len(x) > 1 or self.torch_calls.conv.onednn_supports(x))
+        is_supported = x.dtype == np.float32 and x.ndim > 3 and 0 not in (x.size, *out) and self.torch_calls is not None
+        return is_supported and (x.ndim < 5 or len(x) > 1 or self.torch_calls.conv.onednn_supports(x))
 
-    def _prefers_torch_pool(self, x: np.ndarray, out: Ints) -> bool:
+    def _prefers_torch_pool(self, x: np.ndarray, out_extent: Ints) -> bool:
         """Return whether torch's pooling is faster."""
-        is_large = 0 not in (x.size, *out) and x.shape[-1] >= _MIN_POOL_CHANNELS and x.ndim > 3
+        is_large = 0 not in (x.size, *out_extent) and x.shape[-1] >= _MIN_POOL_CHANNELS and x.ndim > 3
         return is_large and self.torch_calls is not None
 
 
@@ -243,8 +243,8 @@ class HalfPrecisionTorchMixin(HalfPrecisionKernels, TorchKernelMixin):
     @cached_property
     def half_precision_calls(self) -> Any:
         """Functions that call PyTorch's 16-bit kernels; None if these would be slow, or without PyTorch."""
-        calls = None if self.torch_calls is None else self.torch_calls.half_precision
-        return calls if calls is not None and self._has_fast_instructions(calls) else None
+        half_calls = None if self.torch_calls is None else self.torch_calls.half_precision
+        return half_calls if half_calls is not None and self._has_fast_instructions(half_calls) else None
 
     def conv_forward(
         self,
@@ -254,11 +254,11 @@ class HalfPrecisionTorchMixin(HalfPrecisionKernels, TorchKernelMixin):
         dilation: Ints,
         groups: int,
         bias: Any | None = None,
-        zeros: Sides | None = None,
+        zero_sides: Sides | None = None,
     ) -> Any:
         """Return the valid convolution plus bias (N, *out, C_out)."""
         if not self._uses_half_precision_conv(x, weights, stride):
-            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_sides)
         return self.half_precision_calls.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
 
     def conv_backward_input(
@@ -271,14 +271,14 @@ class HalfPrecisionTorchMixin(HalfPrecisionKernels, TorchKernelMixin):
             self.precision.name, dy, weights, extent, stride, dilation, groups, crop
         )
 
-    def _has_fast_instructions(self, calls: Any) -> bool:
+    def _has_fast_instructions(self, half_calls: Any) -> bool:
         """Return whether this processor or GPU has instructions for the precision."""
-        fast: bool = calls.has_fast_instructions(self.precision.name)
-        return fast
+        is_fast: bool = half_calls.has_fast_instructions(self.precision.name)
+        return is_fast
 
     def _uses_half_precision_conv(self, x: Any, weights: Any, stride: Ints) -> bool:
-        narrow = self.precision.has_16_bit_operands and self.half_precision_calls is not None
-        return narrow and self._prefers_torch_conv(x, weights.shape, weights.shape[:-2], stride)
+        can_use_half = self.precision.has_16_bit_operands and self.half_precision_calls is not None
+        return can_use_half and self._prefers_torch_conv(x, weights.shape, weights.shape[:-2], stride)
 
 
 class HalfPrecisionTorchKernels(HalfPrecisionTorchMixin, TorchKernels):

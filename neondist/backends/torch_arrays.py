@@ -35,8 +35,8 @@ def array_like(like: Any, result: torch.Tensor) -> Any:
 
 def to_channels_first(x: Any) -> torch.Tensor:
     """Return (N, *spatial, C) as a tensor (N, C, *spatial)."""
-    last = x.ndim - 1
-    return to_tensor(x.transpose(0, last, *range(1, last)))  # NumPy moves axes faster than torch
+    channel_axis = x.ndim - 1
+    return to_tensor(x.transpose(0, channel_axis, *range(1, channel_axis)))  # NumPy moves axes faster than torch
 
 
 def to_channels_last(like: Any, y: torch.Tensor) -> Any:
@@ -59,8 +59,8 @@ def weights_to_tensor(weights: Any) -> torch.Tensor:
     The small copy makes the gradient of the input 1.5 to 1.8 times faster than strides that oneDNN must reorder.
     """
     last = weights.ndim - 1
-    moved = to_tensor(weights.transpose(last, last - 1, *range(last - 1)))
-    return moved.contiguous(memory_format=MEMORY_FORMATS[moved.ndim])
+    reordered = to_tensor(weights.transpose(last, last - 1, *range(last - 1)))
+    return reordered.contiguous(memory_format=MEMORY_FORMATS[reordered.ndim])
 
 
 def matmul(a: Any, b: Any) -> Any:

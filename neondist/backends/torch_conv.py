@@ -31,11 +31,11 @@ def forward(
 ) -> np.ndarray:
     """Return the convolution plus bias (N, *out, C_out); adding the bias needs no separate pass."""
     x, padding = _remove_zero_padding(x, weights.shape[:-2], stride, dilation, zeros)
-    seen, kernel, output_padding = to_channels_first(x), weights_to_tensor(weights), (0,) * len(stride)
+    x_tensor, kernel, output_padding = to_channels_first(x), weights_to_tensor(weights), (0,) * len(stride)
     added = None if bias is None else to_tensor(bias)
     if onednn_supports(x):
-        return to_channels_last(x, torch.mkldnn_convolution(seen, kernel, added, padding, stride, dilation, groups))
-    y = _aten.convolution(seen, kernel, added, stride, padding, dilation, False, output_padding, groups)
+        return to_channels_last(x, torch.mkldnn_convolution(x_tensor, kernel, added, padding, stride, dilation, groups))
+    y = _aten.convolution(x_tensor, kernel, added, stride, padding, dilation, False, output_padding, groups)
     return to_channels_last(x, y)
 
 
@@ -47,35 +47,35 @@ def backward_input(
     It is as fast as the backward kernel, which also needs x, for its shape. Cells cropped at both ends are not
     computed (measured: 1.25 times faster for 5 x 5 on 14 cells).
     """
-    cut = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
+    symmetric_crop = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
     unseen = unreached_cells(extent, weights.shape[:-2], stride, dilation)
-    gradient, kernel = to_channels_first(dy), weights_to_tensor(weights)
+    gradient, weight_tensor = to_channels_first(dy), weights_to_tensor(weights)
     if onednn_supports(dy):
         transposed = torch.ops.mkldnn._convolution_transpose_pointwise
-        dx = transposed(gradient, kernel, None, cut, unseen, stride, dilation, groups, "none", [], "")
+        dx = transposed(gradient, weight_tensor, None, symmetric_crop, unseen, stride, dilation, groups, "none", [], "")
     else:
-        dx = _aten.convolution(gradient, kernel, None, stride, cut, dilation, True, unseen, groups)
-    remaining_crop = [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)]
+        dx = _aten.convolution(gradient, weight_tensor, None, stride, symmetric_crop, dilation, True, unseen, groups)
+    remaining_crop = [(before - c, after - c) for (before, after), c in zip(crop, symmetric_crop, strict=True)]
     return crop_borders(to_channels_last(dy, dx), remaining_crop)
 
 
 def backward_weights(
-    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
+    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_sides: Sides
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in / groups, C_out), possibly in `reorder_for_onednn`'s order.
 
     PyTorch uses slow kernels for 1 x 1 with one thread and few samples, so rows are passed as samples.
     """
-    many = groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and isinstance(x, np.ndarray)
-    if many and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return weight_gradient_by_gemm(x, dy, kernel, stride, dilation, zeros[0])
+    has_many_channels = groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and isinstance(x, np.ndarray)
+    if has_many_channels and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return weight_gradient_by_gemm(x, dy, kernel, stride, dilation, zero_sides[0])
     padding: Ints = (0,) * len(stride)
     if prod(kernel) * prod(stride) == 1:
         x, dy = (cells.reshape(-1, *(1,) * (len(kernel) - 1), *cells.shape[-2:]) for cells in (x, dy))
     else:
         axis = _axis_to_halve(x, dy)
-        sides = [(0, 0) if at == axis else two for at, two in enumerate(zeros, start=1)]
-        x, padding = _remove_zero_padding(x, kernel, stride, dilation, sides)
+        remaining_zeros = [(0, 0) if at == axis else two for at, two in enumerate(zero_sides, start=1)]
+        x, padding = _remove_zero_padding(x, kernel, stride, dilation, remaining_zeros)
         if axis:
             x, dy = _split_in_halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)
     output_padding, output_mask = (0,) * len(stride), (False, True, False)
@@ -113,13 +113,13 @@ def _remove_zero_padding(
 @lru_cache
 def _removable_zeros(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, zeros: Ints) -> Ints:
     """Return the zeros at both ends whose removal is worth a copy of x."""
-    padding, left = [], 1.0
+    padding, remaining_share = [], 1.0
     for n, k, s, d, z in zip(extent, kernel, stride, dilation, zeros, strict=True):
         p = min(z, d * (k - 1), (n - 1) // 2)
         spared = 2 * sum(max(0, -(-(p - d * at) // s)) for at in range(k))  # skipped products of all kernel cells
         padding.append(p)
-        left *= 1 - spared / (k * ((n - d * (k - 1) - 1) // s + 1))
-    return tuple(padding) if left < _MAX_NONZERO_PRODUCT_SHARE else (0,) * len(kernel)
+        remaining_share *= 1 - spared / (k * ((n - d * (k - 1) - 1) // s + 1))
+    return tuple(padding) if remaining_share < _MAX_NONZERO_PRODUCT_SHARE else (0,) * len(kernel)
 
 
 def _axis_to_halve(x: np.ndarray, dy: np.ndarray) -> int:
@@ -129,23 +129,23 @@ def _axis_to_halve(x: np.ndarray, dy: np.ndarray) -> int:
     return next((axis for axis in (1, 2, 3) if dy.shape[axis] % 2 == 0), 1)
 
 
-def _split_in_halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: int) -> tuple[np.ndarray, np.ndarray]:
+def _split_in_halves(x: np.ndarray, dy: np.ndarray, axis: int, stride: int, span: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a single volume as two samples, whose views overlap by the span of a window."""
     rows = dy.shape[axis]
-    count = -(-rows // 2)
-    shape = (2, *x.shape[1:axis], (count - 1) * step + span, *x.shape[axis + 1 :])
-    strides = ((rows - count) * step * x.strides[axis], *x.strides[1:])
-    halves = np.ascontiguousarray(np.lib.stride_tricks.as_strided(x, shape, strides))
+    first_rows = -(-rows // 2)
+    shape = (2, *x.shape[1:axis], (first_rows - 1) * stride + span, *x.shape[axis + 1 :])
+    strides = ((rows - first_rows) * stride * x.strides[axis], *x.strides[1:])
+    stacked_halves = np.ascontiguousarray(np.lib.stride_tricks.as_strided(x, shape, strides))
     if axis == 1 and rows % 2 == 0:
-        return halves, dy.reshape(2, count, *dy.shape[2:])
-    first, second = np.split(dy, [count], axis)
+        return stacked_halves, dy.reshape(2, first_rows, *dy.shape[2:])
+    first_half, second_half = np.split(dy, [first_rows], axis)
     if rows % 2:  # the middle row belongs to the first half
-        second = np.concatenate([np.zeros_like(first.take([0], axis)), second], axis)
-    return halves, np.concatenate([first, second])
+        second_half = np.concatenate([np.zeros_like(first_half.take([0], axis)), second_half], axis)
+    return stacked_halves, np.concatenate([first_half, second_half])
 
 
 def weight_gradient_by_gemm(
-    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: tuple[int, int] = (0, 0)
+    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, row_zeros: tuple[int, int] = (0, 0)
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in, C_out), for one group, by GEMM.
 
@@ -156,30 +156,30 @@ def weight_gradient_by_gemm(
 
     Parameters
     ----------
-    zeros : (int, int)
+    row_zeros : (int, int)
         Numbers of first and last rows of x that are zero, and are skipped.
     """
-    (first, *_), step, row_dilation = kernel, stride[0], dilation[0]
+    (num_kernel_rows, *_), step, row_dilation = kernel, stride[0], dilation[0]
     channels, length = dy.shape[-1], prod(kernel[1:]) * x.shape[-1]
     windows = _row_windows(to_tensor(x), kernel, stride, dilation)
     rows_of_dy = to_tensor(dy).transpose(0, 1)  # (rows, N, ...)
-    total = torch.zeros((first, channels, length), dtype=rows_of_dy.dtype)
+    total = torch.zeros((num_kernel_rows, channels, length), dtype=rows_of_dy.dtype)
     for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], prod(dy.shape[2:-1]) * length, _BLOCK_ELEMENTS):
-        part = rows_of_dy[rows, samples].reshape(rows.stop - rows.start, -1, channels)
-        lo = max(zeros[0], rows.start * step)
-        hi = min(len(windows) - zeros[1], (rows.stop - 1) * step + row_dilation * (first - 1) + 1)
+        dy_rows = rows_of_dy[rows, samples].reshape(rows.stop - rows.start, -1, channels)
+        lo = max(row_zeros[0], rows.start * step)
+        hi = min(len(windows) - row_zeros[1], (rows.stop - 1) * step + row_dilation * (num_kernel_rows - 1) + 1)
         if lo >= hi:
             continue
-        seen = windows[lo:hi, samples]
+        window_rows = windows[lo:hi, samples]
         if step == 1:
-            seen = seen.reshape(hi - lo, part.shape[1], length)
-        for row in range(first):
+            window_rows = window_rows.reshape(hi - lo, dy_rows.shape[1], length)
+        for row in range(num_kernel_rows):
             start = max(rows.start, -((row * row_dilation - lo) // step))  # rows of dy whose windows use rows lo to hi
             stop = min(rows.stop, (hi - 1 - row * row_dilation) // step + 1)
             if start < stop:
-                at = start * step + row * row_dilation - lo
-                columns = seen[at : at + (stop - start - 1) * step + 1 : step].reshape(-1, length)
-                gradient = part[start - rows.start : stop - rows.start].reshape(-1, channels)
+                start_row = start * step + row * row_dilation - lo
+                columns = window_rows[start_row : start_row + (stop - start - 1) * step + 1 : step].reshape(-1, length)
+                gradient = dy_rows[start - rows.start : stop - rows.start].reshape(-1, channels)
                 total[row].addmm_(gradient.T, columns)
     return total.transpose(1, 2).reshape(*kernel, x.shape[-1], channels).numpy()
 

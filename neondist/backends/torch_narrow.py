@@ -16,14 +16,14 @@ _aten = torch.ops.aten
 
 def has_fast_instructions(dtype: str) -> bool:
     """Return whether this processor has instructions for a dtype; without them, oneDNN slowly converts to float32."""
-    fast: bool
+    is_fast: bool
     if dtype == "float16":
-        fast = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        is_fast = torch.ops.mkldnn._is_mkldnn_fp16_supported()
     else:
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() and (
+        is_fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() and (
             torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         )
-    return fast
+    return is_fast
 
 
 def round_to_dtype(dtype: str, array: np.ndarray) -> np.ndarray:
@@ -35,10 +35,10 @@ def forward(
     dtype: str, x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None
 ) -> np.ndarray:
     """Return the valid convolution plus bias (N, *out, C_out)."""
-    kind, zeros = getattr(torch, dtype), (0,) * len(stride)
-    added = None if bias is None else to_tensor(bias).to(kind)
-    input_tensor, kernel = to_channels_first(x).to(kind), weights_to_tensor(weights).to(kind)
-    y = _aten.convolution(input_tensor, kernel, added, stride, zeros, dilation, False, zeros, groups)
+    torch_dtype, zero_padding = getattr(torch, dtype), (0,) * len(stride)
+    added = None if bias is None else to_tensor(bias).to(torch_dtype)
+    input_tensor, kernel = to_channels_first(x).to(torch_dtype), weights_to_tensor(weights).to(torch_dtype)
+    y = _aten.convolution(input_tensor, kernel, added, stride, zero_padding, dilation, False, zero_padding, groups)
     return to_channels_last(x, y.float())
 
 
@@ -53,8 +53,8 @@ def backward_input(
     crop: Sides | None,
 ) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in), with the sides in `crop` removed (a transposed convolution)."""
-    kind, zeros = getattr(torch, dtype), (0,) * len(stride)
+    torch_dtype, zero_padding = getattr(torch, dtype), (0,) * len(stride)
     output_padding = unreached_cells(extent, weights.shape[:-2], stride, dilation)
-    gradient, kernel = to_channels_first(dy).to(kind), weights_to_tensor(weights).to(kind)
-    dx = _aten.convolution(gradient, kernel, None, stride, zeros, dilation, True, output_padding, groups)
+    dy_tensor, weight_tensor = to_channels_first(dy).to(torch_dtype), weights_to_tensor(weights).to(torch_dtype)
+    dx = _aten.convolution(dy_tensor, weight_tensor, None, stride, zero_padding, dilation, True, output_padding, groups)
     return crop_borders(to_channels_last(dy, dx.float()), crop)

@@ -32,11 +32,11 @@ def max_backward(dy: np.ndarray, max_positions: torch.Tensor, extent: Ints, kern
 
 def max_backward_into(dx: np.ndarray, dy: np.ndarray, max_positions: torch.Tensor, kernel: Ints, stride: Ints) -> None:
     """Write the gradient of x into a contiguous array."""
-    gradient, target = to_channels_first(dy), to_channels_first(dx)
+    dy_tensor, dx_tensor = to_channels_first(dy), to_channels_first(dx)
     back = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
     zeros, ones = (0,) * len(kernel), (1,) * len(kernel)
     # only the shape of x is used
-    back.grad_input(gradient, target, kernel, stride, zeros, ones, False, max_positions, grad_input=target)
+    back.grad_input(dy_tensor, dx_tensor, kernel, stride, zeros, ones, False, max_positions, grad_input=dx_tensor)
 
 
 def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
@@ -78,12 +78,12 @@ def separable_filter_adjoint(dy: np.ndarray, taps: Taps) -> np.ndarray:
 def _convolve_channels(x: torch.Tensor, weights: torch.Tensor, stride: Ints, transposed: bool = False) -> torch.Tensor:
     """Return the convolution, or its adjoint, of every channel with the same weights (*kernel)."""
     channels, zeros, ones = x.shape[1], (0,) * len(stride), (1,) * len(stride)
-    repeated = weights.to(x).expand(channels, 1, *weights.shape).contiguous()
-    return _aten.convolution(x, repeated, None, stride, zeros, ones, transposed, zeros, channels)
+    channel_weights = weights.to(x).expand(channels, 1, *weights.shape).contiguous()
+    return _aten.convolution(x, channel_weights, None, stride, zeros, ones, transposed, zeros, channels)
 
 
-def _kernel_of_ones(box: Ints) -> torch.Tensor:
-    return torch.ones(tuple(box))
+def _kernel_of_ones(kernel: Ints) -> torch.Tensor:
+    return torch.ones(tuple(kernel))
 
 
 def _axis_filters(taps: Taps) -> list[torch.Tensor]:

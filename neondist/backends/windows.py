@@ -39,48 +39,48 @@ def unreached_cells(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) ->
 
 def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
     """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), whose overlapping cells must not be written."""
-    out = output_extent(x.shape[1:-1], kernel, stride, dilation)
-    spatial = x.strides[1:-1]
-    steps = [b * step for factors in (stride, dilation) for b, step in zip(spatial, factors, strict=True)]
-    shape = (len(x), *out, *kernel, x.shape[-1])
+    out_extent = output_extent(x.shape[1:-1], kernel, stride, dilation)
+    spatial_strides = x.strides[1:-1]
+    steps = [b * step for factors in (stride, dilation) for b, step in zip(spatial_strides, factors, strict=True)]
+    shape = (len(x), *out_extent, *kernel, x.shape[-1])
     return namespace(x).lib.stride_tricks.as_strided(x, shape, (x.strides[0], *steps, x.strides[-1]))
 
 
 def window_cells(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[tuple[tuple[int, ...], tuple]]:
     """Yield, for every cell of a window in row-major order, its position and the index of that cell in all windows."""
     for place in product(*map(range, kernel)):
-        starts = [p * d for p, d in zip(place, dilation, strict=True)]
-        spans = [slice(a, a + (n - 1) * s + 1 if n else a, s) for a, s, n in zip(starts, stride, out, strict=True)]
+        start_cells = [p * d for p, d in zip(place, dilation, strict=True)]
+        spans = [slice(a, a + (n - 1) * s + 1 if n else a, s) for a, s, n in zip(start_cells, stride, out, strict=True)]
         yield place, (slice(None), *spans)
 
 
 def split_into_blocks(
-    samples: int, out: Ints, cells_per_row: int, max_block_cells: int
+    samples: int, out_extent: Ints, cells_per_row: int, max_block_cells: int
 ) -> Iterator[tuple[slice, slice]]:
     """Cut (samples, out[0]) into even blocks of about `max_block_cells` cells or fewer: whole samples, or rows of one.
 
     `cells_per_row` is the size of one index of out[0].
     """
-    rows = out[0]
-    if samples * rows * cells_per_row == 0:
+    num_rows = out_extent[0]
+    if samples * num_rows * cells_per_row == 0:
         return
-    if samples * rows * cells_per_row <= max_block_cells:
-        yield slice(0, samples), slice(0, rows)
+    if samples * num_rows * cells_per_row <= max_block_cells:
+        yield slice(0, samples), slice(0, num_rows)
         return
-    per_block = max(1, max_block_cells // cells_per_row)
-    if per_block >= rows:
-        count = _even_block_size(samples, per_block // rows)
-        for start in range(0, samples, count):
-            yield slice(start, min(start + count, samples)), slice(0, rows)
+    rows_per_block = max(1, max_block_cells // cells_per_row)
+    if rows_per_block >= num_rows:
+        samples_per_block = _even_block_size(samples, rows_per_block // num_rows)
+        for start in range(0, samples, samples_per_block):
+            yield slice(start, min(start + samples_per_block, samples)), slice(0, num_rows)
         return
-    per_block = _even_block_size(rows, per_block)
-    for sample, start in product(range(samples), range(0, rows, per_block)):
-        yield slice(sample, sample + 1), slice(start, min(start + per_block, rows))
+    rows_per_block = _even_block_size(num_rows, rows_per_block)
+    for sample, start in product(range(samples), range(0, num_rows, rows_per_block)):
+        yield slice(sample, sample + 1), slice(start, min(start + rows_per_block, num_rows))
 
 
-def _even_block_size(count: int, at_most: int) -> int:
+def _even_block_size(count: int, max_size: int) -> int:
     """Return the block size at which no block is much smaller than others: kernels are slow on small blocks."""
-    return -(-count // -(-count // at_most))
+    return -(-count // -(-count // max_size))
 
 
 class Strip(NamedTuple):
@@ -103,35 +103,35 @@ class Strip(NamedTuple):
 
     def zero_row_counts(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
         """Return how many of the view's first `rows[0]` and last `rows[1]` rows this strip uses."""
-        before, after = rows[0] - self.view_rows.start, self.view_rows.stop - (x.shape[1] - rows[1])
-        return max(0, before), max(0, after)
+        zeros_before, zeros_after = rows[0] - self.view_rows.start, self.view_rows.stop - (x.shape[1] - rows[1])
+        return max(0, zeros_before), max(0, zeros_after)
 
 
 def split_into_strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, strip_size: int) -> Iterator[Strip]:
     """Cut a valid operation from x (N, *extent, C) to y (N, *out, C') into strips of about `strip_size` elements."""
-    step, span = stride[0], dilation[0] * (kernel[0] - 1) + 1
-    per_row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
-    for samples, rows in split_into_blocks(len(y), y.shape[1:-1], per_row, strip_size):
-        seen = slice(rows.start * step, (rows.stop - 1) * step + span)
-        yield Strip(samples, rows, seen, rows.stop == y.shape[1])
+    row_stride, window_rows = stride[0], dilation[0] * (kernel[0] - 1) + 1
+    row_elements = max(prod(y.shape[2:]), min(row_stride, window_rows) * prod(x.shape[2:]))
+    for samples, rows in split_into_blocks(len(y), y.shape[1:-1], row_elements, strip_size):
+        view_rows = slice(rows.start * row_stride, (rows.stop - 1) * row_stride + window_rows)
+        yield Strip(samples, rows, view_rows, rows.stop == y.shape[1])
 
 
 def crop_borders(array: Any, sides: Sides | None) -> Any:
     """Return (N, *spatial, C) without `sides` cells at the ends of every axis."""
     if sides is None:
         return array
-    ends = zip(sides, array.shape[1:-1], strict=True)
-    return array[(slice(None), *(slice(before, n - after) for (before, after), n in ends))]
+    sides_and_extents = zip(sides, array.shape[1:-1], strict=True)
+    return array[(slice(None), *(slice(before, n - after) for (before, after), n in sides_and_extents))]
 
 
 def zero_borders(dx: Any, sides: Sides) -> Any:
     """Fill the ends of all spatial axes with zeros; return the interior."""
     for axis, (before, after) in enumerate(sides, start=1):
-        whole = (slice(None),) * axis
-        stop = max(before, dx.shape[axis] - after)
-        dx[(*whole, slice(0, before))] = 0
-        dx[(*whole, slice(stop, None))] = 0
-        dx = dx[(*whole, slice(before, stop))]
+        all_before = (slice(None),) * axis
+        stop_cell = max(before, dx.shape[axis] - after)
+        dx[(*all_before, slice(0, before))] = 0
+        dx[(*all_before, slice(stop_cell, None))] = 0
+        dx = dx[(*all_before, slice(before, stop_cell))]
     return dx
 
 
@@ -170,20 +170,20 @@ class StripAccumulator:
         if not dy.size:
             dx[...] = 0
 
-    def add(self, strip: Strip, part: Any) -> None:
+    def add(self, strip: Strip, gradient: Any) -> None:
         """Add the gradient of the rows that a strip uses; strips must be added in order."""
-        dx, start = self.dx[strip.samples], max(0, strip.view_rows.start - self.first_row)
-        stop = start + part.shape[1]
+        dx, start_row = self.dx[strip.samples], max(0, strip.view_rows.start - self.first_row)
+        stop = start_row + gradient.shape[1]
         if not strip.output_rows.start:
             self.rows_written, self.partial_sums = 0, None
         if self.partial_sums is not None:
-            part[:, : self.partial_sums.shape[1]] += self.partial_sums
-        dx[:, self.rows_written : start] = 0
+            gradient[:, : self.partial_sums.shape[1]] += self.partial_sums
+        dx[:, self.rows_written : start_row] = 0
         self.rows_written = (
-            stop if strip.is_last else min(stop, max(start, strip.output_rows.stop * self.step - self.first_row))
+            stop if strip.is_last else min(stop, max(start_row, strip.output_rows.stop * self.step - self.first_row))
         )
-        self.write(part[:, : self.rows_written - start], (strip.samples, slice(start, self.rows_written)))
-        self.partial_sums = part[:, self.rows_written - start :].copy() if self.rows_written < stop else None
+        self.write(gradient[:, : self.rows_written - start_row], (strip.samples, slice(start_row, self.rows_written)))
+        self.partial_sums = gradient[:, self.rows_written - start_row :].copy() if self.rows_written < stop else None
         if strip.is_last:
             dx[:, stop:] = 0
 

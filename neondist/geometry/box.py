@@ -22,8 +22,8 @@ class Box:
     @classmethod
     def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Box:
         """Return the box with the given range [lo, hi) along every axis."""
-        ends = tuple(ranges)
-        return cls(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
+        range_list = tuple(ranges)
+        return cls(tuple(lo for lo, _ in range_list), tuple(hi for _, hi in range_list))
 
     @property
     def ndim(self) -> int:
@@ -76,9 +76,9 @@ class Box:
         """Return disjoint boxes that cover the cells not in `other`."""
         boxes, lo, hi = [], self.lo, self.hi
         for axis, (first, end) in enumerate(other.axes()):
-            below = (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])
-            above = (*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :])
-            boxes += [Box(lo, below), Box(above, hi)]
+            below_hi = (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])
+            above_lo = (*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :])
+            boxes += [Box(lo, below_hi), Box(above_lo, hi)]
             lo = (*lo[:axis], max(first, lo[axis]), *lo[axis + 1 :])
             hi = (*hi[:axis], min(end, hi[axis]), *hi[axis + 1 :])
         return [box for box in boxes if not box.empty]

@@ -66,8 +66,8 @@ class TileStripGrid(GridShape):
 
     def parts(self, ndim: int) -> tuple[int, ...]:
         """Return the number of parts of each of `ndim` spatial axes."""
-        first, *others = self.without_strips.parts(ndim) if ndim else (1,)
-        return (first * self.strips, *others)[:ndim]
+        first_count, *other_counts = self.without_strips.parts(ndim) if ndim else (1,)
+        return (first_count * self.strips, *other_counts)[:ndim]
 
     @property
     def without_strips(self) -> GridShape:
@@ -81,8 +81,8 @@ class TileStripGrid(GridShape):
     def strip_numbers_of(self, tile: int, ndim: int) -> list[int]:
         """Return the numbers of a tile's strips, for images with `ndim` axes."""
         others = self.without_strips.parts(ndim)[1:]
-        place, rest = divmod(tile, prod(others))
-        return [(place * self.strips + at) * prod(others) + rest for at in range(self.strips)]
+        first_axis_tile, position_in_rest = divmod(tile, prod(others))
+        return [(first_axis_tile * self.strips + at) * prod(others) + position_in_rest for at in range(self.strips)]
 
 
 @lru_cache(maxsize=256)
@@ -91,9 +91,9 @@ def _partition_strips(grid: TileStripGrid, extent: tuple[int, ...]) -> Partition
     if not extent:
         return Partition((), (), grid.tiles)
     ranges = [tuple(tiles.ranges_along(axis)) for axis in range(len(extent))]
-    empty = 0 if grid.num_last_strips is None else grid.strips - grid.num_last_strips
+    num_empty_strips = 0 if grid.num_last_strips is None else grid.strips - grid.num_last_strips
     cut = [[part_range(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
-    cut = [[(strips[empty][0],) * 2] * empty + strips[empty:] for strips in cut]
+    cut = [[(strips[num_empty_strips][0],) * 2] * num_empty_strips + strips[num_empty_strips:] for strips in cut]
     ranges[0] = tuple((lo + a, lo + b) for (lo, _), strips in zip(ranges[0], cut, strict=True) for a, b in strips)
     return OverlappingPartition(extent, grid.parts(len(extent)), grid.tiles, tuple(ranges))
 
@@ -115,23 +115,23 @@ def grid_shape(
             raise GridError(f"{field} {value!r}: expected an integer of at least 1")
     if replicas is None:
         replicas, rows, cols = max(1, ranks // ((rows or 1) * (cols or 1) * planes)), rows or 1, cols or 1
-    per_plane, rest = divmod(ranks, replicas * planes)
-    choices = factorisations(per_plane, 2) if not rest else []
-    fitting = [(r, c) for r, c in choices if rows in (None, r) and cols in (None, c)]
-    if not fitting:
-        raise GridError(_mismatch_message(ranks, replicas, rows, cols, planes, choices))
+    ranks_per_plane, remainder = divmod(ranks, replicas * planes)
+    factor_pairs = factorisations(ranks_per_plane, 2) if not remainder else []
+    matching_pairs = [(r, c) for r, c in factor_pairs if rows in (None, r) and cols in (None, c)]
+    if not matching_pairs:
+        raise GridError(_mismatch_message(ranks, replicas, rows, cols, planes, factor_pairs))
     # of r x c and c x r, prefer more rows: a halo along H is contiguous in memory
-    best = min(fitting, key=lambda rc: (abs(rc[0] - rc[1]), -rc[0]))
-    return GridShape(replicas, *best, planes)
+    most_square = min(matching_pairs, key=lambda rc: (abs(rc[0] - rc[1]), -rc[0]))
+    return GridShape(replicas, *most_square, planes)
 
 
 def _mismatch_message(
-    ranks: int, replicas: int, rows: int | None, cols: int | None, planes: int, choices: list[tuple[int, ...]]
+    ranks: int, replicas: int, rows: int | None, cols: int | None, planes: int, factor_pairs: list[tuple[int, ...]]
 ) -> str:
-    requested = f"replicas: {replicas}, " + (f"planes: {planes}, " if planes > 1 else "")
-    requested += f"rows: {rows or 'any'}, cols: {cols or 'any'}"
-    problem = f"grid ({requested}) does not match {counted(ranks, 'rank')}"
-    if choices:
-        return f"{problem}; rows x cols can be " + ", ".join(f"{r} x {c}" for r, c in choices)
+    requested_text = f"replicas: {replicas}, " + (f"planes: {planes}, " if planes > 1 else "")
+    requested_text += f"rows: {rows or 'any'}, cols: {cols or 'any'}"
+    problem = f"grid ({requested_text}) does not match {counted(ranks, 'rank')}"
+    if factor_pairs:
+        return f"{problem}; rows x cols can be " + ", ".join(f"{r} x {c}" for r, c in factor_pairs)
     divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
     return f"{problem}; replicas x planes must divide {ranks}: {divisors}"

@@ -60,19 +60,19 @@ def to_slice(cells: range) -> slice:
     return slice(cells.start, cells.stop, cells.step) if cells.step > 1 else slice(cells.start, cells.stop)
 
 
-def shift_range(cells: range, by: int) -> range:
-    """Return a range shifted by `by` cells."""
-    return range(cells.start + by, cells.stop + by, cells.step)
+def shift_range(cells: range, offset: int) -> range:
+    """Return a range shifted by `offset` cells."""
+    return range(cells.start + offset, cells.stop + offset, cells.step)
 
 
 def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
     """Yield the non-empty intersections of ranges with [lo, hi)."""
     for whole in cells:
-        step = whole.step
-        first = whole.start + max(0, -((whole.start - lo) // step)) * step
-        part = range(first, min(whole.stop, hi), step)
-        if part:
-            yield part
+        stride = whole.step
+        first = whole.start + max(0, -((whole.start - lo) // stride)) * stride
+        clipped = range(first, min(whole.stop, hi), stride)
+        if clipped:
+            yield clipped
 
 
 def hull_of(cells: AxisCells) -> Range:
@@ -84,21 +84,21 @@ def group_into_ranges(indices: Sequence[int]) -> AxisCells:
     """Return ranges that contain exactly these sorted, distinct indices; few ranges if the indices are regular."""
     if indices and indices[-1] - indices[0] == len(indices) - 1:
         return (range(indices[0], indices[-1] + 1),)
-    starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]
-    runs = [(indices[a], b - a) for a, b in pairwise([*starts, len(indices)])]
+    run_starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]
+    runs = [(indices[a], b - a) for a, b in pairwise([*run_starts, len(indices)])]
     ranges: list[range] = []
-    first = 0
-    while first < len(runs):
-        start, length = runs[first]
-        last, step = first, runs[first + 1][0] - start if first + 1 < len(runs) else 0
+    first_run = 0
+    while first_run < len(runs):
+        start, length = runs[first_run]
+        last, step = first_run, runs[first_run + 1][0] - start if first_run + 1 < len(runs) else 0
         while last + 1 < len(runs) and runs[last + 1] == (runs[last][0] + step, length):
             last += 1
-        if last + 1 - first > length:  # one range for each cell of a run
-            ranges += [range(start + i, runs[last][0] + i + 1, step if last > first else 1) for i in range(length)]
+        if last + 1 - first_run > length:  # one range for each cell of a run
+            ranges += [range(start + i, runs[last][0] + i + 1, step if last > first_run else 1) for i in range(length)]
         else:
-            last = first
+            last = first_run
             ranges.append(range(start, start + length))
-        first = last + 1
+        first_run = last + 1
     return tuple(ranges)
 
 
@@ -119,10 +119,10 @@ def outputs_using(lo: int, hi: int, kernel: int, stride: int, padding: int, dila
     """Return the outputs that depend on the cells [lo, hi), including positions outside the valid output range."""
     outputs: list[range] = []
     for tap in reversed(range(kernel)) if lo < hi else ():
-        at = padding - dilation * tap
-        first, stop = -(-(lo + at) // stride), (hi - 1 + at) // stride + 1
-        if outputs and first <= outputs[-1].stop:
-            outputs[-1] = range(outputs[-1].start, max(stop, outputs[-1].stop))
-        elif first < stop:
-            outputs.append(range(first, stop))
+        tap_offset = padding - dilation * tap
+        first_output, stop_output = -(-(lo + tap_offset) // stride), (hi - 1 + tap_offset) // stride + 1
+        if outputs and first_output <= outputs[-1].stop:
+            outputs[-1] = range(outputs[-1].start, max(stop_output, outputs[-1].stop))
+        elif first_output < stop_output:
+            outputs.append(range(first_output, stop_output))
     return tuple(outputs)

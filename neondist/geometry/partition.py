@@ -18,24 +18,24 @@ Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
 
 def part_range(extent: int, parts: int, part: int) -> Range:
     """Return the half-open range of one of `parts` parts of `extent` cells; the first extent % parts have one more."""
-    base, extra = divmod(extent, parts)
-    lo = part * base + min(part, extra)
-    return lo, lo + base + (part < extra)
+    min_size, remainder = divmod(extent, parts)
+    lo = part * min_size + min(part, remainder)
+    return lo, lo + min_size + (part < remainder)
 
 
 def coords_of(parts: Sequence[int], index: int) -> tuple[int, ...]:
     """Return the position of a row-major index in a grid of parts[a] places on every axis a."""
-    place = []
+    coords = []
     for count in reversed(parts):
-        index, at = divmod(index, count)
-        place.append(at)
-    return tuple(reversed(place))
+        index, coord = divmod(index, count)
+        coords.append(coord)
+    return tuple(reversed(coords))
 
 
-def index_of(parts: Sequence[int], place: Sequence[int]) -> int:
+def index_of(parts: Sequence[int], coords: Sequence[int]) -> int:
     """Return the row-major index of a position in a grid."""
     index = 0
-    for count, at in zip(parts, place, strict=True):
+    for count, at in zip(parts, coords, strict=True):
         index = index * count + at
     return index
 

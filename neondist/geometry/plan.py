@@ -99,13 +99,13 @@ class HaloPlan(TransferPlan):
     @property
     def outside(self) -> list[Box]:
         """Parts of the buffer outside the image, or without an owner, that hold the window's fill value."""
-        kept, modes = self.own if self.tiles_may_overlap else Box.of(self.extent), self.window.modes
+        inner_box, modes = self.own if self.tiles_may_overlap else Box.of(self.extent), self.window.modes
         if "zeros" not in modes:
             return []
         if self.window.mode != "zeros":  # along axes with other modes, cells outside the image are copied
-            axes = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
-            kept = Box.from_ranges(inner if mode == "zeros" else whole for mode, inner, whole in axes)
-        return self.buffer.difference(kept)
+            axes = zip(modes, inner_box.axes(), self.buffer.axes(), strict=True)
+            inner_box = Box.from_ranges(inner if mode == "zeros" else whole for mode, inner, whole in axes)
+        return self.buffer.difference(inner_box)
 
     @classmethod
     @lru_cache(maxsize=1024)  # shared by virtual ranks and by all plans of a model
@@ -118,9 +118,9 @@ class HaloPlan(TransferPlan):
             Outputs that each tile computes; default: the output is partitioned like the input.
         """
         axes = _axis_plans(partition, window, outputs)
-        own, places = partition.box(tile), list(zip(axes, partition.coords(tile), strict=True))
-        need = Box.from_ranges(axis.needs[at] for axis, at in places)
-        seen = Box.from_ranges(axis.sources[at] for axis, at in places)
+        own, axis_plans_and_parts = partition.box(tile), list(zip(axes, partition.coords(tile), strict=True))
+        need = Box.from_ranges(axis.needs[at] for axis, at in axis_plans_and_parts)
+        source_box = Box.from_ranges(axis.sources[at] for axis, at in axis_plans_and_parts)
 
         def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
             if partition.may_overlap or not axes:  # overlapping tiles have all cells that they need; so do vectors
@@ -130,7 +130,7 @@ class HaloPlan(TransferPlan):
             local = [piece for piece in needed if piece.peer == tile]
             return [piece for piece in needed if piece.peer != tile], transfer.sends(tile), local
 
-        buffer, used = need.hull(own).hull(seen), tuple(axis.used[at] for axis, at in places)
+        buffer, used = need.hull(own).hull(source_box), tuple(axis.used[at] for axis, at in axis_plans_and_parts)
         return cls(own, need, pieces, buffer, partition.extent, window, partition.may_overlap, used)
 
     @classmethod
@@ -152,8 +152,8 @@ class HaloPlan(TransferPlan):
 
 def total_halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
-    counts = [axis.request.sent_received_kept_counts for axis in _axis_plans(partition, window)]
-    return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
+    cell_counts = [axis.request.sent_received_kept_counts for axis in _axis_plans(partition, window)]
+    return prod(sum(received) for _, received, _ in cell_counts) - prod(sum(own) for *_, own in cell_counts)
 
 
 class PartClassKeys(NamedTuple):
@@ -175,8 +175,8 @@ class PartClassKeys(NamedTuple):
         """Tiles that together cover every kind of each axis, chosen along the axes through tile 0."""
         tiles = {0}
         for axis, kinds in enumerate(self.by_axis):
-            firsts = {kind: part for part, kind in reversed(list(enumerate(kinds)))}
-            tiles.update(part * prod(self.parts[axis + 1 :]) for part in firsts.values())
+            first_part_by_kind = {kind: part for part, kind in reversed(list(enumerate(kinds)))}
+            tiles.update(part * prod(self.parts[axis + 1 :]) for part in first_part_by_kind.values())
         return sorted(tiles)
 
 
@@ -189,18 +189,18 @@ class RepartitionPlan(TransferPlan):
 
         Boxes of `source` are disjoint or equal; ranks that do not own a box receive it from one of its owners.
         """
-        owners = defaultdict(list)
+        sources_by_box = defaultdict(list)
         for peer, box in enumerate(source):
-            owners[box].append(peer)
+            sources_by_box[box].append(peer)
 
         def sender(box: Box, receiver: int) -> int:
-            return receiver if source[receiver] == box else owners[box][receiver % len(owners[box])]
+            return receiver if source[receiver] == box else sources_by_box[box][receiver % len(sources_by_box[box])]
 
         def cut(pairs: Iterable[tuple[int, Box]]) -> list[Piece]:
             return [Piece(peer, *[Lattice.of(cells)] * 2) for peer, cells in pairs if not cells.empty]
 
         own, need = source[rank], target[rank]
-        needed = cut((sender(box, rank), box.intersect(need)) for box in owners)
+        needed = cut((sender(box, rank), box.intersect(need)) for box in sources_by_box)
         sent = cut((q, own.intersect(box)) for q, box in enumerate(target) if sender(own, q) == rank and q != rank)
         local = [piece for piece in needed if piece.peer == rank]
         return cls(own, need, lambda: ([piece for piece in needed if piece.peer != rank], sent, local))
@@ -221,14 +221,14 @@ class _AxisPlan:
 
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode, self.n = partition, axis, window.modes[axis], partition.extent[axis]
-        self.own, step = partition.ranges_along(axis), window.stride[axis]
+        self.own, stride = partition.ranges_along(axis), window.stride[axis]
         self.needs, axis_window = needed_cells_along(outputs, window, axis), window.axis_window(axis)
         self.used = [axis_window.used_cells(lo, hi) for lo, hi in outputs.ranges_along(axis)]
         for part, ((lo, hi), (first, last)) in enumerate(zip(self.needs, self.own, strict=True)):
             if lo >= hi:  # an empty view lies within the tile's own cells
                 self.needs[part] = (min(max(lo, first), last),) * 2
-            elif window.kernel[axis] == 1 < step and first < hi <= last:  # include own cells after the last one used
-                self.needs[part] = lo, min(hi + step - 1, last)  # often, the view is then the whole tile
+            elif window.kernel[axis] == 1 < stride and first < hi <= last:  # include own cells after the last one used
+                self.needs[part] = lo, min(hi + stride - 1, last)  # often, the view is then the whole tile
         self.sources = [sources_within(lo, hi, self.n, self.mode) for lo, hi in self.needs]
 
     @cached_property
@@ -271,14 +271,14 @@ class _AxisPlan:
     def _extent_class_key(self, part: int) -> Hashable:
         own, need, seen = self.own[part], self.needs[part], self.sources[part]
         kept = min(own[0], need[0], seen[0]), max(own[1], need[1], seen[1])
-        moves = [(bool(overlaps), any(o.part != part for o in overlaps)) for overlaps in self._overlaps(part)]
-        return (*(hi - lo for lo, hi in (own, need, kept)), need == own, need == kept, *moves)
+        overlap_flags = [(bool(overlaps), any(o.part != part for o in overlaps)) for overlaps in self._overlaps(part)]
+        return (*(hi - lo for lo, hi in (own, need, kept)), need == own, need == kept, *overlap_flags)
 
     def _full_class_key(self, part: int) -> Hashable:
         first, last = self.own[part]
-        ends = (end - first for pair in (self.needs[part], self.sources[part]) for end in pair)
+        relative_ends = (end - first for pair in (self.needs[part], self.sources[part]) for end in pair)
         moved = (tuple((o.part - part, shift_range(o.cells, -first)) for o in group) for group in self._overlaps(part))
-        return (last - first, *ends, *moved)
+        return (last - first, *relative_ends, *moved)
 
 
 _cached_axis_plan = lru_cache(maxsize=512)(_AxisPlan)  # shared by the plans of all tiles
@@ -308,9 +308,9 @@ def sources_within(lo: int, hi: int, n: int, mode: str) -> Range:
         return lo, hi
     if mode == "zeros":
         return max(lo, 0), min(hi, n)
-    turning = (lo, -1, 0, n - 1, n, hi - 1)  # fold_index is monotonic between these
-    cells = [fold_index(i, n, mode) for i in turning if lo <= i < hi]
-    return min(cells), max(cells) + 1
+    turning_points = (lo, -1, 0, n - 1, n, hi - 1)  # fold_index is monotonic between these
+    folded_cells = [fold_index(i, n, mode) for i in turning_points if lo <= i < hi]
+    return min(folded_cells), max(folded_cells) + 1
 
 
 def fold_index(i: Any, n: int, mode: str) -> Any:

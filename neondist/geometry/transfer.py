@@ -96,11 +96,11 @@ class DimRequest:
             at += hi - lo
             used = None if include_unused or self.used is None else self.used[part]
             for owner in range(bisect_right(bounds, lo) - 1, bisect_left(bounds, hi)) if lo < hi else ():
-                first, end = max(lo, bounds[owner]), min(hi, bounds[owner + 1])
+                overlap_start, overlap_end = max(lo, bounds[owner]), min(hi, bounds[owner + 1])
                 if used is None:
-                    yield AxisOverlap(owner, range(first, end), offset)
+                    yield AxisOverlap(owner, range(overlap_start, overlap_end), offset)
                 else:
-                    for cells in clip_ranges(used, first + offset, end + offset):
+                    for cells in clip_ranges(used, overlap_start + offset, overlap_end + offset):
                         yield AxisOverlap(owner, shift_range(cells, -offset), offset)
 
     @property
@@ -111,11 +111,11 @@ class DimRequest:
     @cached_property
     def overlaps_by_sender(self) -> list[list[AxisOverlap]]:
         """For each part, its cells that parts (itself included) need; valid only if `axes` has at most one axis."""
-        sent: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
+        overlaps: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
         for part, overlap in self.needed:
             owner = part if self.source.axis is None else overlap.part  # a whole dimension is on every rank
-            sent[owner].append(overlap._replace(part=part))
-        return sent
+            overlaps[owner].append(overlap._replace(part=part))
+        return overlaps
 
     @cached_property
     def sent_received_kept_counts(self) -> tuple[list[int], list[int], list[int]]:
@@ -123,16 +123,16 @@ class DimRequest:
 
         Valid only if `axes` has at most one axis. If all parts need the same cells, the cost is linear in the parts.
         """
-        sent, received, own = ([0] * self._parts for _ in range(3))
+        sent, received, kept = ([0] * self._parts for _ in range(3))
         for part in range(len(self.ranges)):
             for owner, cells, _ in self.overlaps(part):
                 owner = part if self.source.axis is None else owner
                 sent[owner] += len(cells)
                 received[part] += len(cells)
-                own[owner] += len(cells) if owner == part or self.axis is None else 0
+                kept[owner] += len(cells) if owner == part or self.axis is None else 0
         if self.axis is None:  # all parts receive the same cells
             sent, received = [count * self._parts for count in sent], received[:1] * self._parts
-        return sent, received, own
+        return sent, received, kept
 
     @property
     def needed(self) -> Iterator[tuple[int, AxisOverlap]]:
@@ -176,9 +176,9 @@ class ViewTransfer:
 
     def receives(self, rank: int) -> list[Piece]:
         """Return the pieces that a rank needs, ordered by owner, including pieces that the rank itself owns."""
-        place = coords_of(self.parts, rank)
-        needed = [list(request.overlaps(request.part(place))) for request in self.requests]
-        return self._pieces(place, needed)
+        coords = coords_of(self.parts, rank)
+        overlaps_by_dim = [list(request.overlaps(request.part(coords))) for request in self.requests]
+        return self._pieces(coords, overlaps_by_dim)
 
     def local(self, rank: int) -> list[Piece]:
         """Return the pieces of a rank's view that the rank owns, including cells that it does not use."""
@@ -190,10 +190,10 @@ class ViewTransfer:
 
     def view_includes_own_part(self, rank: int) -> bool:
         """Return whether a rank's view contains all cells of its own part, in their order."""
-        place = coords_of(self.parts, rank)
-        extents = [hi - lo for lo, hi in (request.source.range(place) for request in self.requests)]
+        coords = coords_of(self.parts, rank)
+        own_extents = [hi - lo for lo, hi in (request.source.range(coords) for request in self.requests)]
         own = [[len(cells) for cells in piece.source.ranges] for piece in self.local(rank)]
-        return own == [extents]
+        return own == [own_extents]
 
     def sends(self, rank: int) -> list[Piece]:
         """Return the pieces that other ranks need from a rank."""
@@ -205,11 +205,11 @@ class ViewTransfer:
         ]
         return sorted((p for p in self._pieces(place, sent) if p.peer != rank), key=lambda piece: piece.peer)
 
-    def _pieces(self, place: Sequence[int], overlaps: Sequence[Sequence[AxisOverlap]]) -> list[Piece]:
+    def _pieces(self, sender_coords: Sequence[int], overlaps_by_dim: Sequence[Sequence[AxisOverlap]]) -> list[Piece]:
         """Return the products of overlaps, in the same order at both ends of a message."""
         pieces, axes = [], [request.source.axis for request in self.requests]
-        for combination in product(*overlaps):
-            peer = list(place)
+        for combination in product(*overlaps_by_dim):
+            peer = list(sender_coords)
             for axis, overlap in zip(axes, combination, strict=True):
                 if axis is not None:
                     peer[axis] = overlap.part
@@ -239,16 +239,16 @@ class ViewTransfer:
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:
         """Pieces sent by each rank, collected from the needs of all ranks."""
-        result: dict[int, list[Piece]] = {}
+        pieces_by_sender: dict[int, list[Piece]] = {}
         for receiver in range(prod(self.parts)):
             for piece in self.receives(receiver):
                 if piece.peer != receiver:
-                    result.setdefault(piece.peer, []).append(replace(piece, peer=receiver))
-        return result
+                    pieces_by_sender.setdefault(piece.peer, []).append(replace(piece, peer=receiver))
+        return pieces_by_sender
 
     def shape(self, local: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's view, given the shape of its part of the tensor."""
-        place, shape = coords_of(self.parts, rank), list(local)
+        coords, shape = coords_of(self.parts, rank), list(local)
         for request in self.requests:
-            shape[request.dim] = request.extent(request.part(place))
+            shape[request.dim] = request.extent(request.part(coords))
         return tuple(shape)

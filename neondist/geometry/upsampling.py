@@ -36,10 +36,10 @@ class Upsampling(Window):
         """Return the cells that outputs [lo, hi) of one axis read; if linear, some may lie outside the image."""
         return (range(self.source_cell(0, lo), self.source_cell(0, hi - 1) + self.kernel[0]),) if lo < hi else ()
 
-    def source_cell(self, axis: int, output: int) -> int:
-        """Return the first input cell that output cell `output` reads."""
+    def source_cell(self, axis: int, output_cell: int) -> int:
+        """Return the first input cell that an output cell reads."""
         f = self.factor[axis]
-        return (2 * output + 1 - f) // (2 * f) if self.linear else output // f
+        return (2 * output_cell + 1 - f) // (2 * f) if self.linear else output_cell // f
 
     def scale_factor(self, axis: int) -> tuple[int, int]:
         """Return (1, factor)."""

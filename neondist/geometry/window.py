@@ -66,10 +66,10 @@ class Window:
         for name in modes:
             if name not in MODES:
                 raise ConfigError(f"padding_mode '{name}' is unknown{suggest(str(name), MODES)}")
-        self._set("kernel", _per_axis("kernel_size", kernel, axes, least=1))
-        self._set("stride", _per_axis("stride", stride, axes, least=1))
+        self._set("kernel", _per_axis("kernel_size", kernel, axes, minimum=1))
+        self._set("stride", _per_axis("stride", stride, axes, minimum=1))
         self._set("padding", _per_side(padding, axes))
-        self._set("dilation", _per_axis("dilation", dilation, axes, least=1))
+        self._set("dilation", _per_axis("dilation", dilation, axes, minimum=1))
         if any(min(sides) < 0 < k - 1 for sides, k in zip(self.padding, self.kernel, strict=True)):
             raise ConfigError(f"padding {padding}: only a kernel of 1 may crop (negative padding); use values >= 0")
         self._set("fill", float(fill))
@@ -121,16 +121,16 @@ class Window:
     def _output_extent_along(self, axis: int, n: int) -> int:
         return max(0, (n + sum(self.padding[axis]) - self.span[axis]) // self.stride[axis] + 1)
 
-    def needs(self, out: Box) -> Box:
-        """Return the hull of the cells that the output cells `out` depend on; may extend outside the image."""
+    def needs(self, output_box: Box) -> Box:
+        """Return the hull of the cells that `output_box` depends on; may extend outside the image."""
         return Box.from_ranges(
-            hull_of(self.axis_window(axis).used_cells(*ends)) for axis, ends in enumerate(out.axes())
+            hull_of(self.axis_window(axis).used_cells(*ends)) for axis, ends in enumerate(output_box.axes())
         )
 
     def used_cells(self, lo: int, hi: int) -> AxisCells:
         """Return the cells, inside the image or not, that outputs [lo, hi) of a window of one axis depend on."""
-        (kernel,), (stride,), ((before, _),), (dilation,) = self.kernel, self.stride, self.padding, self.dilation
-        return cells_used_by(lo, hi, kernel, stride, before, dilation)
+        (kernel,), (stride,), ((padding, _),), (dilation,) = self.kernel, self.stride, self.padding, self.dilation
+        return cells_used_by(lo, hi, kernel, stride, padding, dilation)
 
     def scale_factor(self, axis: int) -> tuple[int, int]:
         """Return integers a and b such that a shift by b outputs shifts the window by a input cells."""
@@ -169,11 +169,11 @@ def same_padding(
     extent: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
     """Return the padding for an output of ceil(extent / stride) cells; an odd total has one cell more at the end."""
-    total = [
+    total_padding = [
         max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
         for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)
     ]
-    return tuple((t // 2, t - t // 2) for t in total)
+    return tuple((t // 2, t - t // 2) for t in total_padding)
 
 
 def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -181,12 +181,12 @@ def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, tuple) or (not isinstance(value, int) and isinstance(value, Sequence))
 
 
-def _per_axis(field: str, value: int | Sequence[int], axes: int, least: int) -> tuple[int, ...]:
+def _per_axis(field: str, value: int | Sequence[int], axes: int, minimum: int) -> tuple[int, ...]:
     values: tuple[Any, ...] = tuple(value) if _is_sequence(value) else (value,) * axes
-    if all(type(v) is int and v >= least for v in values):
+    if all(type(v) is int and v >= minimum for v in values):
         return values
-    if any(isinstance(v, bool) or not isinstance(v, Integral) or v < least for v in values):
-        raise ConfigError(f"{field} {value}: expected integers of at least {least}")
+    if any(isinstance(v, bool) or not isinstance(v, Integral) or v < minimum for v in values):
+        raise ConfigError(f"{field} {value}: expected integers of at least {minimum}")
     return tuple(int(v) for v in values)
 
 

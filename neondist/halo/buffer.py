@@ -102,16 +102,16 @@ class HaloBuffer:
         for cells in self.prefilled:
             cells.fill(self.plan.window.fill)
 
-    def save_border(self, out: Any) -> None:
+    def save_border(self, border_out: Any) -> None:
         """Copy the cells around the tile to an array (n, elements)."""
-        for index, part in self._border(out):
+        for index, part in self._border(border_out):
             part[...] = self.cells[index]
 
-    def recompute_view(self, slot: Allocator, saved: Any, write: Callable[[Any], None]) -> Any:
-        """Rebuild the view in other memory from the border in `saved`; `write` writes the tile into its argument."""
+    def recompute_view(self, slot: Allocator, saved_border: Any, write_tile: Callable[[Any], None]) -> Any:
+        """Rebuild the view in other memory from `saved_border`; `write_tile` writes the tile into its argument."""
         cells = self._new_cells(slot)
-        self._restore_border(saved, cells)
-        write(cells[self.owned_index])
+        self._restore_border(saved_border, cells)
+        write_tile(cells[self.owned_index])
         return cells[self.needed_index]
 
     def _saved_border(self) -> Any:
@@ -121,9 +121,9 @@ class HaloBuffer:
         self.save_border(saved)
         return saved
 
-    def _restore_border(self, saved: Any, cells: Any = None) -> None:
+    def _restore_border(self, saved_border: Any, cells: Any = None) -> None:
         cells = self.cells if cells is None else cells
-        for index, part in self._border(saved):
+        for index, part in self._border(saved_border):
             cells[index] = part
 
     def _border(self, saved: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
@@ -145,8 +145,8 @@ class HaloBuffer:
 
     def create_exchange(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
         """Return a new exchange of messages, and record it."""
-        owner, elements = self.owner, [self.cells[cells].size for _, cells in halo.sends]
-        owner.policy.check_message_sizes(elements, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
+        owner, num_elements = self.owner, [self.cells[cells].size for _, cells in halo.sends]
+        owner.policy.check_message_sizes(num_elements, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
         exchange = owner.grid.tile_comm.create_exchange(sends, receives)
         exchange.observers = owner.grid.observers
         owner.recorded_exchanges.append((halo.direction, exchange))
@@ -162,13 +162,13 @@ class HaloBuffer:
 
     def _run_policy(self, halo: HaloExchange) -> None:
         policy, direction = self.owner.policy, halo.direction
-        run = policy.forward if direction == "forward" else policy.backward
+        run_exchange = policy.forward if direction == "forward" else policy.backward
         if not (halo.sends or halo.receives):
-            run(halo)
+            run_exchange(halo)
             return
-        before = self._count_started_exchanges(direction)
-        run(halo)
-        policy.check_exchange_count(self._count_started_exchanges(direction) - before, direction)
+        num_started_before = self._count_started_exchanges(direction)
+        run_exchange(halo)
+        policy.check_exchange_count(self._count_started_exchanges(direction) - num_started_before, direction)
 
     def _count_started_exchanges(self, direction: str) -> int:
         """Return the number of started exchanges of the array, over all its buffers."""

@@ -110,9 +110,9 @@ class HaloExchange:
 
     def __init__(self, buffer: ExchangeBuffer, direction: str, adds: bool, memory: dict[str, Any]) -> None:
         self.buffer, self.direction, self.adds, self.memory = buffer, direction, adds, memory
-        owned = [(piece.peer, buffer.index(piece.source)) for piece in buffer.plan.sends]
-        ghosts = [(piece.peer, buffer.index(piece.target)) for piece in buffer.plan.receives]
-        self.sends, self.receives = (ghosts, owned) if adds else (owned, ghosts)
+        owned_regions = [(piece.peer, buffer.index(piece.source)) for piece in buffer.plan.sends]
+        ghost_regions = [(piece.peer, buffer.index(piece.target)) for piece in buffer.plan.receives]
+        self.sends, self.receives = (ghost_regions, owned_regions) if adds else (owned_regions, ghost_regions)
 
     @property
     def training(self) -> bool:
@@ -156,17 +156,17 @@ class HaloExchange:
 
     def unpack(self, messages: Sequence[Any]) -> None:
         """Store arrays, one for each message, as if they had been received; gradients are added."""
-        array, boxes, kernels = self.array, [cells for _, cells in self.receives], self.buffer.kernels
-        places = [array[box] for box in boxes]
-        messages = [message.reshape(place.shape) for message, place in zip(messages, places, strict=True)]
+        array, target_indices, kernels = self.array, [cells for _, cells in self.receives], self.buffer.kernels
+        target_cells = [array[box] for box in target_indices]
+        messages = [message.reshape(place.shape) for message, place in zip(messages, target_cells, strict=True)]
         if self.adds:
-            kernels.add_boxes(array, boxes, messages)
+            kernels.add_boxes(array, target_indices, messages)
         else:
-            kernels.copy_each(messages, places)
+            kernels.copy_each(messages, target_cells)
 
-    def packed(self, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> PackedExchange:
-        """Return a packed exchange with messages of `shape(message shape)` and `dtype`; default: as for the cells."""
-        return PackedExchange(self, shape, dtype)
+    def packed(self, message_shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> PackedExchange:
+        """Return a packed exchange with messages of `message_shape(shape)` and `dtype`; default: those of the cells."""
+        return PackedExchange(self, message_shape, dtype)
 
     @cached_property
     def _unpacked_exchange(self) -> Exchange:
@@ -207,14 +207,14 @@ class PackedExchange:
 
 
 def _create_messages(
-    halo: HaloExchange, regions: Sequence[Region], shape: Callable[[Shape], Shape] | None, dtype: Any
+    halo: HaloExchange, regions: Sequence[Region], message_shape: Callable[[Shape], Shape] | None, dtype: Any
 ) -> tuple[Any, list[Any], list[Message]]:
     """Return a flat array, its parts (one for each message), and the messages."""
     cells = halo.buffer.cells
     shapes = [cells[index].shape for _, index in regions]
-    shapes = shapes if shape is None else [shape(size) for size in shapes]
-    ends = list(accumulate(map(prod, shapes), initial=0))
-    flat = namespace(cells).zeros((ends[-1],), np.dtype(dtype or cells.dtype))
-    parts = [flat[lo:hi].reshape(size) for (lo, hi), size in zip(pairwise(ends), shapes, strict=True)]
-    cuts = [(slice(lo, hi),) for lo, hi in pairwise(ends)]
-    return flat, parts, [Message(peer, flat, cut) for (peer, _), cut in zip(regions, cuts, strict=True)]
+    shapes = shapes if message_shape is None else [message_shape(size) for size in shapes]
+    message_ends = list(accumulate(map(prod, shapes), initial=0))
+    flat = namespace(cells).zeros((message_ends[-1],), np.dtype(dtype or cells.dtype))
+    message_arrays = [flat[lo:hi].reshape(size) for (lo, hi), size in zip(pairwise(message_ends), shapes, strict=True)]
+    slices = [(slice(lo, hi),) for lo, hi in pairwise(message_ends)]
+    return flat, message_arrays, [Message(peer, flat, cut) for (peer, _), cut in zip(regions, slices, strict=True)]

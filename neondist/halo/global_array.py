@@ -116,11 +116,11 @@ class GlobalArray:
         """Number of zero padding cells at both ends of each axis of the view; None: padding may be nonzero."""
         if self.window is None or self.window.mode != "zeros" or self.window.fill != 0:
             return None
-        sides = []
+        zeros_by_axis = []
         for (lo, hi), n in zip(self.need.axes(), self.extent, strict=True):
-            before = min(max(0, -lo), hi - lo)  # all cells, if the view is outside the image
-            sides.append((before, min(max(0, hi - n), hi - lo - before)))
-        return tuple(sides)
+            zeros_before = min(max(0, -lo), hi - lo)  # all cells, if the view is outside the image
+            zeros_by_axis.append((zeros_before, min(max(0, hi - n), hi - lo - zeros_before)))
+        return tuple(zeros_by_axis)
 
     @property
     def is_tiled(self) -> bool:
@@ -176,22 +176,22 @@ class GlobalArray:
 
     def scatter(self, global_array: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), which must be equal on every rank."""
-        whole = as_real_numbers("array", global_array, self.backend.xp)
-        if whole.shape[1:] != self.global_shape[1:]:
+        real_array = as_real_numbers("array", global_array, self.backend.xp)
+        if real_array.shape[1:] != self.global_shape[1:]:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
-            raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
+            raise ShapeError(f"array of shape {real_array.shape}: expected ({expected})")
         if self.grid.size > 1:
-            self.grid.record_replicated_array("the array given to scatter", to_host(whole))
-        lo, hi = self.grid.sample_range(len(whole))
-        return self.backend.from_host(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
+            self.grid.record_replicated_array("the array given to scatter", to_host(real_array))
+        lo, hi = self.grid.sample_range(len(real_array))
+        return self.backend.from_host(real_array[(slice(lo, hi), *self.own.slices)], self.dtype)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank. Collective."""
-        size, shape = self.grid.size, self.global_shape[1:]
+        num_ranks, sample_shape = self.grid.size, self.global_shape[1:]
         tile = as_real_numbers("tile", tile, self.backend.xp)
         self.check_tile_shape("tile", tile)
-        self.grid.check("gather", {"the shape of samples": shape})
-        return self._redistribute(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
+        self.grid.check("gather", {"the shape of samples": sample_shape})
+        return self._redistribute(tile, self, lambda samples: [Box.of((samples, *sample_shape))] * num_ranks)
 
     def redistribute(self, tile: Any, other: GlobalArray) -> Any:
         """Return this rank's tile of another array, given its tile of this one, by an all-to-all. Collective.
@@ -240,20 +240,20 @@ class GlobalArray:
         A vector is replicated, so nothing is summed over the tiles. The input array is not modified; the result is a
         new array on every rank.
         """
-        group, total = reduction_group(self.is_tiled, replicas), array.copy()
-        return total if group is None else self.reductions.allreduce(group, total)
+        group, summed = reduction_group(self.is_tiled, replicas), array.copy()
+        return summed if group is None else self.reductions.allreduce(group, summed)
 
-    def buffer(self, samples: int, number: int = -1, slots: Slots = (None, None)) -> HaloBuffer:
+    def buffer(self, samples: int, block_number: int = -1, slots: Slots = (None, None)) -> HaloBuffer:
         """Return the buffer for batches with this number of samples (of this rank's replica).
 
         Parameters
         ----------
-        number : int
+        block_number : int
             Index of the workspace; -1 outside forward and backward passes.
         slots : pair
             Memory slots for the view and its gradient; used only if the buffer does not exist yet.
         """
-        key = number, samples
+        key = block_number, samples
         if key not in self._buffers:
             self._buffers[key] = HaloBuffer(self, samples, slots)
         return self._buffers[key]
@@ -295,8 +295,8 @@ class GlobalArray:
         self.memory.clear()
         self.restore_scheme_state({key: arrays for key, arrays in memory.items() if arrays})
 
-    def _redistribute(self, tile: Any, other: GlobalArray, target: BoxesForSampleCount) -> Any:
-        return other.backend.from_host(redistribute(tile, self.grid, self.own, self.extent, target), other.dtype)
+    def _redistribute(self, tile: Any, other: GlobalArray, target_boxes: BoxesForSampleCount) -> Any:
+        return other.backend.from_host(redistribute(tile, self.grid, self.own, self.extent, target_boxes), other.dtype)
 
     def _convert_unless_reuse(self, name: str, array: Any) -> Any:
         return array if self.reuse else self.backend.as_real_array(name, array, self.dtype)
@@ -311,13 +311,13 @@ class GlobalArray:
     def _check_same_call_on_ranks(self, call: str, array: Any) -> None:
         """Check that all ranks of the replica make the same call, unless called by a layer."""
         if not self.reuse:
-            values = {CALL_KEY: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
-            check_equal_on_ranks(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, values)
+            settings = {CALL_KEY: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
+            check_equal_on_ranks(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, settings)
 
     def _require_sample_shape(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
         if array.shape[1:] != expected:
-            text = ", ".join(map(str, ("n", *expected)))
-            raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({text})")
+            shape_text = ", ".join(map(str, ("n", *expected)))
+            raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({shape_text})")
 
 
 class SerialArray(GlobalArray):

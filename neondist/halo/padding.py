@@ -36,10 +36,10 @@ def _padding_index_pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
     for axis, ((lo, hi), n, mode) in enumerate(zip(plan.need.axes(), plan.extent, plan.window.modes, strict=True)):
         if mode not in ("reflect", "replicate"):
             continue
-        before = (slice(None),) * (axis + 1)
-        start = plan.buffer.lo[axis]
+        leading_slices = (slice(None),) * (axis + 1)
+        buffer_start = plan.buffer.lo[axis]
         for cell in (*range(lo, min(0, hi)), *range(max(n, lo), hi)):
-            yield (*before, cell - start), (*before, fold_index(cell, n, mode) - start)
+            yield (*leading_slices, cell - buffer_start), (*leading_slices, fold_index(cell, n, mode) - buffer_start)
 
 
 def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
@@ -49,16 +49,16 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
     pooling), the nearest own cell is used instead, since the maximum of a window without own cells would be infinite;
     the maxima of other windows do not change.
     """
-    own, constant = plan.own, plan.window.fill
+    own_box, fill_value = plan.own, plan.window.fill
     for piece in plan.receives:
-        target = index(piece.target)
-        if own.empty or (mode == "zeros" and not isinf(constant)):
-            buffer[target] = 0 if isinf(constant) else constant
+        target_index = index(piece.target)
+        if own_box.empty or (mode == "zeros" and not isinf(fill_value)):
+            buffer[target_index] = 0 if isinf(fill_value) else fill_value
             continue
-        cells = buffer[index(own)]
-        for axis, sources in enumerate(_source_indices(piece.target, own, mode), start=1):
-            cells = cells.take(sources, axis=axis)
-        buffer[target] = cells
+        own_cells = buffer[index(own_box)]
+        for axis, sources in enumerate(_source_indices(piece.target, own_box, mode), start=1):
+            own_cells = own_cells.take(sources, axis=axis)
+        buffer[target_index] = own_cells
 
 
 def add_gradients_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
@@ -69,11 +69,11 @@ def add_gradients_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str
     for piece in plan.receives:
         cells = gradient[index(piece.target)]
         for axis, sources in enumerate(_source_indices(piece.target, own, mode), start=1):
-            before, shape = (slice(None),) * axis, list(cells.shape)
-            shape[axis] = own.shape[axis - 1]
-            folded = namespace(cells).zeros(shape, cells.dtype)
+            leading_slices, folded_shape = (slice(None),) * axis, list(cells.shape)
+            folded_shape[axis] = own.shape[axis - 1]
+            folded = namespace(cells).zeros(folded_shape, cells.dtype)
             for at, source in enumerate(sources):
-                folded[(*before, source)] += cells[(*before, at)]
+                folded[(*leading_slices, source)] += cells[(*leading_slices, at)]
             cells = folded
         gradient[index(own)] += cells
 

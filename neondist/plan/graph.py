@@ -91,11 +91,11 @@ class Graph:
         self.deferred_relu_gradients = dict(filter(None, pairs))
         self.input_recomputation_steps: dict[int, int] = {}
         for at in range(len(self.steps)):
-            recomputing_step = self._find_input_recomputation_step(at)
+            recomputer = self._find_input_recomputation_step(at)
             if (
-                recomputing_step is not None and recomputing_step not in self.input_recomputation_steps
+                recomputer is not None and recomputer not in self.input_recomputation_steps
             ):  # it recomputes from its own input
-                self.input_recomputation_steps[at] = recomputing_step
+                self.input_recomputation_steps[at] = recomputer
         self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
 
     def _is_fused(self, index: int) -> bool:

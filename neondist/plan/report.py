@@ -71,7 +71,7 @@ def layer_table(
     costs: Sequence[TrainingCosts],
     peak: int,
     bytes_by_heading: Mapping[str, Mapping[str, int]],
-    pretraining_bytes: Iterable[tuple[str, int, int]],
+    pretraining_stages: Iterable[tuple[str, int, int]],
     stream_text: str = "",
 ) -> Any:
     """Return a table of the layers, their totals, and a legend.
@@ -82,7 +82,7 @@ def layer_table(
         Maximum bytes for views and gradients on a rank.
     bytes_by_heading : dict of text to dict of name to int
         Bytes per layer on a rank of the largest replica, by heading.
-    pretraining_bytes : iterable of (str, int, int)
+    pretraining_stages : iterable of (str, int, int)
         Name of each pretraining stage, and the bytes that the busiest rank and all ranks send in one of its steps.
     stream_text : str
         Description of the stream, if there is one.
@@ -98,7 +98,7 @@ def layer_table(
         *(f"{heading}: {_format_total_and_parts(counts)}" for heading, counts in bytes_by_heading.items() if counts),
         *(
             f"a pretraining step of '{name}' sends {format_size(most)} (busiest rank), {format_size(total)} in total"
-            for name, most, total in pretraining_bytes
+            for name, most, total in pretraining_stages
         ),
     ]
     legend = TABLE_LEGEND + (PER_RANK_LEGEND if any(column.head == PER_RANK_HEAD for column in table.columns) else "")

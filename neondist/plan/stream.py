@@ -67,8 +67,8 @@ class StripwisePlan:
         cls, graph: Graph, num_nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0
     ) -> StripwisePlan:
         """Return the stream of the first nodes of a network, with `strips` strips per tile."""
-        strip_grid = TileStripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.subgraph(0, num_nodes), num_nodes, strip_grid, min(strips, checkpointed_strips))
+        grid_of_strips = TileStripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
+        return cls(graph.subgraph(0, num_nodes), num_nodes, grid_of_strips, min(strips, checkpointed_strips))
 
     def with_checkpoints(
         self, checkpointed_strips: int, cuts: tuple[int, ...] = (), num_strips_with_kept_gradients: int | None = None

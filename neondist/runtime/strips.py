@@ -53,9 +53,9 @@ class SegmentExecutor:
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs, computed strip by strip."""
         y = ctx.out
-        for (view_index, tile_index), section in self.strips:
-            (strip_pass,) = section.forward([view[view_index]], [ctx.phase])
-            self.kernels.copy(strip_pass.output, y[tile_index])
+        for (view_slices, tile_slices), section in self.strips:
+            (strip_pass,) = section.forward([view[view_slices]], [ctx.phase])
+            self.kernels.copy(strip_pass.output, y[tile_slices])
             strip_pass.close()
         ctx.save(view=view)
         return y
@@ -66,11 +66,11 @@ class SegmentExecutor:
         dview = ctx.out if needs_dx else None
         if dview is not None:
             dview[...] = 0
-        for (view_index, tile_index), section in self.strips:
-            passes = section.forward([ctx.view[view_index]], [ctx.phase], reduced=[[None] * len(section.tasks)])
-            (view_gradient,) = section.backward(passes, [dy[tile_index].copy()], need_dx=needs_dx)
+        for (view_slices, tile_slices), section in self.strips:
+            passes = section.forward([ctx.view[view_slices]], [ctx.phase], reduced=[[None] * len(section.tasks)])
+            (view_gradient,) = section.backward(passes, [dy[tile_slices].copy()], need_dx=needs_dx)
             if dview is not None:
-                dview[view_index] += view_gradient
+                dview[view_slices] += view_gradient
             passes[0].close()
         return dview
 

@@ -93,20 +93,20 @@ class ExchangePolicy(Registered, ABC):
 
     def check_message_sizes(self, elements: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
         """Raise PlanMismatchError if messages for these numbers of elements differ in size from `message_bytes`."""
-        declared = [self.message_bytes(n, itemsize, direction) for n in elements]
-        if list(sent) != declared:
+        declared_bytes = [self.message_bytes(n, itemsize, direction) for n in elements]
+        if list(sent) != declared_bytes:
             raise PlanMismatchError(
                 f"scheme {type(self).__name__} sends messages of {list(sent)} bytes {direction}, but its message_bytes"
-                f" returns {declared}; make them agree (docs/adding_a_scheme.md)"
+                f" returns {declared_bytes}; make them agree (docs/adding_a_scheme.md)"
             )
 
     def check_exchange_count(self, count: int, direction: str) -> None:
         """Raise PlanMismatchError if the number of exchanges started by a call differs from `exchanges_per_call`."""
-        least, _, most = self.exchanges_per_call(direction)
-        if not least <= count <= most:
+        min_count, _, max_count = self.exchanges_per_call(direction)
+        if not min_count <= count <= max_count:
             raise PlanMismatchError(
                 f"scheme {type(self).__name__} has exchanged {counted(count, 'time')} in one call {direction}, but its"
-                f" exchanges_per_call declares {least} to {most}; make them agree (docs/adding_a_scheme.md)"
+                f" exchanges_per_call declares {min_count} to {max_count}; make them agree (docs/adding_a_scheme.md)"
             )
 
     def mean_bytes(self, messages: Sequence[int], itemsize: int, direction: str) -> float:

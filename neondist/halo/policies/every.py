@@ -34,13 +34,13 @@ class Every(ExchangePolicy):
 
     def forward(self, halo: HaloExchange) -> None:
         """Exchange, reuse or fill."""
-        due = not halo.training or halo.step % self.j == 0 or (self.reuses_cells and "last" not in halo.memory)
+        is_due = not halo.training or halo.step % self.j == 0 or (self.reuses_cells and "last" not in halo.memory)
         if not (halo.training and self.reuses_cells):
-            return halo.exchange() if due else halo.fill(self.between)
-        last = halo.memory["last"] = halo.memory.get("last") or halo.packed()
-        if due:
-            last.start(halo.outgoing())
-        halo.unpack(last.wait())
+            return halo.exchange() if is_due else halo.fill(self.between)
+        last_exchange = halo.memory["last"] = halo.memory.get("last") or halo.packed()
+        if is_due:
+            last_exchange.start(halo.outgoing())
+        halo.unpack(last_exchange.wait())
 
     backward = forward
 

@@ -46,9 +46,9 @@ class Halo(ExchangePolicy):
             return
         if "packed" not in halo.memory:
             halo.memory["packed"] = halo.packed(dtype="uint16")
-        packed = halo.memory["packed"]
-        packed.start([self.dtype.encode(cells) for cells in halo.outgoing()])
-        halo.unpack([self.dtype.decode(codes) for codes in packed.wait()])
+        packed_exchange = halo.memory["packed"]
+        packed_exchange.start([self.dtype.encode(cells) for cells in halo.outgoing()])
+        halo.unpack([self.dtype.decode(codes) for codes in packed_exchange.wait()])
 
     backward = forward
 

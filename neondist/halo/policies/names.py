@@ -39,22 +39,22 @@ def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
         return scheme
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", str(scheme))
     name, arguments = match.groups() if match else (str(scheme), None)
-    choices = schemes_by_name()
-    if name not in choices:
-        raise ConfigError(f"scheme '{scheme}' is unknown{suggest(name, choices)}")
-    pairs = [pair.partition("=") for pair in (arguments or "").split(",") if pair.strip()]
-    values = {key.strip(): _parse_value(text.strip()) for key, _, text in pairs}
-    parameters = inspect.signature(choices[name]).parameters
+    classes_by_name = schemes_by_name()
+    if name not in classes_by_name:
+        raise ConfigError(f"scheme '{scheme}' is unknown{suggest(name, classes_by_name)}")
+    key_value_pairs = [pair.partition("=") for pair in (arguments or "").split(",") if pair.strip()]
+    values = {key.strip(): _parse_value(text.strip()) for key, _, text in key_value_pairs}
+    parameters = inspect.signature(classes_by_name[name]).parameters
     for key in values:
         if key not in parameters:
             raise ConfigError(
                 f"scheme '{scheme}': {name} has no argument '{key}'{suggest(key, parameters) or '; it takes none'}"
             )
-    return choices[name](**values)
+    return classes_by_name[name](**values)
 
 
-def _parse_value(text: str) -> object:
+def _parse_value(value_text: str) -> object:
     try:
-        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+        return ast.literal_eval(value_text.capitalize() if value_text in ("true", "false") else value_text)
     except (ValueError, SyntaxError):
-        return text
+        return value_text

@@ -34,12 +34,12 @@ class Quantised(ExchangePolicy):
         flat_cells, memory = [cells.ravel() for cells in halo.outgoing()], halo.memory
         xp = namespace(halo.array)
         if halo.training and "rest" in memory:
-            rests = xp.split(memory["rest"], list(accumulate(cells.size for cells in flat_cells))[:-1])
-            flat_cells = [cells + rest for cells, rest in zip(flat_cells, rests, strict=False)]
+            residuals = xp.split(memory["rest"], list(accumulate(cells.size for cells in flat_cells))[:-1])
+            flat_cells = [cells + rest for cells, rest in zip(flat_cells, residuals, strict=False)]
         messages = [self._pack(cells, xp) if len(cells) else cells for cells in flat_cells]
         if self.feedback and halo.training and halo.direction == "backward":
-            rests = [cells - self._unpack(message) for cells, message in zip(flat_cells, messages, strict=True)]
-            memory["rest"] = xp.concatenate([xp.empty(0, halo.array.dtype), *rests])
+            residuals = [cells - self._unpack(message) for cells, message in zip(flat_cells, messages, strict=True)]
+            memory["rest"] = xp.concatenate([xp.empty(0, halo.array.dtype), *residuals])
         if "packed" not in memory:
             memory["packed"] = halo.packed(lambda shape: (self.message_bytes(prod(shape), 1, ""),), "u1")
         memory["packed"].start(messages)
@@ -52,8 +52,8 @@ class Quantised(ExchangePolicy):
         return num_elements * self.bits // 8 + 4 if num_elements else 0
 
     def _pack(self, elements: Any, xp: Any) -> Any:
-        largest = abs(elements).max(keepdims=True)
-        scale = xp.maximum(largest / np.iinfo(self.code_dtype).max, np.finfo("f4").tiny).astype("f4")
+        max_magnitude = abs(elements).max(keepdims=True)
+        scale = xp.maximum(max_magnitude / np.iinfo(self.code_dtype).max, np.finfo("f4").tiny).astype("f4")
         return xp.concatenate([scale.view("u1"), xp.rint(elements / scale).astype(self.code_dtype).view("u1")])
 
     def _unpack(self, message: Any) -> Any:

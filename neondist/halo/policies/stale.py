@@ -30,15 +30,15 @@ class Stale(ExchangePolicy):
         if not halo.training:
             halo.exchange()
             return
-        travelling: deque = halo.memory.setdefault("travelling", deque())
-        if len(travelling) == self.steps:
-            packed = travelling.popleft()
-            halo.unpack(packed.wait())
+        exchanges_in_flight: deque = halo.memory.setdefault("travelling", deque())
+        if len(exchanges_in_flight) == self.steps:
+            oldest_exchange = exchanges_in_flight.popleft()
+            halo.unpack(oldest_exchange.wait())
         else:
-            packed = halo.packed()
+            oldest_exchange = halo.packed()
             halo.exchange()
-        packed.start(halo.outgoing())  # receiving has not changed the outgoing cells
-        travelling.append(packed)
+        oldest_exchange.start(halo.outgoing())  # receiving has not changed the outgoing cells
+        exchanges_in_flight.append(oldest_exchange)
 
     backward = forward
 
@@ -48,8 +48,8 @@ class Stale(ExchangePolicy):
 
     def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Send the cells in flight again."""
-        pending = [*halo.memory.get("travelling", ())][: len(arrays)]
-        halo.memory["travelling"] = deque(pending + [halo.packed() for _ in arrays[len(pending) :]])
+        pending_exchanges = [*halo.memory.get("travelling", ())][: len(arrays)]
+        halo.memory["travelling"] = deque(pending_exchanges + [halo.packed() for _ in arrays[len(pending_exchanges) :]])
         for packed, cells in zip(halo.memory["travelling"], arrays, strict=True):
             packed.outgoing[...] = cells
             packed.start()

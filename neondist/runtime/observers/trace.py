@@ -69,11 +69,11 @@ def align_clocks(events_and_times: Sequence[tuple[list[Event], list[int]]]) -> l
         )
         aligned += [event | {"ts": event["ts"] - clock_offset} for event in events]
     start = min((event["ts"] for event in aligned), default=0)
-    names = [
+    name_events = [
         {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for rank in range(len(events_and_times))
     ]
-    return names + [event | {"ts": (event["ts"] - start) / 1000, "dur": event["dur"] / 1000} for event in aligned]
+    return name_events + [event | {"ts": (event["ts"] - start) / 1000, "dur": event["dur"] / 1000} for event in aligned]
 
 
 def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> None:
