@@ -141,13 +141,13 @@ class RowKernels(CompiledCells, Kernels):
             return super().conv_backward_into(
                 dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
             )
-        sides, row_stride, window_span = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
+        sides, row_stride, row_reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
         weight_gradient, bias_gradient = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
         inner_dx = None if dx is None else zero_borders(dx, sides)
         (num_skipped_rows, _), *column_sides = sides
         for strip in split_into_strips(x, dy, kernel, *args[:2], self._conv_strip_size(x, dy, weights, *args[:2])):
             rows, done = strip.output_rows, True
-            first_dy_row = max(0, rows.start - window_span // row_stride) if inner_dx is not None else rows.start
+            first_dy_row = max(0, rows.start - row_reach // row_stride) if inner_dx is not None else rows.start
             dz = output_gradient((strip.samples, slice(first_dy_row, rows.stop)))
             if needs_weights:
                 own_dz = dz[:, rows.start - first_dy_row :]
@@ -157,11 +157,11 @@ class RowKernels(CompiledCells, Kernels):
                 stop_row = None if strip.is_last else max(0, rows.stop * row_stride - num_skipped_rows)
                 rows = slice(max(0, rows.start * row_stride - num_skipped_rows), stop_row)
                 dx_rows = inner_dx[strip.samples, rows]
-                rows_out = np.empty(dx_rows.shape, dx_rows.dtype) if fused_relu else dx_rows
+                dx_target = np.empty(dx_rows.shape, dx_rows.dtype) if fused_relu else dx_rows
                 crop = rows.start + num_skipped_rows - first_dy_row * row_stride, *(side for side, _ in column_sides)
-                done = self._try_grad_input(dz, weights, rows_out, args, crop)
+                done = self._try_grad_input(dz, weights, dx_target, args, crop)
                 if done and fused_relu:
-                    self.relu_backward(crop_borders(x, sides)[strip.samples, rows], rows_out, dx_rows)
+                    self.relu_backward(crop_borders(x, sides)[strip.samples, rows], dx_target, dx_rows)
             if not done:
                 return super().conv_backward_into(
                     dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias

@@ -53,7 +53,7 @@ class PassGraphCache:
 
     Parameters
     ----------
-    parts : iterable of Registered
+    components : iterable of Registered
         Objects whose code a pass runs: layers, activations, border schemes. Graphs are not used with user-defined
         code or code that depends on the step number, whose kernel launches may differ between passes.
     """

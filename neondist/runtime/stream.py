@@ -73,7 +73,7 @@ class StripwiseSection:
     ----------
     blocks : BlockPool
         Memory of a strip.
-    image : Box, optional
+    image_box : Box, optional
         This rank's cells of the image; default: those that the stream needs.
     """
 
