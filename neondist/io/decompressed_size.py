@@ -46,56 +46,58 @@ def deflate_fits_limit(compressed_size: int, limit: int) -> bool:
 
 def _decompressed_streams_size(make_decompressor: Callable[[], Any], compressed: bytes | memoryview, limit: int) -> int:
     """Return the size of consecutive streams of the standard library, decompressed in pieces."""
-    size, rest = 0, bytes(compressed)
+    size, remaining = 0, bytes(compressed)
     while True:
         stream = make_decompressor()
         while not stream.eof and size <= limit:
-            count = len(stream.decompress(rest, _DECOMPRESSION_STEP_BYTES))
-            rest = getattr(stream, "unconsumed_tail", b"")
-            size += count
-            if not count and not stream.eof and not rest and getattr(stream, "needs_input", True):
+            num_bytes = len(stream.decompress(remaining, _DECOMPRESSION_STEP_BYTES))
+            remaining = getattr(stream, "unconsumed_tail", b"")
+            size += num_bytes
+            if not num_bytes and not stream.eof and not remaining and getattr(stream, "needs_input", True):
                 return 0  # incomplete
-        rest = stream.unused_data
-        if size > limit or not rest:
+        remaining = stream.unused_data
+        if size > limit or not remaining:
             return size
         with suppress(zlib.error, OSError, ValueError, lzma.LZMAError):
-            following = make_decompressor()
-            following.decompress(rest, 1)
+            next_stream = make_decompressor()
+            next_stream.decompress(remaining, 1)
             continue
         return size  # trailing bytes
 
 
 def _max_zstd_size(compressed: bytes | memoryview, limit: int) -> int:
     """Return the size of Zstandard frames; for frames without a size, the maximal size of their blocks."""
-    at = size = 0
-    while at < len(compressed) and size <= limit:
-        kind = int.from_bytes(compressed[at : at + 4], "little")
-        if kind & 0xFFFFFFF0 == _ZSTD_SKIPPABLE_MAGIC:
-            at += 8 + int.from_bytes(compressed[at + 4 : at + 8], "little")
+    offset = size = 0
+    while offset < len(compressed) and size <= limit:
+        magic = int.from_bytes(compressed[offset : offset + 4], "little")
+        if magic & 0xFFFFFFF0 == _ZSTD_SKIPPABLE_MAGIC:
+            offset += 8 + int.from_bytes(compressed[offset + 4 : offset + 8], "little")
             continue
-        if kind != _ZSTD_MAGIC:
+        if magic != _ZSTD_MAGIC:
             return 0
-        flags = compressed[at + 4]
-        single, code = flags >> 5 & 1, flags >> 6
-        at += 5 + (not single) + (0, 1, 2, 4)[flags & 3]
-        count = (single, 2, 4, 8)[code]
-        declared = int.from_bytes(compressed[at : at + count], "little") + 256 * (code == 1) if count else None
-        at, bound, last = at + count, 0, False
-        while not last and bound <= limit:
-            header = int.from_bytes(compressed[at : at + 3], "little")
-            last, kind, length = bool(header & 1), header >> 1 & 3, header >> 3
-            at += 3 + (1 if kind == 1 else length)
-            bound += length if kind < 2 else _MAX_ZSTD_BLOCK_BYTES
-            if at > len(compressed):
+        descriptor = compressed[offset + 4]
+        is_single_segment = descriptor >> 5 & 1
+        code = descriptor >> 6
+        offset += 5 + (not is_single_segment) + (0, 1, 2, 4)[descriptor & 3]
+        count = (is_single_segment, 2, 4, 8)[code]
+        declared = int.from_bytes(compressed[offset : offset + count], "little") + 256 * (code == 1) if count else None
+        offset, max_size, is_last = offset + count, 0, False
+        while not is_last and max_size <= limit:
+            block_header = int.from_bytes(compressed[offset : offset + 3], "little")
+            is_last, block_type = bool(block_header & 1), block_header >> 1 & 3
+            length = block_header >> 3
+            offset += 3 + (1 if block_type == 1 else length)
+            max_size += length if block_type < 2 else _MAX_ZSTD_BLOCK_BYTES
+            if offset > len(compressed):
                 return 0
-        size += bound if declared is None else declared
-        at += 4 * (flags >> 2 & 1)
+        size += max_size if declared is None else declared
+        offset += 4 * (descriptor >> 2 & 1)
     return size
 
 
 def _blosc_size(compressed: bytes | memoryview, limit: int) -> int:
-    whole = len(compressed) >= max(_BLOSC_HEADER_BYTES, int.from_bytes(compressed[12:16], "little"))
-    return int.from_bytes(compressed[4:8], "little") if whole else 0
+    is_complete = len(compressed) >= max(_BLOSC_HEADER_BYTES, int.from_bytes(compressed[12:16], "little"))
+    return int.from_bytes(compressed[4:8], "little") if is_complete else 0
 
 
 def _lzf_size(compressed: bytes | memoryview, limit: int) -> int:
@@ -104,16 +106,16 @@ def _lzf_size(compressed: bytes | memoryview, limit: int) -> int:
         import imagecodecs  # many times faster
 
         return len(imagecodecs.lzf_decode(bytes(compressed), out=limit + 1))
-    at = size = 0
-    while at < len(compressed) and size <= limit:
-        control = compressed[at]
+    offset = size = 0
+    while offset < len(compressed) and size <= limit:
+        control = compressed[offset]
         if control < 32:
-            at, size = at + control + 2, size + control + 1
+            offset, size = offset + control + 2, size + control + 1
         else:
-            long = control >> 5 == 7
-            size += (control >> 5) + 2 + (compressed[at + 1] if long else 0)
-            at += 2 + long
-    return size if at <= len(compressed) or size > limit else 0
+            is_long = control >> 5 == 7
+            size += (control >> 5) + 2 + (compressed[offset + 1] if is_long else 0)
+            offset += 2 + is_long
+    return size if offset <= len(compressed) or size > limit else 0
 
 
 _SIZE_FUNCTIONS: dict[str, Callable[[bytes | memoryview, int], int]] = {

@@ -85,9 +85,9 @@ class DraftFile:
 
     def _give_temporary_name(self) -> None:
         self.temporary_path.unlink(missing_ok=True)
-        source = self.file.fileno()
+        descriptor = self.file.fileno()
         try:
-            os.link(f"/proc/self/fd/{source}", self.temporary_path, src_dir_fd=source)  # follows the link
+            os.link(f"/proc/self/fd/{descriptor}", self.temporary_path, src_dir_fd=descriptor)  # follows the link
             self._is_unnamed = False
         except OSError:
             with self.file as unnamed:
@@ -114,11 +114,11 @@ def rename_complete_file(temporary_path: Path, path: Path, expected_status: os.s
         raise OSError(errno.EBUSY, "another process is writing it", str(path))
     os.replace(temporary_path, path)
     if os.name == "posix":  # sync the folder, so that a crash cannot lose the new name
-        entry = os.open(path.parent, os.O_RDONLY)
+        folder_descriptor = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(entry)
+            os.fsync(folder_descriptor)
         finally:
-            os.close(entry)
+            os.close(folder_descriptor)
 
 
 @contextmanager
@@ -138,9 +138,9 @@ def convert_file_errors(
 
 def short_reason(error: BaseException) -> str:
     """Return a short description of an error of the file system or of HDF5."""
-    number = getattr(error, "errno", None)
-    text = str(getattr(error, "strerror", None) or error).split("\n")[0]
-    return os.strerror(number) if number and number not in (errno.EEXIST, errno.EBUSY) else text
+    errno_code = getattr(error, "errno", None)
+    message = str(getattr(error, "strerror", None) or error).split("\n")[0]
+    return os.strerror(errno_code) if errno_code and errno_code not in (errno.EEXIST, errno.EBUSY) else message
 
 
 @contextmanager
@@ -195,14 +195,14 @@ def append_text(path: Path, text: str) -> None:
     with convert_file_errors(path):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            rest = memoryview(text.encode())
+            old_size = os.fstat(file.fileno()).st_size
+            unwritten = memoryview(text.encode())
             try:
-                while rest:
-                    rest = rest[file.write(rest) :]
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(file.fileno(), size)
+                    os.ftruncate(file.fileno(), old_size)
                 raise
 
 

@@ -63,13 +63,13 @@ class ProgressJournal:
         """
         expected = json.loads(json.dumps(job))
         recorded = expected if self.recorded_job is None else self.recorded_job
-        differ = [name for name in expected if expected[name] != recorded.get(name)]
-        if differ and not overwrite:
+        differing_names = [name for name in expected if expected[name] != recorded.get(name)]
+        if differing_names and not overwrite:
             raise OutputError(
-                f"{self.path}: belongs to a job with different {' and '.join(differ)}; give the same values"
+                f"{self.path}: belongs to a job with different {' and '.join(differing_names)}; give the same values"
                 " to resume it, or start over (--overwrite)"
             )
-        return set() if differ else set(self._completed_parts)
+        return set() if differing_names else set(self._completed_parts)
 
     @property
     def is_empty(self) -> bool:
@@ -78,9 +78,9 @@ class ProgressJournal:
 
     def write_header(self, job: dict[str, Any]) -> None:
         """Start a new journal for a job, with no completed parts."""
-        text = json.dumps({"title": _FILE_TITLE, **job})
-        write_text(self.path, text + "\n")
-        self.recorded_job, self._header_checksum, self._completed_parts = job, zlib.crc32(text.encode()), set()
+        header_line = json.dumps({"title": _FILE_TITLE, **job})
+        write_text(self.path, header_line + "\n")
+        self.recorded_job, self._header_checksum, self._completed_parts = job, zlib.crc32(header_line.encode()), set()
 
     def record_part(self, part: int) -> None:
         """Record a completed part, whose data is on disk."""
@@ -91,5 +91,5 @@ class ProgressJournal:
         with convert_file_errors(self.path, "cannot be removed"):
             os.unlink(self.path)
 
-    def _line_checksum(self, number: str) -> str:
-        return f"{zlib.crc32(number.encode(), self._header_checksum):08x}"
+    def _line_checksum(self, part_number: str) -> str:
+        return f"{zlib.crc32(part_number.encode(), self._header_checksum):08x}"

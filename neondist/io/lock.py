@@ -51,9 +51,9 @@ class FileLock:
 
     def __init__(self, path: Path, target: Path, alternative: str) -> None:
         self.path, self.target, self.alternative = path, target, alternative
-        end = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while not self._acquire():
-            if time.monotonic() >= end:
+            if time.monotonic() >= deadline:
                 raise OutputError(
                     f"{target}: in use by another run ({_describe_lock_holder(path)}); wait until it ends, or choose"
                     f" another {alternative}"
@@ -71,20 +71,20 @@ class FileLock:
         with convert_file_errors(self.target, "cannot be written to", f"choose another {self.alternative}"):
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self.path, flags, 0o644)
-            taken = False
+            is_acquired = False
             try:
-                taken = self._try_lock()
-                if taken:
+                is_acquired = self._try_lock()
+                if is_acquired:
                     self._write_holder()
             except BaseException:
-                if taken:
+                if is_acquired:
                     self.release()
                 else:
                     os.close(self._descriptor)
                 raise
-        if not taken:
+        if not is_acquired:
             os.close(self._descriptor)
-        return taken
+        return is_acquired
 
     def _try_lock(self) -> bool:
         try:
@@ -103,10 +103,10 @@ class FileLock:
             return False
 
     def _write_holder(self) -> None:
-        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since})
+        start_time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        holder_json = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": start_time})
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        os.pwrite(self._descriptor, holder_json.encode(), 0)
 
 
 class FolderLock(FileLock):

@@ -73,10 +73,10 @@ def prepare_run_folder(world: Transport, folder: Path, resume: bool | str = Fals
 def lock_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
     """Lock the folder for this run while the block runs. Collective. Raises the errors of `prepare_run_folder`."""
     lock: FolderLock | None = None
-    created: list[Path] = []
+    created_folders: list[Path] = []
     with all_or_none(world):
         if world.rank == 0:
-            created = missing_folders(folder)
+            created_folders = missing_folders(folder)
             if resume is True and not folder.exists():
                 raise DataError(f"{folder}: no run to resume; check the folder, or start a run with --resume auto")
             make_folder(folder)
@@ -95,7 +95,7 @@ def lock_folder(world: Transport, folder: Path, resume: bool | str = False, over
     except BaseException:
         if lock is not None:
             lock.release()
-        remove_empty_folders(created)
+        remove_empty_folders(created_folders)
         raise
     if lock is not None:
         lock.release()
@@ -144,12 +144,12 @@ def is_empty_or_untrained(folder: Path) -> bool:
     """Return whether the folder is empty, or has a run without results."""
     if has_results(folder):
         return False
-    others = [
+    other_paths = [
         path
         for path in folder.iterdir()
         if path.name not in (LOCK, GENERATIONS, SERVER_FOLDER) and path.suffix != ".partial"
     ]
-    return not others or (folder / "environment.json").exists()
+    return not other_paths or (folder / "environment.json").exists()
 
 
 def remove_run_files(folder: Path, keep: Collection[str] = ()) -> None:

@@ -39,13 +39,13 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
     DataError
         If the path is a pipe, a socket or a device, or lies outside `root`.
     """
-    place = os.fspath(path)
+    real_path = os.fspath(path)
     if root is not None:
-        place, folder = os.path.realpath(path), os.path.realpath(root)
-        if not Path(place).is_relative_to(folder):
+        real_path, real_root = os.path.realpath(path), os.path.realpath(root)
+        if not Path(real_path).is_relative_to(real_root):
             raise DataError(f"{path}: is a link that points outside {root}; put the file itself there")
-    _require_regular(path, os.stat(place))  # before opening, which would rewind a tape
-    file = open(place, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN_FLAGS))  # noqa: SIM115
+    _require_regular(path, os.stat(real_path))  # before opening, which would rewind a tape
+    file = open(real_path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN_FLAGS))  # noqa: SIM115
     try:
         _require_regular(path, os.fstat(file.fileno()))
     except BaseException:
@@ -74,5 +74,5 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
-        kind = _UNSUPPORTED_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise DataError(f"{path}: is {kind}, which is not supported; give a regular file")
+        file_kind = _UNSUPPORTED_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise DataError(f"{path}: is {file_kind}, which is not supported; give a regular file")

@@ -69,8 +69,8 @@ def format_event(event: str, **fields: Any) -> str:
 
 def read_run_key(folder: Path) -> str:
     """Return the key of the run in a folder; '' if there is none."""
-    keys = [str(one.get("key", "")) for one in read_events(folder) if one["event"] == "run"]
-    return keys[-1] if keys and re.fullmatch("[0-9a-f]{32}", keys[-1]) else ""
+    run_keys = [str(one.get("key", "")) for one in read_events(folder) if one["event"] == "run"]
+    return run_keys[-1] if run_keys and re.fullmatch("[0-9a-f]{32}", run_keys[-1]) else ""
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -78,11 +78,11 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     path, events = folder / GENERATIONS, []
     if not path.is_file():
         return []
-    for text in read_bytes(path, _MAX_EVENT_LOG_BYTES, folder).decode(errors="replace").splitlines():
+    for line in read_bytes(path, _MAX_EVENT_LOG_BYTES, folder).decode(errors="replace").splitlines():
         try:
-            values = json.loads(text)
+            event = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(values, dict) and isinstance(values.get("event"), str):
-            events.append(values)
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            events.append(event)
     return events

@@ -43,9 +43,9 @@ class ArrayPart:
     @classmethod
     def of(cls, shard: ParameterShard, array: Any, group: str) -> ArrayPart:
         """Return this rank's part of a layer's array, named '<group>/<layer name>/<parameter>'."""
-        part = array.reshape(shard.box.shape)  # a view
+        own_part = array.reshape(shard.box.shape)  # a view
         return cls(
-            f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unflattened_shape
+            f"{group}/{shard.full_name}", tuple(shard.parameter.shape), own_part, shard.boxes, shard.unflattened_shape
         )
 
     @property
@@ -55,19 +55,19 @@ class ArrayPart:
 
     def blocks(self) -> Iterator[tuple[Box, Slices]]:
         """Yield the blocks of the global array in order: each as a box, and as slices of the file's array."""
-        whole = self.global_shape if self.unflattened_shape is None else self.unflattened_shape
-        if len(self.global_shape) != 1 and whole == (prod(self.global_shape),):
+        full_shape = self.global_shape if self.unflattened_shape is None else self.unflattened_shape
+        if len(self.global_shape) != 1 and full_shape == (prod(self.global_shape),):
             for block in split_into_blocks(self.global_shape, max(1, MAX_TRANSFER_BYTES // self.dtype.itemsize)):
-                start = int(np.ravel_multi_index(block.lo, self.global_shape)) if self.global_shape else 0
-                yield Box((start,), (start + block.size,)), block.slices
+                flat_start = int(np.ravel_multi_index(block.lo, self.global_shape)) if self.global_shape else 0
+                yield Box((flat_start,), (flat_start + block.size,)), block.slices
             return
-        first = len(whole) - len(self.global_shape) + 1  # number of axes merged into the first one
-        for block in split_into_blocks(whole, max(1, MAX_TRANSFER_BYTES // self.dtype.itemsize)):
-            place = block.slices
-            if first > 1:
-                row = int(np.ravel_multi_index(block.lo[:first], whole[:first]))
-                place = slice(row, row + prod(block.shape[:first])), *place[first:]
-            yield block, place
+        num_merged_axes = len(full_shape) - len(self.global_shape) + 1  # number of axes merged into the first one
+        for block in split_into_blocks(full_shape, max(1, MAX_TRANSFER_BYTES // self.dtype.itemsize)):
+            file_slices = block.slices
+            if num_merged_axes > 1:
+                row = int(np.ravel_multi_index(block.lo[:num_merged_axes], full_shape[:num_merged_axes]))
+                file_slices = slice(row, row + prod(block.shape[:num_merged_axes])), *file_slices[num_merged_axes:]
+            yield block, file_slices
 
 
 def split_into_blocks(shape: Sequence[int], max_cells: int) -> Iterator[Box]:
@@ -79,8 +79,8 @@ def split_into_blocks(shape: Sequence[int], max_cells: int) -> Iterator[Box]:
         yield Box((), ())
         return
     step = max(1, max_cells // prod(shape[axis + 1 :]))
-    rest = shape[axis + 1 :]
+    inner_shape = shape[axis + 1 :]
     for outer in np.ndindex(*shape[:axis]):
         for lo in range(0, shape[axis], step):
             hi = min(lo + step, shape[axis])
-            yield Box((*outer, lo, *(0 for _ in rest)), (*(i + 1 for i in outer), hi, *rest))
+            yield Box((*outer, lo, *(0 for _ in inner_shape)), (*(i + 1 for i in outer), hi, *inner_shape))

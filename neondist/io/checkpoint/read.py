@@ -50,8 +50,8 @@ class CheckpointReader:
     def fill_parts(self, pieces: Sequence[ArrayPart]) -> None:
         """Fill every rank's parts from the arrays in the file, which must have the same shapes. Collective."""
 
-        def read(piece: ArrayPart, place: Slices) -> np.ndarray:
-            return self._file[piece.name][place]
+        def read(piece: ArrayPart, file_slices: Slices) -> np.ndarray:
+            return self._file[piece.name][file_slices]
 
         error: Exception | None = None
         try:
@@ -115,17 +115,17 @@ def _collect_contents(group: Any, prefix: str, contents: CheckpointContents) -> 
     if prefix.count("/") > MAX_GROUP_DEPTH:
         raise ValueError(f"it has more than {MAX_GROUP_DEPTH} nested groups")
     for name in group:
-        full = prefix + name
+        full_name = prefix + name
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise ValueError(f"'{full}' is a link")
+            raise ValueError(f"'{full_name}' is a link")
         item = group[name]
         if isinstance(item, h5py.Group):
-            _collect_contents(item, full + "/", contents)
+            _collect_contents(item, full_name + "/", contents)
         elif item.is_virtual or item.external:
-            raise ValueError(f"'{full}' lies in another file")
+            raise ValueError(f"'{full_name}' lies in another file")
         elif item.dtype.kind == "S" and item.shape == ():
-            contents.texts[full] = item[()].decode()
+            contents.texts[full_name] = item[()].decode()
         elif item.dtype.kind in "fiu":
-            contents.shapes[full], contents.dtypes[full] = tuple(item.shape), item.dtype.newbyteorder("=")
+            contents.shapes[full_name], contents.dtypes[full_name] = tuple(item.shape), item.dtype.newbyteorder("=")
         else:
-            raise ValueError(f"'{full}' holds {item.dtype}")
+            raise ValueError(f"'{full_name}' holds {item.dtype}")

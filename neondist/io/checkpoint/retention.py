@@ -13,17 +13,17 @@ from ..regular_file import open_regular
 
 def keep_copy_by_step(path: Path, keep: int, step: int) -> None:
     """Link or copy a file to a name with its step, and keep only the last `keep` such files; OutputError on failure."""
-    name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
-    fresh = partial_path(name)
-    with convert_file_errors(fresh, "cannot be removed"):
-        fresh.unlink(missing_ok=True)
+    copy_path = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
+    partial_copy = partial_path(copy_path)
+    with convert_file_errors(partial_copy, "cannot be removed"):
+        partial_copy.unlink(missing_ok=True)
     try:
-        os.link(path, fresh)  # the same bytes under two names
-        os.replace(fresh, name)
+        os.link(path, partial_copy)  # the same bytes under two names
+        os.replace(partial_copy, copy_path)
     except OSError:
         with contextlib.suppress(OSError):
-            fresh.unlink()
-        with atomic_replacement(name) as copy, open_regular(path) as file:
+            partial_copy.unlink()
+        with atomic_replacement(copy_path) as copy, open_regular(path) as file:
             shutil.copyfileobj(file, copy)
     for old in list_step_checkpoints(path)[keep:]:
         with contextlib.suppress(OSError):

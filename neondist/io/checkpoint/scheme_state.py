@@ -55,22 +55,22 @@ def collect_scheme_state(exchanged_arrays: ExchangedArrays, state_key: str, worl
     state_key : key that a run must match to restore the state
     """
     own_entries: dict[str, list[SchemeStateEntry]] = {}
-    values: dict[str, Any] = {}
+    own_values: dict[str, Any] = {}
     for name, layer in exchanged_arrays.items():
         entries, arrays = [], []  # type: list[SchemeStateEntry], list[np.ndarray]
-        for at, array in enumerate(layer):
+        for array_index, array in enumerate(layer):
             for (samples, direction), kept in sorted(array.scheme_state().items()):
                 if kept:
-                    entries.append((at, samples, direction, len(kept), sum(map(len, kept))))
+                    entries.append((array_index, samples, direction, len(kept), sum(map(len, kept))))
                     arrays += map(to_host, kept)
         own_entries[name] = entries
-        values[name] = np.concatenate([np.empty(0, layer[0].dtype if layer else np.float32), *arrays])
-    everyone = world.allgather(own_entries)
-    layers = {name: [ranks[name] for ranks in everyone] for name in own_entries}
+        own_values[name] = np.concatenate([np.empty(0, layer[0].dtype if layer else np.float32), *arrays])
+    entries_of_ranks = world.allgather(own_entries)
+    layers = {name: [ranks[name] for ranks in entries_of_ranks] for name in own_entries}
     layers = {name: ranks for name, ranks in layers.items() if any(map(_total_size, ranks))}
     if not layers:
         return SchemeState("", [])
-    pieces = [_create_scheme_state_part(name, ranks, values[name]) for name, ranks in layers.items()]
+    pieces = [_create_scheme_state_part(name, ranks, own_values[name]) for name, ranks in layers.items()]
     return SchemeState(json.dumps({"of": state_key, "layers": layers}), pieces)
 
 
@@ -86,13 +86,13 @@ def restore_scheme_state(
     DataError
         On every rank, if the state in the file is invalid.
     """
-    text = file.contents.texts.get(SCHEME_STATE_TEXT_NAME)
-    if text is None:
+    json_text = file.contents.texts.get(SCHEME_STATE_TEXT_NAME)
+    if json_text is None:
         return ""
     try:
-        values = parse_json(text, dict)
-        saved_key = require_json_type("'of'", values["of"], str)
-        layers = require_json_type("'layers'", values["layers"], dict)
+        saved_state = parse_json(json_text, dict)
+        saved_key = require_json_type("'of'", saved_state["of"], str)
+        layers = require_json_type("'layers'", saved_state["layers"], dict)
         if saved_key != state_key:
             return (
                 "border schemes start without the cells of earlier steps, since the checkpoint was written with"
@@ -130,18 +130,18 @@ def restore_scheme_state(
 def _split_scheme_state(
     entries: list[SchemeStateEntry], flat_values: Any
 ) -> dict[int, dict[tuple[int, str], list[Any]]]:
-    ends, memories = accumulate(elements for *_, elements in entries), defaultdict(dict)  # type: Any, Any
-    for (at, samples, direction, count, elements), end in zip(entries, ends, strict=True):
-        memories[at][samples, direction] = np.split(flat_values[end - elements : end], count)
-    return memories
+    ends, state_by_array = accumulate(elements for *_, elements in entries), defaultdict(dict)  # type: Any, Any
+    for (array_index, samples, direction, num_arrays, elements), end in zip(entries, ends, strict=True):
+        state_by_array[array_index][samples, direction] = np.split(flat_values[end - elements : end], num_arrays)
+    return state_by_array
 
 
 def _check_scheme_state_entry(name: str, entry: Any, array_count: int) -> None:
     """Raise ValueError unless the entry is valid for one of a layer's arrays."""
-    at, samples, direction, count, elements = require_json_type(name, entry, list)
-    for number, least in ((at, 0), (samples, 1), (count, 1), (elements, 0)):
+    array_index, num_samples, direction, num_arrays, num_elements = require_json_type(name, entry, list)
+    for number, least in ((array_index, 0), (num_samples, 1), (num_arrays, 1), (num_elements, 0)):
         require_json_integer(name, number, least)
-    if at >= array_count or direction not in ("forward", "backward") or samples > MAX_BATCH_SIZE:
+    if array_index >= array_count or direction not in ("forward", "backward") or num_samples > MAX_BATCH_SIZE:
         raise ValueError(name)
 
 

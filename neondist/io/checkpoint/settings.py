@@ -41,13 +41,13 @@ def from_json_value(current_value: Any, plain_value: Any) -> Any:
     if isinstance(plain_value, dict):
         pairs = plain_value.get(PAIRS_KEY)
         items = dict(pairs) if set(plain_value) == {PAIRS_KEY} and isinstance(pairs, list) else plain_value
-        current = current_value if isinstance(current_value, Mapping) else {}
-        values = {key: from_json_value(current.get(key), item) for key, item in items.items()}
+        current_items = current_value if isinstance(current_value, Mapping) else {}
+        values = {key: from_json_value(current_items.get(key), item) for key, item in items.items()}
         return Counter(values) if isinstance(current_value, Counter) else values
     if isinstance(plain_value, list):
-        same_length = isinstance(current_value, (list, tuple)) and len(current_value) == len(plain_value)
+        has_same_length = isinstance(current_value, (list, tuple)) and len(current_value) == len(plain_value)
         restored = [
-            from_json_value(current_value[at] if same_length else None, item) for at, item in enumerate(plain_value)
+            from_json_value(current_value[at] if has_same_length else None, item) for at, item in enumerate(plain_value)
         ]
         return tuple(restored) if isinstance(current_value, tuple) else restored
     return plain_value

@@ -69,8 +69,8 @@ class SnapshotStore:
     def __init__(self, run_key: str, world: Transport, node: str | None = None) -> None:
         self.world, self.folder = world, snapshot_folder(run_key)
         self.node = re.sub(r"[^\w.]", "_", node or socket.gethostname())
-        nodes = world.allgather(self.node)
-        self._first_rank_of_nodes = [nodes.index(node) for node in dict.fromkeys(nodes)]
+        node_by_rank = world.allgather(self.node)
+        self._first_rank_of_nodes = [node_by_rank.index(node) for node in dict.fromkeys(node_by_rank)]
         self.writer_ranks = self._first_rank_of_nodes[:2]
         self._folder_claimed = False
 
@@ -123,8 +123,8 @@ class SnapshotStore:
         """Create the folder, and start the process that removes it."""
         with convert_file_errors(self.folder, "snapshots cannot be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            claim, token = self.folder / f"{self.node}.claim", secrets.token_hex(8)
-            claim.write_text(token)
+            claim_file, token = self.folder / f"{self.node}.claim", secrets.token_hex(8)
+            claim_file.write_text(token)
         self._folder_claimed = True
         key, *addresses = os.environ.get(SUPERVISOR_ENV, "").split() or [""]
         supervisor = connect_to_first_address(key, addresses)
@@ -133,7 +133,7 @@ class SnapshotStore:
         with supervisor:
             supervisor.sendall(f"{self.node}\n".encode())
             subprocess.Popen(
-                ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", str(self.folder), str(claim), token, str(ORPHAN_SECONDS)],
+                ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", str(self.folder), str(claim_file), token, str(ORPHAN_SECONDS)],
                 stdin=supervisor.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -156,10 +156,10 @@ class SnapshotStore:
                     stack.callback(draft.discard)
                     os.posix_fallocate(draft.file.fileno(), 0, size)  # mapped memory cannot report OSError
                     data = np.frombuffer(mmap(draft.file.fileno(), size), np.uint8)
-            whole = (slice(0, size),)
+            all_bytes = (slice(0, size),)
             self.world.create_exchange(
-                [Message(target_rank, data, whole)] if rank == source_rank else [],
-                [Message(source_rank, data, whole)] if rank == target_rank else [],
+                [Message(target_rank, data, all_bytes)] if rank == source_rank else [],
+                [Message(source_rank, data, all_bytes)] if rank == target_rank else [],
             ).run()
             with all_or_none(self.world), convert_file_errors(path, "the copy of a snapshot cannot be written"):
                 if draft is not None:

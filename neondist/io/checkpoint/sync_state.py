@@ -43,8 +43,8 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
         On every rank, if the shape of a state that is not replicated does not match the model's parameter.
     """
     shapes = file.contents.group(SYNC_GROUP)
-    names = {state.name for state in states}
-    dropped = sorted(name for name in shapes if name not in names and name.endswith("/error_feedback"))
+    state_names = {state.name for state in states}
+    dropped = sorted(name for name in shapes if name not in state_names and name.endswith("/error_feedback"))
     for state in states:
         shape = shapes.get(state.name)
         if state.same_on_all_ranks:
@@ -56,12 +56,12 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
                 f"{file.contents.path}: '{SYNC_GROUP}/{state.name}' has shape {list(shape)}, expected"
                 f" {['ranks', *state.array.shape]}; specify another file, or run without resume"
             )
-        writers = 0 if shape is None else shape[0]
-        lo, hi = part_range(writers, world.size, world.rank)
-        part = np.zeros((hi - lo, *state.array.shape), state.array.dtype)
-        if writers:
-            file.fill_parts([_sync_state_part(state, part, world, writers)])
-        state.array[...] = part.sum(axis=0)
+        num_writers = 0 if shape is None else shape[0]
+        lo, hi = part_range(num_writers, world.size, world.rank)
+        own_arrays = np.zeros((hi - lo, *state.array.shape), state.array.dtype)
+        if num_writers:
+            file.fill_parts([_sync_state_part(state, own_arrays, world, num_writers)])
+        state.array[...] = own_arrays.sum(axis=0)
     return f"error feedback is dropped, since these are not compressed: {', '.join(dropped)}" if dropped else ""
 
 
@@ -71,7 +71,7 @@ def _sync_state_part(
     shape = state.array.shape
     if state.same_on_all_ranks:
         return ArrayPart(f"{SYNC_GROUP}/{state.name}", shape, array, [Box.of(shape)])
-    total, nothing = world.size if writer_count is None else writer_count, (0,) * len(shape)
-    bounds = (part_range(total, world.size, rank) for rank in range(world.size))
-    boxes = [Box((lo, *nothing), (hi, *shape)) for lo, hi in bounds]
-    return ArrayPart(f"{SYNC_GROUP}/{state.name}", (total, *shape), array, boxes)
+    num_writers, origin = world.size if writer_count is None else writer_count, (0,) * len(shape)
+    writer_ranges = (part_range(num_writers, world.size, rank) for rank in range(world.size))
+    boxes = [Box((lo, *origin), (hi, *shape)) for lo, hi in writer_ranges]
+    return ArrayPart(f"{SYNC_GROUP}/{state.name}", (num_writers, *shape), array, boxes)

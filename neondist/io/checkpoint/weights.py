@@ -38,15 +38,15 @@ class WeightMatch:
         return not self.missing and not self.mismatched
 
     def __str__(self) -> str:
-        text = self.describe_differences()
-        return f"{counted(len(self.loaded), 'array')} loaded{'; ' * bool(text)}{text}"
+        differences = self.describe_differences()
+        return f"{counted(len(self.loaded), 'array')} loaded{'; ' * bool(differences)}{differences}"
 
     def describe_differences(self, max_names: int | None = None) -> str:
         """Describe the differences, with at most `max_names` names of each kind."""
-        shapes = [f"{name} (file {list(saved)}, model {list(own)})" for name, saved, own in self.mismatched]
-        kinds = {"not in the file": self.missing, "not in the model": self.unused, "shape mismatch": shapes}
+        mismatches = [f"{name} (file {list(saved)}, model {list(own)})" for name, saved, own in self.mismatched]
+        names_by_kind = {"not in the file": self.missing, "not in the model": self.unused, "shape mismatch": mismatches}
         return "; ".join(
-            f"{kind}: {', '.join(_shorten_list(names, max_names))}" for kind, names in kinds.items() if names
+            f"{kind}: {', '.join(_shorten_list(names, max_names))}" for kind, names in names_by_kind.items() if names
         )
 
 
@@ -72,17 +72,17 @@ def load_weights(
     DataError
         On every rank, if no array matches in name and shape, or if `strict` and not all arrays of the model do.
     """
-    shapes = file.contents.group("model")
+    saved_shapes = file.contents.group("model")
     match = WeightMatch()
     for shard, _ in arrays:
         name, shape = shard.full_name, tuple(shard.parameter.shape)
-        if name not in shapes:
+        if name not in saved_shapes:
             match.missing.append(name)
-        elif shapes[name] != shape:
-            match.mismatched.append((name, shapes[name], shape))
+        elif saved_shapes[name] != shape:
+            match.mismatched.append((name, saved_shapes[name], shape))
         else:
             match.loaded.append(name)
-    match.unused.extend(sorted(shapes.keys() - {shard.full_name for shard, _ in arrays}))
+    match.unused.extend(sorted(saved_shapes.keys() - {shard.full_name for shard, _ in arrays}))
     if (arrays and not match.loaded) or (strict and not match.is_fully_loaded):
         problem = f"does not fit the model: {match.describe_differences(MAX_LISTED_NAMES)}"
         raise DataError(f"{file.contents.path}: {problem}; specify a checkpoint of this experiment")

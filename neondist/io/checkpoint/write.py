@@ -41,29 +41,29 @@ def write_checkpoint(
         On every rank, if there is no disk space or no permission.
     """
     check_equal_on_ranks(world, {CALL_KEY: "writing a checkpoint"})
-    file, error = None, None
+    draft, error = None, None
     if world.rank == 0:
         try:
-            file = _CheckpointDraft(path, pieces, texts)
+            draft = _CheckpointDraft(path, pieces, texts)
         except Exception as problem:
             error = problem
     try:
-        for piece, place, values in gather_to_root(world, pieces):
-            if error is None and file is not None:
+        for piece, file_slices, values in gather_to_root(world, pieces):
+            if error is None and draft is not None:
                 try:
-                    file.write_block(piece, place, values)
+                    draft.write_block(piece, file_slices, values)
                 except Exception as problem:  # raised after all ranks have sent their parts
                     error = problem
-        if file is not None:
+        if draft is not None:
             try:
-                file.close()
+                draft.close()
                 if error is None:
-                    file.finish(keep, step)
+                    draft.finish(keep, step)
             except Exception as problem:
                 error = error or problem
     finally:
-        if file is not None:
-            file.draft.discard()
+        if draft is not None:
+            draft.draft.discard()
     raise_if_any_failed(world, error and _to_output_error(path, error))
 
 
@@ -71,11 +71,11 @@ class _CheckpointDraft:
     """Checkpoint in an HDF5 file under a temporary name."""
 
     def __init__(self, path: Path, pieces: Sequence[ArrayPart], texts: Mapping[str, str]) -> None:
-        needed = sum(prod(piece.global_shape) * piece.dtype.itemsize + HDF5_TABLES_BYTES_PER_ARRAY for piece in pieces)
-        needed += HDF5_TABLES_BYTES + sum(map(len, texts.values()))
-        if (free := shutil.disk_usage(path.parent).free) < needed:
+        nbytes = sum(prod(piece.global_shape) * piece.dtype.itemsize + HDF5_TABLES_BYTES_PER_ARRAY for piece in pieces)
+        nbytes += HDF5_TABLES_BYTES + sum(map(len, texts.values()))
+        if (free := shutil.disk_usage(path.parent).free) < nbytes:
             raise OutputError(
-                _write_error_message(path, f"it needs {needed / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free")
+                _write_error_message(path, f"it needs {nbytes / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free")
             )
         self.draft = DraftFile(path)
         try:
@@ -95,8 +95,8 @@ class _CheckpointDraft:
             self.close()
             raise
 
-    def write_block(self, piece: ArrayPart, place: Slices, values: Any) -> None:
-        self.file.hdf5[piece.name][place] = values
+    def write_block(self, piece: ArrayPart, file_slices: Slices, values: Any) -> None:
+        self.file.hdf5[piece.name][file_slices] = values
         self.file.raise_deferred_error()
 
     def close(self) -> None:
@@ -118,8 +118,8 @@ def _to_output_error(path: Path, error: Exception) -> Exception:
 
 
 def _write_error_message(path: Path, reason: str) -> str:
-    previous = "; the previous one is unchanged" if path.exists() else ""
+    note = "; the previous one is unchanged" if path.exists() else ""
     return (
-        f"{path}: the checkpoint cannot be written ({reason}){previous}; free disk space or check permissions, then"
+        f"{path}: the checkpoint cannot be written ({reason}){note}; free disk space or check permissions, then"
         " resume the run (--resume), or choose another output folder"
     )

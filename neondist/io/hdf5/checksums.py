@@ -85,11 +85,11 @@ class CheckedArray:
         self.tile = (*tile, *(slice(0, n) for n in self.shape[1 + len(tile) :]))
         self._block_aligned_tile, self._tile_checksums = self.tile, None
         if self.block:
-            pairs = list(zip(self.tile, self.block[1:], self.shape[1:], strict=True))
-            self._block_aligned_tile = tuple(slice(t.start // b * b, min(n, ceil(t.stop / b) * b)) for t, b, n in pairs)
-            starts = zip(self._block_aligned_tile, self.block[1:], checksums_origin, strict=True)
-            cut = tuple(slice((w.start - f) // b, ceil((w.stop - f) / b)) for w, b, f in starts)
-            self._tile_checksums = checksums[(slice(None), *cut)]
+            axes = list(zip(self.tile, self.block[1:], self.shape[1:], strict=True))
+            self._block_aligned_tile = tuple(slice(t.start // b * b, min(n, ceil(t.stop / b) * b)) for t, b, n in axes)
+            aligned_axes = zip(self._block_aligned_tile, self.block[1:], checksums_origin, strict=True)
+            table_slices = tuple(slice((w.start - f) // b, ceil((w.stop - f) / b)) for w, b, f in aligned_axes)
+            self._tile_checksums = checksums[(slice(None), *table_slices)]
             self._tile_blocks = list(_iter_blocks([w.stop - w.start for w in self._block_aligned_tile], self.block[1:]))
 
     def read(self, first_sample: int, out: np.ndarray) -> None:
@@ -125,29 +125,29 @@ class CheckedArray:
         cuts = (rows, *self._block_aligned_tile[1:])
         cells = np.empty((samples.stop - samples.start, *(w.stop - w.start for w in cuts)), self.dtype)
         self._read_unverified(cells, (samples, *cuts))
-        starts = (samples.start, rows.start - self._block_aligned_tile[0].start)
+        first_cells = (samples.start, rows.start - self._block_aligned_tile[0].start)
         for place, cut in _iter_blocks(cells.shape, self.block):
-            index = (place[0] + starts[0] // self.block[0], place[1] + starts[1] // self.block[1], *place[2:])
+            index = (place[0] + first_cells[0] // self.block[0], place[1] + first_cells[1] // self.block[1], *place[2:])
             _verify_block_checksum(self.name, cells[cut], self._tile_checksums[index], samples.start + cut[0].start)  # type: ignore[index]
         # requested samples and rows among those read
         n, m = max(samples.start, first_sample), min(samples.stop, first_sample + len(out))
         top, end = max(rows.start, self.tile[0].start), min(rows.stop, self.tile[0].stop)
-        inner = [slice(t.start - w.start, t.stop - w.start) for t, w in zip(self.tile[1:], cuts[1:], strict=True)]
-        kept = cells[(slice(n - samples.start, m - samples.start), slice(top - rows.start, end - rows.start), *inner)]
+        slices = [slice(t.start - w.start, t.stop - w.start) for t, w in zip(self.tile[1:], cuts[1:], strict=True)]
+        kept = cells[(slice(n - samples.start, m - samples.start), slice(top - rows.start, end - rows.start), *slices)]
         out[n - first_sample : m - first_sample, top - self.tile[0].start : end - self.tile[0].start] = kept
 
     def _iter_sample_and_row_ranges(self, first_sample: int, stop_sample: int) -> Iterator[tuple[slice, slice]]:
         """Yield ranges of samples and rows, in whole blocks, that are read at once."""
-        per_sample, per_rows = self.block[:2]
-        whole = self._block_aligned_tile[0]
+        block_samples, block_rows = self.block[:2]
+        row_range = self._block_aligned_tile[0]
         row = max(1, prod(w.stop - w.start for w in self._block_aligned_tile[1:]) * self.dtype.itemsize)
-        rows = max(1, _BATCH_BYTES // (row * per_rows * per_sample)) * per_rows
-        samples = max(1, _BATCH_BYTES // (row * (whole.stop - whole.start) * per_sample)) * per_sample
-        start = first_sample // per_sample * per_sample
-        stop = min(self.shape[0], ceil(stop_sample / per_sample) * per_sample)
-        for at in range(start, stop, samples):
-            for top in range(whole.start, whole.stop, rows):
-                yield slice(at, min(at + samples, stop)), slice(top, min(top + rows, whole.stop))
+        batch_rows = max(1, _BATCH_BYTES // (row * block_rows * block_samples)) * block_rows
+        num_samples = max(1, _BATCH_BYTES // (row * (row_range.stop - row_range.start) * block_samples)) * block_samples
+        start = first_sample // block_samples * block_samples
+        stop = min(self.shape[0], ceil(stop_sample / block_samples) * block_samples)
+        for at in range(start, stop, num_samples):
+            for top in range(row_range.start, row_range.stop, batch_rows):
+                yield slice(at, min(at + num_samples, stop)), slice(top, min(top + batch_rows, row_range.stop))
 
 
 def read_verified_array(file: Any, name: str) -> np.ndarray:
@@ -158,9 +158,9 @@ def read_verified_array(file: Any, name: str) -> np.ndarray:
     table = find_object(file, f"{CHECKSUM_GROUP}/{name}")
     cells = read_array(array, name, table is not None)
     if table is not None:
-        sums = read_array(table, f"{CHECKSUM_GROUP}/{name}")
+        checksums = read_array(table, f"{CHECKSUM_GROUP}/{name}")
         for place, cut in _iter_blocks(cells.shape, _block_shape_of(name, array.shape, table)):
-            _verify_block_checksum(name, cells[cut], sums[place], cut[0].start)
+            _verify_block_checksum(name, cells[cut], checksums[place], cut[0].start)
     return cells
 
 
@@ -177,11 +177,11 @@ def fingerprint_array(file: Any, name: str) -> int:
         ChunkCheck(table, f"{CHECKSUM_GROUP}/{name}").check()
         return checksum(table[:: 1 + table.size // _HASHED_CHECKSUMS])
     array = find_object(file, name)
-    middle = tuple(slice(n // 2, n // 2 + 1) for n in array.shape[1:-1]) + (slice(None),) * (array.ndim > 1)
-    places = range(0, array.shape[0], max(1, array.shape[0] // _HASHED_SAMPLES))
-    cuts, chunks = [(slice(n, n + 1), *middle) for n in places], ChunkCheck(array, name)
+    middle_cells = tuple(slice(n // 2, n // 2 + 1) for n in array.shape[1:-1]) + (slice(None),) * (array.ndim > 1)
+    sample_numbers = range(0, array.shape[0], max(1, array.shape[0] // _HASHED_SAMPLES))
+    cuts, chunk_check = [(slice(n, n + 1), *middle_cells) for n in sample_numbers], ChunkCheck(array, name)
     for cut in cuts:
-        chunks.check([slice(*one.indices(n)) for one, n in zip(cut, array.shape, strict=False)])
+        chunk_check.check([slice(*one.indices(n)) for one, n in zip(cut, array.shape, strict=False)])
     return checksum(np.concatenate([array[cut].ravel() for cut in cuts]))
 
 
@@ -189,14 +189,14 @@ def _block_shape_of(name: str, shape: tuple[int, ...], table: Any) -> tuple[int,
     block = np.asarray(table.attrs["block"])
     if block.shape != (len(shape),) or block.dtype.kind not in "iu" or block.min() < 1:
         raise ValueError(f"{name}: its checksums are damaged")
-    sizes = tuple(int(n) for n in block)
-    if table.dtype != np.uint32 or table.shape != tuple(ceil(n / b) for n, b in zip(shape, sizes, strict=True)):
+    block_shape = tuple(int(n) for n in block)
+    if table.dtype != np.uint32 or table.shape != tuple(ceil(n / b) for n, b in zip(shape, block_shape, strict=True)):
         raise ValueError(f"{name}: its checksums belong to another array; rewrite the file")
-    return sizes
+    return block_shape
 
 
-def _verify_block_checksum(name: str, cells: np.ndarray, expected: int, sample: int) -> None:
-    if checksum(cells) != expected:
+def _verify_block_checksum(name: str, cells: np.ndarray, expected_crc: int, sample: int) -> None:
+    if checksum(cells) != expected_crc:
         raise ValueError(f"{name}: wrong checksum in sample {sample}, which has changed since it was written")
 
 
@@ -207,6 +207,6 @@ def checksum(cells: np.ndarray) -> int:
 
 def _iter_blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Slices]]:
     """Yield the grid index and the slices of each block of an array."""
-    counts = (range(ceil(n / b)) for n, b in zip(shape, block, strict=True))
-    for place in product(*counts):
+    block_ranges = (range(ceil(n / b)) for n, b in zip(shape, block, strict=True))
+    for place in product(*block_ranges):
         yield place, tuple(slice(at * b, min(n, at * b + b)) for at, b, n in zip(place, block, shape, strict=True))

@@ -23,7 +23,7 @@ _LZF, _BLOSC, _BZIP2, _LZ4, _ZSTD = 32000, 32001, 307, 32004, 32015
 _CHECKSUM_BYTES, _SCALE_HEADER_BYTES = 4, 21  # bytes
 _FILTER_MARGIN_BYTES = 64  # bytes that a filter may add
 
-_NEVER_WRITTEN = "was never written, and it has no fill value"
+_NEVER_WRITTEN_MESSAGE = "was never written, and it has no fill value"
 
 
 class ChunkCheck:
@@ -58,7 +58,7 @@ class ChunkCheck:
     def check(self, cells: Sequence[slice] = ()) -> None:
         """Raise ValueError if a chunk of these cells (default: all) is damaged, unwritten or of unexpected size."""
         if self._reads_uninitialised and not self._array.chunks and not self._array.id.get_storage_size():
-            raise ValueError(f"{self._name}: {_NEVER_WRITTEN}")
+            raise ValueError(f"{self._name}: {_NEVER_WRITTEN_MESSAGE}")
         if not self._array.chunks or not (self._filters or self._reads_uninitialised):
             return
         cells = [*cells, *(slice(0, n) for n in self._array.shape[len(cells) :])]
@@ -74,20 +74,20 @@ class ChunkCheck:
         chunk = self._array.id.get_chunk_info_by_coord(offset)
         if chunk.byte_offset is None:
             if self._reads_uninitialised:
-                raise self._damage_error(offset, _NEVER_WRITTEN)
+                raise self._damage_error(offset, _NEVER_WRITTEN_MESSAGE)
             return
         if self._file_bytes is not None and chunk.byte_offset + chunk.size > self._file_bytes:
             raise self._damage_error(offset, "lies beyond the end of the file")
         if not self._filters:
             return
-        codes = [code for number, (code, _) in enumerate(self._filters) if not chunk.filter_mask >> number & 1]
-        if _FLETCHER32 in codes and chunk.size <= _CHECKSUM_BYTES:
+        filter_codes = [code for number, (code, _) in enumerate(self._filters) if not chunk.filter_mask >> number & 1]
+        if _FLETCHER32 in filter_codes and chunk.size <= _CHECKSUM_BYTES:
             raise self._damage_error(offset, "is shorter than its checksum")
-        if self._has_checksums and (_DEFLATE not in codes or deflate_fits_limit(chunk.size, self._chunk_bytes)):
+        if self._has_checksums and (_DEFLATE not in filter_codes or deflate_fits_limit(chunk.size, self._chunk_bytes)):
             return  # checksums detect damage afterwards
-        mask, raw = self._array.id.read_direct_chunk(offset)
+        filter_mask, raw = self._array.id.read_direct_chunk(offset)
         try:
-            size = self._decompressed_size(raw, mask)
+            size = self._decompressed_size(raw, filter_mask)
         except zlib.error:
             size = 0
         if not size and len(raw) == self._chunk_bytes:
@@ -95,8 +95,8 @@ class ChunkCheck:
         if size == 0:
             raise self._damage_error(offset, "is damaged")
         if size is not None and size != self._chunk_bytes:
-            unpacked = size if size < self._chunk_bytes else "more"
-            raise self._damage_error(offset, f"unpacks to {unpacked} instead of {self._chunk_bytes} bytes")
+            size_text = size if size < self._chunk_bytes else "more"
+            raise self._damage_error(offset, f"unpacks to {size_text} instead of {self._chunk_bytes} bytes")
 
     def _decompressed_size(self, compressed: bytes, filter_mask: int) -> int | None:
         """Return the decompressed size of a chunk, or any size above the limit; None if only HDF5 can determine it."""
@@ -104,12 +104,12 @@ class ChunkCheck:
             one for number, one in enumerate(self._filters) if not filter_mask >> number & 1 and one[0] != _SHUFFLE
         ]
         while filters:
-            code, values = filters.pop()
-            if code == _FLETCHER32:
+            filter_code, filter_values = filters.pop()
+            if filter_code == _FLETCHER32:
                 compressed = compressed[:-_CHECKSUM_BYTES]
-            elif not filters and code in _SIZE_FUNCTIONS:
-                return _SIZE_FUNCTIONS[code](compressed, values, self._chunk_bytes)
-            elif code == _DEFLATE:
+            elif not filters and filter_code in _SIZE_FUNCTIONS:
+                return _SIZE_FUNCTIONS[filter_code](compressed, filter_values, self._chunk_bytes)
+            elif filter_code == _DEFLATE:
                 compressed = zlib.decompressobj().decompress(compressed, self._chunk_bytes + _FILTER_MARGIN_BYTES)
             else:
                 return None
@@ -123,8 +123,8 @@ def _reads_uninitialised(properties: Any) -> bool:
     """Return whether HDF5 leaves memory uninitialised for cells that were never written."""
     from h5py import h5d
 
-    time, undefined = properties.get_fill_time(), properties.fill_value_defined() == h5d.FILL_VALUE_UNDEFINED
-    return time == h5d.FILL_TIME_NEVER or (time == h5d.FILL_TIME_IFSET and undefined)
+    fill_time, is_undefined = properties.get_fill_time(), properties.fill_value_defined() == h5d.FILL_VALUE_UNDEFINED
+    return fill_time == h5d.FILL_TIME_NEVER or (fill_time == h5d.FILL_TIME_IFSET and is_undefined)
 
 
 def _require_filters(array: Any, name: str, filters: Sequence[Any]) -> None:
@@ -132,30 +132,30 @@ def _require_filters(array: Any, name: str, filters: Sequence[Any]) -> None:
 
     for code, _, _, raw_name in filters:
         if not h5z.filter_avail(code):
-            text = raw_name.decode(errors="replace") if isinstance(raw_name, bytes) else str(raw_name)
+            label = raw_name.decode(errors="replace") if isinstance(raw_name, bytes) else str(raw_name)
             raise DataError(
-                f"{array.file.filename}: '{name}' is packed with the HDF5 filter {code} ({text[:40]}), which is not"
+                f"{array.file.filename}: '{name}' is packed with the HDF5 filter {code} ({label[:40]}), which is not"
                 " installed; set HDF5_PLUGIN_PATH to the filter's folder, or rewrite the file: h5repack -f GZIP=1 FILE"
                 " NEW"
             )
 
 
 def _szip_size(compressed: bytes, filter_values: Sequence[int], chunk_bytes: int) -> int | None:
-    declared = int.from_bytes(compressed[:4], "little")
-    if declared == chunk_bytes and len(filter_values) >= 4:
+    declared_size = int.from_bytes(compressed[:4], "little")
+    if declared_size == chunk_bytes and len(filter_values) >= 4:
         with suppress(ImportError, RuntimeError):  # HDF5 reports damage that libaec detects
             import imagecodecs
 
             names = ("options_mask", "pixels_per_block", "bits_per_pixel", "pixels_per_scanline")
             options = dict(zip(names, filter_values, strict=False))
             return len(imagecodecs.szip_decode(compressed[4:], header=False, out=chunk_bytes, **options))
-    return declared
+    return declared_size
 
 
 def _scale_offset_size(compressed: bytes, filter_values: Sequence[int], chunk_bytes: int) -> int | None:
     """Return the size of a chunk of HDF5's scale-offset filter, or 0 if it is truncated."""
-    count, bits = filter_values[2] if len(filter_values) > 2 else 0, int.from_bytes(compressed[:4], "little")
-    return chunk_bytes if len(compressed) >= _SCALE_HEADER_BYTES + ceil(count * bits / 8) else 0
+    num_values, value_bits = filter_values[2] if len(filter_values) > 2 else 0, int.from_bytes(compressed[:4], "little")
+    return chunk_bytes if len(compressed) >= _SCALE_HEADER_BYTES + ceil(num_values * value_bits / 8) else 0
 
 
 def _size_function(codec: str) -> Callable[[bytes, Sequence[int], int], int | None]:

@@ -40,8 +40,8 @@ def open_hdf5(path: Path, wrong_type_message: str | None = None) -> Any:
     with convert_hdf5_errors(path):
         with open_regular(path) as file:
             if file.read(len(HDF5_SIGNATURE)) != HDF5_SIGNATURE and not h5py.is_hdf5(path):
-                create = f"not an HDF5 file; create one with: neondist data convert SOURCE --to {path}"
-                raise DataError(f"{path}: {wrong_type_message or create}")
+                creation_hint = f"not an HDF5 file; create one with: neondist data convert SOURCE --to {path}"
+                raise DataError(f"{path}: {wrong_type_message or creation_hint}")
         try:
             return h5py.File(path, "r")
         except OSError as error:
@@ -87,27 +87,27 @@ def find_object(file: Any, name: str) -> Any:
     """
     import h5py
 
-    at, parts, links = file["/"], _path_parts(name), 0
-    while parts:
-        part = parts.pop(0)
-        link = at.get(part, getlink=True) if isinstance(at, h5py.Group) else None
+    node, path_parts, num_links = file["/"], _path_parts(name), 0
+    while path_parts:
+        part = path_parts.pop(0)
+        link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
             return None
         if isinstance(link, h5py.SoftLink):
-            links += 1
-            if links > _MAX_SOFT_LINKS:
+            num_links += 1
+            if num_links > _MAX_SOFT_LINKS:
                 raise DataError(f"{file.filename}: '{name}' is a link to itself; copy the array there")
-            at, parts = file["/"] if link.path.startswith("/") else at, _path_parts(link.path) + parts
+            node, path_parts = file["/"] if link.path.startswith("/") else node, _path_parts(link.path) + path_parts
         elif isinstance(link, h5py.HardLink):
-            at = at[part]
+            node = node[part]
         else:
             raise DataError(f"{file.filename}: '{name}' is a link into another file; copy the array, or use that file")
-    if isinstance(at, h5py.Dataset) and (at.is_virtual or at.external):
+    if isinstance(node, h5py.Dataset) and (node.is_virtual or node.external):
         raise DataError(
             f"{file.filename}: '{name}' stores its data in external files; copy it into one file, for instance"
             " with h5copy"
         )
-    return at
+    return node
 
 
 def iter_arrays(group: Any) -> Iterator[tuple[str, Any]]:
@@ -125,7 +125,7 @@ def array_names(file: Any, max_arrays: int = 10, max_groups: int = 100) -> list[
     """Return names of at most `max_arrays` arrays of at most `max_groups` groups, breadth-first, skipping links."""
     import h5py
 
-    names, queue, seen = list[str](), deque([("", file["/"])]), 1
+    names, queue, num_groups = list[str](), deque([("", file["/"])]), 1
     while queue:
         prefix, group = queue.popleft()
         for key in islice(group, 10 * max_groups):
@@ -136,8 +136,8 @@ def array_names(file: Any, max_arrays: int = 10, max_groups: int = 100) -> list[
                 names.append(prefix + key)
                 if len(names) >= max_arrays:
                     return names
-            elif item is h5py.Group and seen < max_groups:
-                seen += 1
+            elif item is h5py.Group and num_groups < max_groups:
+                num_groups += 1
                 queue.append((f"{prefix}{key}/", group[key]))
     return names
 
