@@ -12,7 +12,7 @@ from .cf_time import month_containing, start_of_month
 
 _DAY_SECONDS = 86400.0
 _TOLERANCE_SECONDS = 3600.0  # seconds; float32 coordinates are inexact
-_ORIGINS: dict[str, tuple[Callable[[float], float], tuple[float, float], float]] = {
+_PLACE_RULES: dict[str, tuple[Callable[[float], float], tuple[float, float], float]] = {
     "end": (lambda length: length, (-_DAY_SECONDS, 0), _TOLERANCE_SECONDS),
     "middle": (lambda length: length / 2, (0, 0), _TOLERANCE_SECONDS),
     "start": (lambda length: 0.0, (0, 31 * _DAY_SECONDS), _TOLERANCE_SECONDS),
@@ -45,20 +45,20 @@ class MonthStep:
     period: int = 1
 
     def __post_init__(self) -> None:
-        if self.months < 1 or self.period not in (1, self.months) or self.place not in _ORIGINS:
-            places = ", ".join(sorted(_ORIGINS))
+        if self.months < 1 or self.period not in (1, self.months) or self.place not in _PLACE_RULES:
+            places = ", ".join(sorted(_PLACE_RULES))
             raise ValueError(
                 f"{self.months} months, period {self.period}, place '{self.place}': months must be at least 1, the"
                 f" period 1 or equal to months, and the place one of {places}"
             )
-        least, greatest = 28 * self.period, 31 * self.period
+        min_days, max_days = 28 * self.period, 31 * self.period
         for month, days, seconds in self.stamps:
-            if not (1 <= month <= 12 and least <= days <= greatest and 0 <= seconds <= days * _DAY_SECONDS):
+            if not (1 <= month <= 12 and min_days <= days <= max_days and 0 <= seconds <= days * _DAY_SECONDS):
                 raise ValueError(f"{month}, {days}, {seconds}: expected a calendar month, its days, and seconds in it")
 
     def matches_times(self, times: np.ndarray, calendar: str) -> bool:
         """Return whether times in seconds have this step."""
-        origin, (least, greatest), max_difference = _ORIGINS[self.place]
+        origin, (min_offset, max_offset), max_difference = _PLACE_RULES[self.place]
         months, offsets = [], []
         for time in times.tolist():
             month = self._first_month_of_period(time, calendar)
@@ -67,8 +67,8 @@ class MonthStep:
         return (
             bool((np.diff(months) == self.months).all())
             and max(offsets) - min(offsets) <= max_difference
-            and min(offsets) >= least - _TOLERANCE_SECONDS
-            and max(offsets) <= greatest + _TOLERANCE_SECONDS
+            and min(offsets) >= min_offset - _TOLERANCE_SECONDS
+            and max(offsets) <= max_offset + _TOLERANCE_SECONDS
         )
 
     def with_stamps(self, times: np.ndarray, calendar: str) -> MonthStep:
@@ -89,7 +89,7 @@ class MonthStep:
         An irregular time takes the stamp of the same period of the year with the most similar length, or else the
         latest stamp of any period with the most similar length.
         """
-        origin, *_ = _ORIGINS[self.place]
+        origin, *_ = _PLACE_RULES[self.place]
         month = self._first_month_of_period(time, calendar)
         later_month = month + steps * self.months
         length = self._period_seconds(later_month, calendar)
@@ -123,7 +123,7 @@ def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())
     # times at a constant distance may be near the middle of some months by chance
-    places = [place for place in _ORIGINS if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE_SECONDS]
+    places = [place for place in _PLACE_RULES if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE_SECONDS]
     periods_of = {place: {1, second - first} if "middle" in place else {1} for place in places if second > first}
     candidates = [MonthStep(second - first, place, period=n) for place in periods_of for n in sorted(periods_of[place])]
     step = next((step for step in candidates if step.matches_times(times, calendar)), None)

@@ -272,8 +272,8 @@ class NetCDFSink(HDF5Sink):
             variables, self.lost_metadata = like.auxiliary_variables()
             # nothing is left for `_list_lost_metadata`: `lost_metadata` is complete at the end of this method
             self._copied_metadata = {name: set() for name in list_metadata_names(variables, self.lost_metadata)}
-            stored = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
-            dimension_names = {letter: name for letter, name in stored if name}
+            stored_names = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
+            dimension_names = {letter: name for letter, name in stored_names if name}
         sizes = self._dimension_sizes(dimension_names)
         own_dimensions = tuple(sizes)
         written = self._write_coordinates(file, variables, sizes)

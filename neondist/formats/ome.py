@@ -66,13 +66,13 @@ def metadata_from_xml(xml: str | None, image_number: int) -> dict[str, Any]:
     except ElementTree.ParseError:
         return {"OME-XML": xml}
     images = [one for one in root if _tag_name(one) == "Image"]
-    scale, units, other = dict[str, float](), dict[str, str](), dict[str, Any]()
+    scale, units, extra = dict[str, float](), dict[str, str](), dict[str, Any]()
     if image_number < len(images):
         for one in images[image_number].iter():
             excluded = _LAYOUT_ATTRIBUTES.get(_tag_name(one), set())
-            other |= {f"{_tag_name(one)} {name}": value for name, value in one.attrib.items() if name not in excluded}
+            extra |= {f"{_tag_name(one)} {name}": value for name, value in one.attrib.items() if name not in excluded}
             if (one.text or "").strip() and _tag_name(one) != "UUID":
-                other[_tag_name(one)] = (one.text or "").strip()
+                extra[_tag_name(one)] = (one.text or "").strip()
         for pixels in (one for one in images[image_number] if _tag_name(one) == "Pixels"):
             for axis, name in _SIZE_ATTRIBUTES.items():
                 if (size := _to_float(pixels.get(name))) is not None and isfinite(size):
@@ -80,9 +80,9 @@ def metadata_from_xml(xml: str | None, image_number: int) -> dict[str, Any]:
                     unit = unit_name(pixels.get(name + "Unit", "s" if axis == "T" else "µm"))
                     units |= {axis: unit} if unit != _REFERENCE_FRAME_UNIT else {}
                 elif name in pixels.attrib:
-                    other[f"Pixels {name}"] = pixels.get(name)
-    other |= {_tag_name(one): None for one in root if _tag_name(one) != "Image"}
-    return {"scale": scale, "units": units, **other}
+                    extra[f"Pixels {name}"] = pixels.get(name)
+    extra |= {_tag_name(one): None for one in root if _tag_name(one) != "Image"}
+    return {"scale": scale, "units": units, **extra}
 
 
 def largest_declared_plane_count(attributes: Mapping[str, str]) -> float:
@@ -100,12 +100,12 @@ def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[
     xml_attributes: dict[str, Any] = {}
     for axis, name in _SIZE_ATTRIBUTES.items():
         unit = _UNIT_SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _REFERENCE_FRAME_UNIT
-        base_name = "m" if axis != "T" else "s"
+        si_unit = "m" if axis != "T" else "s"
         if (
             axis in scale
             and is_cell_size(axis, scale[axis])
             and unit
-            and (unit == _REFERENCE_FRAME_UNIT or _OME_UNITS[unit][1] == base_name)
+            and (unit == _REFERENCE_FRAME_UNIT or _OME_UNITS[unit][1] == si_unit)
         ):
             xml_attributes |= {name: scale[axis], name + "Unit": unit}
     return xml_attributes
@@ -162,13 +162,13 @@ class MultiscaleImage:
         }
 
 
-def parse_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, Any]) -> MultiscaleImage:
+def parse_multiscale(image: Mapping[str, Any], level: int, other_attributes: Mapping[str, Any]) -> MultiscaleImage:
     """Parse an entry of 'multiscales', for one level of its image."""
     levels = [str(one["path"]) for one in image["datasets"]]
     axes = image.get("axes", list(_DEFAULT_AXIS_NAMES))
     names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
     units = [str(axis["unit"]) if isinstance(axis, dict) and axis.get("unit") else None for axis in axes]
-    scale, translation, other_metadata = [1.0] * len(names), [0.0] * len(names), dict(others)
+    scale, translation, other_metadata = [1.0] * len(names), [0.0] * len(names), dict(other_attributes)
     transforms = image["datasets"][min(level, len(levels) - 1)].get("coordinateTransformations", [])
     for transform in [*transforms, *image.get("coordinateTransformations", [])]:
         kind = str(transform.get("type"))

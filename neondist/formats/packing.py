@@ -72,29 +72,29 @@ class Packing:
         raw = raw.view(self._stored_dtype)
         if self.dtype.kind != "f":
             return raw
-        missing = np.isin(raw, self._missing_values)
+        is_missing = np.isin(raw, self._missing_values)
         if self._valid_min is not None:
-            missing |= raw < self._valid_min
+            is_missing |= raw < self._valid_min
         if self._valid_max is not None:
-            missing |= raw > self._valid_max
+            is_missing |= raw > self._valid_max
         values = raw.astype(self.dtype)
         if self._scale is not None:
             values *= self.dtype.type(self._scale)
         if self._offset is not None:
             values += self.dtype.type(self._offset)
-        values[missing] = np.nan
+        values[is_missing] = np.nan
         return values
 
     def _apply_unsigned(self, stored_dtype: np.dtype) -> np.dtype:
         if "_Unsigned" not in self._attributes or stored_dtype.kind not in "iu":
             return stored_dtype
         text = self._attributes["_Unsigned"]
-        flag = text.strip("\0 ").lower() if isinstance(text, str) else ""
-        if flag not in ("true", "false"):
+        unsigned_flag = text.strip("\0 ").lower() if isinstance(text, str) else ""
+        if unsigned_flag not in ("true", "false"):
             raise self._invalid_attribute("_Unsigned", "is neither 'true' nor 'false'", "c,true")
-        if flag == "false" and stored_dtype.kind == "u":
+        if unsigned_flag == "false" and stored_dtype.kind == "u":
             raise self._invalid_attribute("_Unsigned", "is 'false', but the stored integers are unsigned", "c,true")
-        return np.dtype(stored_dtype.str.replace("i", "u")) if flag == "true" else stored_dtype
+        return np.dtype(stored_dtype.str.replace("i", "u")) if unsigned_flag == "true" else stored_dtype
 
     def _set_missing_values(self, has_default_fill: bool, is_packed: bool) -> None:
         fill_values = self._representable(self._numeric_attribute("_FillValue"))

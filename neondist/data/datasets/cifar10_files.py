@@ -43,8 +43,8 @@ class CIFAR10Files:
         """Return the files of the batches, or the archive."""
         if not os.path.isdir(self.folder_or_archive):
             return [self.folder_or_archive]
-        inner = self.folder_or_archive / "cifar-10-batches-bin"
-        folder = inner if os.path.isdir(inner) else self.folder_or_archive
+        subfolder = self.folder_or_archive / "cifar-10-batches-bin"
+        folder = subfolder if os.path.isdir(subfolder) else self.folder_or_archive
         for name in _BATCH_FILE_NAMES:
             if not os.path.isfile(folder / name):
                 raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")

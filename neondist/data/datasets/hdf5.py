@@ -141,8 +141,8 @@ class HDF5Dataset(Dataset):
 
     def _random_test_share(self, groups: Mapping[str, HDF5GroupInfo]) -> float:
         """Return the fraction of the training samples that is held out for testing."""
-        keep_all = "validation" in groups or len(groups["train"]) < 2
-        return 0.0 if "test" in groups else self.test_share or (0.0 if keep_all else _DEFAULT_TEST_SHARE)
+        no_test_split = "validation" in groups or len(groups["train"]) < 2
+        return 0.0 if "test" in groups else self.test_share or (0.0 if no_test_split else _DEFAULT_TEST_SHARE)
 
     def _read_groups(self) -> dict[str, HDF5GroupInfo]:
         """Return the description of each existing split; DataError if groups are missing or do not match."""

@@ -157,11 +157,11 @@ class RandomCropTileReader:
     def _open_image_file(self, name: str) -> TileSource:
         if name not in self._sources:
             new_source = self._open_source(name)
-            whole = new_source.chunks == new_source.shape
-            names = [other for other, source in self._sources.items() if (source.chunks == source.shape) == whole]
-            if len(names) >= (_MAX_OPEN_ONE_CHUNK_FILES if whole else _MAX_OPEN_FILES):
+            is_whole = new_source.chunks == new_source.shape
+            names = [other for other, source in self._sources.items() if (source.chunks == source.shape) == is_whole]
+            if len(names) >= (_MAX_OPEN_ONE_CHUNK_FILES if is_whole else _MAX_OPEN_FILES):
                 self._sources.pop(names[0]).close()
-            if not whole:
+            if not is_whole:
                 new_source.cache = self._cache
             self._sources[name] = new_source
         self._sources.move_to_end(name)

@@ -107,7 +107,7 @@ class PhotographCrops:
         num_positions = [[n - side + 1 for n, side in zip(image.shape, shape, strict=False)] for image in photographs]
         draws = [rng.uniform(rng.key(name, *key), index) for name in ("row", "column", "mirror")]
         self._crop_corners = [(draws[axis] * np.array(num_positions)[self.labels, axis]).astype(int) for axis in (0, 1)]
-        self._mirrored = draws[2] < 0.5
+        self._is_mirrored = draws[2] < 0.5
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -121,7 +121,7 @@ class PhotographCrops:
             crop = self._photographs[self.labels[number]][
                 top + rows.start : top + rows.stop, left : left + self._crop_width
             ]
-            tile[..., 0] = (crop[:, ::-1] if self._mirrored[number] else crop)[:, cols]
+            tile[..., 0] = (crop[:, ::-1] if self._is_mirrored[number] else crop)[:, cols]
         return out
 
 

@@ -30,10 +30,10 @@ class SQLTableRecords(RecordReader):
             raise MissingPackageError(
                 f"{url.partition(':')[0]}: needs SQLAlchemy; pip install 'neondist[tables]'"
             ) from error
-        address, _, table = url.partition("#")
+        database_url, _, table = url.partition("#")
         self._rows: list[Any] = []
         try:
-            parsed_url = sqlalchemy.make_url(address)
+            parsed_url = sqlalchemy.make_url(database_url)
             self.source = f"{parsed_url.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
             engine = sqlalchemy.create_engine(parsed_url)
             if engine.url.get_backend_name() == "sqlite":

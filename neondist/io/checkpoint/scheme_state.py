@@ -66,12 +66,12 @@ def collect_scheme_state(exchanged_arrays: ExchangedArrays, state_key: str, worl
         own_entries[name] = entries
         own_values[name] = np.concatenate([np.empty(0, layer[0].dtype if layer else np.float32), *arrays])
     entries_of_ranks = world.allgather(own_entries)
-    layers = {name: [ranks[name] for ranks in entries_of_ranks] for name in own_entries}
-    layers = {name: ranks for name, ranks in layers.items() if any(map(_total_size, ranks))}
-    if not layers:
+    entries_by_layer = {name: [ranks[name] for ranks in entries_of_ranks] for name in own_entries}
+    entries_by_layer = {name: ranks for name, ranks in entries_by_layer.items() if any(map(_total_size, ranks))}
+    if not entries_by_layer:
         return SchemeState("", [])
-    pieces = [_create_scheme_state_part(name, ranks, own_values[name]) for name, ranks in layers.items()]
-    return SchemeState(json.dumps({"of": state_key, "layers": layers}), pieces)
+    pieces = [_create_scheme_state_part(name, ranks, own_values[name]) for name, ranks in entries_by_layer.items()]
+    return SchemeState(json.dumps({"of": state_key, "layers": entries_by_layer}), pieces)
 
 
 def restore_scheme_state(
@@ -92,22 +92,22 @@ def restore_scheme_state(
     try:
         saved_state = parse_json(json_text, dict)
         saved_key = require_json_type("'of'", saved_state["of"], str)
-        layers = require_json_type("'layers'", saved_state["layers"], dict)
+        entries_by_layer = require_json_type("'layers'", saved_state["layers"], dict)
         if saved_key != state_key:
             return (
                 "border schemes start without the cells of earlier steps, since the checkpoint was written with"
                 f" {saved_key}, but this run has {state_key}"
             )
         pieces = []
-        for name, ranks in layers.items():
+        for name, ranks in entries_by_layer.items():
             for entries in require_json_type(name, ranks, list):
                 for entry in require_json_type(name, entries, list):
                     _check_scheme_state_entry(name, entry, len(exchanged_arrays[name]))
-            elements = [_total_size(entries) for entries in ranks]
-            if file.contents.group(SCHEME_STATE_GROUP).get(name) != (sum(elements),) or len(ranks) != world.size:
+            sizes_by_rank = [_total_size(entries) for entries in ranks]
+            if file.contents.group(SCHEME_STATE_GROUP).get(name) != (sum(sizes_by_rank),) or len(ranks) != world.size:
                 raise ValueError(name)
             dtype = exchanged_arrays[name][0].dtype
-            pieces.append(_create_scheme_state_part(name, ranks, np.empty(elements[world.rank], dtype)))
+            pieces.append(_create_scheme_state_part(name, ranks, np.empty(sizes_by_rank[world.rank], dtype)))
     except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
         raise DataError(
             f"{file.contents.path}: has invalid data on border schemes ({problem!r}); specify another checkpoint"
@@ -115,7 +115,7 @@ def restore_scheme_state(
     file.fill_parts(pieces)
     error: Exception | None = None
     try:
-        for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
+        for (name, ranks), piece in zip(entries_by_layer.items(), pieces, strict=True):
             for at, memory in _split_scheme_state(ranks[world.rank], piece.local_array).items():
                 array = exchanged_arrays[name][at]
                 array.restore_scheme_state({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})

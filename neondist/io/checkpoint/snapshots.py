@@ -143,23 +143,23 @@ class SnapshotStore:
             )
 
     def _copy_to_node(self, path: Path, source_rank: int, target_rank: int) -> None:
-        rank, data = self.world.rank, np.empty(0, np.uint8)
+        rank, file_bytes = self.world.rank, np.empty(0, np.uint8)
         size = int(self.world.bcast(path.stat().st_size if rank == source_rank else 0, source_rank))
         draft: DraftFile | None = None
         with ExitStack() as stack:
             with all_or_none(self.world), convert_file_errors(path, "the copy of a snapshot cannot be written"):
                 if rank == source_rank:
                     file = stack.enter_context(open_regular(path))
-                    data = np.frombuffer(mmap(file.fileno(), size, access=ACCESS_READ), np.uint8)
+                    file_bytes = np.frombuffer(mmap(file.fileno(), size, access=ACCESS_READ), np.uint8)
                 elif rank == target_rank:
                     draft = DraftFile(path)
                     stack.callback(draft.discard)
                     os.posix_fallocate(draft.file.fileno(), 0, size)  # mapped memory cannot report OSError
-                    data = np.frombuffer(mmap(draft.file.fileno(), size), np.uint8)
+                    file_bytes = np.frombuffer(mmap(draft.file.fileno(), size), np.uint8)
             all_bytes = (slice(0, size),)
             self.world.create_exchange(
-                [Message(target_rank, data, all_bytes)] if rank == source_rank else [],
-                [Message(source_rank, data, all_bytes)] if rank == target_rank else [],
+                [Message(target_rank, file_bytes, all_bytes)] if rank == source_rank else [],
+                [Message(source_rank, file_bytes, all_bytes)] if rank == target_rank else [],
             ).run()
             with all_or_none(self.world), convert_file_errors(path, "the copy of a snapshot cannot be written"):
                 if draft is not None:

@@ -20,7 +20,7 @@ from .chunks import ChunkCheck
 from .reader import find_object
 
 CHECKSUM_GROUP = "checksums"
-_HASHED_SAMPLES, _HASHED_CHECKSUMS = 16, 1 << 20
+_NUM_HASHED_SAMPLES, _NUM_HASHED_CHECKSUMS = 16, 1 << 20
 _BATCH_BYTES = 1 << 24  # bytes that are read and verified at once
 Slices = tuple[slice, ...]
 
@@ -175,10 +175,10 @@ def fingerprint_array(file: Any, name: str) -> int:
     table = find_object(file, f"{CHECKSUM_GROUP}/{name}")
     if table is not None:
         ChunkCheck(table, f"{CHECKSUM_GROUP}/{name}").check()
-        return checksum(table[:: 1 + table.size // _HASHED_CHECKSUMS])
+        return checksum(table[:: 1 + table.size // _NUM_HASHED_CHECKSUMS])
     array = find_object(file, name)
     middle_cells = tuple(slice(n // 2, n // 2 + 1) for n in array.shape[1:-1]) + (slice(None),) * (array.ndim > 1)
-    sample_numbers = range(0, array.shape[0], max(1, array.shape[0] // _HASHED_SAMPLES))
+    sample_numbers = range(0, array.shape[0], max(1, array.shape[0] // _NUM_HASHED_SAMPLES))
     cuts, chunk_check = [(slice(n, n + 1), *middle_cells) for n in sample_numbers], ChunkCheck(array, name)
     for cut in cuts:
         chunk_check.check([slice(*one.indices(n)) for one, n in zip(cut, array.shape, strict=False)])
