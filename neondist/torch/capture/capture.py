@@ -204,7 +204,7 @@ def lower_program(
     output_nodes: Sequence[Any] = ()
     for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
-            env[node] = inputs.lower(node, specs[node.name])
+            env[node] = inputs.lower_placeholder(node, specs[node.name])
         elif node.op == "output":
             lowering.where, output_nodes = node_location(node), node.args[0]
             outputs = pytree.tree_map(lambda arg: regions.convert(lowering.read(env, arg)), node.args[0])
@@ -287,7 +287,7 @@ class _ProgramInputs:
         self._lowering, self._program, self._layouts = lowering, program, iter(layouts)
         self._unregistered_tensors = unregistered_tensors
 
-    def lower(self, node: Any, spec: Any) -> Any:
+    def lower_placeholder(self, node: Any, spec: Any) -> Any:
         """Return the value of a placeholder."""
         fake = node.meta["val"]
         if spec.kind == InputKind.CONSTANT_TENSOR:

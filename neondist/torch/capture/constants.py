@@ -89,17 +89,17 @@ class KnownValueTracker(TorchDispatchMode):
 
     def known_or_none(self, tensor: Any) -> Any:
         """Return the value of a tensor, or None if the value is unknown."""
-        entry = self._known_value(tensor)
-        return None if entry is None else entry.value
+        known = self._known_value(tensor)
+        return None if known is None else known.value
 
     def read_and_record(self, tensor: Any) -> torch.Tensor | None:
         """Return the value of a tensor and record the read; None if the value is unknown."""
-        entry = None if tensor is None else self._known_value(tensor)
-        if entry is None:
+        known = None if tensor is None else self._known_value(tensor)
+        if known is None:
             return None
-        self.reads.buffer_names.update(entry.buffer_names)
-        self.reads.tensors.extend(t for t in entry.tensors.values() if all(t is not u for u in self.reads.tensors))
-        return entry.value
+        self.reads.buffer_names.update(known.buffer_names)
+        self.reads.tensors.extend(t for t in known.tensors.values() if all(t is not u for u in self.reads.tensors))
+        return known.value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -265,8 +265,8 @@ class _KnownValueProvider(TorchFunctionMode):
             statistics = torch.zeros_like(running_mean), torch.zeros_like(running_var)
             result = F.batch_norm(x, *statistics, weight, bias, training, 1.0, eps)
             for running, new in zip((running_mean, running_var), statistics, strict=True):
-                share = 1.0 / batch_count.to(running.dtype)
-                running.mul_(1.0 - share).add_(new * share)
+                averaging_factor = 1.0 / batch_count.to(running.dtype)
+                running.mul_(1.0 - averaging_factor).add_(new * averaging_factor)
             return result
 
     def _replace_masks(self, index: Any) -> Any:

@@ -69,7 +69,7 @@ class ReachableState:
     Parameters
     ----------
     root : nn.Module or callable
-    names : set of str
+    used_names : set of str
         Names used by the code; extended in place.
     excluded : collection of str
         Paths of values to leave out.
@@ -87,13 +87,13 @@ class ReachableState:
         Functions with a functools cache.
     """
 
-    def __init__(self, root: Any, names: set[str], excluded: Collection[str] = frozenset()) -> None:
-        self.names, self._excluded = names, excluded
-        names.update(("forward", "training"))
+    def __init__(self, root: Any, used_names: set[str], excluded: Collection[str] = frozenset()) -> None:
+        self.used_names, self._excluded = used_names, excluded
+        used_names.update(("forward", "training"))
         old_name_count = -1
-        while old_name_count < len(names):  # code reached by these names may use further names
-            old_name_count = len(names)
-            self._has_dynamic_access = not _DYNAMIC_ACCESS_NAMES.isdisjoint(names)
+        while old_name_count < len(used_names):  # code reached by these names may use further names
+            old_name_count = len(used_names)
+            self._has_dynamic_access = not _DYNAMIC_ACCESS_NAMES.isdisjoint(used_names)
             self.containers: list[ValueContainer] = []
             self.key_by_path: dict[str, Any] = {}
             self.tensors: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ class ReachableState:
             self._globals: dict[int, tuple[dict[str, Any], str, dict[str, None]]] = {}
             self._root = root
             self._visit(root, "", None)
-            if not _ENVIRONMENT_NAMES.isdisjoint(names):
+            if not _ENVIRONMENT_NAMES.isdisjoint(used_names):
                 self._visit_computed_value(os.environ, "os.environ", None, lambda: repr(os.environ))
             if self.depends_on_grad_mode:
                 self._visit_computed_value(torch, "torch.is_grad_enabled()", None, torch.is_grad_enabled)
@@ -116,7 +116,7 @@ class ReachableState:
     @property
     def depends_on_grad_mode(self) -> bool:
         """Whether the code may depend on whether gradients are computed."""
-        return not GRADIENT_MODE_NAMES.isdisjoint(self.names)
+        return not GRADIENT_MODE_NAMES.isdisjoint(self.used_names)
 
     def _visit(self, value: Any, path: str, module: nn.Module | None) -> None:
         """Record a value and everything reachable from it."""
@@ -160,7 +160,7 @@ class ReachableState:
                     self._visit(function, f"{path}.{name}", module)
         elif isinstance(value, ModuleType):
             if not _is_library_module(value.__name__):
-                self._visit_globals(vars(value), value.__name__, self.names, module)
+                self._visit_globals(vars(value), value.__name__, self.used_names, module)
         elif isinstance(value, type):
             self._visit_class(value, path, module)
         elif isinstance(value, weakref.ReferenceType):
@@ -193,7 +193,7 @@ class ReachableState:
                 container = ValueContainer(f"{path}.{name}", module, members, in_nn_module=True, is_watched=False)
                 self.containers.append(container)
         reads_all = self._has_dynamic_access or not _is_user_class(cast(Any, type(module)))
-        names = [name for name in attributes if name not in NN_MODULE_ATTRIBUTES and (reads_all or name in self.names)]
+        names = [n for n in attributes if n not in NN_MODULE_ATTRIBUTES and (reads_all or n in self.used_names)]
         names += ["training"] * ("training" in attributes)
         self.containers.append(ValueContainer(path, module, attributes, name_separator=".", is_watched=False))
         self._visit_attrs(attributes, path, module, names)
@@ -229,7 +229,7 @@ class ReachableState:
             self._visit_attrs(vars(function), path, module, list(vars(function)))
         if not _is_library_module(function.__module__):
             used_names = names_used_by(function.__code__)
-            self.names.update(used_names)
+            self.used_names.update(used_names)
             self._visit_globals(function.__globals__, function.__module__ or "", used_names, module)
             for name in used_names & sys.modules.keys() - function.__globals__.keys():  # imported inside the function
                 self._visit(sys.modules[name], f"module {name}", module)
@@ -266,11 +266,11 @@ class ReachableState:
         if hasattr(value, "__dict__"):
             attributes = vars(value)
             self.containers.append(ValueContainer(path, module, attributes, is_watched=False))
-            self._visit_attrs(attributes, path, module, [n for n in attributes if reads_all or n in self.names])
+            self._visit_attrs(attributes, path, module, [n for n in attributes if reads_all or n in self.used_names])
         slot_names = [
             name
             for name in _slot_attribute_names(cast(Any, cls))
-            if (reads_all or name in self.names) and _slot_attribute(value, name) is not MISSING
+            if (reads_all or name in self.used_names) and _slot_attribute(value, name) is not MISSING
         ]
         if slot_names:
             self.containers.append(ValueContainer(path, module, value, slot_names, partial(_slot_attribute, value)))
@@ -288,7 +288,7 @@ class ReachableState:
         names = [
             name
             for name, value in vars(cls).items()
-            if name in self.names
+            if name in self.used_names
             or (name[:2] == "__" == name[-2:] and name not in _IGNORED_METHODS and isinstance(value, _CODE_TYPES))
         ]
         names = [name for name in names if f"{path}.{name}" not in self._excluded]

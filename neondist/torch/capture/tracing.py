@@ -200,12 +200,12 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 
 
-def user_frames(text: str) -> list[str]:
+def user_frames(traceback_text: str) -> list[str]:
     """Return 'file:line' of the frames outside PyTorch, neondist and the standard library, the innermost last."""
     package = os.path.dirname(os.path.dirname(__file__))
     excluded_prefixes = (_TORCH_FOLDER, package, "<")
     return [
         f"{file}:{line}"
-        for file, line in _FRAME_PATTERN.findall(text)
+        for file, line in _FRAME_PATTERN.findall(traceback_text)
         if not file.startswith(excluded_prefixes) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
     ]

@@ -57,14 +57,14 @@ class StateWatch:
 
         Keys are equal if nothing has changed, including the contents of tensors from which a pass has read numbers.
         """
-        state = self._current_state_key()
-        reads = self._reads_by_state.get(state) if self._reads_by_state else None
+        state_key = self._current_state_key()
+        reads = self._reads_by_state.get(state_key) if self._reads_by_state else None
         if reads is None:
-            return state
+            return state_key
         buffers = self.named_parameters_and_buffers()[1]
         tensors = (*(buffers.get(name) for name in sorted(reads.buffer_names)), *reads.tensors)
         contents = (b"" if tensor is None else as_bytes_tensor(tensor).cpu().numpy().tobytes() for tensor in tensors)
-        return StateKey(state.key_by_path, tuple(contents))
+        return StateKey(state_key.key_by_path, tuple(contents))
 
     def _current_state_key(self) -> StateKey:
         try:
@@ -148,9 +148,9 @@ class StateWatch:
                 self._views += [container.object] * (not container.in_nn_module) + [container.object.values()]
             else:
                 self._views.append(container.object)
-            store = vars(container.object) if isinstance(container.object, type) else container.object
-            if container.value_of_name is None or isinstance(store, (dict, MappingProxyType)):
-                self._size_watched_containers.append(store)
+            sized_object = vars(container.object) if isinstance(container.object, type) else container.object
+            if container.value_of_name is None or isinstance(sized_object, (dict, MappingProxyType)):
+                self._size_watched_containers.append(sized_object)
         self._last_values = self._current_values()
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []

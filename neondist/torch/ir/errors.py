@@ -48,10 +48,10 @@ class CaptureError(Exception):
         self.source = source
 
 
-def position_text(where: Any) -> str:
+def position_text(position: Any) -> str:
     """Return a position in the user's program as text: file and line, operator, and module, as far as known."""
-    source = f"{where.source}: " if where.source else ""
-    return f"{source}{where.operator}" + (f" in module '{where.module}'" if where.module else "")
+    source = f"{position.source}: " if position.source else ""
+    return f"{source}{position.operator}" + (f" in module '{position.module}'" if position.module else "")
 
 
 def definition_site(function: Any) -> str:

@@ -19,9 +19,9 @@ NeededRanges = dict[int, tuple[int, list[Range]]]
 """For each partitioned dimension: the axis of the mesh, and the range that each of its parts needs."""
 
 
-def ranges_at_place(needed: NeededRanges, place: Sequence[int]) -> dict[int, Range]:
+def ranges_at_place(needed_ranges: NeededRanges, place: Sequence[int]) -> dict[int, Range]:
     """Return the range that the rank at a place needs along each of the dimensions."""
-    return {dim: ranges[place[axis]] for dim, (axis, ranges) in needed.items()}
+    return {dim: ranges[place[axis]] for dim, (axis, ranges) in needed_ranges.items()}
 
 
 @dataclass(frozen=True)

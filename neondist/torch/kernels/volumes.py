@@ -111,13 +111,13 @@ class _TransposedConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), (stride, padding, _, dilation), needed = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
+        (x, weight), (stride, padding, _, dilation), needs_grad = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
         dy, dx, dw = dy.contiguous(), None, None
-        if needed[0]:
+        if needs_grad[0]:
             dx = torch.mkldnn_convolution(dy, weight, None, padding, stride, dilation, 1)
-        if needed[1]:
+        if needs_grad[1]:
             dw = _weight_gradient(dy, x, weight, stride, padding, dilation)
-        return dx, dw, dy.sum((0, 2, 3, 4)) if needed[2] else None, None, None, None, None
+        return dx, dw, dy.sum((0, 2, 3, 4)) if needs_grad[2] else None, None, None, None, None
 
 
 def _transposed_convolution(

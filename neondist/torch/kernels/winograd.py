@@ -88,11 +88,11 @@ def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, 
     y = x.new_empty(len(x), c_out, *(_round_up_to_winograd_tiles(n, d) for n, d in zip(extents, dilation, strict=True)))
     tiles = _view_as_winograd_tiles(y, dilation)
     for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(c_out, c_in)):
-        out = tiles[:, :, rows]
-        m = torch.bmm(transformed, cells).view(4, 4, *(out.shape[at] for at in (0, 1, 2, 4, 5, 7)))
+        batch_tiles = tiles[:, :, rows]
+        m = torch.bmm(transformed, cells).view(4, 4, *(batch_tiles.shape[at] for at in (0, 1, 2, 4, 5, 7)))
         halves = (m[1] + m[2]).add_(m[0]), (m[1] - m[2]).add_(m[3])
         for row, half in enumerate(halves):
-            target = out[:, :, :, row]
+            target = batch_tiles[:, :, :, row]
             torch.add(half[1] + half[2], half[0], out=target[..., 0, :])
             torch.add(half[1] - half[2], half[3], out=target[..., 1, :])
     if list(y.shape[2:]) == extents:  # a view of y, as the result of a Function, could not be modified in place
@@ -108,8 +108,8 @@ def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation:
     for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(c_out, c_in)):
         y = tiles[:, :, rows]
         transformed = y.new_empty(4, 4, *(y.shape[at] for at in (0, 1, 2, 4, 5, 7)))
-        first, second = y[:, :, :, 0], y[:, :, :, 1]
-        for target, row in zip(transformed, (first, first + second, first - second, second), strict=True):
+        top, bottom = y[:, :, :, 0], y[:, :, :, 1]
+        for target, row in zip(transformed, (top, top + bottom, top - bottom, bottom), strict=True):
             a, b = row[..., 0, :], row[..., 1, :]
             target[0], target[3] = a, b
             torch.add(a, b, out=target[1])
@@ -140,12 +140,12 @@ def _transformed_row_batches(
     covered = 2 * row_dilation * rows, 2 * column_dilation * columns
     pads = [side for n, p, d, all_ in zip(x.shape[2:], padding, dilation, covered, strict=True)
               for side in (p, all_ + 3 * d - n - p)]  # fmt: skip
-    padded = F.pad(x, [*pads[2:], *pads[:2]]).transpose(0, 1)
+    padded_x = F.pad(x, [*pads[2:], *pads[:2]]).transpose(0, 1)
     bytes_per_row = 16 * channels * len(x) * columns * row_dilation * column_dilation * x.element_size()
     rows_per_batch = max(1, _MAX_BATCH_BYTES // bytes_per_row)
     for first in range(0, rows, rows_per_batch):
         last = min(first + rows_per_batch, rows)
-        cells = padded[:, :, 2 * row_dilation * first : 2 * row_dilation * last + 3 * row_dilation]
+        cells = padded_x[:, :, 2 * row_dilation * first : 2 * row_dilation * last + 3 * row_dilation]
         half_transformed = cells.new_empty(*cells.shape[:2], last - first, row_dilation, cells.shape[3])
         transformed = cells.new_empty(4, 4, *half_transformed.shape[:4], columns, column_dilation)
         for i, rows_out in enumerate(transformed):

@@ -40,13 +40,13 @@ class PlanCosts:
 
     def __init__(self, plan: TorchPlan, trained: Collection[str], slots_per_parameter: int = 0) -> None:
         self.plan, self.slots_per_parameter, self.ranks = plan, slots_per_parameter, RankSubset.all(plan.mesh)
-        self.trained = {value for name, value in plan.parameters.items() if name in trained}
+        self.trained_ids = {value for name, value in plan.parameters.items() if name in trained}
         self.traffic = traffic_of(plan, range(plan.mesh.size), trained)
         self.backward = BackwardSteps(plan, trained)
         self.steps_without_flop_count: list[str] = []
 
     @property
-    def names(self) -> list[str]:
+    def step_names(self) -> list[str]:
         """Distinct names of the steps, in order."""
         return list(dict.fromkeys(step.name for step in self.plan.steps))
 
@@ -72,7 +72,7 @@ class PlanCosts:
     @property
     def total(self) -> TrainingCosts:
         """Total costs of all steps."""
-        return self.costs_of_steps(self.names)
+        return self.costs_of_steps(self.step_names)
 
     @cached_property
     def max_memory_rank(self) -> int:
@@ -117,7 +117,7 @@ class PlanCosts:
         reader_by_parameter: dict[Value, str] = {}
         for step in self.plan.steps:
             for value in step.inputs:
-                if value in self.trained:
+                if value in self.trained_ids:
                     reader_by_parameter.setdefault(self.plan.values[value], step.name)
         return reader_by_parameter
 
@@ -147,14 +147,14 @@ class PlanCosts:
         return flops_per_feature * (q[-1] + v[-1]), flops_per_feature * backward_features
 
 
-def module_paths(names: Sequence[str], limit: int) -> dict[str, str]:
-    """Return the module path of each step name, or the name if it has none; shortened until at most `limit` differ."""
+def module_paths(names: Sequence[str], max_paths: int) -> dict[str, str]:
+    """Return each step name's module path, or the name if it has none; shortened until at most `max_paths` differ."""
     full_paths = {name: name.rpartition(":")[0] or name for name in names}
     # the names of operators outside modules contain dots, too
     path_parts = {name: path.split(".") if ":" in name else [path] for name, path in full_paths.items()}
     for depth in range(max(map(len, path_parts.values()), default=1), 0, -1):
         paths = {name: ".".join(part[:depth]) for name, part in path_parts.items()}
-        if len(set(paths.values())) <= limit:
+        if len(set(paths.values())) <= max_paths:
             break
     return paths if path_parts else {}
 

@@ -316,13 +316,13 @@ def _run_with_gradients(run: Callable[..., Any], values: Sequence[Value], sample
         return run(*(sample.clone() for sample in samples))  # clones, since the operator may write to its arguments
 
 
-def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:
+def _is_random(target: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether an operator draws random numbers, given these arguments."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if any(bound.get(name) is False for name in ("train", "training")):
+    if any(arguments.get(name) is False for name in ("train", "training")):
         return False
-    return all(bound[name] != 0 for name in ("dropout", "dropout_p", "p") if name in bound)
+    return all(arguments[name] != 0 for name in ("dropout", "dropout_p", "p") if name in arguments)
 
 
 def bind_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

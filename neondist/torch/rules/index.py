@@ -96,11 +96,11 @@ def select(lowering: Lowering, x: Value, dim: int, index: int) -> Value:
       "aten.split_with_sizes_copy.default")  # fmt: skip
 def split(lowering: Lowering, x: Value, dim: int = 0, **_: object) -> tuple[Value, ...]:
     """Select consecutive slices, and redistribute them."""
-    slices, first = [], 0
+    slices, start = [], 0
     for out in lowering.fake_out:
         n = out.shape[dim % len(x.shape)]
-        slices.append(slice_dim(lowering, x, dim, first, first + n))
-        first += n
+        slices.append(slice_dim(lowering, x, dim, start, start + n))
+        start += n
     return tuple(slices)
 
 
@@ -130,8 +130,8 @@ def slice_scatter(
         src = lowering.gather(src, [dim])
     x, src = (lowering.partition_as(v, replace_dim(other_dims, dim, *v.layout[dim])) for v in (x, src))
     if lowering.is_whole(x, dim):
-        at = (slice(None),) * dim + (slice(start, end, step),)
-        return lowering.local(lambda a, b: _with_slice_replaced(a, at, b), [x, src], x.layout)
+        slices = (slice(None),) * dim + (slice(start, end, step),)
+        return lowering.local(lambda a, b: _with_slice_replaced(a, slices, b), [x, src], x.layout)
     x = lowering.partition_as(x, lowering.pointwise_layout([x.layout]))
     out_atom = x.layout[dim][0]
     window = Window(1, indices.step, ((-indices.start, 0),))

@@ -34,7 +34,7 @@ def _logical_right_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 def draw_uniform(lowering: Lowering, layout: Layout) -> Value:
     """Return uniform random numbers keyed by the operator, the pass and the global index."""
-    key, draw_number = lowering.random_key()
+    seed, draw_number = lowering.random_key()
 
     def run(place: Place, seed: torch.Tensor) -> torch.Tensor:
         index = torch.zeros((), dtype=torch.int64, device=seed.device)
@@ -46,7 +46,7 @@ def draw_uniform(lowering: Lowering, layout: Layout) -> Value:
             index = index[..., None] * prod(atom.extent for atom in dim) + dim_index
         return hash_to_uniform(seed + draw_number * 1000003, index)
 
-    return lowering.without_gradient(lowering.local(run, [key], layout, torch.float64, at=lambda place: place))
+    return lowering.without_gradient(lowering.local(run, [seed], layout, torch.float64, at=lambda place: place))
 
 
 def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -23,19 +23,19 @@ from .window import spatial_ndim
 class Taps(NamedTuple):
     """Cells that contribute to each result, and their weights (None: 1), both of shape (results, taps)."""
 
-    cells: torch.Tensor
+    indices: torch.Tensor
     weights: torch.Tensor | None
 
     @property
     def window(self) -> IndexMap:
         """The cells that contribute to the results, by their indices."""
-        cells = self.cells.tolist()
+        cells = self.indices.tolist()
         return IndexMap(lambda lo, hi: chain(*cells[lo:hi]))
 
 
 def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by_dim: dict[int, int | None]) -> Value:
     """Return x resampled along dimensions; the result is partitioned along the mesh axes `axis_by_dim`."""
-    out_atoms = {dim: lowering.mesh.even_atom(len(taps.cells), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
+    out_atoms = {dim: lowering.mesh.even_atom(len(taps.indices), axis_by_dim[dim]) for dim, taps in taps_by_dim.items()}
     reaches = {dim: Reach(out, taps_by_dim[dim].window) for dim, out in out_atoms.items()}
     axes = x.axes | axes_of((reach.out_partition,) for reach in reaches.values())
     view = lowering.view(x, reaches, axes, has_sliding_windows=True)
@@ -45,7 +45,7 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
         taps = []
         for dim, tap in taps_by_dim.items():
             lo, hi = reaches[dim].out_partition.range(place)
-            index = tap.cells[lo:hi] - reaches[dim].first_index(input_atoms[dim], place)
+            index = tap.indices[lo:hi] - reaches[dim].first_index(input_atoms[dim], place)
             taps.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
         return taps
 

@@ -204,7 +204,7 @@ class ModulePlan:
     def costs(self) -> dict[str, TrainingCosts]:
         """Return the costs of a training step, by row."""
         step_names_by_row: dict[str, list[str]] = {}
-        for name in self.all_costs.names:
+        for name in self.all_costs.step_names:
             step_names_by_row.setdefault(self.benchmark_row_of(name), []).append(name)
         return {row: self.all_costs.costs_of_steps(steps) for row, steps in step_names_by_row.items()}
 
