@@ -188,9 +188,9 @@ class _KnownValueProvider(TorchFunctionMode):
         Batch counter that PyTorch's batch norm has just read, for a cumulative average (momentum 1 / batch_count).
     """
 
-    def __init__(self, values: KnownValueTracker) -> None:
+    def __init__(self, tracker: KnownValueTracker) -> None:
         super().__init__()
-        self._values = values
+        self._tracker = tracker
         self.batch_count: torch.Tensor | None = None
         self._batch_norm_depth = 0
 
@@ -200,22 +200,22 @@ class _KnownValueProvider(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METHODS_READING_MEMORY and (value := self._values.read_and_record(args[0])) is not None:
+        if func in _METHODS_READING_MEMORY and (value := self._tracker.read_and_record(args[0])) is not None:
             with torch._C.DisableTorchFunction(), no_dispatch():
                 return func(value.clone(), *args[1:], **kwargs)
         batch_count, self.batch_count = self.batch_count, None
-        momentum = None if batch_count is None else 1.0 / float(self._values.known_or_none(batch_count))
+        momentum = None if batch_count is None else 1.0 / float(self._tracker.known_or_none(batch_count))
         if momentum is not None and func is F.batch_norm and kwargs.get("momentum") == momentum:
             return self._batch_norm_with_cumulative_average(batch_count, *args, **kwargs)
-        self._values.read_and_record(batch_count)
-        if func is _TENSOR.__float__ and self._batch_norm_depth and self._values.known_or_none(args[0]) is not None:
+        self._tracker.read_and_record(batch_count)
+        if func is _TENSOR.__float__ and self._batch_norm_depth and self._tracker.known_or_none(args[0]) is not None:
             self.batch_count = args[0]
-            return float(self._values.known_or_none(self.batch_count))
+            return float(self._tracker.known_or_none(self.batch_count))
         if func in _INDEXING_METHODS:
             args = (args[0], self._replace_masks(args[1]), *args[2:])
         if func in _METADATA_GETTERS:
             return func(*args, **kwargs)
-        with self._values:
+        with self._tracker:
             if getattr(func, "__name__", "") in _VALUE_DEPENDENT_SHAPE_FUNCTIONS:
                 folded = self._fold_to_literals(func, args, kwargs)
                 if folded is not None:
@@ -227,7 +227,7 @@ class _KnownValueProvider(TorchFunctionMode):
     def _fold_to_literals(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return a function's results as literals, or a selection by a known mask or counts; None if unknown."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        values = {id(leaf): self._values.read_and_record(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        values = {id(leaf): self._tracker.read_and_record(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         if not values or None in values.values():
             return self._select_by_known_values(func, *args, **kwargs) if func in _SELECTION_FUNCTIONS else None
         args, kwargs = pytree.tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
@@ -241,7 +241,7 @@ class _KnownValueProvider(TorchFunctionMode):
         """Return the elements of a tensor selected by a mask or repeat counts; None if these are unknown."""
         is_mask = func in _MASKED_SELECT_FUNCTIONS
         selector = options.get("mask" if is_mask else "repeats", selector)
-        value = self._values.read_and_record(selector) if isinstance(selector, torch.Tensor) else None
+        value = self._tracker.read_and_record(selector) if isinstance(selector, torch.Tensor) else None
         if value is None:
             return None
         with torch._C.DisableTorchFunction(), no_dispatch():
@@ -261,7 +261,7 @@ class _KnownValueProvider(TorchFunctionMode):
 
         If the averaging factor were a number, each pass would need a new program.
         """
-        with self._values:
+        with self._tracker:
             statistics = torch.zeros_like(running_mean), torch.zeros_like(running_var)
             result = F.batch_norm(x, *statistics, weight, bias, training, 1.0, eps)
             for running, new in zip((running_mean, running_var), statistics, strict=True):
@@ -274,7 +274,7 @@ class _KnownValueProvider(TorchFunctionMode):
         items: list[Any] = []
         for item in index if isinstance(index, tuple) else (index,):
             value = (
-                self._values.read_and_record(item)
+                self._tracker.read_and_record(item)
                 if isinstance(item, torch.Tensor) and item.dtype == torch.bool
                 else None
             )
@@ -283,7 +283,7 @@ class _KnownValueProvider(TorchFunctionMode):
                 continue
             with torch._C.DisableTorchFunction(), no_dispatch():
                 indices = value.nonzero(as_tuple=True)
-            with self._values:
+            with self._tracker:
                 items.extend(map(_as_literal, indices))
         return tuple(items) if isinstance(index, tuple) or len(items) > 1 else items[0]
 
@@ -322,20 +322,20 @@ def _try_compute(func: Any, args: Any, kwargs: Any, known_values: Sequence[Any])
 @contextmanager
 def track_known_values(module: nn.Module) -> Iterator[KnownValueTracker]:
     """Let a captured forward pass read numbers from tensors with known values; yield the tracker of the reads."""
-    values = KnownValueTracker()
+    tracker = KnownValueTracker()
     buffers = dict(module.named_buffers(remove_duplicate=False))
 
-    provider = _KnownValueProvider(values)
+    provider = _KnownValueProvider(tracker)
     with ExitStack() as hooks:
         for part in module.modules():
             if getattr(type(part).forward, "__code__", None) in _BATCH_NORM_FORWARD_CODES:
                 hooks.enter_context(part.register_forward_pre_hook(partial(provider.change_batch_norm_depth, 1)))
                 decrease_depth = partial(provider.change_batch_norm_depth, -1)
                 hooks.enter_context(part.register_forward_hook(decrease_depth, always_call=True))
-        hooks.enter_context(module.register_forward_pre_hook(partial(values.record_buffers, buffers)))
+        hooks.enter_context(module.register_forward_pre_hook(partial(tracker.record_buffers, buffers)))
         hooks.enter_context(provider)
-        yield values
-        values.read_and_record(provider.batch_count)
+        yield tracker
+        tracker.read_and_record(provider.batch_count)
 
 
 def remove_number_reads(program: Any) -> None:

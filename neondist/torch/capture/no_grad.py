@@ -80,16 +80,16 @@ def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, Any, bool]]:
     `outer` is the node itself, or the node of the region that contains it; `first` is the first node in the written
     memory; `hidden` tells whether autograd misses the write.
     """
-    module = program.graph_module
+    graph_module = program.graph_module
     first_nodes: dict[int, Any] = {}
     detached_storages: set[int] = set()
-    for node in module.graph.nodes:
+    for node in graph_module.graph.nodes:
         for tensor in tensors_in(node.meta.get("val")):
             first_nodes.setdefault(storage_id(tensor), node)
         if node.target is torch.ops.aten.detach.default:
             detached_storages.add(storage_id(node.meta["val"]))
         is_no_grad_region = node.target is GRAD_MODE_REGION and node.args[0] is False
-        for inner in getattr(module, node.args[1].target).graph.nodes if is_no_grad_region else [node]:
+        for inner in getattr(graph_module, node.args[1].target).graph.nodes if is_no_grad_region else [node]:
             for old in written_values(inner):
                 storage = storage_id(old.meta["val"]) if isinstance(old, torch.fx.Node) else None
                 if storage in first_nodes:
@@ -111,14 +111,14 @@ def _has_aliases(graph: Any, write_node: Any, outer_node: Any) -> bool:
     return False
 
 
-def _bypass_writes(module: Any, parameter: Any, last_write: Any) -> bool:
+def _bypass_writes(graph_module: Any, parameter: Any, last_write: Any) -> bool:
     """Let reads of a parameter after writes hidden from autograd pass their gradients to the parameter.
 
     Returns False if a parameter that requires gradients is read before its last write.
     """
-    graph, ops, aliases = module.graph, torch.ops.aten, {parameter}
+    graph, ops, aliases = graph_module.graph, torch.ops.aten, {parameter}
     positions = {node: position for position, node in enumerate(graph.nodes)}
-    aliases.update(node for node in graph.nodes if _modified_value(module, node) in aliases)
+    aliases.update(node for node in graph.nodes if _modified_value(graph_module, node) in aliases)
     users = {user for name in aliases for user in name.users} - aliases
     reads = [user for user in users if user.target not in (ops.detach.default, GRAD_MODE_REGION)]
     late_reads = {read for read in reads if positions[read] > positions[last_write]}
@@ -143,14 +143,14 @@ def _bypass_writes(module: Any, parameter: Any, last_write: Any) -> bool:
     return True
 
 
-def _modified_value(module: Any, node: Any) -> Any:
+def _modified_value(graph_module: Any, node: Any) -> Any:
     """Return the value that a node modifies in place and returns; None if it modifies none."""
     if node.target is operator.getitem and node.args[0].target is GRAD_MODE_REGION:
         region, index = node.args
-        inner_graph = getattr(module, region.args[1].target).graph
+        inner_graph = getattr(graph_module, region.args[1].target).graph
         *_, output = inner_graph.nodes
         value = output.args[0][index]
-        while (before := _modified_value(module, value)) is not None:
+        while (before := _modified_value(graph_module, value)) is not None:
             value = before
         placeholders = [node for node in inner_graph.nodes if node.op == "placeholder"]
         return region.args[2 + placeholders.index(value)] if value in placeholders else None

@@ -231,13 +231,14 @@ class PlanBuilder(StepListBuilder):
 
         Along these dimensions, results are partitioned like the first value, unless the same axes partition others.
         """
-        first, dims = values[0].layout, set(dims)
+        first_layout, dims = values[0].layout, set(dims)
         other_dims = self.pointwise_layout(
             [tuple((Atom(1),) if at in dims else dim for at, dim in enumerate(v.layout)) for v in values]
         )
         used_axes = axes_of(other_dims)
         final_layout = tuple(
-            whole_if_partitioned_along(dim, used_axes) if at in dims else other_dims[at] for at, dim in enumerate(first)
+            whole_if_partitioned_along(dim, used_axes) if at in dims else other_dims[at]
+            for at, dim in enumerate(first_layout)
         )
         resharded = self.reshard_away_from(final_layout, dims)
         layouts = [tuple((Atom(n),) if at in dims else resharded[at] for at, n in enumerate(v.shape)) for v in values]

@@ -102,9 +102,9 @@ def nll_loss(
 @rule("aten.mse_loss.default", "aten.l1_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default",
       "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default", "aten.kl_div.default",
       "aten.soft_margin_loss.default")  # fmt: skip
-def elementwise_loss(lowering: Lowering, x: Value, reduction: int = 1, **more: object) -> Value:
+def elementwise_loss(lowering: Lowering, x: Value, reduction: int = 1, **options: object) -> Value:
     """Sum losses over all cells."""
-    values, run = tensor_call(lowering.target, [x], {**more, "reduction": 0})
+    values, run = tensor_call(lowering.target, [x], {**options, "reduction": 0})
     aligned, layout = lowering.align_pointwise(values)
     losses = lowering.local(run, aligned, layout, lowering.fake_out.dtype)
     return _reduce_losses(lowering, losses, None, reduction)

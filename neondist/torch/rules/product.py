@@ -43,14 +43,14 @@ def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bi
 
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
-def cdist(lowering: Lowering, x1: Value, x2: Value, **more: object) -> Value:
+def cdist(lowering: Lowering, x1: Value, x2: Value, **other_args: object) -> Value:
     """Gather the rows of the second argument. Not decomposed: decompositions have NaN gradients at distance 0."""
     a, b = lowering.gather(x1, [-1]), lowering.gather(x2, [-1])
     batch = lowering.pointwise_layout([a.layout[:-2], b.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
     layout = (*batch, a.layout[-2], (Atom(b.shape[-2]),))
     left = lowering.gather_as(a, (*batch, *a.layout[-2:]), axes_of(layout))
     right = lowering.gather_as(b, (*batch, (Atom(b.shape[-2]),), b.layout[-1]), axes_of(layout))
-    target, options = lowering.target, list(more.values())
+    target, options = lowering.target, list(other_args.values())
     return lowering.local(lambda a, b: target(a, b, *options), [left, right], layout, lowering.fake_out.dtype)
 
 
