@@ -191,7 +191,7 @@ def format_multiscale(
     name: str,
     axes: str,
     levels: int,
-    halved: set[str],
+    halved_axes: set[str],
     nearest: bool,
     scale: Mapping[str, float],
     translation: Mapping[str, float],
@@ -201,7 +201,7 @@ def format_multiscale(
     types = {"T": "time", "C": "channel"}
     datasets = []
     for level in range(levels):
-        factors = {axis: 2**level if axis in halved else 1 for axis in axes}
+        factors = {axis: 2**level if axis in halved_axes else 1 for axis in axes}
         cell_sizes = [scale.get(axis, 1.0) * factors[axis] for axis in axes]
         offsets = [
             translation.get(axis, 0.0) + scale.get(axis, 1.0) * (0 if nearest else (factors[axis] - 1) / 2)

@@ -119,7 +119,7 @@ class ShardIndex:
     Parameters
     ----------
     codec : zarr.codecs.ShardingCodec
-    count : int
+    num_chunks : int
         Number of chunks in a shard.
 
     Attributes
@@ -128,10 +128,10 @@ class ShardIndex:
         Whether the index precedes the chunks.
     """
 
-    def __init__(self, codec: Any, count: int) -> None:
+    def __init__(self, codec: Any, num_chunks: int) -> None:
         codecs = [one.to_dict() for one in codec.index_codecs]
         self.index_at_start = codec.index_location.value == "start"
-        self._chunk_count, self._checksum_bytes = count, sum(4 for one in codecs if one["name"] == "crc32c")
+        self._chunk_count, self._checksum_bytes = num_chunks, sum(4 for one in codecs if one["name"] == "crc32c")
         self._has_usual_codecs = {one["name"] for one in codecs} <= {"bytes", "crc32c"}
         is_big_endian = any(one.get("configuration", {}).get("endian") == "big" for one in codecs)
         self._dtype = ">u8" if is_big_endian else "<u8"

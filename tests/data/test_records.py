@@ -256,7 +256,7 @@ def test_each_rank_reads_its_tile(tmp_path):
     reader = open_records(write_csv(tmp_path / "a.csv", records))
 
     def body(world):
-        data = record_dataset(RecordSamples(reader, FeedFunction(reshape_digits, ""), Mode.TRAINING, bad=[1]))
+        data = record_dataset(RecordSamples(reader, FeedFunction(reshape_digits, ""), Mode.TRAINING, bad_numbers=[1]))
         grid = nd.ProcessGrid(world, rows=2, cols=1)
         data.open(grid)
         return data.train.images([0, 1]), data.train.targets([0, 1]), len(data.train)

@@ -128,15 +128,15 @@ class ClimateFiles(Dataset):
         )
         self._sample_numbers_by_split()
 
-    def open_series(self, files: str, argument_name: str = "files", targets: bool = True) -> FieldSeries:
-        """Return the checked variables of files; `targets`: whether to include variables that are only targets.
+    def open_series(self, files: str, argument_name: str = "files", include_targets: bool = True) -> FieldSeries:
+        """Return the checked variables of files; `include_targets`: whether to include variables that are only targets.
 
         Raises
         ------
         DataError
             If files or variables do not match.
         """
-        target_only = [name for name in self.targets or () if name not in self.variables] if targets else []
+        target_only = [name for name in self.targets or () if name not in self.variables] if include_targets else []
         options: Any = {"argument_name": argument_name, "fill": self.fill, "cache_bytes": self._cache_bytes}
         if not target_only:
             return FieldSeries(files, self.variables, self.levels, **options)

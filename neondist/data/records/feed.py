@@ -92,13 +92,13 @@ class RecordSamples:
     reader : RecordReader
     feed : FeedFunction
     mode : Mode
-    bad : collection of int
+    bad_numbers : collection of int
         Numbers of records to leave out.
     """
 
-    def __init__(self, reader: RecordReader, feed: FeedFunction, mode: Mode, bad: Sequence[int] = ()) -> None:
+    def __init__(self, reader: RecordReader, feed: FeedFunction, mode: Mode, bad_numbers: Sequence[int] = ()) -> None:
         self.reader, self.feed, self.mode = reader, feed, mode
-        self.record_numbers = np.setdiff1d(np.arange(len(reader)), np.asarray(bad, np.intp))
+        self.record_numbers = np.setdiff1d(np.arange(len(reader)), np.asarray(bad_numbers, np.intp))
         if not len(self.record_numbers):
             raise DataError(f"{reader.source}: has no usable records; correct them")
         self._cached_batch = lru_cache(maxsize=2)(self._compute_batch)  # images and targets are requested separately

@@ -87,7 +87,7 @@ def forecast(
         if Path(target).suffix.lower() not in _NETCDF_SUFFIXES:
             raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name ending in .nc")
         experiment_grid_shape(experiment, grid.size)
-        series = dataset.open_series(str(source), "input", targets=False)
+        series = dataset.open_series(str(source), "input", include_targets=False)
     with closing(series), open_checkpoint(path, world) as file:
         _, factor, offset, fill = parse_shape_and_normalisation(path, file.contents.texts)
         with all_or_none(world):
