@@ -25,7 +25,7 @@ def local_weighted_denominators(cost: Any, shape: Sequence[int], targets: Any) -
 
 
 def part_factors_and_denominators(
-    cost: Any, weighted_denominators: Iterable[float], num_samples: int, y_shape: tuple[int, ...]
+    cost: Any, weighted_denominators: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> list[tuple[float, float]]:
     """Return the factor of each part and the denominator of its mean.
 
@@ -38,7 +38,7 @@ def part_factors_and_denominators(
     """
     denominators, weighted_parts = iter(weighted_denominators), weighted_mean_parts(cost)
     return [
-        (factor, next(denominators) if part in weighted_parts else num_samples * part.denominator_per_sample(y_shape))
+        (factor, next(denominators) if part in weighted_parts else samples * part.denominator_per_sample(y_shape))
         for factor, part in parts_of(cost)
     ]
 

@@ -46,7 +46,7 @@ class TrainingRole:
         Folder of the checkpoints.
     writes_checkpoints : bool
         Whether the ranks of this grid write checkpoints; others only read them.
-    log_every, summary_intervals : log_step_count_steps and save_summaries_(steps, secs) of DistributedSession
+    log_every_steps, summary_intervals : log_step_count_steps and save_summaries_(steps, secs) of DistributedSession
     grace_seconds : float
         Seconds to wait at the end for ranks still in their loop.
     servers : JobServersClient, optional
