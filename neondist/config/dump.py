@@ -37,9 +37,9 @@ def _to_yaml_node(value: Any, path: str) -> yaml.Node:
     if isinstance(value, dict):
         return _mapping_node("tag:yaml.org,2002:map", value, path)
     if isinstance(value, list | tuple | set | frozenset):
-        items = [_to_yaml_node(item, join_path(path, i)) for i, item in enumerate(value)]
-        is_flow = all(_fits_one_line(item) and not isinstance(item, yaml.MappingNode) for item in items)
-        return yaml.SequenceNode("tag:yaml.org,2002:seq", items, flow_style=is_flow)
+        nodes = [_to_yaml_node(item, join_path(path, i)) for i, item in enumerate(value)]
+        is_flow = all(_fits_one_line(item) and not isinstance(item, yaml.MappingNode) for item in nodes)
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", nodes, flow_style=is_flow)
     return _scalar_node(value, path)
 
 

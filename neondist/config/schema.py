@@ -132,8 +132,8 @@ def _argument_docs(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for base in cls.__mro__:
         text = inspect.cleandoc(vars(base).get("__doc__") or "")
-        _, _, rest = text.partition("Parameters\n----------\n")
-        for names, body in re.findall(r"^(\w[\w, ]*?)(?: :.*)?\n((?:    .*\n?|\n(?=    ))+)", rest + "\n", re.M):
+        _, _, section = text.partition("Parameters\n----------\n")
+        for names, body in re.findall(r"^(\w[\w, ]*?)(?: :.*)?\n((?:    .*\n?|\n(?=    ))+)", section + "\n", re.M):
             for name in names.split(", "):
                 docs.setdefault(name, " ".join(body.split()))
     return docs

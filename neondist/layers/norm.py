@@ -37,11 +37,11 @@ class NormLayer(Layer):
         With `statistics` (a, b), the second term is a * (view - mean) + b in the cells that they cover; else it is 0.
         """
         x, dx = ctx.view, ctx.out
-        own = [ctx.owned(array) for array in (x, dy, dx)]
-        if statistics is None or own[0].size < x.size:  # a segment includes cells of other tiles
-            own[0] = own[0].copy()  # dx may be the view's memory
+        owned = [ctx.owned(array) for array in (x, dy, dx)]
+        if statistics is None or owned[0].size < x.size:  # a segment includes cells of other tiles
+            owned[0] = owned[0].copy()  # dx may be the view's memory
             dy_only = dy_factor, *ctx.xp.zeros((2, *dy_factor.shape), dy.dtype)
             self.kernels.normalise_backward(x, dy, ctx.norm, dy_only, dx)
         if statistics is not None:
-            self.kernels.normalise_backward(own[0], own[1], ctx.norm, (dy_factor, *statistics), own[2])
+            self.kernels.normalise_backward(owned[0], owned[1], ctx.norm, (dy_factor, *statistics), owned[2])
         return dx

@@ -518,14 +518,14 @@ class Model(LayerModel):
     def _global_batch_size(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas; raise ShapeError if x is not this rank's share."""
         grid = self.built_parameters.context.grid
-        whole = batch_size or (len(x) if grid.replicas == 1 else self.batch_size)
-        lo, hi = grid.sample_range(whole)
+        batch = batch_size or (len(x) if grid.replicas == 1 else self.batch_size)
+        lo, hi = grid.sample_range(batch)
         if len(x) != hi - lo:
             raise ShapeError(
-                f"got {counted(len(x), 'sample')}, but rank {grid.rank} takes {hi - lo} of a batch of {whole}; give"
+                f"got {counted(len(x), 'sample')}, but rank {grid.rank} takes {hi - lo} of a batch of {batch}; give"
                 " batch_size for a batch smaller than the one the model was built for"
             )
-        return whole
+        return batch
 
 
 def require_layer_model(model: TrainableModel, feature: str, remedy: str) -> Model:

@@ -107,29 +107,29 @@ def predicate_for_hint(hint: Any) -> Predicate:
 
 def _predicate_for_member(hint: Any) -> Predicate:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    kind = origin or hint
+    base_type = origin or hint
     if origin is typing.Literal:
         return lambda value: any(value == arg and type(value) is type(arg) for arg in args)
-    if hint is Any or hint is object or not isinstance(kind, type):
+    if hint is Any or hint is object or not isinstance(base_type, type):
         return lambda value: True
-    if kind is bool:
+    if base_type is bool:
         return _is_bool
-    if kind in _NUMBER_TYPES:
-        number_type = _NUMBER_TYPES[kind]
-        if kind is int:
+    if base_type in _NUMBER_TYPES:
+        number_type = _NUMBER_TYPES[base_type]
+        if base_type is int:
             return lambda value: (
                 isinstance(value, numbers.Integral) and not _is_bool(value) and int(value) in _INTEGER_RANGE
             )
         return lambda value: isinstance(value, number_type) and not _is_bool(value)
-    if issubclass(kind, os.PathLike):
+    if issubclass(base_type, os.PathLike):
         return lambda value: isinstance(value, str | os.PathLike)
-    if kind is collections.abc.Callable:
+    if base_type is collections.abc.Callable:
         return callable
-    item = predicate_for_hint(args[-1]) if args and (issubclass(kind, Mapping) or _is_list_hint(hint)) else None
-    if issubclass(kind, Mapping):
+    item = predicate_for_hint(args[-1]) if args and (issubclass(base_type, Mapping) or _is_list_hint(hint)) else None
+    if issubclass(base_type, Mapping):
         return lambda value: isinstance(value, Mapping) and (item is None or all(map(item, value.values())))
     if _is_list_hint(hint):
-        accepts_iterators = kind is collections.abc.Iterable  # includes generators
+        accepts_iterators = base_type is collections.abc.Iterable  # includes generators
 
         def check_list(value: Any) -> bool:
             if accepts_iterators and not hasattr(value, "__len__"):
@@ -140,7 +140,7 @@ def _predicate_for_member(hint: Any) -> Predicate:
 
     def check_instance(value: Any) -> bool:
         try:
-            return isinstance(value, kind)
+            return isinstance(value, base_type)
         except TypeError:  # a protocol without runtime check: the class itself checks the value
             return True
 

@@ -63,10 +63,10 @@ class DataPosition:
         if model is not None:
             model.begin_epoch(state.epoch, state.samples_seen)
         losses = [] if model is None else selection_losses(state)
-        parts = self.remaining_batches()
+        remaining = self.remaining_batches()
         is_lazy = model is not None and model.is_streamed
-        with closing(split.batches((part for _, part in parts), state.model.dtype, is_lazy)) as reader:
-            for (size, _), (x, targets) in zip(parts, reader, strict=True):
+        with closing(split.batches((part for _, part in remaining), state.model.dtype, is_lazy)) as reader:
+            for (size, _), (x, targets) in zip(remaining, reader, strict=True):
                 if model is not None and model.optimizer.schedule is not None:
                     set_scheduled_rate_and_momentum(state, state.epoch + state.samples_seen / state.epoch_size, losses)
                 self.current_batch_size = self.uncounted_samples = size

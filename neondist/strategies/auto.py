@@ -107,10 +107,10 @@ class AutoStrategy(StrategyBuilder):
         tiled_bytes : int
             Bytes of the other parameters, their gradients and optimiser state on a rank.
         """
-        result = copy(self)
-        result._compared_names, result._tiled_bytes = untiled_names, tiled_bytes
-        result._slots_per_parameter = slots_per_parameter
-        return result
+        builder = copy(self)
+        builder._compared_names, builder._tiled_bytes = untiled_names, tiled_bytes
+        builder._slots_per_parameter = slots_per_parameter
+        return builder
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the assignment of the best builder."""

@@ -52,10 +52,10 @@ def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | N
         if name in starts:
             slice_bounds = [part_range(ends[-1], len(entry.owners), part) for part in range(len(entry.owners))]
             ranges = [(max(0, lo - starts[name]), min(size, hi - starts[name])) for lo, hi in slice_bounds]
-            parts = {
+            boxes = {
                 owner_ranks[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(entry.owners, ranges, strict=True)
             }
-            shares[name] = _create_owner_boxes((size,), parts, ranks)
+            shares[name] = _create_owner_boxes((size,), boxes, ranks)
         elif entry.owners:
             shares[name] = _create_owner_boxes(shape, _box_by_owning_rank(entry, shape, owner_ranks), ranks)
     return shares

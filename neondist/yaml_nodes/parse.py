@@ -138,8 +138,8 @@ class _AliasExpander:
                 merged_nodes += value.value if isinstance(value, yaml.SequenceNode) else [value]
                 continue
             if key.value in fields:
-                first = fields[key.value].place
-                raise node_error(key_node, join_path(path, key.value), f"given twice, first at {first}; remove one")
+                place = fields[key.value].place
+                raise node_error(key_node, join_path(path, key.value), f"given twice, first at {place}; remove one")
             fields[key.value] = self.copy_node(value, join_path(path, key.value), key_node.place)
         for base in merged_nodes:  # '<<: *name' sets defaults of missing fields
             if not isinstance(base, yaml.MappingNode):

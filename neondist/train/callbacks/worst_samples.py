@@ -138,11 +138,11 @@ def _assemble_middle_slices(
     middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:row_axis], box.lo, strict=False)]
     row_numbers = range(*rows.indices(box.shape[row_axis]))
     if any(cut.start not in range(n) for cut, n in zip(middle, box.shape, strict=False)) or not row_numbers:
-        part = np.empty((0, 0, 0, *cells.shape[1 + box.ndim :]), cells.dtype)
+        pixels = np.empty((0, 0, 0, *cells.shape[1 + box.ndim :]), cells.dtype)
     else:
         arrays = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in row_numbers]
         selection: tuple[Any, ...] = (slice(None), *(0 for _ in middle), slice(None), columns)
-        part = np.concatenate(arrays, axis=1 + row_axis)[selection]
+        pixels = np.concatenate(arrays, axis=1 + row_axis)[selection]
     return assemble_subsampled_images(
-        grid, Box(box.lo[row_axis:], box.hi[row_axis:]), extent[row_axis:], step, part, first_sample
+        grid, Box(box.lo[row_axis:], box.hi[row_axis:]), extent[row_axis:], step, pixels, first_sample
     )

@@ -279,7 +279,7 @@ def _open_sinks(
     images: SourceSamples,
     grid: ProcessGrid,
     overwrite: bool,
-    done: set[int],
+    done_parts: set[int],
     journal: ProgressJournal | None,
 ) -> Iterator[dict[str, TileSink]]:
     """Yield the incomplete output files by kind, resuming those of an earlier process.
@@ -291,7 +291,7 @@ def _open_sinks(
     axes = source.axes[: len(images.sample_extents)] + source.axes[len(images.sample_extents) : -1][: len(extent)] + "C"
     factories: list[Callable[..., TileSink]] = []
     published_kinds: list[str] = []  # renamed by a job that was interrupted before it deleted the journal
-    if len(done) == method.num_parts:
+    if len(done_parts) == method.num_parts:
         with all_or_none(grid.world):
             if grid.rank == 0:
                 published_kinds = [kind for kind, path in paths.items() if clean_up_if_published(path)]
@@ -305,12 +305,12 @@ def _open_sinks(
             options = output_kinds.sink_options(kind, channels, path)
             make = partial(create_sink, path, *sink_args, like=like_source, overwrite=overwrite, grid=grid, **options)
             factories.append(make)
-            if not done:
+            if not done_parts:
                 with closing(make(resume=False)) as sink:
                     if sink.lost_metadata and grid.rank == 0:
                         say(f"note: {path} does not include {', '.join(sink.lost_metadata)} of {source.path}")
             sink = stack.enter_context(closing(make(resume=True)))
-            if done and not sink.resumed:
+            if done_parts and not sink.resumed:
                 raise OutputError(
                     f"{path}: the partial output of the earlier job is missing; start again with overwrite"
                 )

@@ -123,8 +123,8 @@ class BlockwisePrediction(PredictionMethod):
         if source.chunks is None:
             return 1
         chunk = source.chunks[-1 - len(extent) :]
-        read = [min(n, (ceil(cut / c) + 1) * c) for n, cut, c in zip(images.shape[1:], extent, chunk, strict=False)]
-        num_blocks = cache_bytes // (prod(read) * images.shape[-1] * source.dtype.itemsize)
+        shape = [min(n, (ceil(cut / c) + 1) * c) for n, cut, c in zip(images.shape[1:], extent, chunk, strict=False)]
+        num_blocks = cache_bytes // (prod(shape) * images.shape[-1] * source.dtype.itemsize)
         return max(1, int(num_blocks ** (1 / max(1, len(extent) - 1)) + 1e-6))
 
     def order_parts_for_reading(self, parts: Sequence[int]) -> Sequence[int]:
