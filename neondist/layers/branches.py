@@ -39,7 +39,7 @@ class Branches(Container):
         return False
 
     @abstractmethod
-    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
+    def combine(self, kernels: Kernels, outputs: Sequence[Any], y: Any) -> None:
         """Write the combined values of the branches into y."""
 
     @abstractmethod
@@ -71,9 +71,9 @@ class Sum(Branches):
 
     accepts_clip = True
 
-    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any, clip: bool = False) -> None:
+    def combine(self, kernels: Kernels, outputs: Sequence[Any], y: Any, clip: bool = False) -> None:
         """Write the sum of all branches, at least 0 if `clip`."""
-        kernels.add(parts, y, clip)
+        kernels.add(outputs, y, clip)
 
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
         """Pass dy to every branch."""
@@ -88,10 +88,10 @@ class Concat(Branches):
         shapes = self._branch_shapes(input_shape, slice(0, -1))
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
-    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
+    def combine(self, kernels: Kernels, outputs: Sequence[Any], y: Any) -> None:
         """Write the channels of all branches."""
-        for place, part in zip(self.split(y, [part.shape[-1] for part in parts]), parts, strict=True):
-            kernels.copy(part, place)
+        for y_channels, output in zip(self.split(y, [output.shape[-1] for output in outputs]), outputs, strict=True):
+            kernels.copy(output, y_channels)
 
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
         """Pass each branch the gradient of its channels."""

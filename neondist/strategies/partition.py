@@ -21,11 +21,11 @@ def smallest_non_divisor(n: int) -> int:
     return next((i for i in range(2, n) if n % i), n) if n > 1 else 1
 
 
-def even_partition(spec: ParameterSpec, axis: int, parts: int) -> AxisPartition | None:
-    """Return a balanced partition of an axis into `parts` parts, larger ones first; None if it has a single part."""
-    if axis >= len(spec.shape) or parts < 2:
+def even_partition(spec: ParameterSpec, axis: int, num_parts: int) -> AxisPartition | None:
+    """Return a balanced partition of an axis into `num_parts`, larger ones first; None if it has a single part."""
+    if axis >= len(spec.shape) or num_parts < 2:
         return None
-    part_bounds = (part_range(spec.shape[axis], parts, part) for part in range(parts))
+    part_bounds = (part_range(spec.shape[axis], num_parts, part) for part in range(num_parts))
     return axis, [hi - lo for lo, hi in part_bounds]
 
 
