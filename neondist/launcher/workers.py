@@ -192,7 +192,7 @@ def _run_job(
     log: RunEventLog,
 ) -> int:
     """Run servers, master and workers, whose processes end with `stack`; return the exit code."""
-    from ..services.master import forget_matching_servers
+    from ..services.master import forget_server_incarnations
     from ..services.training import AsyncWorkerSpec
     from ..services.wire import TOKEN_VARIABLE, create_token
 
@@ -200,7 +200,7 @@ def _run_job(
         experiment_grid_shape(experiment, arguments.ranks), create_token(), Path(arguments.folder, SERVER_FOLDER),
     )  # fmt: skip
     if arguments.resume:
-        forget_matching_servers(folder / TASKS)
+        forget_server_incarnations(folder / TASKS)
     secret = {TOKEN_VARIABLE: token}
     fixed = getattr(experiment.server_strategy, "servers", None)
     count = arguments.num_ps or fixed or _count_checkpointed_servers(folder) or min(shape.replicas, DEFAULT_MAX_SERVERS)
@@ -270,7 +270,7 @@ def _fetch_progress(master: str, token: str) -> TaskProgress | None:
         reply = _call_service(master, "Master", token, "progress")
     except ServiceError:
         return None
-    return TaskProgress(reply.integer("todo"), worker_indices(reply.items("workers")))
+    return TaskProgress(reply.integer("todo"), worker_indices(reply.sequence("workers")))
 
 
 def _check_applied_once(master: str, servers: Sequence[str], token: str) -> str:

@@ -68,12 +68,12 @@ def make_state_writer(state: ServerState, policy: SyncPolicy, folder: Path, save
         "optimizer": state.optimizer,
         "policy": policy.to_json(),
     }
-    pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+    array_parts = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
     path = server_file_path(folder, layout.index, layout.servers)
 
     def write_file() -> None:
         make_folder(folder)
-        write_checkpoint(path, pieces, {"server": json.dumps(header)}, SingleTransport())
+        write_checkpoint(path, array_parts, {"server": json.dumps(header)}, SingleTransport())
 
     return write_file
 
@@ -134,9 +134,9 @@ def load_state(state: ServerState, folder: Path) -> None:
             slots |= first.read_slots(f"scalars/{dtype}", dtype, layout.flat_size(dtype))
         for spec in layout.tables:
             for ids, values, slots in _read_table_rows(files, spec, folder):
-                owned = ids % layout.servers == layout.index
-                owned_slots = {name: array[owned] if array.ndim else array for name, array in slots.items()}
-                state.tables[spec.name].restore(ids[owned], values[owned], owned_slots)
+                owned_mask = ids % layout.servers == layout.index
+                owned_slots = {name: array[owned_mask] if array.ndim else array for name, array in slots.items()}
+                state.tables[spec.name].restore(ids[owned_mask], values[owned_mask], owned_slots)
         state.version = max(file.version for file in files)
         state.samples, state.applied_minibatches = first.samples, first.applied_minibatches
 
@@ -170,8 +170,8 @@ def export_checkpoint(folder: Path, path: Path) -> None:
             arrays[f"model/{spec.name}"] = _read_whole_table(files, spec, folder)
         version = max(file.version for file in files)
     if path.suffix == ".h5":
-        whole_pieces = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
-        write_checkpoint(path, whole_pieces, {"position": json.dumps({"step": version})}, SingleTransport())
+        array_parts = [ArrayPart(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+        write_checkpoint(path, array_parts, {"position": json.dumps({"step": version})}, SingleTransport())
         return
     try:
         from safetensors.numpy import save
@@ -217,10 +217,10 @@ class _ServerFile:
 
     def read_slots(self, prefix: str, dtype: DTypeLike, size: int) -> Slots:
         shapes = self._file.contents.shapes
-        kinds = {
+        dtypes_and_sizes = {
             name: (dtype, size) if shapes[f"{prefix}/{name}"] else ("float32",) for name in self.slot_names(prefix)
         }
-        return {name: self.read_array(f"{prefix}/{name}", *kind) for name, kind in kinds.items()}
+        return {name: self.read_array(f"{prefix}/{name}", *kind) for name, kind in dtypes_and_sizes.items()}
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def _open_server_files(folder: Path) -> Iterator[list[_ServerFile]]:
 def _read_parameter_and_slots(files: Sequence[_ServerFile], piece: ServerPiece, folder: Path) -> dict[str, np.ndarray]:
     """Return a complete parameter, under the key '', and its slots, under their names, as flat arrays."""
     arrays_by_slot: dict[str, np.ndarray] = {}
-    covered = 0
+    covered_cells = 0
     for file in files:
         for index, source in enumerate(file.layout.pieces):
             if source.name != piece.name:
@@ -251,14 +251,14 @@ def _read_parameter_and_slots(files: Sequence[_ServerFile], piece: ServerPiece, 
                 raise DataError(
                     f"{folder}: '{piece.name}' is {saved}, but {current} in the model; specify another folder"
                 )
-            covered += source.box.size
-            names = {"": f"pieces/{index}/values"}
-            names |= {slot: f"pieces/{index}/slots/{slot}" for slot in file.slot_names(f"pieces/{index}/slots")}
-            for slot, name in names.items():
-                whole = arrays_by_slot.setdefault(slot, np.empty(prod(piece.shape), piece.dtype))
+            covered_cells += source.box.size
+            array_names = {"": f"pieces/{index}/values"}
+            array_names |= {slot: f"pieces/{index}/slots/{slot}" for slot in file.slot_names(f"pieces/{index}/slots")}
+            for slot, name in array_names.items():
+                complete = arrays_by_slot.setdefault(slot, np.empty(prod(piece.shape), piece.dtype))
                 part = file.read_array(name, piece.dtype, source.box.size)
-                source.part_of(whole)[...] = part.reshape(source.box.shape)
-    if covered != prod(piece.shape):
+                source.part_of(complete)[...] = part.reshape(source.box.shape)
+    if covered_cells != prod(piece.shape):
         raise DataError(f"{folder}: does not have all of '{piece.name}'; specify a checkpoint of this model")
     return arrays_by_slot
 
@@ -285,7 +285,7 @@ def _read_whole_table(files: Sequence[_ServerFile], spec: EmbeddingTableSpec, fo
         raise ConfigError(
             f"{folder}: table '{spec.name}' has {size / 1e9:.1f} GB, too large to export; load it on servers"
         )
-    whole = initial_rows(spec, np.arange(spec.rows))
+    rows = initial_rows(spec, np.arange(spec.rows))
     for ids, values, _ in _read_table_rows(files, spec, folder):
-        whole[ids] = values
-    return whole
+        rows[ids] = values
+    return rows

@@ -76,7 +76,7 @@ class PulledValues:
                 for piece, cells in layout.pieces_of_dtype(dtype):
                     piece.part_of(arrays[piece.name])[...] = flat[cells].reshape(piece.box.shape)
 
-    def whole_slots(self) -> dict[str, np.ndarray]:
+    def assemble_slots(self) -> dict[str, np.ndarray]:
         """Return the optimiser's complete arrays and scalars by 'PARAMETER/SLOT'; empty if they were not pulled."""
         slots: dict[str, np.ndarray] = {}
         for layout, reply in zip(self._layouts, self._replies, strict=True):
@@ -87,8 +87,8 @@ class PulledValues:
                 for piece, cells in layout.pieces_of_dtype(dtype):
                     name = f"{piece.name}/{slot}"
                     if flat.ndim:
-                        whole = slots.setdefault(name, np.zeros(piece.shape, dtype))
-                        piece.part_of(whole)[...] = flat[cells].reshape(piece.box.shape)
+                        complete_slot = slots.setdefault(name, np.zeros(piece.shape, dtype))
+                        piece.part_of(complete_slot)[...] = flat[cells].reshape(piece.box.shape)
                     else:
                         slots[name] = flat
         return slots
@@ -171,23 +171,23 @@ class ParameterClient:
             A server holds another model, or cannot apply the optimiser.
         """
         self._sync_policy = policy or SyncPolicy()
-        models = [self._server_configuration(layout, optimizer) for layout in self.layouts]
+        configurations = [self._server_configuration(layout, optimizer) for layout in self.layouts]
         start = start or StartingState()
 
         def find_empty_servers() -> list[int]:
             replies = self._call_on_all_servers(
-                lambda at: self._clients[at].call("push_model", {**models[at], "values": False})
+                lambda at: self._clients[at].call("push_model", {**configurations[at], "values": False})
             )
             return [index for index, reply in enumerate(replies) if not reply.flag("initialized")]
 
-        empty = find_empty_servers()
-        while values is None and empty:
+        empty_servers = find_empty_servers()
+        while values is None and empty_servers:
             time.sleep(_MODEL_POLL_SECONDS)
-            empty = find_empty_servers()
-        updater = make_updater(models[0]["optimizer"])
+            empty_servers = find_empty_servers()
+        updater = make_updater(configurations[0]["optimizer"])
 
         def push_values(index: int) -> bool:
-            if index not in empty or values is None:
+            if index not in empty_servers or values is None:
                 return False
             layout = self.layouts[index]
             arrays = self._select_parts(layout, values)
@@ -195,12 +195,12 @@ class ParameterClient:
             for name in self._tables.keys() & values.keys():
                 ids = np.arange(index, len(values[name]), len(self.layouts))
                 arrays |= {IDS_PREFIX + name: ids, ROWS_PREFIX + name: values[name][ids]}
-            fields = {**models[index], "values": True, "start": start.to_json()}
+            fields = {**configurations[index], "values": True, "start": start.to_json()}
             return self._clients[index].call("push_model", fields, arrays).flag("taken")
 
-        taken = self._call_on_all_servers(push_values)
+        accepted_by_server = self._call_on_all_servers(push_values)
         self._server_connections.call_method_on_all_servers("join", {"worker": self.worker})
-        return any(taken)
+        return any(accepted_by_server)
 
     def pull(self, arrays: Mapping[str, np.ndarray]) -> bool:
         """Copy newer values into complete arrays; return whether there were any.
@@ -221,21 +221,21 @@ class ParameterClient:
 
     def pull_rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return rows (n, dim) of a table; each row is transferred once."""
-        distinct, inverse = np.unique(ids, return_inverse=True)
+        distinct_ids, inverse = np.unique(ids, return_inverse=True)
         servers = len(self._clients)
-        ids_by_server = [distinct[distinct % servers == index].astype(np.int64) for index in range(servers)]
+        ids_by_server = [distinct_ids[distinct_ids % servers == index].astype(np.int64) for index in range(servers)]
 
-        def call(index: int) -> np.ndarray:
+        def pull_server_rows(index: int) -> np.ndarray:
             table = self._tables[name]
             if not ids_by_server[index].size:
                 return np.empty((0, table.dim), table.dtype)
             reply = self._clients[index].call("pull_embedding_vector", {"name": name}, {"ids": ids_by_server[index]})
             return reply.array("rows", table.dtype, [len(ids_by_server[index]), table.dim])
 
-        parts = self._call_on_all_servers(call)
-        rows = np.empty((len(distinct), self._tables[name].dim), self._tables[name].dtype)
-        for index, part in enumerate(parts):
-            rows[distinct % servers == index] = part
+        rows_by_server = self._call_on_all_servers(pull_server_rows)
+        rows = np.empty((len(distinct_ids), self._tables[name].dim), self._tables[name].dtype)
+        for index, part in enumerate(rows_by_server):
+            rows[distinct_ids % servers == index] = part
         return rows[inverse.reshape(-1)]
 
     def push(
@@ -276,8 +276,8 @@ class ParameterClient:
         def push_to_server(index: int) -> Message:
             arrays = self._select_parts(self.layouts[index], gradients)
             for name, (ids, values) in rows.items():
-                owned = ids % len(self._clients) == index
-                arrays |= {IDS_PREFIX + name: ids[owned], ROWS_PREFIX + name: values[owned]}
+                owned_mask = ids % len(self._clients) == index
+                arrays |= {IDS_PREFIX + name: ids[owned_mask], ROWS_PREFIX + name: values[owned_mask]}
             server_fields = {"version": max(0, versions[index]), "incarnation": incarnations[index]}
             return self._clients[index].call("push_gradient", fields | server_fields, arrays)
 
@@ -397,13 +397,13 @@ class ParameterClient:
             for index, outcome in enumerate(outcomes):
                 if outcome != "stale":
                     self._required_versions[index] = max(self._required_versions[index], versions[index])
-        oldest = max(replies, key=lambda reply: reply.integer("staleness"))
+        stalest = max(replies, key=lambda reply: reply.integer("staleness"))
         return PushResult(
             "stale" in outcomes,
             set(outcomes) == {"duplicate"},
             versions,
-            oldest.integer("staleness"),
-            oldest.number("factor"),
+            stalest.integer("staleness"),
+            stalest.number("factor"),
         )
 
 

@@ -147,13 +147,13 @@ class TaskDatabase:
 
     def lease_task(self, task_id: int, worker: str, deadline: float) -> None:
         """Lease a task to a worker."""
-        change = "UPDATE tasks SET state = 'doing', worker = ?, deadline = ? WHERE id = ?"
-        self._connection.execute(change, (worker, deadline, task_id))
+        statement = "UPDATE tasks SET state = 'doing', worker = ?, deadline = ? WHERE id = ?"
+        self._connection.execute(statement, (worker, deadline, task_id))
 
-    def record_progress(self, task_id: int, applied: int, deadline: float) -> None:
+    def record_progress(self, task_id: int, applied_until: int, deadline: float) -> None:
         """Record the progress of a task and extend its lease; the task is done once it is fully applied."""
-        change = "UPDATE tasks SET applied = ?1, deadline = ?2, state = iif(?1 = stop, 'done', state) WHERE id = ?3"
-        self._connection.execute(change, (applied, deadline, task_id))
+        statement = "UPDATE tasks SET applied = ?1, deadline = ?2, state = iif(?1 = stop, 'done', state) WHERE id = ?3"
+        self._connection.execute(statement, (applied_until, deadline, task_id))
 
     def reissue_ranges(self, task: TaskRow, ranges: Sequence[tuple[int, int]]) -> None:
         """Reissue ranges of a task under new ids; without ranges, mark the task as done."""
@@ -185,11 +185,11 @@ class TaskDatabase:
 
     def record_failure_and_count(self, kind: str, record: int, error: str) -> int:
         """Record a failure of a record; return how often this record has failed."""
-        change = (
+        statement = (
             "INSERT INTO failures VALUES (?, ?, 1, ?) ON CONFLICT DO UPDATE SET failures = failures + 1,"
             " error = excluded.error RETURNING failures"
         )
-        return int(self._connection.execute(change, (kind, record, error)).fetchone()[0])
+        return int(self._connection.execute(statement, (kind, record, error)).fetchone()[0])
 
     def skip_record(self, record: int, error: str) -> None:
         """Skip a record from now on."""

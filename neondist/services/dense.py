@@ -33,8 +33,8 @@ class DenseParameters:
 
     def __init__(self, layout: ServerLayout, updater: Updater) -> None:
         self.layout, self._updater = layout, updater
-        needed = sum(layout.flat_size(dtype) * np.dtype(dtype).itemsize for dtype in layout.dtypes)
-        require_memory(needed, "the parameters of a server", "start more servers")
+        needed_bytes = sum(layout.flat_size(dtype) * np.dtype(dtype).itemsize for dtype in layout.dtypes)
+        require_memory(needed_bytes, "the parameters of a server", "start more servers")
         self.values = {dtype: np.zeros(layout.flat_size(dtype), dtype) for dtype in layout.dtypes}
         self.slots: dict[str, Slots] = {dtype: {} for dtype in layout.dtypes}
         self._flat_layouts = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}
@@ -48,10 +48,10 @@ class DenseParameters:
 
     def read_dense_arrays(self, message: Message) -> dict[str, np.ndarray]:
         """Return the flat arrays in a message; MessageError if they do not match the layout."""
-        sent = {name[len(DENSE_PREFIX) :] for name in message.arrays if name.startswith(DENSE_PREFIX)}
-        if sent != self.values.keys():
+        sent_dtypes = {name[len(DENSE_PREFIX) :] for name in message.arrays if name.startswith(DENSE_PREFIX)}
+        if sent_dtypes != self.values.keys():
             expected = ", ".join(self.values) or "none"
-            raise MessageError(f"dense arrays: expected {expected}, got {', '.join(sorted(sent)) or 'none'}")
+            raise MessageError(f"dense arrays: expected {expected}, got {', '.join(sorted(sent_dtypes)) or 'none'}")
         return {dtype: message.array(DENSE_PREFIX + dtype, dtype, [array.size]) for dtype, array in self.values.items()}
 
     def set_values(self, values: Mapping[str, np.ndarray]) -> None:
@@ -61,13 +61,13 @@ class DenseParameters:
 
     def set_slots(self, message: Message) -> None:
         """Set the optimiser's state from a message, if present; MessageError if it does not match the optimiser."""
-        names = set(self._updater.initial_slot_values())
+        slot_names = set(self._updater.initial_slot_values())
         for dtype, values in self.values.items():
             prefix = f"{SLOTS_PREFIX}{dtype}/"
             arrays = {key[len(prefix) :]: message.arrays[key] for key in message.arrays if key.startswith(prefix)}
-            scalars = {key for key in arrays if key not in names}
-            if arrays and not names <= arrays.keys():
-                raise MessageError(f"slots: expected {', '.join(sorted(names))}, got {', '.join(sorted(arrays))}")
+            scalars = {key for key in arrays if key not in slot_names}
+            if arrays and not slot_names <= arrays.keys():
+                raise MessageError(f"slots: expected {', '.join(sorted(slot_names))}, got {', '.join(sorted(arrays))}")
             for name in arrays:
                 array = message.array(prefix + name, *(("float32", []) if name in scalars else (dtype, [values.size])))
                 self.slots[dtype][name] = array.copy()
@@ -101,14 +101,14 @@ def select_slots(
     arrays: dict[str, np.ndarray] = {}
     for dtype in layout.dtypes:
         pieces = layout.pieces_of_dtype(dtype)
-        owners = {piece.name for piece, _ in pieces}
-        slots_here = {key.rpartition("/")[2]: array for key, array in slots.items() if key.rpartition("/")[0] in owners}
+        names = {piece.name for piece, _ in pieces}
+        own_slots = {key.rpartition("/")[2]: array for key, array in slots.items() if key.rpartition("/")[0] in names}
         arrays |= {
             f"{SLOTS_PREFIX}{dtype}/{name}": np.asarray(array, "float32")
-            for name, array in slots_here.items()
+            for name, array in own_slots.items()
             if name not in initial_slot_values
         }
-        for name, value in initial_slot_values.items() if slots_here else ():
+        for name, value in initial_slot_values.items() if own_slots else ():
             flat = arrays[f"{SLOTS_PREFIX}{dtype}/{name}"] = np.full(layout.flat_size(dtype), value, dtype)
             for piece, cells in pieces:
                 if (whole := slots.get(f"{piece.name}/{name}")) is not None:

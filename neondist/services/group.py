@@ -70,21 +70,21 @@ class ServerConnections:
     def save_checkpoint(self, name: str, timeout: float = 60.0) -> AppliedMinibatches:
         """Write a checkpoint as `ParameterClient.save` does; DivergedServersError if the servers do not agree."""
         try:
-            applied, end = self._hold_gradients(AppliedMinibatches()), time.monotonic() + timeout
-            while any(minibatches.to_json() != applied[0].to_json() for minibatches in applied):
-                if time.monotonic() > end:
+            applied_by_server, deadline = self._hold_gradients(AppliedMinibatches()), time.monotonic() + timeout
+            while any(minibatches.to_json() != applied_by_server[0].to_json() for minibatches in applied_by_server):
+                if time.monotonic() > deadline:
                     raise DivergedServersError(
                         f"checkpoint {name}: servers have not applied the same gradients; try again later"
                     )
-                union = applied[0]
-                for minibatches in applied[1:]:
-                    union = union.union(minibatches)
+                all_applied = applied_by_server[0]
+                for minibatches in applied_by_server[1:]:
+                    all_applied = all_applied.union(minibatches)
                 time.sleep(0.02)
-                applied = self._hold_gradients(union)
+                applied_by_server = self._hold_gradients(all_applied)
             self.call_method_on_all_servers("save_checkpoint", {"name": name, "save": secrets.token_hex(8)})
         finally:
             self.accept_gradients_again()
-        return applied[0]
+        return applied_by_server[0]
 
     def restore_checkpoint(self, name: str) -> tuple[AppliedMinibatches, list[str]]:
         """Restore all servers from a checkpoint; return its minibatches and the new incarnations.
@@ -94,13 +94,13 @@ class ServerConnections:
         """
         servers = len(self.clients)
 
-        def load(index: int) -> tuple[AppliedMinibatches, str]:
+        def load_server(index: int) -> tuple[AppliedMinibatches, str]:
             fields = {"name": name, "index": index, "servers": servers}
             reply = self.clients[index].call("load_checkpoint", fields)
             return AppliedMinibatches.parse(reply.mapping("credits")), reply.text("incarnation")
 
-        loaded = self.call_on_all_servers(load)
-        return loaded[0][0], [incarnation for _, incarnation in loaded]
+        loaded_by_server = self.call_on_all_servers(load_server)
+        return loaded_by_server[0][0], [incarnation for _, incarnation in loaded_by_server]
 
     def accept_gradients_again(self) -> None:
         """Let all servers accept gradients again."""

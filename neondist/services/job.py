@@ -40,8 +40,8 @@ class JobService(Service):
 
     def methods(self) -> Mapping[str, ServiceMethod]:
         """Return the methods by name."""
-        start = {"alive": self.record_heartbeat, "begin": self.allow_start, "begun": self.wait_for_start}
-        return {**start, "stop": self.request_stop, "end": self.end_job}
+        start_methods = {"alive": self.record_heartbeat, "begin": self.allow_start, "begun": self.wait_for_start}
+        return {**start_methods, "stop": self.request_stop, "end": self.end_job}
 
     def record_heartbeat(self, request: Message) -> Message:
         """Record a heartbeat of a worker; return whether all workers have been requested to stop."""
@@ -61,8 +61,8 @@ class JobService(Service):
     def wait_for_start(self, request: Message) -> Message:
         """Wait for the start of the job; `first_step` of the reply is None on timeout."""
         with self._condition:
-            seconds = min(request.number("seconds"), MAX_WAIT_SECONDS)
-            self._condition.wait_for(lambda: self._first_step is not None, seconds)
+            wait_seconds = min(request.number("seconds"), MAX_WAIT_SECONDS)
+            self._condition.wait_for(lambda: self._first_step is not None, wait_seconds)
             return Message({"first_step": self._first_step})
 
     def request_stop(self, request: Message) -> Message:
@@ -103,18 +103,18 @@ class JobService(Service):
             ]
             for worker in lost_workers:
                 del self._last_heartbeat_times[worker]
-            over, is_empty = self._has_ended, not self._last_heartbeat_times
+            job_ended, no_workers = self._has_ended, not self._last_heartbeat_times
         for worker in lost_workers:
             self._on_worker_lost(worker)
-        if not over and is_empty and self._any_worker_joined:
+        if not job_ended and no_workers and self._any_worker_joined:
             raise LaunchError(
                 f"parameter server: no message from any worker for {WORKER_LEASE_SECONDS:g} s; restart the job"
             )
-        if not over and is_empty and now - self._start_time > FIRST_WORKER_TIMEOUT_SECONDS:
+        if not job_ended and no_workers and now - self._start_time > FIRST_WORKER_TIMEOUT_SECONDS:
             raise LaunchError(
                 f"parameter server: no worker has connected within {FIRST_WORKER_TIMEOUT_SECONDS:g} s; restart the job"
             )
-        return over
+        return job_ended
 
 
 def run_server_task(address: str) -> int:

@@ -24,7 +24,7 @@ _PARAMETERS_NOTE, _WITHOUT_UPDATE_NOTE, _INCARNATIONS_NOTE = "training", "withou
 """Names of notes in the queue: parameters of the training, minibatches without an update, servers' incarnations."""
 
 
-def forget_matching_servers(path: Path) -> None:
+def forget_server_incarnations(path: Path) -> None:
     """Let the next master of a persistent queue wait until workers have configured the servers, as in a new job."""
     delete_note(path, _INCARNATIONS_NOTE)
 
@@ -126,18 +126,18 @@ class Master(Service):
     def credit_records(self, request: Message) -> Message:
         """Credit a task up to the end of a minibatch; `credited` is false if the task's lease has expired."""
         task_id, upto = request.integer("task_id"), request.integer("upto")
-        minibatch = MinibatchId.parse(request.items("credit"))
+        minibatch = MinibatchId.parse(request.sequence("credit"))
         if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
             with self._lock:
                 self._minibatches_without_update.add(minibatch)
-                text = json.dumps(sorted(self._minibatches_without_update))
-                self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, text)
+                note_text = json.dumps(sorted(self._minibatches_without_update))
+                self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, note_text)
         credited = self._require_queue().applied(task_id, upto)
         if credited and "loss" in request.fields:
             loss, samples = request.number("loss", -math.inf), request.integer("samples")
             with self._lock:
-                total, count = self._loss_and_samples_by_epoch.get(minibatch.epoch, (0.0, 0))
-                self._loss_and_samples_by_epoch[minibatch.epoch] = total + loss * samples, count + samples
+                loss_sum, sample_count = self._loss_and_samples_by_epoch.get(minibatch.epoch, (0.0, 0))
+                self._loss_and_samples_by_epoch[minibatch.epoch] = loss_sum + loss * samples, sample_count + samples
         return Message({"credited": credited})
 
     def report_task_result(self, request: Message) -> Message:
@@ -163,8 +163,8 @@ class Master(Service):
 
     def get_progress(self, request: Message) -> Message:
         """Return the number of unassigned tasks (1 before their creation), and the names in `workers`."""
-        todo = self.task_counts_by_state()["todo"] if self.has_training_parameters else 1
-        return Message({"todo": todo, "workers": self.workers})
+        unassigned_tasks = self.task_counts_by_state()["todo"] if self.has_training_parameters else 1
+        return Message({"todo": unassigned_tasks, "workers": self.workers})
 
     def verify_server_gradients(self, request: Message) -> Message:
         """Verify the gradients that a server has applied, as `verify_applied_gradients` does."""
@@ -173,8 +173,8 @@ class Master(Service):
 
     def mean_training_loss(self, epoch: int) -> float | None:
         """Return the mean loss of an epoch's credited minibatches since the start of the master; None if unknown."""
-        total, samples = self._loss_and_samples_by_epoch.get(epoch, (0.0, 0))
-        return total / samples if samples else None
+        loss_sum, samples = self._loss_and_samples_by_epoch.get(epoch, (0.0, 0))
+        return loss_sum / samples if samples else None
 
     @property
     def workers(self) -> list[str]:
@@ -197,8 +197,8 @@ class Master(Service):
         per_task, records = queue.records_per_task, self._parameters["records"]
         ranges = []
         for minibatch in minibatches.to_list():
-            first = minibatch.task * per_task + minibatch.index_in_task * size
-            ranges.append((minibatch.epoch, first, min(first + size, (minibatch.task + 1) * per_task, records)))
+            start = minibatch.task * per_task + minibatch.index_in_task * size
+            ranges.append((minibatch.epoch, start, min(start + size, (minibatch.task + 1) * per_task, records)))
         queue.restore(ranges, {_INCARNATIONS_NOTE: json.dumps(list(incarnations))})
         self.servers_match_queue = True
 
@@ -236,26 +236,26 @@ class Master(Service):
         if self._queue is None:
             return "no records"
         records, size, epochs = (self._parameters[name] for name in ("records", "batch_size", "epochs"))
-        per_task, listed = self._queue.records_per_task, minibatches.to_list()
-        sizes = {
-            MinibatchId(epoch, first // per_task, first % per_task // size): min(size, records - first)
-            for epoch, first in product(range(epochs), range(0, records, size))
+        per_task, applied = self._queue.records_per_task, minibatches.to_list()
+        sample_counts = {
+            MinibatchId(epoch, start // per_task, start % per_task // size): min(size, records - start)
+            for epoch, start in product(range(epochs), range(0, records, size))
         }
-        unique = sum(sizes.get(minibatch, 0) for minibatch in listed)
-        if samples != unique:
+        expected_samples = sum(sample_counts.get(minibatch, 0) for minibatch in applied)
+        if samples != expected_samples:
             raise ServiceError(
-                f"a server has applied {samples:g} records, but {unique} were expected; start the job again"
+                f"a server has applied {samples:g} records, but {expected_samples} were expected; start the job again"
             )
         counts = self._queue.counts()
         if counts["todo"] or counts["doing"]:
-            return f"{unique} of {records * epochs} records, each once"
-        absent = sizes.keys() - set(listed)
+            return f"{expected_samples} of {records * epochs} records, each once"
+        absent = sample_counts.keys() - set(applied)
         if absent - self._minibatches_without_update:
-            missing = len(absent - self._minibatches_without_update)
-            raise ServiceError(f"a server lacks {missing} of {len(sizes)} minibatches; start the job again")
-        lost = counted(len(absent), "minibatch", "minibatches")
-        skipped = f", but for {lost} whose gradients were not finite" if absent else ""
-        return f"{counted(records, 'record')} in each of {counted(epochs, 'epoch')}, each once{skipped}"
+            num_missing = len(absent - self._minibatches_without_update)
+            raise ServiceError(f"a server lacks {num_missing} of {len(sample_counts)} minibatches; start the job again")
+        absent_text = counted(len(absent), "minibatch", "minibatches")
+        suffix = f", but for {absent_text} whose gradients were not finite" if absent else ""
+        return f"{counted(records, 'record')} in each of {counted(epochs, 'epoch')}, each once{suffix}"
 
     def _open_queue(self, parameters: Mapping[str, int]) -> None:
         self._parameters = {name: int(parameters[name]) for name in _TRAINING_PARAMETER_NAMES}

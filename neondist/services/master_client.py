@@ -66,7 +66,7 @@ class MasterClient:
         is_first_worker: bool = True,
     ) -> None:
         self.worker, self.world, self.is_first_worker = worker, world, is_first_worker
-        self._batch_size, self._records = parameters["batch_size"], parameters["records"]
+        self._batch_size, self._num_records = parameters["batch_size"], parameters["records"]
         self.minibatch, self.samples = MinibatchId(0, 0, 0), 0
         self.was_pushed = self.was_rejected = False
         self._next_task: Task | None = None
@@ -82,8 +82,8 @@ class MasterClient:
                 self._master.check_service_version()
                 reply = self._master.call("report_training_params", parameters)
                 self._records_per_task = reply.integer("records_per_task", 1)
-                pause = reply.number("lease") / 3
-                threading.Thread(target=self._send_heartbeats, args=(pause,), name="heartbeat", daemon=True).start()
+                interval = reply.number("lease") / 3
+                threading.Thread(target=self._send_heartbeats, args=(interval,), name="heartbeat", daemon=True).start()
         self._records_per_task = world.bcast(self._records_per_task)
 
     def epoch_of_next_task(self, should_stop: Callable[[], bool] = lambda: False) -> int | None:
@@ -118,24 +118,24 @@ class MasterClient:
         DataError
             The position is within a minibatch.
         """
-        applied, size, records = AppliedMinibatches(), self._batch_size, self._records
-        if position % size and position < records:
+        applied, batch_size, records = AppliedMinibatches(), self._batch_size, self._num_records
+        if position % batch_size and position < records:
             raise DataError(
                 f"checkpoint.h5: {position} samples of the epoch have been processed, which is not a multiple of"
-                f" batch_size {size}; resume with the batch size of the run that wrote the checkpoint"
+                f" batch_size {batch_size}; resume with the batch size of the run that wrote the checkpoint"
             )
-        for number, upto in [*((number, records) for number in range(epoch)), (epoch, position)]:
-            for start in range(0, upto, size):
-                task, first = divmod(start, self._records_per_task)
-                applied.add(MinibatchId(number, task, first // size))
+        for epoch_number, upto in [*((epoch_number, records) for epoch_number in range(epoch)), (epoch, position)]:
+            for start in range(0, upto, batch_size):
+                task, first_record = divmod(start, self._records_per_task)
+                applied.add(MinibatchId(epoch_number, task, first_record // batch_size))
         return applied
 
     def begin_minibatch(self, start: int, stop: int, samples: int) -> None:
         """Set the minibatch of the current task to be trained next."""
         assert self._task is not None
-        number = start // self._records_per_task
-        index = (start - number * self._records_per_task) // self._batch_size
-        self.minibatch = MinibatchId(self._task.epoch, number, index)
+        task_number = start // self._records_per_task
+        index_in_task = (start - task_number * self._records_per_task) // self._batch_size
+        self.minibatch = MinibatchId(self._task.epoch, task_number, index_in_task)
         self._minibatch_end, self.samples, self.was_pushed, self.was_rejected = stop, samples, False, False
 
     def finish_minibatch(self, loss: float = math.nan) -> bool:
@@ -144,15 +144,15 @@ class MasterClient:
         Returns False if its gradient was rejected or the lease has expired; the rest of the task is then reissued.
         """
         assert self._task is not None
-        credited, fields = True, {"task_id": self._task.id}
+        is_credited, fields = True, {"task_id": self._task.id}
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
                 progress = {"upto": self._minibatch_end, "updated": self.was_pushed, "credit": list(self.minibatch)}
                 progress |= {"loss": loss, "samples": self.samples} if math.isfinite(loss) else {}
-                credited = not self.was_rejected and self._master.call("applied", fields | progress).flag("credited")
-                if credited and self._minibatch_end == self._task.end:
+                is_credited = not self.was_rejected and self._master.call("applied", fields | progress).flag("credited")
+                if is_credited and self._minibatch_end == self._task.end:
                     self._master.call("report_task_result", {**fields, "err_message": ""})
-        return bool(self.world.bcast(credited))
+        return bool(self.world.bcast(is_credited))
 
     def set_callbacks(self, before_wait: Callable[[], object], while_uninitialised: Callable[[], object]) -> None:
         """Set functions that the first rank calls before it waits for a task or ends; and while servers are empty."""
@@ -170,8 +170,8 @@ class MasterClient:
         with all_or_none(self.world, root_only=True):
             if self._master is not None:
                 task = self._request_task(self._master, should_stop)
-        state = task, self.has_waited, self.wait_interrupted
-        task, self.has_waited, self.wait_interrupted = self.world.bcast(state)
+        shared_state = task, self.has_waited, self.wait_interrupted
+        task, self.has_waited, self.wait_interrupted = self.world.bcast(shared_state)
         return task
 
     def _request_task(self, master: ServiceClient, should_stop: Callable[[], bool]) -> Task | None:
@@ -194,9 +194,9 @@ class MasterClient:
         indices, positions = (reply.array(name, np.int64, [None]) for name in ("indices", "positions"))
         return Task(task_id, epoch, start, end, "training", indices, positions)
 
-    def _send_heartbeats(self, pause: float) -> None:
+    def _send_heartbeats(self, interval: float) -> None:
         """Send heartbeats until the client is closed; if the master is lost, the next call raises an error."""
         assert self._master is not None
-        while not self._closed.wait(pause):
+        while not self._closed.wait(interval):
             with suppress(ServiceError, ValueError):  # the master is being restarted, or the connection is closed
                 self._master.call("heartbeat", {"worker": self.worker})

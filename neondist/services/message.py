@@ -86,7 +86,7 @@ class Message:
         """Return a boolean field; MessageError if it is missing or has another type."""
         return self._typed_field(name, bool)
 
-    def items(self, name: str) -> list[Any]:
+    def sequence(self, name: str) -> list[Any]:
         """Return a list field; MessageError if it is missing or has another type."""
         return self._typed_field(name, list)
 
@@ -105,8 +105,8 @@ class Message:
         value = self.arrays.get(name)
         if not isinstance(value, np.ndarray):
             raise MessageError(f"array '{name}' is missing")
-        fits = len(shape) == value.ndim and all(n in (None, m) for n, m in zip(shape, value.shape, strict=True))
-        if value.dtype != np.dtype(dtype) or not fits:
+        shape_fits = len(shape) == value.ndim and all(n in (None, m) for n, m in zip(shape, value.shape, strict=True))
+        if value.dtype != np.dtype(dtype) or not shape_fits:
             expected = f"{np.dtype(dtype)} {tuple('any' if n is None else n for n in shape)}"
             raise MessageError(f"array '{name}': expected {expected}, got {value.dtype} {value.shape}")
         return value
@@ -120,7 +120,7 @@ class Message:
 
 def encode(message: Message) -> Iterator[bytes]:
     """Return an iterator over a message in chunks of at most CHUNK_BYTES; arrays are copied once."""
-    descriptions, buffers, size = [], [], 0
+    descriptions, buffers, payload_bytes = [], [], 0
     for name, value in message.arrays.items():
         parts = [_to_little_endian(part) for part in _array_parts(value)]
         if len({part.dtype for part in parts}) > 1:
@@ -133,12 +133,12 @@ def encode(message: Message) -> Iterator[bytes]:
         buffers += [part.reshape(-1).view(np.uint8).data for part in parts if part.size]
         nbytes = sum(part.nbytes for part in parts)
         buffers.append(memoryview(_PADDING[: -nbytes % ALIGNMENT_BYTES]))
-        size += nbytes + -nbytes % ALIGNMENT_BYTES
+        payload_bytes += nbytes + -nbytes % ALIGNMENT_BYTES
     text = json.dumps({"fields": dict(message.fields), "arrays": descriptions}, allow_nan=False).encode()
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise MessageError(f"fields and array descriptions: {len(text)} bytes; send at most {MAX_DESCRIPTION_BYTES}")
-    head = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), size)
-    return _join_into_chunks([memoryview(head + text), *buffers])
+    header = HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), payload_bytes)
+    return _join_into_chunks([memoryview(header + text), *buffers])
 
 
 def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
@@ -156,36 +156,36 @@ def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
         The message is malformed, truncated or too large; ProtocolVersionError for another protocol version.
     """
     stream = iter(chunks)
-    first = next(stream, b"")
-    if len(first) < HEADER.size:
+    first_chunk = next(stream, b"")
+    if len(first_chunk) < HEADER.size:
         raise MessageError("the header is truncated")
-    magic, protocol, reserved, length, size = HEADER.unpack_from(first)
+    magic, protocol, reserved, description_bytes, payload_bytes = HEADER.unpack_from(first_chunk)
     if magic != MAGIC:
         raise MessageError("not a neondist message")
     if protocol != PROTOCOL_VERSION:
         raise ProtocolVersionError(f"the message has protocol {protocol}, but this process has {PROTOCOL_VERSION}")
-    if reserved or length > MAX_DESCRIPTION_BYTES:
+    if reserved or description_bytes > MAX_DESCRIPTION_BYTES:
         raise MessageError("the header is invalid")
-    if size > max_bytes:
-        raise MessageError(f"the arrays have {size} bytes, but the limit is {max_bytes}")
-    text, payload = bytearray(length), np.empty(size, np.uint8)
-    _fill_buffers([memoryview(text), payload.data], first[HEADER.size :], stream)
-    return _parse_description(bytes(text), payload)
+    if payload_bytes > max_bytes:
+        raise MessageError(f"the arrays have {payload_bytes} bytes, but the limit is {max_bytes}")
+    description_buffer, payload = bytearray(description_bytes), np.empty(payload_bytes, np.uint8)
+    _fill_buffers([memoryview(description_buffer), payload.data], first_chunk[HEADER.size :], stream)
+    return _parse_description(bytes(description_buffer), payload)
 
 
-def _fill_buffers(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> None:
+def _fill_buffers(targets: list[memoryview], first_chunk: bytes, stream: Iterator[bytes]) -> None:
     """Fill buffers in order; MessageError unless there are exactly as many bytes as they hold."""
-    chunk = memoryview(first)
+    chunk = memoryview(first_chunk)
     for target in targets:
         while target.nbytes:
             if not chunk.nbytes:
-                following = next(stream, None)
-                if following is None:
+                next_chunk = next(stream, None)
+                if next_chunk is None:
                     raise MessageError("the message ends before all bytes that its header declares")
-                chunk = memoryview(following)
-            step = min(target.nbytes, chunk.nbytes)
-            target[:step] = chunk[:step]
-            target, chunk = target[step:], chunk[step:]
+                chunk = memoryview(next_chunk)
+            copied_bytes = min(target.nbytes, chunk.nbytes)
+            target[:copied_bytes] = chunk[:copied_bytes]
+            target, chunk = target[copied_bytes:], chunk[copied_bytes:]
     if chunk.nbytes or any(map(len, stream)):
         raise MessageError("the message has more bytes than its header declares")
 
@@ -235,15 +235,15 @@ def _to_little_endian(array: np.ndarray) -> np.ndarray:
 
 
 def _join_into_chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    pending: list[memoryview] = []
-    room = CHUNK_BYTES
+    pending_buffers: list[memoryview] = []
+    free_bytes = CHUNK_BYTES
     for buffer in buffers:
         while buffer.nbytes:
-            pending.append(buffer[:room])
-            room -= pending[-1].nbytes
-            buffer = buffer[pending[-1].nbytes :]
-            if not room:
-                yield b"".join(pending)
-                pending, room = [], CHUNK_BYTES
-    if pending:
-        yield b"".join(pending)
+            pending_buffers.append(buffer[:free_bytes])
+            free_bytes -= pending_buffers[-1].nbytes
+            buffer = buffer[pending_buffers[-1].nbytes :]
+            if not free_bytes:
+                yield b"".join(pending_buffers)
+                pending_buffers, free_bytes = [], CHUNK_BYTES
+    if pending_buffers:
+        yield b"".join(pending_buffers)

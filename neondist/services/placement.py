@@ -68,9 +68,9 @@ class ServerPiece:
         """Return the piece described by a JSON value; MessageError if it is invalid."""
         name, dtype, shape, box_shape, lo, hi, decays = _check_list(value, 7)
         shape, box_shape, lo, hi = map(_parse_shape, (shape, box_shape, lo, hi))
-        fits = len(box_shape) == len(lo) == len(hi) and prod(shape) == prod(box_shape)
-        fits = fits and all(a <= b <= n for a, b, n in zip(lo, hi, box_shape, strict=True))
-        if not isinstance(name, str) or dtype not in SUPPORTED_DTYPES or not isinstance(decays, bool) or not fits:
+        boxes_fit = len(box_shape) == len(lo) == len(hi) and prod(shape) == prod(box_shape)
+        boxes_fit = boxes_fit and all(a <= b <= n for a, b, n in zip(lo, hi, box_shape, strict=True))
+        if not isinstance(name, str) or dtype not in SUPPORTED_DTYPES or not isinstance(decays, bool) or not boxes_fit:
             raise MessageError("invalid piece of a parameter")
         return cls(name, dtype, shape, box_shape, Box(lo, hi), decays)
 
@@ -114,11 +114,11 @@ class EmbeddingTableSpec:
         name, rows, dim, dtype, rule, stream, lazy = _check_list(value, 7)
         kind, arguments = _check_list(rule, 2)
         initializers = registered_classes(Initializer)
-        numbers = all(type(n) is int and n > 0 for n in (rows, dim)) and type(stream) is int and 0 <= stream < 1 << 64
-        texts = isinstance(name, str) and dtype in SUPPORTED_DTYPES and isinstance(lazy, bool) and isinstance(kind, str)
+        sizes_ok = all(type(n) is int and n > 0 for n in (rows, dim)) and type(stream) is int and 0 <= stream < 1 << 64
+        valid = isinstance(name, str) and dtype in SUPPORTED_DTYPES and isinstance(lazy, bool) and isinstance(kind, str)
         if (
-            not numbers
-            or not texts
+            not sizes_ok
+            or not valid
             or rows * dim > MAX_TABLE_ELEMENTS
             or dim > MAX_ROW_ELEMENTS
             or kind not in initializers
@@ -220,13 +220,13 @@ def place_parameters(
                 f"parameter '{name}': has dtype {strategy.specs[name].dtype}, but servers update only"
                 f" {' and '.join(SUPPORTED_DTYPES)}; choose one of these dtypes"
             )
-    shares = compute_owner_boxes(strategy, servers)
-    decayed = None if decayed_names is None else set(decayed_names)
+    owner_boxes = compute_owner_boxes(strategy, servers)
+    decayed_set = None if decayed_names is None else set(decayed_names)
 
     def make_piece(spec: ParameterSpec, server: int) -> ServerPiece:
-        share, shape = shares[spec.name], tuple(spec.shape)
-        decays = len(shape) > 1 if decayed is None else spec.name in decayed
-        return ServerPiece(spec.name, spec.dtype, shape, share.shape, share.boxes[server], decays)
+        boxes, shape = owner_boxes[spec.name], tuple(spec.shape)
+        has_weight_decay = len(shape) > 1 if decayed_set is None else spec.name in decayed_set
+        return ServerPiece(spec.name, spec.dtype, shape, boxes.shape, boxes.boxes[server], has_weight_decay)
 
     pieces_by_server = [[make_piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
     return [

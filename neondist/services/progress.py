@@ -67,12 +67,12 @@ class AppliedMinibatches:
         return {"first_listed_epoch": self.first_listed_epoch, "applied": masks}
 
     @classmethod
-    def parse(cls, described: Any) -> AppliedMinibatches:
+    def parse(cls, fields: Any) -> AppliedMinibatches:
         """Return the minibatches in a JSON value; MessageError if it is invalid."""
         minibatches = cls()
         try:
-            minibatches.first_listed_epoch = int(described["first_listed_epoch"])
-            for epoch, task, mask in described["applied"]:
+            minibatches.first_listed_epoch = int(fields["first_listed_epoch"])
+            for epoch, task, mask in fields["applied"]:
                 minibatches._masks[int(epoch), int(task)] = int(mask, 16)
         except (TypeError, KeyError, ValueError):
             raise MessageError("invalid credits") from None
@@ -80,20 +80,20 @@ class AppliedMinibatches:
 
     def union(self, other: AppliedMinibatches) -> AppliedMinibatches:
         """Return the minibatches in either of two sets."""
-        union = AppliedMinibatches()
-        union.first_listed_epoch = max(self.first_listed_epoch, other.first_listed_epoch)
+        combined = AppliedMinibatches()
+        combined.first_listed_epoch = max(self.first_listed_epoch, other.first_listed_epoch)
         for key in self._masks.keys() | other._masks.keys():
-            if key[0] >= union.first_listed_epoch:
-                union._masks[key] = self._masks.get(key, 0) | other._masks.get(key, 0)
-        return union
+            if key[0] >= combined.first_listed_epoch:
+                combined._masks[key] = self._masks.get(key, 0) | other._masks.get(key, 0)
+        return combined
 
     @staticmethod
     def intersection(sets: Sequence[AppliedMinibatches]) -> AppliedMinibatches:
         """Return the minibatches in all of several sets."""
         common = AppliedMinibatches()
-        longest = min(sets, key=lambda minibatches: minibatches.first_listed_epoch)
-        common.first_listed_epoch = longest.first_listed_epoch
-        for minibatch in longest.to_list():  # lists all minibatches of these epochs
+        earliest = min(sets, key=lambda minibatches: minibatches.first_listed_epoch)
+        common.first_listed_epoch = earliest.first_listed_epoch
+        for minibatch in earliest.to_list():  # lists all minibatches of these epochs
             if all(minibatch in minibatches for minibatches in sets):
                 common.add(minibatch)
         return common
@@ -112,26 +112,26 @@ class StalenessBound:
 
     def __init__(self, staleness: int | None) -> None:
         self.staleness = staleness
-        self.steps: dict[str, int] = {}
+        self.steps_by_worker: dict[str, int] = {}
 
     def add_worker(self, worker: str) -> None:
         """Add a worker, at the step of the slowest one; a worker already present is unchanged."""
-        self.steps.setdefault(worker, min(self.steps.values(), default=0))
+        self.steps_by_worker.setdefault(worker, min(self.steps_by_worker.values(), default=0))
 
     def remove_worker(self, worker: str) -> None:
         """Remove a worker; the others no longer wait for it."""
-        self.steps.pop(worker, None)
+        self.steps_by_worker.pop(worker, None)
 
     def finish_step(self, worker: str) -> None:
         """Record that a worker has finished a step."""
         self.add_worker(worker)
-        self.steps[worker] += 1
+        self.steps_by_worker[worker] += 1
 
     def may_continue(self, worker: str) -> bool:
         """Whether a worker that has finished a step may continue."""
-        if self.staleness is None or worker not in self.steps:
+        if self.staleness is None or worker not in self.steps_by_worker:
             return True
-        return self.steps[worker] - min(self.steps.values()) <= self.staleness
+        return self.steps_by_worker[worker] - min(self.steps_by_worker.values()) <= self.staleness
 
 
 def learning_rate_factor(staleness: int, modulate: bool) -> float:
@@ -139,8 +139,8 @@ def learning_rate_factor(staleness: int, modulate: bool) -> float:
     return 1.0 / max(1, staleness) if modulate else 1.0
 
 
-def weights_by_sample_count(samples: Iterable[float]) -> list[float]:
+def weights_by_sample_count(sample_counts: Iterable[float]) -> list[float]:
     """Return the weight of each gradient in the mean over all samples."""
-    counts = list(samples)
+    counts = list(sample_counts)
     total = sum(counts)
     return [count / total for count in counts]

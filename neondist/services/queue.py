@@ -166,9 +166,9 @@ class TaskQueue:
             if task is None:
                 return WAIT if self._database.running_tasks(kind=kind) else None
             self._database.lease_task(task.id, str(worker), self._clock() + self.lease)
-            skipped = [number for number, _ in self._database.skipped_records()] if kind == "training" else []
+            skipped_records = [number for number, _ in self._database.skipped_records()] if kind == "training" else []
         positions = np.arange(task.start_record, task.end_record)
-        positions = positions[~np.isin(self._record_numbers_through(task)[positions], skipped)]
+        positions = positions[~np.isin(self._record_numbers_through(task)[positions], skipped_records)]
         indices = self._record_numbers_through(task)[positions]
         return Task(task.id, task.epoch, task.start_record, task.end_record, kind, indices, positions)
 
@@ -191,8 +191,8 @@ class TaskQueue:
             if task is None:
                 return False
             if not task.start_record <= upto <= task.end_record:
-                text = f"expected {task.start_record} to {task.end_record}"
-                raise ConfigError(f"upto: {upto} is outside task {task_id}; {text}")
+                expected_range = f"expected {task.start_record} to {task.end_record}"
+                raise ConfigError(f"upto: {upto} is outside task {task_id}; {expected_range}")
             self._database.record_progress(task.id, max(upto, task.applied_until), self._clock() + self.lease)
             return True
 
@@ -332,21 +332,21 @@ class TaskQueue:
 
     def _try_begin_next_round(self, kind: str) -> bool:
         """Add the tasks of the next round; return whether there was one."""
-        rounds = self._database.count_begun_rounds(kind)
-        if rounds >= (self.epochs if kind == "training" else 1):
+        num_begun = self._database.count_begun_rounds(kind)
+        if num_begun >= (self.epochs if kind == "training" else 1):
             return False
-        self._add_round(kind, rounds, self.records)
+        self._add_round(kind, num_begun, self.records)
         return True
 
     def _add_round(self, kind: str, epoch: int, records: int) -> None:
-        cuts = [*range(0, records, self.records_per_task), records]
-        self._database.add_round(kind, epoch, list(pairwise(cuts)))
+        task_bounds = [*range(0, records, self.records_per_task), records]
+        self._database.add_round(kind, epoch, list(pairwise(task_bounds)))
 
     def _record_failure(self, task: TaskRow, error: str, record: int | None) -> str | None:
         """Count a failure and reissue the remaining records; return the reason if the job must stop."""
-        unapplied = self._record_numbers_through(task)[task.applied_until : task.end_record]
-        failed = int(unapplied[0] if record is None else record)
-        if failed not in unapplied:
+        unapplied_records = self._record_numbers_through(task)[task.applied_until : task.end_record]
+        failed = int(unapplied_records[0] if record is None else record)
+        if failed not in unapplied_records:
             raise ConfigError(f"record: {failed} is not an unapplied record of task {task.id}; give an unapplied one")
         failures = self._database.record_failure_and_count(task.kind, failed, error)
         is_skipped = failures >= self.retries and self.skip_bad_records and task.kind == "training"
@@ -356,13 +356,13 @@ class TaskQueue:
             self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
             return None
         self._database.mark_failed(task)
-        reason = (
+        stop_reason = (
             f"{self.source}: record {failed} has failed {counted(failures, 'time')}, the last time with: {error};"
             " correct the"
             " record, or skip such records with --skip-bad-records"
         )
-        self._database.store_note(_STOP_REASON_NOTE, reason)
-        return reason
+        self._database.store_note(_STOP_REASON_NOTE, stop_reason)
+        return stop_reason
 
 
 def _uncovered_ranges(start: int, end: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

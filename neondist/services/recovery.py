@@ -77,11 +77,11 @@ class ServerRecovery(Service):
         """Return the job's workers, tasks, versions of servers and throughput, and the mean loss of an epoch."""
         with self._lock:
             self._server_status = self._group.status()
-            state = self._job_status(time.monotonic())
-        statistics = {"workers": len(self._master.workers), "tasks": state.tasks}
-        statistics |= {"server_versions": [server.version for server in state.servers]}
+            status = self._job_status(time.monotonic())
+        statistics = {"workers": len(self._master.workers), "tasks": status.tasks}
+        statistics |= {"server_versions": [server.version for server in status.servers]}
         statistics |= {"train_loss": self._master.mean_training_loss(request.integer("epoch"))}
-        return Message({"statistics": {**statistics, "samples_per_second": state.samples_per_second}})
+        return Message({"statistics": {**statistics, "samples_per_second": status.samples_per_second}})
 
     def save(self, request: Message) -> Message:
         """Write a checkpoint now, such as before the end of a job that will be resumed.
@@ -172,8 +172,8 @@ class ServerRecovery(Service):
         start, start_samples = self._applied_sample_history[0] if self._applied_sample_history else (now, 0.0)
         rate = max(0.0, self._min_applied_samples() - start_samples) / (now - start) if now > start else 0.0
         servers = [ServerStatus.from_reply(server) for server in self._server_status]
-        counts, workers = self._master.task_counts_by_state(), dict(self._server_status[0]["workers"])
-        return JobStatus(time.time(), rate, counts, workers, servers, self._master.results_saved)
+        task_counts, workers = self._master.task_counts_by_state(), dict(self._server_status[0]["workers"])
+        return JobStatus(time.time(), rate, task_counts, workers, servers, self._master.results_saved)
 
     def _min_applied_samples(self) -> float:
         return min(float(server["samples"]) for server in self._server_status)
@@ -193,8 +193,8 @@ class ServerRecovery(Service):
         if not self._master.has_training_parameters:
             return
         checkpoints = list_complete_checkpoints(self._folder)
-        is_start = self._master.read_matching_incarnations() is None
-        if is_start or not checkpoints or count_servers(checkpoints[-1]) != len(self._group):
+        is_first_start = self._master.read_matching_incarnations() is None
+        if is_first_start or not checkpoints or count_servers(checkpoints[-1]) != len(self._group):
             status = self._group.status()
             incarnations = [server["incarnation"] for server in status]
             self._master.servers_need_model = not all(incarnations)
@@ -213,9 +213,9 @@ class ServerRecovery(Service):
                 if checkpoint != checkpoints[0]:
                     say(f"warning: {error}; continuing from the preceding checkpoint", sys.stderr)
                     continue
-                if is_start:
-                    text = f"{error}; or delete {self._folder} to continue from checkpoint.h5"
-                    raise ServerRestoreError(text) from error
+                if is_first_start:
+                    message = f"{error}; or delete {self._folder} to continue from checkpoint.h5"
+                    raise ServerRestoreError(message) from error
                 raise
             self._master.reset_tasks(minibatches, incarnations)
             if count_servers(checkpoint) == len(self._group):  # otherwise, save for this number of servers
@@ -230,14 +230,14 @@ class ServerRecovery(Service):
         return time.monotonic() >= self._next_save_time
 
     def _save_checkpoint(self, versions: list[int]) -> None:
-        start, folders = time.monotonic(), _checkpoints_by_number(self._folder)
-        number = max(folders, default=-1) + 1
+        start, checkpoints = time.monotonic(), _checkpoints_by_number(self._folder)
+        number = max(checkpoints, default=-1) + 1
         self._group.save_checkpoint(f"{CHECKPOINT_PREFIX}{number:09d}", _HOLD_TIMEOUT_SECONDS)
         self._saved_versions = versions  # the files may contain later gradients; then another checkpoint is written
         end = time.monotonic()
         self._next_save_time = end + max(MIN_SAVE_INTERVAL_SECONDS, MIN_INTERVAL_IN_SAVE_DURATIONS * (end - start))
         retained = list_complete_checkpoints(self._folder)[-KEPT_CHECKPOINTS:]
-        for path in folders.values():
+        for path in checkpoints.values():
             if path not in retained:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -78,28 +78,28 @@ class ParameterServer(Service):
         ConfigError
             The server has another model, or cannot apply the optimiser.
         """
-        configured = None
+        new_model = None
         if self._state is None and request.flag("values"):  # without the lock: may import PyTorch
-            configured = _parse_server_configuration(request)
-            configured[0].start(request)
+            new_model = _parse_server_configuration(request)
+            new_model[0].start(request)
         with self._condition:
-            taken = configured is not None and self._state is None
-            if configured is not None and taken:
-                self._install_model(*configured)
+            accepted = new_model is not None and self._state is None
+            if new_model is not None and accepted:
+                self._install_model(*new_model)
             elif self._state is not None:
                 self._require_same_configuration(request)
-            return Message({"initialized": self._state is not None, "taken": taken})
+            return Message({"initialized": self._state is not None, "taken": accepted})
 
     def pull_variable(self, request: Message) -> Reply:
         """Wait for a version, then return all dense values if they are newer than those of the caller.
 
         With `slots`, return them unconditionally, together with the optimiser's state.
         """
-        version, at_least = request.integer("version"), request.integer("at_least")
+        version, min_version = request.integer("version"), request.integer("at_least")
         incarnation = request.text("incarnation")
         with self._condition:
             state = self._require_state()
-            self._wait_until(request, lambda: self._incarnation != incarnation or state.version >= at_least)
+            self._wait_until(request, lambda: self._incarnation != incarnation or state.version >= min_version)
             state = self._require_state()
             fields = {"version": state.version, "incarnation": self._incarnation}
             if request.flag("slots"):
@@ -148,14 +148,14 @@ class ParameterServer(Service):
             factor = 1.0
             if self._sync_policy.sync:
                 self._pending_gradients.append(gradient)
-                target = state.version + 1
+                target_version = state.version + 1
                 self._count_gradient_in_round()
             else:
                 factor = learning_rate_factor(staleness, self._sync_policy.modulate)
                 state.apply_gradients([gradient], factor)
-                target = state.version
+                target_version = state.version
             self._condition.notify_all()
-            return Message({"outcome": "applied", "version": target, "staleness": staleness, "factor": factor})
+            return Message({"outcome": "applied", "version": target_version, "staleness": staleness, "factor": factor})
 
     def add_worker(self, request: Message) -> Message:
         """Add a worker."""
@@ -222,10 +222,10 @@ class ParameterServer(Service):
             state = self._require_state()
             if time.monotonic() > self._hold_deadline:
                 raise ConfigError("save_checkpoint: gradients are not held back; send a 'hold' request first")
-            write = make_state_writer(state, self._sync_policy, folder, request.text("save"))
+            write_file = make_state_writer(state, self._sync_policy, folder, request.text("save"))
             self._running_saves += 1
         try:
-            write()
+            write_file()
         finally:
             with self._condition:
                 self._running_saves -= 1
@@ -239,16 +239,16 @@ class ParameterServer(Service):
         """
         folder, configuration = self._folder_of_checkpoint(request), request
         with self._condition:
-            current, policy = self._state, self._sync_policy
-        if "layout" not in request.fields and current is not None:
-            layout: Any = current.layout.to_json()
-            configuration = Message({"layout": layout, "optimizer": current.optimizer, "policy": policy.to_json()})
+            old_state, policy = self._state, self._sync_policy
+        if "layout" not in request.fields and old_state is not None:
+            layout: Any = old_state.layout.to_json()
+            configuration = Message({"layout": layout, "optimizer": old_state.optimizer, "policy": policy.to_json()})
         elif "layout" not in request.fields:
             configuration = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
         state, policy = _parse_server_configuration(configuration)
         load_state(state, folder)
         with self._condition:
-            workers = list(self._staleness_bound.steps)
+            workers = list(self._staleness_bound.steps_by_worker)
             self._install_model(state, policy)
             for worker in workers:
                 self._staleness_bound.add_worker(worker)
@@ -271,7 +271,7 @@ class ParameterServer(Service):
                 "rejected": self._stale_gradient_count,
                 "pending": len(self._pending_gradients),
                 "left": len(self._departed_workers),
-                "workers": dict(self._staleness_bound.steps),
+                "workers": dict(self._staleness_bound.steps_by_worker),
             }
             return Message(fields)
 
@@ -326,9 +326,9 @@ class ParameterServer(Service):
 
     def _end_round(self, must_be_complete: bool) -> None:
         """Apply the gradients of the round if there are enough or, unless `must_be_complete`, if there are any."""
-        workers = len(self._staleness_bound.steps)
-        needed = min(self._sync_policy.grads_to_wait, workers) if workers else self._sync_policy.grads_to_wait
-        if self._pending_gradients and (not must_be_complete or self._gradients_in_round >= needed):
+        workers = len(self._staleness_bound.steps_by_worker)
+        needed_gradients = min(self._sync_policy.grads_to_wait, workers) if workers else self._sync_policy.grads_to_wait
+        if self._pending_gradients and (not must_be_complete or self._gradients_in_round >= needed_gradients):
             gradients, self._pending_gradients = self._pending_gradients, []
             self._gradients_in_round = 0
             self._require_state().apply_gradients(gradients)

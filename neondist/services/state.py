@@ -147,12 +147,12 @@ class ServerState:
 
     def start(self, message: Message) -> None:
         """Set the state from a message: dense values, counts, and, if present, table rows and optimiser state."""
-        dense, rows = self.dense_parameters.read_dense_arrays(message), self.read_rows(message)
+        dense_values, rows = self.dense_parameters.read_dense_arrays(message), self.read_rows(message)
         counts = Message(message.mapping("start"))
         self.version, self.samples = counts.integer("updates"), counts.number("samples")
         self.applied_minibatches = AppliedMinibatches.parse(counts.mapping("credits"))
         self.dense_parameters.set_slots(message)
-        self.dense_parameters.set_values(dense)
+        self.dense_parameters.set_values(dense_values)
         for name, (ids, values) in rows.items():
             self.tables[name].restore(ids, values, {})
 
@@ -203,11 +203,11 @@ class ServerState:
                         dense[dtype] += array
         self.dense_parameters.update(dense, self.version, scale)
         for name, table in self.tables.items():
-            by_worker = zip((one.table_gradients for one in ordered), weights, strict=True)
-            pushed = [(gradients[name], weight) for gradients, weight in by_worker if name in gradients]
-            if pushed:
-                ids = np.concatenate([ids for (ids, _), _ in pushed])
-                rows = np.concatenate([rows * weight for (_, rows), weight in pushed]).astype(table.spec.dtype)
+            weighted = zip((gradient.table_gradients for gradient in ordered), weights, strict=True)
+            weighted_rows = [(gradients[name], weight) for gradients, weight in weighted if name in gradients]
+            if weighted_rows:
+                ids = np.concatenate([ids for (ids, _), _ in weighted_rows])
+                rows = np.concatenate([rows * weight for (_, rows), weight in weighted_rows]).astype(table.spec.dtype)
                 table.update(ids, rows, self.version, scale)
         self.version += 1
         self.samples += sum(gradient.samples for gradient in ordered)
@@ -216,8 +216,8 @@ class ServerState:
                 self.applied_minibatches.add(gradient.minibatch)
 
     def _check_ids(self, spec: EmbeddingTableSpec, ids: np.ndarray) -> None:
-        invalid = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
-        if invalid.any():
+        is_invalid = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
+        if is_invalid.any():
             raise MessageError(
-                f"table '{spec.name}' ({counted(spec.rows, 'row')}): id {ids[invalid][0]} is not on this server"
+                f"table '{spec.name}' ({counted(spec.rows, 'row')}): id {ids[is_invalid][0]} is not on this server"
             )

@@ -67,9 +67,9 @@ class EmbeddingTable:
         ids, grads = sum_duplicates(ids, grads)
         positions: np.ndarray | slice = self._get_or_create_positions(ids)
         if not self._updates_touched_rows_only:
-            whole = np.zeros((self.row_count, self.spec.dim), self.spec.dtype)
-            whole[positions] = grads
-            positions, grads = slice(0, self.row_count), whole  # a slice selects views
+            dense_grads = np.zeros((self.row_count, self.spec.dim), self.spec.dtype)
+            dense_grads[positions] = grads
+            positions, grads = slice(0, self.row_count), dense_grads  # a slice selects views
         values = self._values[positions]
         slots = {name: array[positions].reshape(-1) if array.ndim else array for name, array in self._slots.items()}
         self._updater.update(values.reshape(-1), grads.reshape(-1), slots, step, scale)
@@ -91,16 +91,16 @@ class EmbeddingTable:
 
     def _get_or_create_positions(self, ids: np.ndarray) -> np.ndarray:
         """Return the positions of rows; missing rows are created."""
-        keys = ids.tolist()
-        missing = [id_ for id_ in dict.fromkeys(keys) if id_ not in self._positions]
-        if missing:
-            self._create_rows(np.array(missing, np.int64))
-        return np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
+        id_list = ids.tolist()
+        missing_ids = [id_ for id_ in dict.fromkeys(id_list) if id_ not in self._positions]
+        if missing_ids:
+            self._create_rows(np.array(missing_ids, np.int64))
+        return np.fromiter(map(self._positions.__getitem__, id_list), np.intp, len(id_list))
 
     def _create_rows(self, ids: np.ndarray) -> None:
         if ids.min() < 0 or ids.max() >= self.spec.rows:
-            invalid = ids[(ids < 0) | (ids >= self.spec.rows)][0]
-            raise DataError(f"table '{self.spec.name}': id {invalid} is invalid; ids must be 0 to {self.spec.rows - 1}")
+            bad_id = ids[(ids < 0) | (ids >= self.spec.rows)][0]
+            raise DataError(f"table '{self.spec.name}': id {bad_id} is invalid; ids must be 0 to {self.spec.rows - 1}")
         if (ids % self._server_count != self._server_index).any():
             raise MessageError(f"table '{self.spec.name}': an id belongs to another server")
         start, stop = self.row_count, self.row_count + len(ids)
@@ -129,8 +129,8 @@ class EmbeddingTable:
 
 def initial_rows(spec: EmbeddingTableSpec, ids: np.ndarray) -> np.ndarray:
     """Return the initial values of rows (n, dim), which depend only on the table's specification and the ids."""
-    index = ids.astype(np.uint64)[:, None] * np.uint64(spec.dim) + np.arange(spec.dim, dtype=np.uint64)
-    return spec.initializer.values(spec.stream, index, spec.rows, spec.dim).astype(spec.dtype)
+    element_indices = ids.astype(np.uint64)[:, None] * np.uint64(spec.dim) + np.arange(spec.dim, dtype=np.uint64)
+    return spec.initializer.values(spec.stream, element_indices, spec.rows, spec.dim).astype(spec.dtype)
 
 
 def sum_duplicates(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

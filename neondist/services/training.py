@@ -59,8 +59,8 @@ class AsyncWorkerSpec:
         try:
             index, master = int(environ[WORKER_VARIABLE]), environ[MASTER_VARIABLE]
         except (KeyError, ValueError):
-            text = f"is set; also set {WORKER_VARIABLE} to an integer and {MASTER_VARIABLE} to an address"
-            raise ConfigError(f"{SERVERS_VARIABLE} {text}") from None
+            problem = f"is set; also set {WORKER_VARIABLE} to an integer and {MASTER_VARIABLE} to an address"
+            raise ConfigError(f"{SERVERS_VARIABLE} {problem}") from None
         try:
             policy = SyncPolicy.parse(json.loads(environ[POLICY_VARIABLE])) if environ.get(POLICY_VARIABLE) else None
         except (ValueError, AttributeError):
@@ -71,8 +71,8 @@ class AsyncWorkerSpec:
     def environment(self) -> dict[str, str]:
         """Environment variables for `from_environment`, without the token."""
         policy = {} if self.policy is None else {POLICY_VARIABLE: json.dumps(self.policy.to_json())}
-        worker = {MASTER_VARIABLE: self.master, WORKER_VARIABLE: str(self.index)}
-        return {SERVERS_VARIABLE: ",".join(self.servers), **worker, **policy}
+        worker_variables = {MASTER_VARIABLE: self.master, WORKER_VARIABLE: str(self.index)}
+        return {SERVERS_VARIABLE: ",".join(self.servers), **worker_variables, **policy}
 
     @property
     def name(self) -> str:
@@ -137,16 +137,16 @@ class ServerUpdate(RemoteUpdate):
         self._worker, self._model, self._world, self._master_client = worker, model, world, master_client
         self._parameters = parameters = model.built_parameters
         count, optimizer = len(worker.servers), model.optimizer
-        specs = [
+        parameter_specs = [
             ParameterSpec(shard.full_name, layout.shape, str(parameters.values.dtype), bool(layout.max_rows_per_sample))
             for shard in parameters.trained_shards
             for layout in [shard.parameter]
         ]
-        self.strategy = strategy.build(specs, count) if isinstance(strategy, StrategyBuilder) else strategy
-        self.strategy.check_parameters_match(specs)
+        self.strategy = strategy.build(parameter_specs, count) if isinstance(strategy, StrategyBuilder) else strategy
+        self.strategy.check_parameters_match(parameter_specs)
         check_server_optimizer(optimizer, self.strategy)
-        decays = [shard.full_name for shard in parameters.trained_shards if shard.decays]
-        layouts = place_parameters(self.strategy, count, decayed_names=decays)
+        decayed_names = [shard.full_name for shard in parameters.trained_shards if shard.decays]
+        layouts = place_parameters(self.strategy, count, decayed_names=decayed_names)
         self._values = self._gather_parameters(parameters.values)
         slots = model.checkpoint_arrays()["optimizer"] if updates else []
         slot_arrays = {shard.full_name: shard.gather(array) for shard, array in slots}
@@ -185,12 +185,12 @@ class ServerUpdate(RemoteUpdate):
 
     def leave_and_wait_for_others(self, workers: int, timeout: float) -> None:
         """Leave the job; on the first worker, wait up to `timeout` seconds until all `workers` have left."""
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 self._client.leave()
                 is_first = not self._worker.index
-                while is_first and self._client.count_departed_workers() < workers and time.monotonic() < end:
+                while is_first and self._client.count_departed_workers() < workers and time.monotonic() < deadline:
                     time.sleep(0.05)
 
     def pull_values(self) -> None:
@@ -204,7 +204,7 @@ class ServerUpdate(RemoteUpdate):
             if self._client is not None:
                 pulled = self._client.pull_async(with_slots).result()
                 pulled.copy_to(self._values)
-                slots = pulled.whole_slots()
+                slots = pulled.assemble_slots()
                 self.version = self._client.versions[0]
         if self._world.size > 1:
             self._values, self.version, slots = self._world.bcast((self._values, self.version, slots))
@@ -226,8 +226,8 @@ class ServerUpdate(RemoteUpdate):
         slots = self._pull(with_slots=True)
         for shard, array in self._model.checkpoint_arrays(slots)["optimizer"]:
             if shard.full_name in slots:
-                part = shard.own_part_of(slots[shard.full_name])
-                array[...] = namespace(array).asarray(part).reshape(array.shape)
+                own_part = shard.own_part_of(slots[shard.full_name])
+                array[...] = namespace(array).asarray(own_part).reshape(array.shape)
 
     def close(self) -> None:
         """Close the connections."""
@@ -245,8 +245,8 @@ class ServerUpdate(RemoteUpdate):
 
 
 def _sync_policy_of_strategy(strategy: Strategy) -> SyncPolicy:
-    modes = {(placement.sync, placement.staleness) for placement in strategy.parameters.values()}
-    if len(modes) > 1:
+    sync_modes = {(placement.sync, placement.staleness) for placement in strategy.parameters.values()}
+    if len(sync_modes) > 1:
         raise strategy.create_error("has parameters with different sync or staleness; use the same for all")
-    sync, staleness = modes.pop()
+    sync, staleness = sync_modes.pop()
     return SyncPolicy(sync=False, staleness=staleness if sync else None)

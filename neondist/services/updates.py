@@ -65,9 +65,9 @@ class Updater(ABC):
         """Whether a zero gradient changes neither values nor slots, so that rows without a gradient need no update."""
         values, slots = np.ones(1), Slots()
         self.update(values, np.ones(1), slots, 0, 1.0)
-        before = {name: array.copy() for name, array in slots.items() if array.ndim} | {"": values.copy()}
+        arrays_before = {name: array.copy() for name, array in slots.items() if array.ndim} | {"": values.copy()}
         self.update(values, np.zeros(1), slots, 1, 1.0)
-        return all(np.array_equal(array, (slots | {"": values})[name]) for name, array in before.items())
+        return all(np.array_equal(array, (slots | {"": values})[name]) for name, array in arrays_before.items())
 
 
 class NeondistOptimizerUpdater(Updater):
@@ -156,8 +156,8 @@ def check_server_optimizer(optimizer: Any, strategy: Strategy) -> None:
     """Raise ConfigError if servers cannot apply an optimiser to the parameters of a strategy."""
     if getattr(optimizer, "ema", None) is not None:
         raise ConfigError("ema: is not supported on parameter servers; leave it out")
-    whole = all(placement.partition is None for placement in strategy.parameters.values())
-    make_updater(describe_optimizer(optimizer)).require_independent_updates(whole)
+    unpartitioned = all(placement.partition is None for placement in strategy.parameters.values())
+    make_updater(describe_optimizer(optimizer)).require_independent_updates(unpartitioned)
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
@@ -186,20 +186,20 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
         # a function that creates the optimiser: call it with weights and a bias to detect parameter groups
         optimizer = optimizer.create([torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,))])
     if isinstance(optimizer, TorchOptimizer):
-        kind, arguments = optimizer.constructor, dict(optimizer.options)
+        cls, arguments = optimizer.constructor, dict(optimizer.options)
     else:
-        kind = type(optimizer)
+        cls = type(optimizer)
         if len(optimizer.param_groups) > 1:
-            raise ConfigError(f"optimizer: {kind.__name__} has several parameter groups; servers support only one")
-        parameters = inspect.signature(kind).parameters
+            raise ConfigError(f"optimizer: {cls.__name__} has several parameter groups; servers support only one")
+        parameters = inspect.signature(cls).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         group = optimizer.param_groups[0]
         arguments = {name: value for name, value in group.items() if name in parameters and value != defaults[name]}
         arguments.pop("params")
-    if not getattr(kind, "__module__", "").startswith("torch.optim."):
-        raise ConfigError(f"optimizer: servers do not support {kind.__name__}; use one of neondist or torch.optim")
+    if not getattr(cls, "__module__", "").startswith("torch.optim."):
+        raise ConfigError(f"optimizer: servers do not support {cls.__name__}; use one of neondist or torch.optim")
     arguments = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
-    return {"kind": "torch", "name": kind.__name__, "arguments": arguments}
+    return {"kind": "torch", "name": cls.__name__, "arguments": arguments}
 
 
 def make_updater(description: Mapping[str, Any]) -> Updater:

@@ -249,18 +249,18 @@ class ServiceClient:
                 reply, self._has_reported_retries = self._call_once(method, message, timeout), False
                 return reply
             except grpc.RpcError as error:
-                seconds = time.monotonic() + pause - start
-                if error.code() not in _RETRY_CODES or seconds > self.retry_seconds or self._closed.is_set():
+                elapsed_seconds = time.monotonic() + pause - start
+                if error.code() not in _RETRY_CODES or elapsed_seconds > self.retry_seconds or self._closed.is_set():
                     raise self._translate_error(method, error) from None
-                if seconds > _QUIET_RETRY_SECONDS and not self._has_reported_retries:
+                if elapsed_seconds > _QUIET_RETRY_SECONDS and not self._has_reported_retries:
                     self._has_reported_retries = True
                     peer = f"{self.service} at {self.address}"
                     say(f"warning: no answer from {peer}; retrying for {self.retry_seconds:g} s", sys.stderr)
                 self._closed.wait(pause)
                 pause = min(2 * pause, 0.5)
             except MessageError as error:
-                text = f"{method}: invalid reply ({error}); install the same version of neondist"
-                raise ServiceError(f"{self.service} at {self.address}: {text}") from None
+                problem = f"{method}: invalid reply ({error}); install the same version of neondist"
+                raise ServiceError(f"{self.service} at {self.address}: {problem}") from None
 
     def submit(
         self, method: str, fields: Mapping[str, Any] | None = None, arrays: Mapping[str, MessageArray] | None = None
@@ -289,16 +289,16 @@ class ServiceClient:
 
     def _call_once(self, method: str, message: Message, timeout: float) -> Message:
         path, chunks = f"/neondist.{self.service}/{method}", encode(message)
-        first, second = next(chunks), next(chunks, None)
-        if second is None:  # a single chunk needs no thread that sends a stream
-            call = self._channel.unary_stream(path)(first, timeout=timeout, metadata=self._metadata)
+        first_chunk, second_chunk = next(chunks), next(chunks, None)
+        if second_chunk is None:  # a single chunk needs no thread that sends a stream
+            reply_chunks = self._channel.unary_stream(path)(first_chunk, timeout=timeout, metadata=self._metadata)
         else:
             stream = self._channel.stream_stream(path)
-            call = stream(chain((first, second), chunks), timeout=timeout, metadata=self._metadata)
+            reply_chunks = stream(chain((first_chunk, second_chunk), chunks), timeout=timeout, metadata=self._metadata)
         try:
-            return decode(call, self._max_bytes)
+            return decode(reply_chunks, self._max_bytes)
         finally:
-            call.cancel()
+            reply_chunks.cancel()
 
     def _translate_error(self, method: str, error: Any) -> ServiceError:
         code, peer = error.code(), f"{self.service} at {self.address}"
@@ -367,27 +367,27 @@ def _answer_call(
     method: ServiceMethod, max_request_bytes: int, requests: Iterator[bytes], context: Any
 ) -> Iterator[bytes]:
     """Yield the reply of a method to a request, both messages in chunks."""
-    code, text = grpc.StatusCode.INVALID_ARGUMENT, ""
-    remaining = context.time_remaining()
-    if remaining is None or remaining > MAX_CALL_SECONDS:
+    code, error_text = grpc.StatusCode.INVALID_ARGUMENT, ""
+    remaining_seconds = context.time_remaining()
+    if remaining_seconds is None or remaining_seconds > MAX_CALL_SECONDS:
         context.abort(code, f"a deadline of at most {MAX_CALL_SECONDS:g} s is needed")
     try:
         reply = method(decode(requests, max_request_bytes))
         chunks = encode(reply) if isinstance(reply, Message) else reply
     except ProtocolVersionError as error:
         code = grpc.StatusCode.FAILED_PRECONDITION
-        text = f"{error}; install the same version of neondist everywhere"
+        error_text = f"{error}; install the same version of neondist everywhere"
     except MessageError as error:
-        text = f"invalid request: {error}"
+        error_text = f"invalid request: {error}"
     except ServiceUnavailableError as error:
-        code, text = grpc.StatusCode.ABORTED, str(error)
+        code, error_text = grpc.StatusCode.ABORTED, str(error)
     except UserError as error:
-        code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        code, error_text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
     except grpc.RpcError:  # the caller has disconnected
         return
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        code, text = grpc.StatusCode.INTERNAL, "the call failed; see the output of the service"
-    if text:
-        context.abort(code, text[:_MAX_DETAIL_LENGTH])
+        code, error_text = grpc.StatusCode.INTERNAL, "the call failed; see the output of the service"
+    if error_text:
+        context.abort(code, error_text[:_MAX_DETAIL_LENGTH])
     yield from chunks

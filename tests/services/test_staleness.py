@@ -32,7 +32,7 @@ def simulate(bound, durations, steps):
                 blocked.remove(arrival)
                 ends[arrival[1]].append(now)
                 counts = {name: len(times) for name, times in ends.items()}
-                assert max(counts.values()) - min(bound.steps.values()) <= bound.staleness
+                assert max(counts.values()) - min(bound.steps_by_worker.values()) <= bound.staleness
                 if counts[arrival[1]] < steps:
                     heapq.heappush(arrivals, (now + durations[arrival[1]](counts[arrival[1]] + 1), *arrival))
     assert not blocked
@@ -70,7 +70,7 @@ def test_bound_is_never_exceeded(staleness, events):
             bound.remove_worker(name)
             waiting.discard(name)
         waiting -= {candidate for candidate in waiting if bound.may_continue(candidate)}
-        steps = bound.steps
+        steps = bound.steps_by_worker
         for candidate in steps.keys() - waiting:
             assert steps[candidate] - min(steps.values()) <= staleness
         assert not steps or waiting != steps.keys()
