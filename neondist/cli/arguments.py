@@ -56,8 +56,8 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _is_option(self, name: str) -> bool:
-        known = self._option_string_actions
-        return name in known or (self.allow_abbrev and any(option.startswith(name) for option in known))
+        known_options = self._option_string_actions
+        return name in known_options or (self.allow_abbrev and any(option.startswith(name) for option in known_options))
 
     def _reject_option(self, word: str) -> NoReturn:
         name = word.partition("=")[0]
@@ -67,10 +67,10 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         # commands without help are internal
-        documented = [shown.dest for shown in getattr(action, "_choices_actions", ())] or list(map(str, action.choices))
-        hint = suggest_nearest(str(value), documented)
-        names = ", ".join(map(repr, documented))
-        raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {names}){hint}")
+        choices = [shown.dest for shown in getattr(action, "_choices_actions", ())] or list(map(str, action.choices))
+        hint = suggest_nearest(str(value), choices)
+        choice_names = ", ".join(map(repr, choices))
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {choice_names}){hint}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words and keep them: ranks are started with the same command line."""
@@ -78,8 +78,8 @@ class _Parser(argparse.ArgumentParser):
         if bad := next((word for word in words if re.fullmatch(r"--[\w-]+=--", word)), None):
             self.error(f"{bad}: -- ends the options and is not a value; write {bad[:-2]}./-- for a file of that name")
         if "--" in words:  # a launcher may append options to these words
-            at = words.index("--")
-            words = [*words[:at], *map(options.escape_leading_dash, words[at + 1 :])]
+            position = words.index("--")
+            words = [*words[:position], *map(options.escape_leading_dash, words[position + 1 :])]
         words, script = run.split_at_script(words)
         arguments = super().parse_args(train.route_to_model_command(normalise_option_words(words)), namespace)
         arguments.words, arguments.script = words, script
@@ -91,29 +91,29 @@ class _Parser(argparse.ArgumentParser):
 
 def create_parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs the command."""
-    root = _Parser(
+    parser = _Parser(
         prog="neondist",
         description="Train convolutional networks on images that are partitioned into tiles, one per MPI rank.",
     )
-    root.add_argument("--version", action="version", version=f"neondist {__version__}")
+    parser.add_argument("--version", action="version", version=f"neondist {__version__}")
     # stops: SIGTERM and SIGUSR1 request a stop instead of killing the command, which writes to `folder`; watched:
     # monitored for hangs by `watchdog`; restarts, elastic, lease: as in `run`; begun: start time of the job's first
     # generation
-    root.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
+    parser.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
     # options of `launch` and of elastic hosts
-    root.set_defaults(resources=None, hosts_from=None, cooldown=None, wait=None, snapshot=None, source=None, spares=0)
-    root.set_defaults(hosts=None, generation=None)
+    parser.set_defaults(resources=None, hosts_from=None, cooldown=None, wait=None, snapshot=None, source=None, spares=0)
+    parser.set_defaults(hosts=None, generation=None)
     # options of `train`: number of servers (0: default), their `SyncPolicy`; bounds of the number of workers, source
     # of their slots, maximum wait for slots; a process with all imports, from which the job's processes are forked
-    root.set_defaults(num_ps=0, sync_policy=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
-    root.set_defaults(nonfinite="stop")
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(num_ps=0, sync_policy=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
+    parser.set_defaults(nonfinite="stop")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (
         run, train, launch, submit, plan, inference, sweep, bench, serve, top, doctor, data, init, files, zoo,
     ):  # fmt: skip
         command.add_parser(commands)
-    return root
+    return parser
 
 
 def normalise_option_words(argv: Sequence[str]) -> list[str]:

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any) -> None:
     """Register the commands."""
-    group = commands.add_parser("data", help="download MNIST, convert images to HDF5, or write records")
-    parts = group.add_subparsers(required=True, metavar="WHAT")
+    data_parser = commands.add_parser("data", help="download MNIST, convert images to HDF5, or write records")
+    subcommands = data_parser.add_subparsers(required=True, metavar="WHAT")
 
-    cmd = parts.add_parser("mnist", help="download the MNIST files")
+    cmd = subcommands.add_parser("mnist", help="download the MNIST files")
     cmd.add_argument("--to", type=options.parse_path, metavar="DIR", required=True, help="output folder")
     cmd.add_argument("--mirror", metavar="URL", help="URL of the folder with the files (default: the public mirror)")
     cmd.set_defaults(command=download)
 
-    cmd = parts.add_parser(
+    cmd = subcommands.add_parser(
         "convert", help="convert images to an HDF5 file, from which each rank reads its tile", allow_abbrev=False
     )
     cmd.add_argument(
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--compress", action="store_true", help="compress with gzip: smaller, slower to read")
     cmd.set_defaults(command=convert)
 
-    cmd = parts.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
+    cmd = subcommands.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
     cmd.add_argument("source", metavar="SOURCE", help="records, as for `neondist train --training-data`")
     cmd.add_argument(
         "--role",
@@ -80,9 +80,9 @@ def download(arguments: argparse.Namespace) -> int:
 
     from ..data.datasets.download import download_mnist
 
-    mirror = {} if arguments.mirror is None else {"mirror": arguments.mirror}
+    mirror_option = {} if arguments.mirror is None else {"mirror": arguments.mirror}
     with progress_bars(DownloadColumn(), TransferSpeedColumn()) as progress:
-        files = download_mnist(arguments.to, progress=progress, **mirror)
+        files = download_mnist(arguments.to, progress=progress, **mirror_option)
     for file in files:
         emit(file)
     emit(f"use them with dataset: !MNIST {{path: {arguments.to}}}")
@@ -121,18 +121,18 @@ def convert(arguments: argparse.Namespace) -> int:
 
     loader = ImageLoader(arguments.mode, tuple(arguments.size) if arguments.size else None)
     labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
-    parts = open_split_sources(arguments.source, loader, labels, maps)
+    sources = open_split_sources(arguments.source, loader, labels, maps)
     target = Path(arguments.to).expanduser()
-    written = dict.fromkeys(parts, 0)
-    with ProgressLine(sum(part.count for part in parts.values()), sys.stderr, "sample") as progress:
+    written_by_split = dict.fromkeys(sources, 0)
+    with ProgressLine(sum(source.count for source in sources.values()), sys.stderr, "sample") as progress:
 
-        def report(name: str, done: int, total: int) -> None:
-            progress.add_done_parts(done - written[name])
-            written[name] = done
+        def report_progress(name: str, done: int, total: int) -> None:
+            progress.add_done_parts(done - written_by_split[name])
+            written_by_split[name] = done
 
-        shapes = convert(parts, target, arguments.compress, report)
-    for part in parts.values():
-        for note in part.messages:
+        shapes = convert(sources, target, arguments.compress, report_progress)
+    for source in sources.values():
+        for note in source.messages:
             emit(note)
     for name, shape in shapes.items():
         emit(f"{name}: {counted(shape[0], 'sample')} of {' x '.join(map(str, shape[1:]))}")
@@ -147,12 +147,12 @@ def progress_bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int 
 
     from ..terminal.rich_console import Console
 
-    tasks: dict[str, Any] = {}
+    task_ids: dict[str, Any] = {}
     with Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, console=Console()) as display:
 
         def update_bar(name: str, done: int, total: int | None) -> None:
-            if name not in tasks:
-                tasks[name] = display.add_task(name, total=total)
-            display.update(tasks[name], completed=done, total=total)
+            if name not in task_ids:
+                task_ids[name] = display.add_task(name, total=total)
+            display.update(task_ids[name], completed=done, total=total)
 
         yield update_bar

@@ -34,12 +34,12 @@ def parse_tiles(text: str) -> tuple[int, int]:
 def parse_workers(text: str) -> int | tuple[int, int]:
     """Parse a number of workers, such as '4', or MIN:MAX, such as '1:4'."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text)
-    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= low <= high:
+    min_workers, max_workers = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= min_workers <= max_workers:
         raise argparse.ArgumentTypeError(
             f"'{text}' is not a number of workers; expected 1 or more, or MIN:MAX, such as 1:4, with MIN <= MAX"
         )
-    return (low, high) if ":" in text else low
+    return (min_workers, max_workers) if ":" in text else min_workers
 
 
 DEFINABLE_NAMES = (
@@ -70,8 +70,8 @@ def open_record_source(source: str, mode: Mode) -> RecordReader:
 
 def create_record_reader(definition: ModelDefinition, source: str, mode: Mode) -> RecordReader:
     """Return the reader of a source: the definition's custom reader, or the one for this kind of source."""
-    own = definition.custom_reader(source)
-    return open_record_source(source, mode) if own is None else UserRecords(source, own)
+    custom_reader = definition.custom_reader(source)
+    return open_record_source(source, mode) if custom_reader is None else UserRecords(source, custom_reader)
 
 
 def create_samples(

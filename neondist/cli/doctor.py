@@ -39,10 +39,10 @@ MODULES_BY_PACKAGE = {
 def add_parser(commands: Any) -> None:
     """Register the command."""
     cmd = commands.add_parser("doctor", help="print versions, the MPI library, backends, threads and warnings")
-    cmd.set_defaults(command=doctor)
+    cmd.set_defaults(command=print_diagnostics)
 
 
-def doctor(arguments: argparse.Namespace) -> int:
+def print_diagnostics(arguments: argparse.Namespace) -> int:
     """Print versions, MPI, backends, threads, and warnings with their remedies."""
     warnings: list[str] = []
     _print_section(
@@ -63,14 +63,14 @@ def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
 
 def _check_packages(warnings: list[str]) -> list[tuple[str, str]]:
     packages = get_versions()
-    names = [name for name in packages if packages[name] and name in MODULES_BY_PACKAGE]
-    errors = failed_imports([module for name in names for module in MODULES_BY_PACKAGE[name]])
+    installed = [name for name in packages if packages[name] and name in MODULES_BY_PACKAGE]
+    errors = failed_imports([module for name in installed for module in MODULES_BY_PACKAGE[name]])
     lines = []
     for name, version in packages.items():
-        broken = next((module for module in MODULES_BY_PACKAGE.get(name, ()) if module in errors), "")
-        lines.append((name, f"{version}, cannot be imported" if broken else version or "not installed"))
-        if broken:
-            warnings.append(f"`import {broken}` fails: {errors[broken]}; reinstall {name}, or remove it")
+        broken_module = next((module for module in MODULES_BY_PACKAGE.get(name, ()) if module in errors), "")
+        lines.append((name, f"{version}, cannot be imported" if broken_module else version or "not installed"))
+        if broken_module:
+            warnings.append(f"`import {broken_module}` fails: {errors[broken_module]}; reinstall {name}, or remove it")
     if packages["torch"] and (remedy := unsupported_torch_remedy(packages["torch"])) and "neondist.torch" not in errors:
         warnings.append(remedy)
     return lines
@@ -80,17 +80,17 @@ def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, st
     """Return import errors by module; imports run in child processes, which a broken library may crash."""
     env = {**os.environ, "PYTHONWARNINGS": "ignore"}
     errors: dict[str, str] = {}
-    remaining = list(modules)
-    while remaining:
+    remaining_modules = list(modules)
+    while remaining_modules:
         lines = _run_for_output(
-            safe_path.python_command("neondist.launcher.import_probe", *remaining), timeout, env
+            safe_path.python_command("neondist.launcher.import_probe", *remaining_modules), timeout, env
         ).splitlines()
-        answers = dict(line.split("\t", 1) for line in lines if "\t" in line)
-        answered = [module for module in remaining if module in answers]
-        errors |= {module: answers[module] for module in answered if answers[module]}
-        remaining = remaining[len(answered) :]
-        if remaining:
-            errors[remaining.pop(0)] = f"the import takes more than {timeout:g} s, or terminates the process"
+        reported_errors = dict(line.split("\t", 1) for line in lines if "\t" in line)
+        reported_modules = [module for module in remaining_modules if module in reported_errors]
+        errors |= {module: reported_errors[module] for module in reported_modules if reported_errors[module]}
+        remaining_modules = remaining_modules[len(reported_modules) :]
+        if remaining_modules:
+            errors[remaining_modules.pop(0)] = f"the import takes more than {timeout:g} s, or terminates the process"
     return errors
 
 
@@ -132,23 +132,23 @@ def _check_backends(warnings: list[str]) -> list[tuple[str, str]]:
             " without a C compiler; install one, such as gcc, and reinstall neondist"
         )
     lines.append(("compiled kernels", "yes" if is_compiled else "no"))
-    first = f"takes {selected.name}, the first of {', '.join(choice.name for choice in choices)}" if selected else ""
-    return [*lines, ("auto", f"{first} that is usable" if selected else "finds none")]
+    label = f"takes {selected.name}, the first of {', '.join(choice.name for choice in choices)}" if selected else ""
+    return [*lines, ("auto", f"{label} that is usable" if selected else "finds none")]
 
 
 def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
     cores = threads.count_cores()
     lines = [("cores", f"{cores} for this process, {os.cpu_count()} in the machine")]
     for name in threads.THREAD_COUNT_VARIABLES:
-        value = os.environ.get(name)
-        lines.append((name, value or "not set"))
-        if value and value.isdecimal() and int(value) > cores:
+        setting = os.environ.get(name)
+        lines.append((name, setting or "not set"))
+        if setting and setting.isdecimal() and int(setting) > cores:
             warnings.append(
-                f"{name}={value} is more than {counted(cores, 'core')}; unset it to let neondist divide the cores"
+                f"{name}={setting} is more than {counted(cores, 'core')}; unset it to let neondist divide the cores"
             )
     reason = pinning.unpinned_reason(os.environ)
-    pinned = f"ranks of `neondist run -n N` are pinned to their own cores, up to {counted(cores, 'thread')} in total"
-    lines.append(("pinning", f"no: {reason}" if reason else f"{pinned}; {pinning.PIN_VARIABLE}=no switches it off"))
+    note = f"ranks of `neondist run -n N` are pinned to their own cores, up to {counted(cores, 'thread')} in total"
+    lines.append(("pinning", f"no: {reason}" if reason else f"{note}; {pinning.PIN_VARIABLE}=no switches it off"))
     lines += [("library", text) for text in _describe_thread_pools()]
     return lines
 
@@ -179,8 +179,8 @@ def _describe_gpu_support(mpi: MPILibrary) -> str:
         return "no MPI"
     if mpi.cuda:
         return "yes, according to the library (CUDA); each run verifies it with a message first"
-    support = "no, according to the library" if mpi.cuda is False else "unknown, not reported by the library"
-    return f"{support}; messages from a GPU are staged through pinned host memory"
+    support_text = "no, according to the library" if mpi.cuda is False else "unknown, not reported by the library"
+    return f"{support_text}; messages from a GPU are staged through pinned host memory"
 
 
 def _describe_thread_pools() -> list[str]:

@@ -41,7 +41,7 @@ def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: in
 
     from ..models import require_layer_model
 
-    def check(experiment: Any) -> None:
+    def check_model(experiment: Any) -> None:
         experiment.validate(ranks)
         feature, remedy = getattr(arguments, "layers_only_feature", None) or ("", "")
         if feature:
@@ -53,7 +53,7 @@ def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: in
                 f" most {replicas * cells} ranks, or more replicas; {FORCE_HINT}"
             )
 
-    return load_experiment_on_all_ranks(arguments, world, check)
+    return load_experiment_on_all_ranks(arguments, world, check_model)
 
 
 def load_experiment_on_all_ranks(
@@ -96,18 +96,18 @@ def import_module(name: str, message_prefix: str = "--import ") -> str:
 
 def load_factory(text: str, message_prefix: str) -> Callable[..., Any]:
     """Return the callable FILE.py:NAME or MODULE:NAME; ConfigError, with the prefix, if there is none."""
-    place, colon, name = text.rpartition(":")
-    if not (colon and place and name):
+    module_name, colon, name = text.rpartition(":")
+    if not (colon and module_name and name):
         raise ConfigError(f"{message_prefix}{text}: does not name a function; expected FILE.py:NAME or MODULE:NAME")
-    module = sys.modules[import_module(place, message_prefix)]
+    module = sys.modules[import_module(module_name, message_prefix)]
     member = getattr(module, name, None)
     if not callable(member):
         members = inspect.getmembers(module, callable)
-        own = [n for n, value in members if getattr(value, "__module__", None) == module.__name__]
-        remedy = f"; specify one of {', '.join(own)}" if own else "; define a class or a function"
+        own_names = [n for n, value in members if getattr(value, "__module__", None) == module.__name__]
+        remedy = f"; specify one of {', '.join(own_names)}" if own_names else "; define a class or a function"
         if member is not None:
             raise ConfigError(f"{message_prefix}{text}: {name} is a {type(member).__name__}{remedy}")
-        raise ConfigError(f"{message_prefix}{text}: {place} has no '{name}'{suggest(name, own) or remedy}")
+        raise ConfigError(f"{message_prefix}{text}: {module_name} has no '{name}'{suggest(name, own_names) or remedy}")
     factory: Callable[..., Any] = member
     return factory
 

@@ -41,9 +41,9 @@ def write_report(arguments: argparse.Namespace) -> int:
     from ..train.html_report import run_report_html as page
 
     folder = Path(arguments.run)
-    target = Path(arguments.to or folder / "report.html")
-    write_text(target, page(folder))
-    emit(target)
+    report_path = Path(arguments.to or folder / "report.html")
+    write_text(report_path, page(folder))
+    emit(report_path)
     return 0
 
 

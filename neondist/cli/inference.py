@@ -142,8 +142,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
                 f"evaluate: --{name.replace('_', '-')} requires --follow DIR; leave it out, or add --follow DIR"
             )
     files = arguments.input, arguments.labels
-    of_files = arguments.block, arguments.axes
-    if (None in files) != (files == (None, None)) or (of_files != (None, None) and None in files):
+    extras = arguments.block, arguments.axes
+    if (None in files) != (files == (None, None)) or (extras != (None, None) and None in files):
         raise ConfigError(
             "evaluate: --input, --labels, --block and --axes apply to files; give both --input and --labels, or none"
             " of these"
@@ -163,8 +163,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
         def read_class_names() -> Sequence[str]:
             path = Path(arguments.checkpoint)
-            trained = read_checkpoint_class_names(path) or experiment.dataset.class_names
-            return trained or read_run_class_names(path.parent)  # for checkpoints without class names
+            class_names = read_checkpoint_class_names(path) or experiment.dataset.class_names
+            return class_names or read_run_class_names(path.parent)  # for checkpoints without class names
 
         _print_results(arguments, grid, arguments.file, arguments.checkpoint, results, samples, read_class_names)
 
@@ -172,12 +172,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
         _check_source(arguments.input, arguments.axes)
         _check_source(arguments.labels)
 
-    load = (
+    load_experiment = (
         partial(load_and_validate, arguments)
         if None in files
         else lambda world, ranks: load_experiment_on_all_ranks(arguments, world, check_sources)
     )
-    return _run_with_experiment(arguments, load, work)
+    return _run_with_experiment(arguments, load_experiment, work)
 
 
 def _evaluate_module(arguments: argparse.Namespace) -> int:
@@ -189,13 +189,13 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
     if arguments.input is None or arguments.labels is None:
         raise ConfigError("evaluate: --weights needs images and labels; give --input X and --labels T")
 
-    def work(trained: Any, grid: ProcessGrid) -> None:
+    def work(module: Any, grid: ProcessGrid) -> None:
         from ..train.inference import evaluate_module
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
-        results = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block, samples)
+        results = evaluate_module(module, arguments.input, arguments.labels, grid, arguments.block, samples)
         weights = arguments.weights
-        _print_results(arguments, grid, weights, weights, results, samples, lambda: trained.class_names)
+        _print_results(arguments, grid, weights, weights, results, samples, lambda: module.class_names)
 
     return _run_with_module(arguments, work)
 
@@ -226,8 +226,8 @@ def _print_results(
                 settings = {"checkpoint": checkpoint}
                 if arguments.input is not None:
                     settings["images"] = arguments.input
-                page = evaluation_page_html(Path(subject).stem, settings, results, samples, read_class_names())
-                write_text(Path(arguments.report), page)
+                page_html = evaluation_page_html(Path(subject).stem, settings, results, samples, read_class_names())
+                write_text(Path(arguments.report), page_html)
                 options.print_written([arguments.report], sys.stderr)
 
 
@@ -241,8 +241,8 @@ def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
         from ..session import follow_checkpoints
         from ..session.checkpoint_follower import EVALUATION_FOLDER, METRICS_FILE
 
-        times = arguments.every or DEFAULT_CHECKPOINT_POLL_SECONDS, arguments.max_time
-        follow_checkpoints(experiment, arguments.follow, grid, arguments.output, *times)
+        poll_and_max_seconds = arguments.every or DEFAULT_CHECKPOINT_POLL_SECONDS, arguments.max_time
+        follow_checkpoints(experiment, arguments.follow, grid, arguments.output, *poll_and_max_seconds)
         if grid.rank == 0:
             folder = Path(arguments.output or Path(arguments.follow, EVALUATION_FOLDER))
             options.print_written([folder / METRICS_FILE], sys.stderr)
@@ -265,12 +265,12 @@ def _resume_hint_on_failure(path: Path) -> Iterator[None]:
     def journal_time() -> int | None:
         return journal.stat().st_mtime_ns if journal.exists() else None
 
-    before = journal_time()
+    time_before = journal_time()
     try:
         yield
     finally:
-        first = LAUNCHED_RANKS_VARIABLE not in os.environ and (job is None or job.is_first_rank)
-        if first and journal_time() not in (None, before):
+        is_first_rank = LAUNCHED_RANKS_VARIABLE not in os.environ and (job is None or job.is_first_rank)
+        if is_first_rank and journal_time() not in (None, time_before):
             say(
                 f"note: {part} keeps the completed blocks; repeat the command to continue, or give --overwrite to"
                 " start over",
@@ -326,8 +326,8 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
             raise ConfigError(f"{command}: --weights cannot be combined with {value}; leave out one of them")
     if arguments.factory is None:
         raise ConfigError(f"{command}: --weights W contains no network; give --factory FILE.py:NAME, which returns it")
-    memory = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
-    if len(memory) < len(arguments.settings) or arguments.modules:
+    memory_limits = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
+    if len(memory_limits) < len(arguments.settings) or arguments.modules:
         raise ConfigError(
             f"{command}: --set, --strategy and --import apply to experiments; leave them out with --weights"
         )
@@ -338,7 +338,7 @@ def _run_with_module(arguments: argparse.Namespace, work: Callable[[Any, Process
         module_options = {
             name: value for name in (*_WEIGHTS_OPTIONS, "axes") if (value := getattr(arguments, name)) is not None
         }
-        module_options |= {"memory": memory[-1]} if memory else {}
+        module_options |= {"memory": memory_limits[-1]} if memory_limits else {}
         with all_or_none(world):
             factory = load_factory(arguments.factory, "--factory ")
             trained = TrainedModule(factory, arguments.weights, arguments.factory, **module_options)

@@ -73,8 +73,8 @@ def write_experiment(arguments: argparse.Namespace) -> int:
         raise OutputError(f"{target}: already exists; choose another name with --to")
     text = _hdf5_yaml(folder) if is_hdf5 else _folder_yaml(folder)
     write_text(target, text)
-    quoted = shlex.quote(str(target))
-    emit(f"{target}: try `neondist check {quoted}`, then `neondist run {quoted}`")
+    quoted_path = shlex.quote(str(target))
+    emit(f"{target}: try `neondist check {quoted_path}`, then `neondist run {quoted_path}`")
     return 0
 
 
@@ -87,14 +87,14 @@ def _folder_yaml(folder: Path) -> str:
     ]
     if pairs:
         pair = next((pair for pair in pairs if all(map(_find_images, pair))), pairs[0])
-        places = []
+        folders_and_patterns = []
         for sub in pair:
             if (place := _find_images(sub)) is None:
                 raise DataError(f"{sub}: has no images, but {pair[0].name}/ and {pair[1].name}/ both need some")
             if others := [other.name for other in sorted(sub.iterdir()) if place[0] not in (sub, other)]:
                 emit(f"only {place[0]} is used, not {', '.join(others[:9])}; to use others, set `validation` or `test`")
-            places.append(place)
-        return _segmentation_yaml(*(_image_pattern(*place) for place in places))
+            folders_and_patterns.append(place)
+        return _segmentation_yaml(*(_image_pattern(*place) for place in folders_and_patterns))
     if patterns := _image_and_mask_patterns_of_cases(folder) or _image_and_mask_patterns_by_name(folder):
         return _segmentation_yaml(*patterns)
     return _classification_yaml(folder)
@@ -105,8 +105,8 @@ def _classification_yaml(folder: Path) -> str:
 
     tables = sorted(folder.glob("*.csv"))
     tables = [path for path in tables if not tables[1:] or path.stem.lower() in _TABLE_NAMES]
-    named = [sub for sub in sorted(folder.iterdir()) if sub.name.lower() in _TABLE_IMAGE_FOLDERS and sub.is_dir()]
-    image_folder = next((sub for sub in named if _list_images(sub)), folder)
+    folders = [sub for sub in sorted(folder.iterdir()) if sub.name.lower() in _TABLE_IMAGE_FOLDERS and sub.is_dir()]
+    image_folder = next((sub for sub in folders if _list_images(sub)), folder)
     classes = sorted(sub for sub in folder.iterdir() if sub.is_dir() and _list_images(sub))
     if len(tables) == 1 and _list_images(image_folder):
         images, pattern, labels = _list_images(image_folder), _image_pattern(image_folder), str(tables[0])
@@ -124,11 +124,11 @@ def _classification_yaml(folder: Path) -> str:
     crop, crops_per_image = _choose_crop_size_and_count(images)
     items = list_images(match_files("images", pattern), len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
-    values, count, are_classes = read_labels(labels, items, None)
-    if values.ndim > 1:
-        task, outputs, cost, metrics = "Regression: numbers per image", values.shape[1], "!MSE {}", ""
+    label_values, num_classes, are_classes = read_labels(labels, items, None)
+    if label_values.ndim > 1:
+        task, outputs, cost, metrics = "Regression: numbers per image", label_values.shape[1], "!MSE {}", ""
     else:
-        outputs = count or 0
+        outputs = num_classes or 0
         names = f": {', '.join(sub.name for sub in classes)[:200]}" if labels == "folders" else ""
         if labels != "folders" and not are_classes:
             names = ". Integers in the table are class numbers, starting at 0; write regression targets as 250.0"
@@ -145,14 +145,14 @@ def _classification_yaml(folder: Path) -> str:
 def _yaml_of_other_files(folder: Path, num_classes: int) -> str:
     """Return the experiment file for a folder of time series or with one HDF5 file; DataError for other folders."""
     if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _list_images(sub)):
-        first = min(nested, key=lambda sub: not sub.name.startswith("train"))
-        validation = next((sub for sub in nested if sub.name.lower().startswith("val") and sub != first), None)
+        first_folder = min(nested, key=lambda sub: not sub.name.startswith("train"))
+        validation = next((sub for sub in nested if sub.name.lower().startswith("val") and sub != first_folder), None)
         remedy = (
             f", and set validation: {_quote_yaml(_image_pattern(validation, '*'))} in the file" if validation else ""
         )
         raise DataError(
-            f"{folder}: has no images, but {first.name}/ has image folders; run neondist init"
-            f" {shlex.quote(str(first))}{remedy}"
+            f"{folder}: has no images, but {first_folder.name}/ has image folders; run neondist init"
+            f" {shlex.quote(str(first_folder))}{remedy}"
         )
     if any(path.suffix.lower() == ".dcm" for path in folder.rglob("*")):
         raise DataError(f"{folder}: has DICOM files; convert each series to NIfTI, for example with dcm2niix")
@@ -222,18 +222,18 @@ def _forecast_yaml(paths: list[Path]) -> str:
     else:
         with open_hdf5(paths[0]) as file:
             names = array_names(file, max_arrays=1000)
-    fields = []
+    variables = []
     for name in names:
         with suppress(DataError), open_source(f"{paths[0]}:{name}") as source:
-            fields += [name] if source.axes == "TYXC" else []
-    if not fields:
+            variables += [name] if source.axes == "TYXC" else []
+    if not variables:
         raise DataError(f"{paths[0]}: has no variable over time, latitude and longitude; give a folder of such files")
     pattern = str(Path(escape(str(paths[0].parent)), f"*{paths[0].suffix}"))
-    dataset = ClimateFiles(pattern, fields)
+    dataset = ClimateFiles(pattern, variables)
     dataset.check()
     periodic = dataset.open_series(pattern).has_periodic_columns
     return FORECAST_TEMPLATE.format(
-        files=_quote_yaml(pattern), variables=", ".join(map(_quote_yaml, fields)), outputs=len(fields),
+        files=_quote_yaml(pattern), variables=", ".join(map(_quote_yaml, variables)), outputs=len(variables),
         weights="" if dataset.fields.latitude is None else "weights: cos(lat)",
         padding="[replicate, wrap]" if periodic else "replicate",
         padding_comment="wrap: the longitudes of the files are periodic" if periodic
@@ -264,12 +264,12 @@ def _image_and_mask_patterns_by_name(folder: Path) -> list[str]:
     ends = {end for name in names for end in (name[at.start() :] for at in _MASK_ENDING.finditer(name)) if end[1:]}
     images_by_end = {end: [name for name in names if name.endswith(end)] for end in ends}
     for end, masks in sorted(images_by_end.items(), key=lambda item: -len(item[1])):
-        others = [name for name in names if name not in masks]
+        image_names = [name for name in names if name not in masks]
         stems = [mask.removesuffix(end) for mask in masks]
-        if all(stems) and others and all(any(name.startswith(stem) for name in others) for stem in stems):
-            kinds = {".nii.gz" if name.endswith(".nii.gz") else Path(name).suffix for name in others}
-            parts = kinds.pop() if len(kinds) == 1 else ".*", end
-            return [str(Path(escape(str(folder)), f"*{escape(part)}")) for part in parts]
+        if all(stems) and image_names and all(any(name.startswith(stem) for name in image_names) for stem in stems):
+            suffixes = {".nii.gz" if name.endswith(".nii.gz") else Path(name).suffix for name in image_names}
+            name_ends = suffixes.pop() if len(suffixes) == 1 else ".*", end
+            return [str(Path(escape(str(folder)), f"*{escape(end)}")) for end in name_ends]
     return []
 
 
@@ -284,13 +284,13 @@ def _inspect_masks(names: list[str]) -> tuple[set[int], int]:
         with open_mask(name) as source:
             if source.dtype.kind == "f":
                 return set(), source.shape[-1]
-            starts = product(*(range(0, n, _INSPECTED_EXTENT) for n in source.shape))
-            for start in starts:
+            box_starts = product(*(range(0, n, _INSPECTED_EXTENT) for n in source.shape))
+            for start in box_starts:
                 box = [(lo, min(lo + _INSPECTED_EXTENT, n)) for lo, n in zip(start, source.shape, strict=True)]
                 boxes.append((name, box, math.prod(hi - lo for lo, hi in box)))
     values = set[int]()
-    step = -(-sum(size for *_, size in boxes) // _MAX_INSPECTED_CELLS)
-    for name, group in groupby(boxes[::step], key=lambda item: item[0]):
+    box_stride = -(-sum(size for *_, size in boxes) // _MAX_INSPECTED_CELLS)
+    for name, group in groupby(boxes[::box_stride], key=lambda item: item[0]):
         with open_mask(name) as source:
             for _, box, _ in group:
                 values |= set(np.unique(source.read(box)).tolist())
@@ -323,15 +323,15 @@ def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
     else:
         outputs, class_values, void = _choose_classes(values)
         if outputs < 2:
-            name = Path(mask_names[0]).parent
-            raise DataError(f"{name}: has only the values {sorted(values)}; give masks of two classes, or more")
+            mask_folder = Path(mask_names[0]).parent
+            raise DataError(f"{mask_folder}: has only the values {sorted(values)}; give masks of two classes, or more")
         if outputs > _MAX_CLASSES:
             emit(
                 f"warning: masks have values up to {outputs - 1}, each of them a class; if they number objects, write"
                 " masks of classes, such as mask > 0, and run neondist init again"
             )
-        described = f"the values {class_values}" if class_values else f"0 to {outputs - 1}"
-        task = f"Segmentation: a class per cell; the masks contain {described}"
+        values_text = f"the values {class_values}" if class_values else f"0 to {outputs - 1}"
+        task = f"Segmentation: a class per cell; the masks contain {values_text}"
         cost, metrics = "!DiceCE {}", SEGMENTATION_METRICS
         if class_values:
             labels += f"\n  class_values: {class_values}     # values of classes 0, 1, ...; others are an error"
@@ -340,7 +340,7 @@ def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
         if void is not None:
             task += f", and {void} for unlabelled cells"
             labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
-    crop, crops_per_image = _choose_crop_size_and_count([Path(name) for name in image_names])
+    crop, crops_per_image = _choose_crop_size_and_count([Path(mask_folder) for mask_folder in image_names])
     items = list_images(image_names, len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     find_masks(mask_pattern, items, len(crop))
@@ -353,14 +353,14 @@ def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
 
 
 def _image_files_yaml(pattern: str, labels: str, crop: list[int], crops_per_image: int, num_images: int) -> str:
-    held_out = "0.2        # fraction of the images held out for validation"
-    held_out = held_out if num_images > 1 else "null       # a single image; set 0.2 if there are more"
+    held_out_text = "0.2        # fraction of the images held out for validation"
+    held_out_text = held_out_text if num_images > 1 else "null       # a single image; set 0.2 if there are more"
     return f"""!ImageFiles
   images: {_quote_yaml(pattern)}
   labels: {labels}
   crop: {crop}         # cells per sample; larger crops give more context
   crops_per_image: {crops_per_image}
-  validation: {held_out}"""
+  validation: {held_out_text}"""
 
 
 def _best_yaml(split: str, number: str) -> str:
@@ -420,5 +420,5 @@ def _choose_crop_size_and_count(paths: list[Path]) -> tuple[list[int], int]:
         crop = crop or [64 if len(extents) < 3 else 32] * len(extents)
         crop = [min(pair) for pair in zip(crop, extents, strict=False)]
     crop = [side // 8 * 8 or side for side in crop]
-    fitting = min(math.prod(shape) for shape in shapes) // math.prod(crop)
-    return crop, 1 if shapes == {tuple(crop)} else max(4, min(fitting, _CROPS_PER_EPOCH // len(paths)))
+    fitting_crops = min(math.prod(shape) for shape in shapes) // math.prod(crop)
+    return crop, 1 if shapes == {tuple(crop)} else max(4, min(fitting_crops, _CROPS_PER_EPOCH // len(paths)))

@@ -56,8 +56,8 @@ def classifier_layers(extent: int, outputs: int) -> str:
     """Return the layers of a classifier; `extent`: cells of the shortest axis, which limit the number of poolings."""
     layers = [_CONV_BLOCK_TEMPLATE.format(channels) for channels in (16, 32, 64)]
     layers = [f"{layer}\n{_POOLING_LAYER}" if extent >> at > 1 else layer for at, layer in enumerate(layers)]
-    head = f"    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {outputs}}}"
-    return "\n".join([*layers, head])
+    head_layers = f"    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {outputs}}}"
+    return "\n".join([*layers, head_layers])
 
 
 def segmenter_layers(outputs: int) -> str:

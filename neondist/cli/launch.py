@@ -36,6 +36,6 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.restarts is not None or arguments.spares:
         arguments.source = HostSource(arguments.resource_file)
     if arguments.ranks is None:
-        total = max(1, arguments.resources.replicas - arguments.spares)
-        arguments.ranks = arguments.elastic[1] if arguments.elastic else total
+        num_ranks = max(1, arguments.resources.replicas - arguments.spares)
+        arguments.ranks = arguments.elastic[1] if arguments.elastic else num_ranks
     return run.run(arguments)

@@ -123,12 +123,12 @@ def parse_rank_counts(text: str, limit: int = MAX_RANKS) -> list[int]:
     return [rank_count(word, limit) for word in text.split(",")]
 
 
-def nonnegative_int(text: str, lowest: int = 0, limit: int = MAX_INTEGER, excess: str = "is too large") -> int:
+def nonnegative_int(text: str, lowest: int = 0, limit: int = MAX_INTEGER, excess_error: str = "is too large") -> int:
     """Parse an integer from `lowest` to `limit`; `excess` is the error of a larger one."""
     if not re.fullmatch("[0-9]{1,4000}", text) or int(text) < lowest:
         raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least {lowest}")
     if int(text) > limit:
-        raise argparse.ArgumentTypeError(f"{text:.30} {excess}; give at most {limit}")
+        raise argparse.ArgumentTypeError(f"{text:.30} {excess_error}; give at most {limit}")
     return int(text)
 
 

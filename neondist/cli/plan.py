@@ -57,22 +57,22 @@ def plan(arguments: argparse.Namespace) -> int:
         experiment = load_from_arguments(arguments)
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
     ranks = arguments.ranks or (resources.replicas if resources is not None else 1)
-    auto = experiment.model.strategy if isinstance(experiment.model.strategy, AutoStrategy) else None
+    auto_strategy = experiment.model.strategy if isinstance(experiment.model.strategy, AutoStrategy) else None
     if arguments.machine is not None:
         machine = read_machine(arguments.machine)
     else:
-        machine = Machine.default() if auto is None else auto.machine
+        machine = Machine.default() if auto_strategy is None else auto_strategy.machine
     try:
         if not experiment.dist_flag:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
         local_ranks = _max_ranks_of_node(ranks, machine, resources)
-        limit, within = _memory_limit_and_planner(experiment, local_ranks)
+        limit, plan_within = _memory_limit_and_planner(experiment, local_ranks)
         builders = _candidate_builders(experiment.model)
         candidates = search.sort_choices(_plan_all_grids(experiment, ranks, machine), builders, machine, resources)
-        if auto is not None:
-            candidates = auto.select_fitting(candidates, list(map(search.held_parameter_bytes, candidates)))
+        if auto_strategy is not None:
+            candidates = auto_strategy.select_fitting(candidates, list(map(search.held_parameter_bytes, candidates)))
         choice, runner_up, rejected = search.choose_fastest_grid(
-            candidates, limit, within, experiment.model.layer_backend_name, local_ranks
+            candidates, limit, plan_within, experiment.model.layer_backend_name, local_ranks
         )
     except UserError as error:
         raise add_location(error) from None
@@ -141,11 +141,11 @@ def _plan_with_cheapest_schemes(experiment: Any, grid: Any, machine: Any) -> Any
     profile = machine_profile_for(machine, grid, batch, model.dtype.itemsize)
     choices = choose_schemes(model.chain, shape, grid, profile)
     schemes = {choice.layer: choice.scheme for choice in choices if choice.scheme != "halo"}
-    original = {leaf: leaf.scheme for leaf in model.leaves}
+    original_schemes = {leaf: leaf.scheme for leaf in model.leaves}
     try:
         return PlanWithSchemes(model.plan(shape, grid, batch), schemes) if set_schemes(model.leaves, schemes) else None
     finally:
-        for leaf, scheme in original.items():
+        for leaf, scheme in original_schemes.items():
             leaf.scheme = scheme
 
 
@@ -155,7 +155,7 @@ def _plan_all_grids(experiment: Any, ranks: int, machine: Any) -> list[Any]:
 
     model, dataset, batch = experiment.model, experiment.dataset, experiment.batch_size
     dataset.check()
-    shape, plans, error = dataset.sample_shape, [], None
+    shape, plans, last_error = dataset.sample_shape, [], None
     for grid in candidate_grids(ranks, experiment.grid, batch, shape[:-1]):
         try:
             plans.append(model.plan(shape, grid, batch))
@@ -165,7 +165,7 @@ def _plan_all_grids(experiment: Any, ranks: int, machine: Any) -> list[Any]:
                 else []
             )
         except UserError as problem:
-            error = problem
-    if not plans and error is not None:
-        raise error
+            last_error = problem
+    if not plans and last_error is not None:
+        raise last_error
     return plans

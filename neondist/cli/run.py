@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
 
 def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
     """Add the file and the options of `run`, or those of `launch`, whose hosts are in a resource file."""
-    ranks, hosts = ("", "") if launch else ("with -n: ", "with --hosts-from: ")
+    ranks_note, hosts_note = ("", "") if launch else ("with -n: ", "with --hosts-from: ")
     ranks_help = "number of ranks (default: all devices of the resource file)" if launch else options.RANKS_HELP
     options.add_experiment_options(cmd, ranks_help)
     options.add_output_option(cmd)
@@ -81,7 +81,7 @@ def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--restarts", type=options.positive_int, metavar="K",
-        help=f"{ranks}if a rank is killed, restart from the newest complete checkpoint, at most K times",
+        help=f"{ranks_note}if a rank is killed, restart from the newest complete checkpoint, at most K times",
     )  # fmt: skip
     cmd.add_argument(
         "--elastic", type=parse_rank_bounds, metavar="MIN:MAX",
@@ -96,15 +96,15 @@ def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
         )  # fmt: skip
     cmd.add_argument(
         "--spares", type=options.nonnegative_int, default=0, metavar="K",
-        help=f"{hosts}keep K slots idle to replace lost ranks on the same grid",
+        help=f"{hosts_note}keep K slots idle to replace lost ranks on the same grid",
     )  # fmt: skip
     cmd.add_argument(
         "--cooldown", type=parse_duration_seconds, metavar="TIME",
-        help=f"{hosts or 'with --restarts: '}do not use a failed host for this long (default 1m)",
+        help=f"{hosts_note or 'with --restarts: '}do not use a failed host for this long (default 1m)",
     )  # fmt: skip
     cmd.add_argument(
         "--wait", type=parse_duration_seconds, metavar="TIME",
-        help=f"{hosts or 'with --restarts: '}give up after waiting this long for enough hosts (default 10m)",
+        help=f"{hosts_note or 'with --restarts: '}give up after waiting this long for enough hosts (default 10m)",
     )  # fmt: skip
     cmd.add_argument(
         "--snapshot", type=parse_snapshot_steps, metavar="auto|STEPS|off",
@@ -113,7 +113,7 @@ def add_run_options(cmd: argparse.ArgumentParser, launch: bool = False) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--lease", type=parse_duration_seconds, metavar="TIME",
-        help=f"{ranks}treat a rank that is stopped or unreachable for this long as lost (default 15s)",
+        help=f"{ranks_note}treat a rank that is stopped or unreachable for this long as lost (default 15s)",
     )  # fmt: skip
 
 
@@ -124,13 +124,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ..io.output import missing_folders, remove_empty_folders
 
     def work(world: Transport, experiment: Any) -> int:
-        start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
+        start_args = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
         outputs = {
             "output": arguments.folder, "yaml_text": dump(experiment), "snapshot": arguments.snapshot or None,
         }  # fmt: skip
         worker = read_worker_spec(os.environ) if experiment.server_strategy is not None else None
         hooks = create_hooks(arguments)
-        result = experiment.run(experiment.open_grid(world), **outputs, hooks=hooks, **start, worker=worker)
+        result = experiment.run(experiment.open_grid(world), **outputs, hooks=hooks, **start_args, worker=worker)
         if world.rank == 0:
             options.print_written(result.files)
         return result.stop.exit_code if result.stop else 0
@@ -144,12 +144,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def split_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of `run` or `launch` up to a script, and the script with its arguments ([] without one)."""
-    first = {"run": 1, "launch": 2}.get(words[0] if words else "", len(words))
-    for at in range(first, len(words)):
-        word = words[at]
-        is_value = words[at - 1] in _OPTIONS_WITH_FILE_VALUES or re.match(r"[\w.-]+=", word) is not None
+    first_index = {"run": 1, "launch": 2}.get(words[0] if words else "", len(words))
+    for index in range(first_index, len(words)):
+        word = words[index]
+        is_value = words[index - 1] in _OPTIONS_WITH_FILE_VALUES or re.match(r"[\w.-]+=", word) is not None
         if word.endswith(".py") and not word.startswith("-") and not is_value:
-            return list(words[: at + 1]), list(words[at:])
+            return list(words[: index + 1]), list(words[index:])
     return list(words), []
 
 
@@ -157,9 +157,9 @@ def _run_script(arguments: argparse.Namespace) -> int:
     for name in _EXPERIMENT_OPTIONS:
         if getattr(arguments, name) not in (None, False, []):
             option = "--set, --memory and --strategy" if name == "settings" else f"--{name.replace('_', '-')}"
-            verb, leave = ("apply", "them") if name == "settings" else ("applies", "it")
+            verb, pronoun = ("apply", "them") if name == "settings" else ("applies", "it")
             raise LaunchError(
-                f"{option}: {verb} to experiments; leave {leave} out, and put a script's own arguments after its name"
+                f"{option}: {verb} to experiments; leave {pronoun} out, and put a script's own arguments after its name"
                 " (nd.DistributedSession writes the checkpoints of a script)"
             )
     if not os.path.isfile(arguments.file):
@@ -254,10 +254,10 @@ def parse_duration_seconds(text: str) -> float:
 def _parse_seconds_with_units(text: str) -> float:
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
         return float(text)
-    number = r"[0-9]+(?:\.[0-9]+)?"
-    if not re.fullmatch("".join(f"(?:{number}{unit})?" for unit in _SECONDS_BY_UNIT), text):
+    number_pattern = r"[0-9]+(?:\.[0-9]+)?"
+    if not re.fullmatch("".join(f"(?:{number_pattern}{unit})?" for unit in _SECONDS_BY_UNIT), text):
         return 0.0
-    return sum(float(n) * _SECONDS_BY_UNIT[unit] for n, unit in re.findall(f"({number})([dhms])", text))
+    return sum(float(n) * _SECONDS_BY_UNIT[unit] for n, unit in re.findall(f"({number_pattern})([dhms])", text))
 
 
 def _parse_clock_seconds(text: str) -> float:

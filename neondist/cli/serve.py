@@ -20,39 +20,39 @@ def add_parser(commands: Any) -> None:
         "serve", help="run a service of a job: a parameter server, or the master", allow_abbrev=False
     )
     services = cmd.add_subparsers(required=True, metavar="SERVICE")
-    ps = services.add_parser(
+    ps_parser = services.add_parser(
         "ps", help="a parameter server", allow_abbrev=False,
         description="Run a parameter server. NEONDIST_TOKEN must contain the secret of the job, the same for all"
                     " processes.",
     )  # fmt: skip
-    _add_address_option(ps)
-    ps.add_argument(
+    _add_address_option(ps_parser)
+    ps_parser.add_argument(
         "--checkpoint-dir", type=options.parse_as_path, metavar="DIR", help="checkpoint folder, shared by all servers"
     )
-    ps.set_defaults(command=serve_parameters)
+    ps_parser.set_defaults(command=serve_parameters)
 
-    master = services.add_parser(
+    master_parser = services.add_parser(
         "master", help="the master, which dispatches the tasks of a job", allow_abbrev=False,
         description="Dispatch the tasks of a job, and restore its servers after one of them restarts. A master that is"
                     " restarted with the same folder resumes the job. NEONDIST_TOKEN must contain the secret of the"
                     " job, the same for all processes.",
     )  # fmt: skip
-    _add_address_option(master)
-    master.add_argument(
+    _add_address_option(master_parser)
+    master_parser.add_argument(
         "--servers", type=_parse_addresses, required=True, metavar="HOST:PORT,...",
         help="addresses of all parameter servers",
     )  # fmt: skip
-    master.add_argument(
+    master_parser.add_argument(
         "--checkpoint-dir", type=options.parse_as_path, required=True, metavar="DIR",
         help="folder of the servers' checkpoints and of tasks.sqlite",
     )  # fmt: skip
-    options.add_count_option(master, "--num-minibatches-per-task", "N", "number of minibatches in a task", 8)
-    master.add_argument(
+    options.add_count_option(master_parser, "--num-minibatches-per-task", "N", "number of minibatches in a task", 8)
+    master_parser.add_argument(
         "--checkpoint-steps", type=options.nonnegative_int, default=0, metavar="N",
         help="write a checkpoint of the servers every N updates (default 0: as often as possible within 2 %% of the run"
         " time)",
     )  # fmt: skip
-    master.set_defaults(command=serve_master)
+    master_parser.set_defaults(command=serve_master)
 
 
 def serve_parameters(arguments: argparse.Namespace) -> int:
@@ -79,9 +79,9 @@ def serve_master(arguments: argparse.Namespace) -> int:
     token, folder = read_token(os.environ), arguments.checkpoint_dir
     make_folder(folder)
     master = Master(arguments.num_minibatches_per_task, path=folder / TASKS)
-    group = ServerConnections(arguments.servers, token, timeout=60.0, retry_seconds=1.0)
-    recovery = ServerRecovery(group, folder, master, arguments.checkpoint_steps)
-    with closing(master), group, ServiceHost([master, recovery], arguments.address, token) as host, recovery:
+    server_group = ServerConnections(arguments.servers, token, timeout=60.0, retry_seconds=1.0)
+    recovery = ServerRecovery(server_group, folder, master, arguments.checkpoint_steps)
+    with closing(master), server_group, ServiceHost([master, recovery], arguments.address, token) as host, recovery:
         say(f"Master at {host.address}")
         host.wait_until_stopped()
     return 0

@@ -78,8 +78,8 @@ def submit(arguments: argparse.Namespace) -> int:
             f"--claim '{arguments.claim}': expected the name of a PersistentVolumeClaim: lower-case letters, digits,"
             " '-' and '.'"
         )
-    make = manifests.mpi_job_manifests if arguments.kind == "mpijob" else manifests.train_job_manifests
-    objects = make(job, arguments.image or DEFAULT_IMAGE, arguments.claim)
+    create_manifests = manifests.mpi_job_manifests if arguments.kind == "mpijob" else manifests.train_job_manifests
+    objects = create_manifests(job, arguments.image or DEFAULT_IMAGE, arguments.claim)
     if not arguments.delete:
         _write_or_print(arguments, manifests.dump_yaml(objects))
         if arguments.claim is None:

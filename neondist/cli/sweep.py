@@ -96,14 +96,14 @@ def sweep(arguments: argparse.Namespace) -> int:
             direction="maximize" if best.larger_is_better(experiment.metrics) else "minimize",
             pruner=getattr(optuna.pruners, PRUNERS.get(arguments.prune, "NopPruner"))(),
         )  # fmt: skip
-        job = {"experiment": dump(experiment), "--vary": sorted(arguments.spaces), "--number": best.number}
-        previous = study.user_attrs.get("job", job)
-        if differ := [name for name in job if job[name] != previous[name]]:
+        job_settings = {"experiment": dump(experiment), "--vary": sorted(arguments.spaces), "--number": best.number}
+        previous_settings = study.user_attrs.get("job", job_settings)
+        if differ := [name for name in job_settings if job_settings[name] != previous_settings[name]]:
             raise OutputError(
                 f"{folder}: contains a sweep started with another {' and another '.join(differ)}; repeat the original"
                 " command to resume it, or give another folder with --output"
             )
-        study.set_user_attr("job", job)
+        study.set_user_attr("job", job_settings)
         return _run_trials(study, arguments, spaces, best, experiment.metrics, folder)
 
 
@@ -120,16 +120,16 @@ def parse_space(text: str) -> tuple[str, BaseDistribution]:
     key, _, values = (part.strip() for part in text.partition("="))
     try:
         if values.startswith("["):
-            items: Any = yaml.compose(values, yaml.SafeLoader)
-            marks = [(item.start_mark.index, item.end_mark.index) for item in items.value]
-            return key, CategoricalDistribution([values[slice(*mark)].strip() for mark in marks])
+            list_node: Any = yaml.compose(values, yaml.SafeLoader)
+            item_spans = [(item.start_mark.index, item.end_mark.index) for item in list_node.value]
+            return key, CategoricalDistribution([values[slice(*span)].strip() for span in item_spans])
         match = re.fullmatch(r"(.+?)\.\.(.+?)(?::(.+))?", values)
         if match is None:
             raise ValueError("is neither a range nor a list")
-        log, step = match[3] == "log", None if match[3] == "log" else match[3]
+        is_log, step = match[3] == "log", None if match[3] == "log" else match[3]
         if all(re.fullmatch(r"[-+]?\d+", end) for end in (match[1], match[2], step or "1")):
-            return key, IntDistribution(int(match[1]), int(match[2]), log, int(step or 1))
-        return key, FloatDistribution(float(match[1]), float(match[2]), log, None if step is None else float(step))
+            return key, IntDistribution(int(match[1]), int(match[2]), is_log, int(step or 1))
+        return key, FloatDistribution(float(match[1]), float(match[2]), is_log, None if step is None else float(step))
     except (ValueError, yaml.YAMLError) as error:
         problem = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"--vary {text}: {problem}; {_SPACE_SYNTAX}") from None
@@ -137,12 +137,12 @@ def parse_space(text: str) -> tuple[str, BaseDistribution]:
 
 def _validate_spaces(arguments: argparse.Namespace, spaces: Mapping[str, Any]) -> Any:
     """Return the experiment with the first value of each field, after loading it with the ends of each space."""
-    ends = {key: getattr(domain, "choices", None) or (domain.low, domain.high) for key, domain in spaces.items()}
-    first = {key: values[0] for key, values in ends.items()}
-    for key, values in ends.items():
+    end_values = {key: getattr(domain, "choices", None) or (domain.low, domain.high) for key, domain in spaces.items()}
+    first_values = {key: values[0] for key, values in end_values.items()}
+    for key, values in end_values.items():
         for value in values[1:]:
-            load_from_arguments(_override_settings(arguments, first | {key: value}))
-    return load_and_validate(_override_settings(arguments, first), SingleTransport(), arguments.ranks or 1)
+            load_from_arguments(_override_settings(arguments, first_values | {key: value}))
+    return load_and_validate(_override_settings(arguments, first_values), SingleTransport(), arguments.ranks or 1)
 
 
 def _override_settings(arguments: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
@@ -199,54 +199,54 @@ def _run_trials(
     """Train all trials, up to `--jobs` at a time, and print their results."""
     from optuna.trial import TrialState
 
-    trials, running, stopped = _propose_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
+    trials, running_trials, stop_code = _propose_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
     progress = ProgressLine(unit="trial", file=sys.stderr, delay=0)
-    finished = len([t for t in study.trials if t.state.is_finished()])
-    progress.set_total_parts(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, finished)
+    num_finished = len([t for t in study.trials if t.state.is_finished()])
+    progress.set_total_parts(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, num_finished)
     while True:
-        while len(running) < arguments.jobs and not stopped and (trial := next(trials, None)) is not None:
-            target = _trial_folder(folder, trial.number)
+        while len(running_trials) < arguments.jobs and not stop_code and (trial := next(trials, None)) is not None:
+            trial_folder = _trial_folder(folder, trial.number)
             process = start_training(
-                _run_arguments(_override_settings(arguments, trial.params), target),
-                _log_path(target),
+                _run_arguments(_override_settings(arguments, trial.params), trial_folder),
+                _log_path(trial_folder),
                 _run_environment(arguments),
             )
-            running.append(_RunningTrial(trial, process, target))
-            progress.begin_part(", ".join(str(run.trial.number) for run in running))
-        if not running:
+            running_trials.append(_RunningTrial(trial, process, trial_folder))
+            progress.begin_part(", ".join(str(run.trial.number) for run in running_trials))
+        if not running_trials:
             progress.close()
-            return stopped or _report_results(study, folder)
+            return stop_code or _report_results(study, folder)
         time.sleep(_POLL_SECONDS)
-        for run in list(running):
-            code = run.process.poll()
+        for run in list(running_trials):
+            exit_code = run.process.poll()
             if arguments.prune:
                 run.report_epochs_to_optuna(best)
-            if arguments.signals.received_signals or stopped:
+            if arguments.signals.received_signals or stop_code:
                 run.terminate()
-            if code is None:
+            if exit_code is None:
                 continue
-            running.remove(run)
+            running_trials.remove(run)
             number = run.trial.number
             if run.pruned:
                 result = study.tell(number, state=TrialState.PRUNED)
-            elif arguments.signals.received_signals or code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
-                stopped = code if code == INTERRUPTED_EXIT_CODE else STOPPED_EXIT_CODE
+            elif arguments.signals.received_signals or exit_code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
+                stop_code = exit_code if exit_code == INTERRUPTED_EXIT_CODE else STOPPED_EXIT_CODE
                 say(f"stopped during trial {number}; repeat the command to continue")
                 continue
             else:
-                value = _read_objective(run.folder, best, metrics) if code == 0 else None
+                value = _read_objective(run.folder, best, metrics) if exit_code == 0 else None
                 result = study.tell(number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
-            chosen = ", ".join(f"{k}={v}" for k, v in result.params.items())
+            parameters_text = ", ".join(f"{k}={v}" for k, v in result.params.items())
             line_start = "\r\x1b[K" if progress.is_terminal else ""
-            say(f"trial {number}: {chosen}: {_describe_result(result, folder)}", start=line_start)
+            say(f"trial {number}: {parameters_text}: {_describe_result(result, folder)}", start=line_start)
             progress.add_done_parts(1)
 
 
 def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]]:
     """Return all combinations of values if there are no more than `count`; else none."""
     values = [_domain_values(domain) for domain in spaces.values()]
-    exhaustive = 0 < prod(map(len, values)) <= min(count, _MAX_COMBINATIONS)
-    return [dict(zip(spaces, combination, strict=True)) for combination in product(*values)] if exhaustive else []
+    is_exhaustive = 0 < prod(map(len, values)) <= min(count, _MAX_COMBINATIONS)
+    return [dict(zip(spaces, combination, strict=True)) for combination in product(*values)] if is_exhaustive else []
 
 
 def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
@@ -262,11 +262,11 @@ def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterato
             yield Trial(study, trial._trial_id)
         else:  # interrupted while this trial was sampled
             study.tell(trial.number, state=TrialState.FAIL)
-    grid = _all_combinations(count, spaces)
-    new = [trial for trial in study.trials if trial.state != TrialState.WAITING]
-    for number in range(len(new), len(grid) or count):
-        if grid:
-            study.enqueue_trial(grid[number], skip_if_exists=True)
+    combinations = _all_combinations(count, spaces)
+    started_trials = [trial for trial in study.trials if trial.state != TrialState.WAITING]
+    for number in range(len(started_trials), len(combinations) or count):
+        if combinations:
+            study.enqueue_trial(combinations[number], skip_if_exists=True)
         study.sampler = TPESampler(seed=number)
         yield study.ask(spaces)
 
@@ -292,13 +292,13 @@ def _run_arguments(arguments: argparse.Namespace, run: Path) -> list[str]:
 
 def _run_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the environment of a run; parallel runs share the cores."""
-    extra = {}
+    extra_variables = {}
     if arguments.jobs > 1:
-        extra[PIN_VARIABLE] = "no"
+        extra_variables[PIN_VARIABLE] = "no"
         if not threads.is_thread_count_set(os.environ):
             thread_count = threads.threads_per_rank(arguments.jobs * (arguments.ranks or 1))
-            extra |= dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(thread_count))
-    return {**os.environ, **extra}
+            extra_variables |= dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(thread_count))
+    return {**os.environ, **extra_variables}
 
 
 def start_training(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
@@ -314,8 +314,8 @@ def start_training(words: Sequence[str], log: Path, env: Mapping[str, str]) -> A
 def _read_objective(run: Path, best: Best, metrics: Any) -> float | None:
     """Return the number to optimise at a run's best epoch; None if it is not finite in any epoch."""
     records = read_epoch_records(run / "metrics.jsonl")
-    epoch = best.find_best_epoch(records, metrics)
-    values = [record.get(best.metric_name(records)) for record in records if record["epoch"] == epoch]
+    best_epoch = best.find_best_epoch(records, metrics)
+    values = [record.get(best.metric_name(records)) for record in records if record["epoch"] == best_epoch]
     return next((float(value) for value in values if value is not None and is_plottable(value)), None)
 
 
@@ -339,8 +339,8 @@ def _describe_result(trial: FrozenTrial, folder: Path) -> str:
 
 def _best_trial_plot_point(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
     """Return the point of the best trial in the plot of a field; None if the field is not a number."""
-    position, value = trial.params[key], trial.value
-    return (position, value) if is_plottable(position) and value is not None else None
+    parameter, value = trial.params[key], trial.value
+    return (parameter, value) if is_plottable(parameter) and value is not None else None
 
 
 def _report_results(study: Study, folder: Path) -> int:
@@ -359,32 +359,32 @@ def _report_results(study: Study, folder: Path) -> int:
     keys = list(trials[0].params)
     ends = [key.rpartition(".")[2] for key in keys]
     names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
-    head = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
+    header = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
     rows = [
         [value_html(v) for v in (t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys))]
         for t in trials
     ]  # fmt: skip
-    trial_table = Table(*head)
+    trial_table = Table(*header)
     for row in rows:
         trial_table.add_row(*row)
     Console(soft_wrap=True).print(trial_table)
     completed = [t for t in trials if t.state.name == "COMPLETE"]
-    finished = [(t.number, float(t.value or 0), t.params) for t in sorted(completed, key=lambda t: t.number)]
-    points = {key: [(params[key], value) for _, value, params in finished if is_plottable(params[key])] for key in keys}
+    results = [(t.number, float(t.value or 0), t.params) for t in sorted(completed, key=lambda t: t.number)]
+    points = {key: [(params[key], value) for _, value, params in results if is_plottable(params[key])] for key in keys}
     text = read_bytes(_trial_folder(folder, trials[0].number) / "experiment.yaml", root=folder).decode()
-    origin = f"# trial {trials[0].number} of {escape_invisible(str(folder), keep='')}: {trials[0].value:.6g}"
-    write_text(folder / "best.yaml", f"{origin}\n{text}")
+    origin_comment = f"# trial {trials[0].number} of {escape_invisible(str(folder), keep='')}: {trials[0].value:.6g}"
+    write_text(folder / "best.yaml", f"{origin_comment}\n{text}")
     write_text(folder / "sweep.html", html_page(folder.resolve().name, [
-        f"<p class='lead'>Best {escape_html(head[1])}: {value_html(trials[0].value)}, trial {trials[0].number}</p>",
+        f"<p class='lead'>Best {escape_html(header[1])}: {value_html(trials[0].value)}, trial {trials[0].number}</p>",
         "<h2>Results</h2>", line_plot_svg(
-            head[1], {head[1]: [(number, value) for number, value, _ in finished]}, points_only=True,
+            header[1], {header[1]: [(number, value) for number, value, _ in results]}, points_only=True,
             best_point=(trials[0].number, float(trials[0].value)), x_label="trial",
         ),
-        *(line_plot_svg(head[1], {head[1]: values}, points_only=True,
+        *(line_plot_svg(header[1], {header[1]: values}, points_only=True,
                logarithmic_x=getattr(trials[0].distributions[key], "log", False),
                best_point=_best_trial_plot_point(trials[0], key), x_label=key)
           for key, values in points.items() if values),
-        table_html(head, rows), f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
+        table_html(header, rows), f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])
     return 0

@@ -22,10 +22,10 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     cmd.add_argument("run", type=options.parse_path, metavar="RUN", help="the folder of the run")
     cmd.add_argument("--once", action="store_true", help="print the state once and exit")
-    cmd.set_defaults(command=top)
+    cmd.set_defaults(command=watch_run)
 
 
-def top(arguments: argparse.Namespace) -> int:
+def watch_run(arguments: argparse.Namespace) -> int:
     """Show the state of the job until it has ended."""
     from rich.live import Live
 

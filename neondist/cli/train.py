@@ -140,8 +140,8 @@ def train(arguments: argparse.Namespace) -> int:
 
         with all_or_none(world):
             definition = load_definition(arguments.file, _custom_names(arguments))
-            data = arguments.training_data, arguments.validation_data
-            experiment = create_experiment(definition, arguments, *data, verbose=world.rank == 0)
+            data_sources = arguments.training_data, arguments.validation_data
+            experiment = create_experiment(definition, arguments, *data_sources, verbose=world.rank == 0)
             if arguments.sync_policy is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
@@ -198,9 +198,9 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.output is not None and not arguments.overwrite and Path(arguments.output).exists():
         raise ConfigError(f"{arguments.output}: exists; give another --output, or --overwrite to replace it")
     samples = create_samples(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
-    model, all_outputs, count = definition.create_model(arguments.seed), [], 0
+    model, all_outputs, num_records = definition.create_model(arguments.seed), [], 0
     for outputs in predict_records(model, samples, arguments.minibatch_size, _checkpoint_file(arguments.checkpoint)):
-        count += len(outputs)
+        num_records += len(outputs)
         if processor is not None:
             _process_outputs(arguments.file, processor, outputs)
         if arguments.output is not None:
@@ -210,7 +210,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
         with atomic_replacement(Path(arguments.output)) as file:
             np.save(file, np.concatenate(all_outputs))
-    emit(f"predicted: {counted(count, 'record')}")
+    emit(f"predicted: {counted(num_records, 'record')}")
     options.print_written([arguments.output])
     return 0
 
@@ -261,8 +261,8 @@ def _task_and_evaluation_hooks(arguments: argparse.Namespace, experiment: Any) -
 
     hooks: list[Any] = []
     if arguments.distribution_strategy == "Local":
-        records = arguments.minibatch_size * arguments.num_minibatches_per_task
-        hooks.append(TaskQueueHook(arguments.folder, records, arguments.training_data))
+        records_per_task = arguments.minibatch_size * arguments.num_minibatches_per_task
+        hooks.append(TaskQueueHook(arguments.folder, records_per_task, arguments.training_data))
     if arguments.evaluation_steps:
         hooks.append(PeriodicEvaluation(arguments.folder, arguments.evaluation_steps, experiment.metrics))
     return hooks
@@ -310,10 +310,10 @@ def _add_file_arguments(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("file", type=options.parse_path, metavar="MODEL.py", help="the model-definition file")
     group = cmd.add_argument_group("names of objects in the file")
     for name in DEFINABLE_NAMES:
-        option = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
-        word = option.get(name, name.replace("_", "-"))
+        option_names = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
+        option_name = option_names.get(name, name.replace("_", "-"))
         group.add_argument(
-            f"--{word}", dest=f"name_{name}", metavar="NAME", help=f"name of the object to use as {name}"
+            f"--{option_name}", dest=f"name_{name}", metavar="NAME", help=f"name of the object to use as {name}"
         )
 
 

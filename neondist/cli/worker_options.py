@@ -29,20 +29,20 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
         arguments.sync_policy = _create_server_sync_policy(arguments)
     else:
-        given = vars(arguments) | {"grads_to_wait": (arguments.grads_to_wait or 1) > 1}
+        option_values = vars(arguments) | {"grads_to_wait": (arguments.grads_to_wait or 1) > 1}
         for name in ("num_ps", "use_async", "grads_to_wait", "sync_version_tolerance", "lr_staleness_modulation"):
-            if given[name]:
+            if option_values[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} applies to ParameterServerStrategy; leave it out")
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
         raise ConfigError("--evaluation-steps needs --validation-data; give it as well")
-    place = read_worker_spec(os.environ)
-    if place is not None:
+    worker_spec = read_worker_spec(os.environ)
+    if worker_spec is not None:
         ranks //= arguments.num_workers
-    starts_services = arguments.sync_policy is not None and place is None
+    starts_services = arguments.sync_policy is not None and worker_spec is None
     arguments.ranks = ranks if ranks > 1 or starts_services else None
-    if arguments.checkpoint_dir is not None and (place is None or place.index == 0):
+    if arguments.checkpoint_dir is not None and (worker_spec is None or worker_spec.index == 0):
         arguments.folder = Path(arguments.checkpoint_dir)
 
 
@@ -53,11 +53,11 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
             if value is not None:
                 raise ConfigError(f"{name} applies to a varying number of workers; give --num-workers MIN:MAX")
         return
-    arguments.bounds = low, high = arguments.num_workers
-    arguments.num_workers = high
+    arguments.bounds = min_workers, max_workers = arguments.num_workers
+    arguments.num_workers = max_workers
     if arguments.distribution_strategy != "ParameterServerStrategy":
         raise ConfigError(
-            f"--num-workers {low}:{high}: a varying number of workers needs parameter servers; use"
+            f"--num-workers {min_workers}:{max_workers}: a varying number of workers needs parameter servers; use"
             " --distribution-strategy ParameterServerStrategy, or give one number"
         )
     if read_worker_spec(os.environ) is None:
@@ -69,28 +69,28 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
                     " list of HOST:SLOTS, with these settings in ~/.ssh/config"
                 )
         reject_unreachable_maximum(
-            WorkerBounds(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from
+            WorkerBounds(min_workers, max_workers, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from
         )
 
 
 def _create_server_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | None:
     """Return the synchronisation policy of the servers; None if the workers own the parameters instead."""
     workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
-    elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
-    wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
-    for name, is_set in (("--grads-to-wait", wait > 1), ("--sync-version-tolerance", tolerance)):
+    is_elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
+    grads_to_wait = arguments.grads_to_wait or (workers if is_elastic and not arguments.use_async else 1)
+    for name, is_set in (("--grads-to-wait", grads_to_wait > 1), ("--sync-version-tolerance", tolerance)):
         if is_set and arguments.use_async:
             raise ConfigError(f"{name} applies to synchronous updates; leave it out, or leave out --use-async")
     if modulate and not arguments.use_async:
         raise ConfigError(
             "--lr-staleness-modulation applies to asynchronous updates; give --use-async, or leave it out"
         )
-    if wait > workers:
+    if grads_to_wait > workers:
         raise ConfigError(
-            f"--grads-to-wait {wait}: the job has only {counted(workers, 'worker')}; give at most {workers}"
+            f"--grads-to-wait {grads_to_wait}: the job has only {counted(workers, 'worker')}; give at most {workers}"
         )
-    if not (arguments.use_async or arguments.num_ps or tolerance or elastic or wait not in (1, workers)):
+    if not (arguments.use_async or arguments.num_ps or tolerance or is_elastic or grads_to_wait not in (1, workers)):
         return None
     from ..services.state import SyncPolicy
 
-    return SyncPolicy(not arguments.use_async, wait, tolerance, None, modulate)
+    return SyncPolicy(not arguments.use_async, grads_to_wait, tolerance, None, modulate)

@@ -29,9 +29,9 @@ _README = """\
 
 def add_parser(commands: Any) -> None:
     """Register the commands."""
-    group = commands.add_parser("zoo", help="write an example model-definition file")
-    parts = group.add_subparsers(required=True, metavar="WHAT")
-    cmd = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
+    zoo_parser = commands.add_parser("zoo", help="write an example model-definition file")
+    subcommands = zoo_parser.add_subparsers(required=True, metavar="WHAT")
+    cmd = subcommands.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
     cmd.add_argument(
         "project",
         type=options.parse_as_path,
@@ -46,12 +46,12 @@ def add_parser(commands: Any) -> None:
 def write_model_project(arguments: argparse.Namespace) -> int:
     """Write the files; existing ones are not replaced."""
     template = read_bytes(Path(__file__).with_name("model_definition.txt")).decode()
-    texts = {"model.py": template, "README.md": _README}
-    for name in texts:
+    file_texts = {"model.py": template, "README.md": _README}
+    for name in file_texts:
         if (arguments.project / name).exists():
             raise OutputError(f"{arguments.project / name}: already exists; choose another folder")
     make_folder(arguments.project)
-    for name, text in texts.items():
+    for name, text in file_texts.items():
         write_text(arguments.project / name, text)
         emit(arguments.project / name)
     return 0

@@ -26,11 +26,11 @@ from . import modules, scaling, schemes, suite
 
 def add_parser(commands: Any) -> None:
     """Add the command and its subcommands."""
-    group = commands.add_parser(
+    bench_parser = commands.add_parser(
         "bench", help="benchmark training steps, halo exchanges, scaling and border schemes; predict step times"
     )
-    group.set_defaults(layers_only_feature=("bench", "use bench step, scaling or model"))
-    benches = group.add_subparsers(required=True, metavar="WHAT")
+    bench_parser.set_defaults(layers_only_feature=("bench", "use bench step, scaling or model"))
+    benches = bench_parser.add_subparsers(required=True, metavar="WHAT")
 
     cmd = benches.add_parser("step", help="training steps, layer by layer", allow_abbrev=False)
     options.add_experiment_options(cmd)
@@ -54,12 +54,12 @@ def add_parser(commands: Any) -> None:
         "--progress", metavar="FILE", type=options.parse_path,
         help="write the estimated end time to this file, in seconds since 1970, instead of printing progress",
     )  # fmt: skip
-    cmd.set_defaults(command=step)
+    cmd.set_defaults(command=measure_steps)
 
     cmd = benches.add_parser("halo", help="halo exchanges of several sizes, compared with plain mpi4py and memcpy")
     options.add_rank_options(cmd)
     cmd.add_argument("--json", type=options.parse_path, metavar="FILE", help="also write the results to this file")
-    cmd.set_defaults(command=halo)
+    cmd.set_defaults(command=measure_halo_exchanges)
 
     suite.add_parser(benches)
     modules.add_parser(benches)
@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
     schemes.add_parser(benches)
 
 
-def step(arguments: argparse.Namespace) -> int:
+def measure_steps(arguments: argparse.Namespace) -> int:
     """Measure the training steps of an experiment; return 1 if its loss or gradients differ from PyTorch's."""
 
     def work(world: Transport, experiment: Any) -> int:
@@ -100,10 +100,10 @@ def _load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: i
     return load_and_validate(arguments, world, ranks)
 
 
-def halo(arguments: argparse.Namespace) -> int:
+def measure_halo_exchanges(arguments: argparse.Namespace) -> int:
     """Measure halo exchanges."""
 
-    def check(_: Transport, ranks: int) -> None:
+    def require_two_ranks(_: Transport, ranks: int) -> None:
         if ranks < 2:
             raise ConfigError("bench halo: a single rank has no neighbours; give -n 2 or more")
 
@@ -116,7 +116,7 @@ def halo(arguments: argparse.Namespace) -> int:
         _print_table_and_write_json(world, results, halo_table, arguments.json)
         return 0
 
-    return run_on_ranks(arguments, check, work)
+    return run_on_ranks(arguments, require_two_ranks, work)
 
 
 def _print_table_and_write_json(
@@ -124,7 +124,7 @@ def _print_table_and_write_json(
     result: dict[str, Any],
     table: Callable[[dict[str, Any]], Any],
     file: str | None,
-    others: Sequence[Path | None] = (),
+    other_files: Sequence[Path | None] = (),
 ) -> None:
     """Print the table on rank 0; write the JSON file if requested; print the paths of all written files."""
     if world.rank:
@@ -134,4 +134,4 @@ def _print_table_and_write_json(
     Console(soft_wrap=True).print(table(result))
     if file is not None:
         write_text(Path(file), json.dumps(result, indent=2, default=str) + "\n")
-    options.print_written([file, *others])
+    options.print_written([file, *other_files])

@@ -37,8 +37,8 @@ MODEL_NAMES_HELP = (
 
 def add_parser(benches: Any) -> None:
     """Register the command."""
-    about = "training steps of distributed PyTorch modules, compared with PyTorch in one process"
-    cmd = benches.add_parser("torch", help=about, allow_abbrev=False)
+    help_text = "training steps of distributed PyTorch modules, compared with PyTorch in one process"
+    cmd = benches.add_parser("torch", help=help_text, allow_abbrev=False)
     cmd.add_argument(
         "--models", type=_parse_model_names, metavar="A,FILE.py:NAME,MODULE:NAME",
         help=f"functions or classes that return a module, such as torchvision.models:resnet18, or {MODEL_NAMES_HELP}"
@@ -75,10 +75,10 @@ def add_parser(benches: Any) -> None:
         "--progress", metavar="FILE", type=options.parse_path,
         help="with --variant: write the estimated end time to this file, in seconds since 1970",
     )  # fmt: skip
-    cmd.set_defaults(command=modules)
+    cmd.set_defaults(command=measure_modules)
 
 
-def modules(arguments: argparse.Namespace) -> int:
+def measure_modules(arguments: argparse.Namespace) -> int:
     """Measure every model; return 2 if one of them cannot be distributed."""
     if find_module_spec("torch") is None:
         raise ConfigError("bench torch: PyTorch is not installed; install it with pip install 'neondist[torch]'")
@@ -108,16 +108,16 @@ def _bench_models(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="neondist-torch-") as folder,
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
-        turns = arguments.rounds * len(variants)
-        progress.set_total_parts(len(names) * turns, planned_seconds=[ROUND_SECONDS] * (len(names) * turns))
-        speed, loading, planned = CoreSpeed.measure(), 0.0, list[float]()
+        num_turns = arguments.rounds * len(variants)
+        progress.set_total_parts(len(names) * num_turns, planned_seconds=[ROUND_SECONDS] * (len(names) * num_turns))
+        speed, loading, planned_seconds = CoreSpeed.measure(), 0.0, list[float]()
         for name in names:
             progress.begin_part(f"checking {name}")
             start_time = time.monotonic()
-            least = _step_seconds_lower_bound(name, arguments.input, speed) / cores
+            min_step_seconds = _step_seconds_lower_bound(name, arguments.input, speed) / cores
             loading = max(loading, time.monotonic() - start_time)  # every turn imports PyTorch and the model anew
-            planned += [loading + max(ROUND_SECONDS, arguments.steps * least)] * turns
-        progress.set_total_parts(len(planned), planned_seconds=planned)
+            planned_seconds += [loading + max(ROUND_SECONDS, arguments.steps * min_step_seconds)] * num_turns
+        progress.set_total_parts(len(planned_seconds), planned_seconds=planned_seconds)
         measure = _VariantMeasurement(arguments, cores, Path(folder))
         rows = bench_suite(names, variants, measure, arguments.rounds, progress, measure.progress_file)
         suite.add_measured_rows(results, rows, {**_models_by_family(names), "all": names}, arguments.json)
@@ -177,13 +177,13 @@ def _step_seconds_lower_bound(name: str, shape: tuple[int, ...] | None, speed: C
     from ...bench.public_models import MODELS
 
     try:
-        factory, default = get_factory_and_shape(name)
+        factory, default_shape = get_factory_and_shape(name)
     except UserError:
         if name in MODELS:
             return 0.0  # the report states the reason
         raise
     return speed.seconds_lower_bound(
-        3 * forward_flops(factory, shape or default)
+        3 * forward_flops(factory, shape or default_shape)
     )  # a backward pass costs as much as two forward passes
 
 
@@ -195,23 +195,23 @@ class _VariantMeasurement:
         self.progress_file = folder / "end"
         self._errors: dict[str, UserError] = {}
 
-    def __call__(self, model: str, variant: str, first: bool) -> dict[str, Any]:
+    def __call__(self, model: str, variant: str, is_first_round: bool) -> dict[str, Any]:
         """Return the result of `measure_module`; a model that cannot be distributed is not measured at all."""
         if model in self._errors:
             raise self._errors[model]
         try:
-            extra = ["--profile"] if first and variant != "compile" else []
-            return self._measure_in_subprocess(model, variant, extra)
+            profile_options = ["--profile"] if is_first_round and variant != "compile" else []
+            return self._measure_in_subprocess(model, variant, profile_options)
         except UserError as error:
             if variant == "ranks":
                 self._errors[model] = error
             raise
 
-    def _measure_in_subprocess(self, model: str, variant: str, extra: list[str]) -> dict[str, Any]:
+    def _measure_in_subprocess(self, model: str, variant: str, extra_options: list[str]) -> dict[str, Any]:
         from ...bench.suite import WARM_ALLOCATOR_ENV
 
         arguments = self.arguments
-        words = ["--models", model, "--variant", variant, "--steps", str(arguments.steps), *extra]
+        words = ["--models", model, "--variant", variant, "--steps", str(arguments.steps), *extra_options]
         words += ["--progress", str(self.progress_file)]
         words += ["--input", ",".join(map(str, arguments.input))] if arguments.input else []
         thread_count = self.cores

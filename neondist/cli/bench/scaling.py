@@ -48,10 +48,10 @@ def add_parser(benches: Any) -> None:
     )
     options.add_round_options(cmd, "each rank count is", steps=10)
     options.add_output_option(cmd, "scaling")
-    cmd.set_defaults(command=scaling, layers_only_feature=None)
+    cmd.set_defaults(command=measure_scaling, layers_only_feature=None)
 
-    group = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
-    parts = group.add_subparsers(required=True, metavar="WHAT")
+    model_parser = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
+    parts = model_parser.add_subparsers(required=True, metavar="WHAT")
 
     cmd = parts.add_parser(
         "calibrate", help="measure message times, core speed and memory bandwidth", allow_abbrev=False
@@ -96,7 +96,7 @@ def add_parser(benches: Any) -> None:
     cmd.set_defaults(command=predict, layers_only_feature=None)
 
 
-def scaling(arguments: argparse.Namespace) -> int:
+def measure_scaling(arguments: argparse.Namespace) -> int:
     """Measure each rank count in turn, several times, and write a table and a plot."""
     from ...bench.least_time import CoreSpeed
     from ...bench.noise import noise_warnings
@@ -116,8 +116,8 @@ def scaling(arguments: argparse.Namespace) -> int:
         file = Path(progress_folder, "end")
         for count in arguments.counts:
             growth = count / arguments.counts[0] if arguments.weak else 1
-            batch, least = estimate_step_bench_seconds(arguments, count, arguments.steps * growth, speed, cores)
-            least_seconds.append(least)
+            batch, min_seconds = estimate_step_bench_seconds(arguments, count, arguments.steps * growth, speed, cores)
+            least_seconds.append(min_seconds)
         prepare_run_folder(SingleTransport(), folder)
         progress.set_total_parts(
             len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds
@@ -131,9 +131,9 @@ def scaling(arguments: argparse.Namespace) -> int:
             return result
 
         rows = bench_scaling(measure, arguments.counts, arguments.rounds)
-    kind = "weak" if arguments.weak else "strong"
+    scaling_kind = "weak" if arguments.weak else "strong"
     emit(scaling_table(rows), *noise_warnings(max(row["noise"] for row in rows)))
-    options.print_written(write_scaling_report(folder, rows, f"{Path(arguments.file).name}, {kind} scaling"))
+    options.print_written(write_scaling_report(folder, rows, f"{Path(arguments.file).name}, {scaling_kind} scaling"))
     return 0
 
 
@@ -144,11 +144,11 @@ def estimate_step_bench_seconds(
     from ...bench.step import ROUND_SECONDS
     from ...comm import SingleTransport
 
-    begin = time.monotonic()
+    start_time = time.monotonic()
     experiment = load_and_validate(arguments, SingleTransport(), ranks)
-    loading = (time.monotonic() - begin) * (1 + (ranks > 1))  # also loaded once before mpirun starts
-    step = speed.step_seconds_lower_bound(experiment, ranks, cores)
-    return experiment.batch_size, loading + max(ROUND_SECONDS, steps * step)
+    loading_seconds = (time.monotonic() - start_time) * (1 + (ranks > 1))  # also loaded once before mpirun starts
+    step_seconds = speed.step_seconds_lower_bound(experiment, ranks, cores)
+    return experiment.batch_size, loading_seconds + max(ROUND_SECONDS, steps * step_seconds)
 
 
 def run_step_bench(
@@ -203,7 +203,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     if get_mpi_job(arguments) is None and arguments.ranks is None:
         arguments.ranks = 2 * max(2, threads.count_cores())  # two per core, to measure the cost of sharing a core
 
-    def check(_: Transport, ranks: int) -> None:
+    def require_two_ranks(_: Transport, ranks: int) -> None:
         if ranks < 2:
             raise ConfigError("bench model calibrate: timing messages needs two ranks; give -n 2 or more")
 
@@ -226,7 +226,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
             options.print_written([arguments.output])
         return 0
 
-    return run_on_ranks(arguments, check, work)
+    return run_on_ranks(arguments, require_two_ranks, work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -246,8 +246,8 @@ def predict(arguments: argparse.Namespace) -> int:
     machine = read_machine(Path(arguments.machine))
     measured = arguments.measure
     if measured is None:  # by default, only on the machine that the file describes
-        local = machine.host == platform.node()
-        measured = [count for count in arguments.counts if local and count <= 2 * threads.count_cores()]
+        is_local = machine.host == platform.node()
+        measured = [count for count in arguments.counts if is_local and count <= 2 * threads.count_cores()]
     folder = options.output_folder(arguments, "model")
     times = arguments.measured
     measured = [count for count in measured if count not in times]
@@ -257,28 +257,28 @@ def predict(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="neondist-progress-") as progress_folder,
     ):
         progress.begin_part("checking the experiment")
-        profiles, least_seconds = {}, {}
+        num_profiles, least_seconds = {}, {}
         speed, file = CoreSpeed.measure(), Path(progress_folder, "end")
         for count in counts:  # a fixed grid suits only one rank count
             experiment = load_and_validate(arguments, SingleTransport(), count)
-            profiles[count] = model.count_rank_profiles(count, experiment)
+            num_profiles[count] = model.count_rank_profiles(count, experiment)
             least_seconds[count] = LEAST_STEPS * speed.step_seconds_lower_bound(experiment, count)
         prepare_run_folder(SingleTransport(), folder)
-        planned = [profiles[count] * least_seconds[count] for count in counts]
+        planned_seconds = [num_profiles[count] * least_seconds[count] for count in counts]
         # two profiles, and a job with at least as many steps whose ranks share the cores
-        planned += [
+        planned_seconds += [
             least_seconds[count] * (2 + max(1, count / threads.count_cores())) for count in counts if count in measured
         ]
-        progress.set_total_parts(len(planned), planned_seconds=planned)
+        progress.set_total_parts(len(planned_seconds), planned_seconds=planned_seconds)
         for count in counts:
             progress.begin_part(counted(count, "rank"))
             with threadpool_limits(1):  # one rank per core
-                profile = model.profile_with_progress(progress, profiles[count])
+                profile = model.profile_with_progress(progress, num_profiles[count])
                 rows += model.predict(lambda: _load_with_sample_shape(arguments), [count], machine, profile)
             progress.add_done_parts(1)
         if times:
-            given, machine = machine, model.fit_machine(machine, rows, times)
-            rows = [model.rescale_row(machine, r, given) | {"measured_seconds": times.get(r["ranks"])} for r in rows]
+            prior, machine = machine, model.fit_machine(machine, rows, times)
+            rows = [model.rescale_row(machine, r, prior) | {"measured_seconds": times.get(r["ranks"])} for r in rows]
             emit(
                 f"calibrated by --measured: compute_factor {machine.compute_factor:.4g}, jitter {machine.jitter:.3g}\n"
             )
@@ -330,8 +330,8 @@ def _measure_step_seconds(arguments: argparse.Namespace, row: dict[str, Any], pr
 
 def parse_rank_counts(text: str) -> list[int]:
     """Parse RANKS,..., such as '1,2,4', or FIRST..LAST, such as '1..4096': FIRST times powers of two."""
-    first, dots, last = text.partition("..")
-    if not dots:
+    first, separator, last = text.partition("..")
+    if not separator:
         return options.parse_rank_counts(text)
     low, high = options.rank_count(first), options.rank_count(last)
     return [low << power for power in range((high // low).bit_length())]

@@ -40,7 +40,7 @@ def add_parser(benches: Any) -> None:
     )
     options.add_count_option(cmd, "--seeds", "S", "number of runs of each scheme", 1)
     options.add_output_option(cmd, "schemes")
-    cmd.set_defaults(command=schemes)
+    cmd.set_defaults(command=compare_schemes)
 
     cmd = benches.add_parser(
         "seams", help="errors of border schemes as a function of the distance to the nearest seam", allow_abbrev=False
@@ -52,21 +52,21 @@ def add_parser(benches: Any) -> None:
         help=f"schemes to compare (default {DEFAULT_SEAM_SCHEMES})",
     )  # fmt: skip
     options.add_output_option(cmd, "seams")
-    cmd.set_defaults(command=seams)
+    cmd.set_defaults(command=measure_all_seams)
 
 
-def schemes(arguments: argparse.Namespace) -> int:
+def compare_schemes(arguments: argparse.Namespace) -> int:
     """Train with every scheme and seed that has no result yet, and report all results."""
-    counts = arguments.virtual or [None]
-    for count in counts[1:]:  # validate all before the first one trains
+    rank_counts = arguments.virtual or [None]
+    for count in rank_counts[1:]:  # validate all before the first one trains
         _validate_runs(arguments, SingleTransport(), count)
     rows: list[dict[str, Any]] = []
-    for count in counts:
-        ranks = argparse.Namespace(**{**vars(arguments), "virtual": count})
+    for count in rank_counts:
+        rank_arguments = argparse.Namespace(**{**vars(arguments), "virtual": count})
         code = run_on_ranks(
-            ranks,
-            partial(_validate_runs, ranks),
-            partial(_measure_and_report, arguments, rows, last=count == counts[-1]),
+            rank_arguments,
+            partial(_validate_runs, rank_arguments),
+            partial(_measure_and_report, arguments, rows, is_last=count == rank_counts[-1]),
         )
         if code:
             return code
@@ -74,17 +74,17 @@ def schemes(arguments: argparse.Namespace) -> int:
 
 
 def _measure_and_report(
-    arguments: argparse.Namespace, rows: list[Any], world: Transport, runs: list[argparse.Namespace], last: bool
+    arguments: argparse.Namespace, rows: list[Any], world: Transport, runs: list[argparse.Namespace], is_last: bool
 ) -> int:
     from ...bench.schemes import bench_schemes, write_report
 
     folder = options.output_folder(arguments, "schemes")
-    jobs = [(run, partial(load_and_validate, run, world, world.size)) for run in runs]
-    measured = bench_schemes(world, folder, jobs, _count_shared_cores(arguments, world))
+    loaders_by_run = [(run, partial(load_and_validate, run, world, world.size)) for run in runs]
+    measured_rows = bench_schemes(world, folder, loaders_by_run, _count_shared_cores(arguments, world))
     if world.rank == 0:
-        rows += measured
+        rows += measured_rows
         table = write_report(rows, folder)
-        if last:
+        if is_last:
             emit("", table)
             options.print_written(sorted(folder.glob("*")))
     return 0
@@ -92,33 +92,33 @@ def _measure_and_report(
 
 def _validate_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
     """Return the command of every run after validating all of them. Collective."""
-    texts = _parse_schemes(arguments)
-    for text in texts:
-        load_and_validate(_arguments_for(arguments, text, 1), world, ranks)
-    return [_arguments_for(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
+    scheme_names = _parse_schemes(arguments)
+    for name in scheme_names:
+        load_and_validate(_arguments_for(arguments, name, 1), world, ranks)
+    return [_arguments_for(arguments, name, seed + 1) for seed in range(arguments.seeds) for name in scheme_names]
 
 
-def seams(arguments: argparse.Namespace) -> int:
+def measure_all_seams(arguments: argparse.Namespace) -> int:
     """Compare every scheme with the exact exchange on one batch with initial weights."""
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
         from ...bench.least_time import CoreSpeed
         from ...bench.seams import seam_table, write_seam_report
 
-        folder, errors = options.output_folder(arguments, "seams"), {}
+        folder, seam_errors = options.output_folder(arguments, "seams"), {}
         with first_rank_progress(world.rank, sys.stderr, unit="scheme", delay=0) as progress:
             experiment = load_and_validate(next(iter(runs.values())), world, world.size)
             if world.rank == 0:
                 cores = _count_shared_cores(arguments, world)
-                step = CoreSpeed.measure().step_seconds_lower_bound(experiment, world.size, cores)
-                progress.set_total_parts(len(runs), planned_seconds=[PASSES_PER_SCHEME * step] * len(runs))
-            for text, run in runs.items():
-                progress.begin_part(text)
-                errors[text] = _measure_seams(arguments, world, run)
+                step_seconds = CoreSpeed.measure().step_seconds_lower_bound(experiment, world.size, cores)
+                progress.set_total_parts(len(runs), planned_seconds=[PASSES_PER_SCHEME * step_seconds] * len(runs))
+            for name, run in runs.items():
+                progress.begin_part(name)
+                seam_errors[name] = _measure_seams(arguments, world, run)
                 progress.add_done_parts(1)
         if world.rank == 0:
-            files = write_seam_report(folder, errors)
-            emit(seam_table(errors))
+            files = write_seam_report(folder, seam_errors)
+            emit(seam_table(seam_errors))
             options.print_written(files)
         return 0
 
@@ -139,29 +139,29 @@ def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argpars
     dataset.open(grid.with_tiles(pair[0].model.plan(dataset.sample_shape, grid.shape).overlapping_tiles))
     for experiment in pair:
         experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
-    batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
+    batch_indices = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
     lo, hi = grid.sample_range(pair[0].batch_size)
-    images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
+    images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batch_indices]
     return measure_seam_errors(pair[0].model, pair[1].model, images)
 
 
 def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
     from ...halo.fusion import fusion_scheme_or_none
 
-    runs = {text: _arguments_for(arguments, text, 1) for text in _parse_schemes(arguments)}
-    for text, run in runs.items():
+    run_by_scheme = {text: _arguments_for(arguments, text, 1) for text in _parse_schemes(arguments)}
+    for text, run in run_by_scheme.items():
         if fusion_scheme_or_none(load_and_validate(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
                 f"--schemes {text}: its tiles overlap and its results are exact; specify approximate schemes"
             )
-    return runs
+    return run_by_scheme
 
 
 def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
-    texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
-    if not texts:
+    scheme_names = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
+    if not scheme_names:
         raise ConfigError("--schemes: no scheme is given; give, for instance, --schemes halo,tower")
-    return texts
+    return scheme_names
 
 
 def _arguments_for(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:

@@ -29,8 +29,8 @@ NETWORK_NAMES_HELP = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separ
 
 def add_parser(benches: Any) -> None:
     """Register the command."""
-    about = "training steps of several networks, compared with PyTorch's fastest mode"
-    cmd = benches.add_parser("suite", help=about, allow_abbrev=False)
+    help_text = "training steps of several networks, compared with PyTorch's fastest mode"
+    cmd = benches.add_parser("suite", help=help_text, allow_abbrev=False)
     cmd.add_argument(
         "--networks", metavar="A,B,FILE.yaml", default="main,others",
         help=f"{NETWORK_NAMES_HELP}, a FILE.yaml, or the groups main (the first six) and others (default: both groups)",
@@ -44,10 +44,10 @@ def add_parser(benches: Any) -> None:
         cmd.add_argument(
             f"--{kind}", metavar="FILE", type=options.parse_as_path, help="also write the results to this file"
         )
-    cmd.set_defaults(command=suite)
+    cmd.set_defaults(command=measure_suite)
 
 
-def suite(arguments: argparse.Namespace) -> int:
+def measure_suite(arguments: argparse.Namespace) -> int:
     """Measure every network; return 1 if a variant of neondist could not be measured."""
     from ...bench.least_time import CoreSpeed
     from ...bench.networks import NETWORK_GROUPS
@@ -74,20 +74,20 @@ def suite(arguments: argparse.Namespace) -> int:
         ProgressLine(None, sys.stderr, "turn", delay=0) as progress,
     ):
         files, speed = _write_network_files(arguments, Path(folder)), CoreSpeed.measure()
-        order = _interleave(variants) * arguments.rounds
-        turns = [(network, variant) for network in files for variant in order]
+        variant_order = _interleave(variants) * arguments.rounds
+        turns = [(network, variant) for network in files for variant in variant_order]
         progress.set_total_parts(len(turns), planned_seconds=[ROUND_SECONDS] * len(turns))
         progress.begin_part("checking the networks")
         least_seconds: dict[tuple[str, int], float] = {}
         for network, file in files.items():
             for count in sorted({1, ranks}):
-                job = _arguments_for(arguments, file), count, arguments.steps, speed, cores
-                _, least_seconds[network, count] = estimate_step_bench_seconds(*job)
-        planned = [least_seconds[network, ranks if variant == "ranks" else 1] for network, variant in turns]
-        progress.set_total_parts(len(turns), planned_seconds=planned)
+                step_bench_args = _arguments_for(arguments, file), count, arguments.steps, speed, cores
+                _, least_seconds[network, count] = estimate_step_bench_seconds(*step_bench_args)
+        planned_seconds = [least_seconds[network, ranks if variant == "ranks" else 1] for network, variant in turns]
+        progress.set_total_parts(len(turns), planned_seconds=planned_seconds)
         measure = _VariantMeasurement(arguments, files, ranks, cores, Path(folder))
-        measured = list(files), _interleave(variants), measure, arguments.rounds, progress, measure.progress_file
-        add_measured_rows(results, bench_suite(*measured), {**NETWORK_GROUPS, "all": list(files)}, arguments.json)
+        bench_args = list(files), _interleave(variants), measure, arguments.rounds, progress, measure.progress_file
+        add_measured_rows(results, bench_suite(*bench_args), {**NETWORK_GROUPS, "all": list(files)}, arguments.json)
     Console(soft_wrap=True).print(suite_table(results))
     if arguments.markdown:
         write_text(arguments.markdown, suite_markdown(results))
@@ -182,15 +182,15 @@ class _VariantMeasurement:
         self.progress_file = folder / "end"
         self.get_torch_benchmark = cache(self._create_torch_benchmark)
 
-    def __call__(self, network: str, variant: str, first: bool) -> dict[str, Any]:
+    def __call__(self, network: str, variant: str, is_first_round: bool) -> dict[str, Any]:
         """Return 'seconds', 'peak_bytes' and, for neondist, the shapes, 'layers' and, if `first`, 'machine'."""
         steps = self.arguments.steps
         if variant not in ("ranks", "one"):
             return self.get_torch_benchmark(network).measure(variant, steps)
-        count, cores = (self.ranks, None) if variant == "ranks" else (1, self.cores)
-        extra = ["--roofline"] if first else []
+        num_ranks, cores = (self.ranks, None) if variant == "ranks" else (1, self.cores)
+        extra_options = ["--roofline"] if is_first_round else []
         file = _arguments_for(self.arguments, self.files[network])
-        step = run_step_bench(file, count, [], steps, cores, extra, self.progress_file)
+        step = run_step_bench(file, num_ranks, [], steps, cores, extra_options, self.progress_file)
         result = {"seconds": step["seconds_per_step"], "peak_bytes": max(step["process_bytes"])}
         result |= {name: step[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in step}
         return result
