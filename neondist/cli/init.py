@@ -124,9 +124,9 @@ def _classification_yaml(folder: Path) -> str:
     crop, crops_per_image = _choose_crop_size_and_count(images)
     items = list_images(match_files("images", pattern), len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
-    label_values, num_classes, are_classes = read_labels(labels, items, None)
-    if label_values.ndim > 1:
-        task, outputs, cost, metrics = "Regression: numbers per image", label_values.shape[1], "!MSE {}", ""
+    label_array, num_classes, are_classes = read_labels(labels, items, None)
+    if label_array.ndim > 1:
+        task, outputs, cost, metrics = "Regression: numbers per image", label_array.shape[1], "!MSE {}", ""
     else:
         outputs = num_classes or 0
         names = f": {', '.join(sub.name for sub in classes)[:200]}" if labels == "folders" else ""

@@ -124,7 +124,7 @@ def parse_rank_counts(text: str, limit: int = MAX_RANKS) -> list[int]:
 
 
 def nonnegative_int(text: str, lowest: int = 0, limit: int = MAX_INTEGER, excess_error: str = "is too large") -> int:
-    """Parse an integer from `lowest` to `limit`; `excess` is the error of a larger one."""
+    """Parse an integer from `lowest` to `limit`; `excess_error` is the error for a larger one."""
     if not re.fullmatch("[0-9]{1,4000}", text) or int(text) < lowest:
         raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least {lowest}")
     if int(text) > limit:

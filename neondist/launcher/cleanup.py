@@ -75,15 +75,15 @@ def create_temporary_job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iter
         )
     finally:
         os.close(reading_end)
-    job = TemporaryJobFolders(variables, (writing_end,))
+    job_folders = TemporaryJobFolders(variables, (writing_end,))
     try:
-        yield job
+        yield job_folders
     finally:
-        if job.mpirun_exited:
+        if job_folders.mpirun_exited:
             with suppress(OSError):
                 os.write(writing_end, b"done\n")
         os.close(writing_end)
-        if job.mpirun_exited:
+        if job_folders.mpirun_exited:
             with suppress(subprocess.TimeoutExpired):
                 remover.wait(10)
 

@@ -76,9 +76,9 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code; subprocess.TimeoutExpired after `timeout` seconds."""
-        end = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
+            if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             time.sleep(0.01)
         return code
@@ -132,19 +132,19 @@ class ForkServer:
         output : int, optional
             stdout of the process: subprocess.PIPE or subprocess.DEVNULL. Default: that of this process.
         """
-        reading = None
+        read_fd = None
         if output == subprocess.PIPE:
-            reading, writing = os.pipe()
+            read_fd, write_fd = os.pipe()
         else:
-            writing = os.open(os.devnull, os.O_WRONLY) if output == subprocess.DEVNULL else os.dup(1)
+            write_fd = os.open(os.devnull, os.O_WRONLY) if output == subprocess.DEVNULL else os.dup(1)
         try:
-            pid = self._request(json.dumps({"words": list(words), "env": dict(env), "name": name}).encode(), writing)
+            pid = self._request(json.dumps({"words": list(words), "env": dict(env), "name": name}).encode(), write_fd)
         finally:
-            os.close(writing)
+            os.close(write_fd)
         if pid is not None:
-            return ForkedProcess(pid, None if reading is None else open(reading, encoding="utf-8"))
-        if reading is not None:
-            os.close(reading)
+            return ForkedProcess(pid, None if read_fd is None else open(read_fd, encoding="utf-8"))
+        if read_fd is not None:
+            os.close(read_fd)
         return None
 
     def kill_abandoned_process(self) -> None:
@@ -152,10 +152,10 @@ class ForkServer:
         if self._abandoned_channel is None:
             return
         with self._abandoned_channel as channel, suppress(TimeoutError):
-            if answer := channel.recv(64):
-                late = ForkedProcess(int(answer), None)
-                late.kill()  # exits by itself unless stopped
-                late.wait()
+            if pid_answer := channel.recv(64):
+                late_process = ForkedProcess(int(pid_answer), None)
+                late_process.kill()  # exits by itself unless stopped
+                late_process.wait()
 
     def _request(self, request: bytes, output: int) -> int | None:
         """Request a process; return the pid of the new child of this process, or None on failure."""
@@ -276,14 +276,14 @@ def _run_command(request: Mapping[str, Any], output: int) -> NoReturn:
     os.environ.update(request["env"])
     SignalRecorder(owns_process=True).install_signal_handlers()
     sys.argv = ["neondist", *request["words"]]
-    code: Any = 0
+    exit_code: Any = 0
     try:
         runpy.run_module("neondist", run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        code = end.code or 0
-    if not isinstance(code, int):
-        sys.exit(code)
-    _exit_without_teardown(code)
+        exit_code = end.code or 0
+    if not isinstance(exit_code, int):
+        sys.exit(exit_code)
+    _exit_without_teardown(exit_code)
 
 
 def _exit_without_teardown(code: int) -> NoReturn:

@@ -95,8 +95,8 @@ class _MultiGenerationRun:
     def run(self) -> int:
         """Run all generations; return the exit code of the last one."""
         while True:
-            stopped, first = lambda: bool(self.received_signals), not self.generation
-            members = wait_for_members(self.roster, self.wait_limit, stopped, self.report_wait, self.sleep, first)
+            is_stopped, is_first = lambda: bool(self.received_signals), not self.generation
+            members = wait_for_members(self.roster, self.wait_limit, is_stopped, self.report_wait, self.sleep, is_first)
             if members is None:
                 return self.report_giving_up()
             self.generation += 1
@@ -147,18 +147,18 @@ class _MultiGenerationRun:
         self.is_failure_counted = True
         hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
         self.log_event("loss", what=ending.failure_message, host=", ".join(hosts) or None)
-        number, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
+        progress, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
             excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cooldown:g} s"
-        say(f"{number}: {ending.failure_message}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
+        say(f"{progress}: {ending.failure_message}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def report_host_change(self, members: GenerationMembers) -> None:
         """Report a change of hosts, and what the next generation resumes from."""
         slots = self.roster.host_pool.list_usable_hosts() if self.roster.host_pool is not None else {}
-        before = members.hosts or {}
-        added = [host for host, count in slots.items() if count > before.get(host, 0)]
-        removed = [host for host, count in before.items() if slots.get(host, 0) < count]
+        old_hosts = members.hosts or {}
+        added = [host for host, count in slots.items() if count > old_hosts.get(host, 0)]
+        removed = [host for host, count in old_hosts.items() if slots.get(host, 0) < count]
         self.log_event("hosts", added=added, removed=removed)
         texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
         say(f"hosts changed: {', '.join(texts)}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
@@ -175,11 +175,11 @@ class _MultiGenerationRun:
         )
 
     def describe_spares(self, members: GenerationMembers) -> str:
-        before, self.spares = self.spares, members.spares
+        spares_before, self.spares = self.spares, members.spares
         if not self.roster.spares:
             return ""
         text = f"; {members.spares} of {self.roster.spares} spare slots"
-        if before and not members.spares:
+        if spares_before and not members.spares:
             effect = "reduces the number of ranks" if self.roster.elastic else "suspends the run until a host joins"
             text += f": none left; the next failure {effect}"
         return text

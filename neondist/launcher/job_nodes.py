@@ -136,8 +136,8 @@ class JobNodes:
     def service_nodes(self) -> list[JobNode]:
         """Machines for servers, assigned in turn; the first is this machine, which also runs the master."""
         nodes = self._nodes.values()
-        local = [node for node in nodes if node.remote_command is None] or [JobNode(address=_own_address([]))]
-        return local[:1] + [node for node in nodes if node.remote_command is not None and node.address]
+        local_nodes = [node for node in nodes if node.remote_command is None] or [JobNode(address=_own_address([]))]
+        return local_nodes[:1] + [node for node in nodes if node.remote_command is not None and node.address]
 
     @contextmanager
     def running_process(
@@ -179,11 +179,11 @@ class JobNodes:
         `workers` are the machines of the other workers. The lost machine is returned if it is reachable again, or if no
         other machine is reachable.
         """
-        count = Counter(workers)
-        others = sorted(
-            (node for node in self._nodes.values() if node.name != lost_node), key=lambda node: count[node.name]
+        worker_counts = Counter(workers)
+        other_nodes = sorted(
+            (node for node in self._nodes.values() if node.name != lost_node), key=lambda node: worker_counts[node.name]
         )
-        return next((node.name for node in (self._nodes[lost_node], *others) if node.is_reachable()), lost_node)
+        return next((node.name for node in (self._nodes[lost_node], *other_nodes) if node.is_reachable()), lost_node)
 
 
 def assign_workers(arguments: argparse.Namespace, workers: int, tiles: int) -> dict[str, int]:
@@ -210,19 +210,19 @@ def assign_workers(arguments: argparse.Namespace, workers: int, tiles: int) -> d
 
 def assign_workers_to_slots(slots: Mapping[str, int], workers: int, tiles: int) -> dict[str, int]:
     """Return the number of workers on each host, as `assign_workers` does."""
-    room = {node: count // tiles for node, count in slots.items()}
-    if workers > sum(room.values()):
-        tiles_text, limit = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
+    capacities = {node: count // tiles for node, count in slots.items()}
+    if workers > sum(capacities.values()):
+        tiles_text, limit = f" of {tiles} tiles" if tiles > 1 else "", sum(capacities.values())
         raise LaunchError(
             f"-n {workers * tiles}: the nodes have room for {counted(limit, 'worker')}{tiles_text}, each on one node;"
             f" give at most -n {limit * tiles}, or list more cpus, gpus or slots"
         )
-    counts = {}
-    for node, limit in room.items():
+    worker_counts = {}
+    for node, limit in capacities.items():
         if count := min(limit, workers):
-            counts[node] = count
+            worker_counts[node] = count
         workers -= count
-    return counts
+    return worker_counts
 
 
 @contextmanager
@@ -245,25 +245,25 @@ def checked_job_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles
     """
     if arguments.resources is None:
         source = arguments.slots_from or arguments.source
-        listed = [LOCAL_HOST] if source is None else list(read_slots(source))
-        is_distributed = (source is not None and source.is_script) or listed != [LOCAL_HOST]
+        listed_hosts = [LOCAL_HOST] if source is None else list(read_slots(source))
+        is_distributed = (source is not None and source.is_script) or listed_hosts != [LOCAL_HOST]
         nodes = [JobNode(address=_own_address([]) if is_distributed else LOOPBACK_ADDRESS)]
-        nodes += [_create_ssh_node(name) for name in listed if name != LOCAL_HOST]
+        nodes += [_create_ssh_node(name) for name in listed_hosts if name != LOCAL_HOST]
         reasons = {} if arguments.slots_from is not None else find_unusable_hosts(set(hosts) - {LOCAL_HOST}, os.environ)
         if reasons:
             unreachable = [host for host, reason in reasons.items() if reason == UNREACHABLE_TEXT]
-            texts = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
-            texts += [f"{', '.join(unreachable)} {UNREACHABLE_TEXT}"] if unreachable else []
+            problems = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT]
+            problems += [f"{', '.join(unreachable)} {UNREACHABLE_TEXT}"] if unreachable else []
             remedy = unreachable_host_remedy(unreachable[0], os.environ) if unreachable else "correct the list"
-            raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; {remedy}")
-        yield JobNodes(nodes if LOCAL_HOST in listed else nodes[1:], hosts, arguments.fork_server)
+            raise LaunchError(f"{arguments.source.path}: {'; '.join(problems)}; {remedy}")
+        yield JobNodes(nodes if LOCAL_HOST in listed_hosts else nodes[1:], hosts, arguments.fork_server)
         return
     arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}
     with open_job_placement(arguments, require_mpirun(os.environ), len(hosts) * tiles) as placement:
         assert isinstance(placement, JobPlacement)
-        has_remote_nodes = any(one.node.ssh_config for one in placement.reports)
-        own = _own_address(placement.supervisor_addresses()) if has_remote_nodes else LOOPBACK_ADDRESS
-        nodes = [_create_resource_node(placement, report, own) for report in placement.reports]
+        has_remote_nodes = any(report.node.ssh_config for report in placement.reports)
+        own_address = _own_address(placement.supervisor_addresses()) if has_remote_nodes else LOOPBACK_ADDRESS
+        nodes = [_create_resource_node(placement, report, own_address) for report in placement.reports]
         yield JobNodes(nodes, hosts, arguments.fork_server)
 
 
@@ -291,5 +291,5 @@ def _create_ssh_node(name: str) -> JobNode:
 def _own_address(preferred_addresses: Sequence[str]) -> str:
     """Return the address by which other machines reach this one; the loopback address if there is no other."""
     addresses = [*preferred_addresses, *list_own_addresses()]
-    remote = (one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback)
-    return next(remote, LOOPBACK_ADDRESS)
+    candidates = (one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback)
+    return next(candidates, LOOPBACK_ADDRESS)

@@ -97,8 +97,8 @@ def report_failure(ending: JobEnding, arguments: argparse.Namespace) -> int:
 
 def may_span_machines(env: Mapping[str, str]) -> bool:
     """Whether mpirun may start ranks on other machines, according to the environment."""
-    slurm = env.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    return slurm or any(name in env for name in (*_HOST_LIST_VARIABLES, *_HOST_FILE_VARIABLES))
+    spans_nodes = env.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    return spans_nodes or any(name in env for name in (*_HOST_LIST_VARIABLES, *_HOST_FILE_VARIABLES))
 
 
 def monitor_addresses(env: Mapping[str, str]) -> list[str]:
@@ -122,8 +122,8 @@ def reject_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
         return
     cores, free = threads.count_cores(), memory.free_bytes()
     if ranks > MAX_RANKS_PER_CORE * cores:
-        limit = f"at most {MAX_RANKS_PER_CORE * cores} on {cores} {'core' if cores == 1 else 'cores'}"
-        raise LaunchError(f"-n {ranks}: too few cores for that many ranks; give {limit}; {FORCE_HINT}")
+        limit_text = f"at most {MAX_RANKS_PER_CORE * cores} on {cores} {'core' if cores == 1 else 'cores'}"
+        raise LaunchError(f"-n {ranks}: too few cores for that many ranks; give {limit_text}; {FORCE_HINT}")
     if free is not None and ranks * MIN_BYTES_PER_RANK > free:
         raise LaunchError(
             f"-n {ranks}: that many ranks need {memory.format_bytes(ranks * MIN_BYTES_PER_RANK)} before they read any"
@@ -149,14 +149,14 @@ def rank_module_and_args(arguments: argparse.Namespace) -> list[str]:
 
 def rank_args(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments of every rank: those of the command, without -n and the options for starting ranks."""
-    launched = arguments.words[:1] == ["launch"]
-    kept, remaining = ["run"] if launched else [], iter(arguments.words[2:] if launched else arguments.words)
-    for word in remaining:
+    is_launch = arguments.words[:1] == ["launch"]
+    kept_words, words = ["run"] if is_launch else [], iter(arguments.words[2:] if is_launch else arguments.words)
+    for word in words:
         if word == "-n" or word in _SUPERVISOR_OPTIONS:
-            next(remaining)
+            next(words)
         elif not re.fullmatch(rf"-n\d+|({'|'.join(_SUPERVISOR_OPTIONS)})=.*", word):
-            kept.append(word)
-    return kept
+            kept_words.append(word)
+    return kept_words
 
 
 def rank_environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pin_ranks: bool = True) -> dict[str, str]:
@@ -171,8 +171,8 @@ def rank_environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pin_ran
         variables.update(dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(threads.threads_per_rank(ranks))))
     variables |= pinning.pinning_environment(ranks, variables) if pin_ranks else {}
     if sys.stdout.isatty():
-        size = shutil.get_terminal_size()
-        variables.update(COLUMNS=str(size.columns), LINES=str(size.lines))
+        terminal_size = shutil.get_terminal_size()
+        variables.update(COLUMNS=str(terminal_size.columns), LINES=str(terminal_size.lines))
     else:
         # mpirun gives the ranks a terminal even if its output is redirected: no progress bars in files
         variables.update(TTY_COMPATIBLE="0", TERM="dumb")

@@ -45,8 +45,8 @@ class GenerationMembers:
 
     def host_of_rank(self, rank: int) -> str:
         """Return the host of a rank; '' if unknown."""
-        owners = [host for host, count in (self.hosts or {}).items() for _ in range(count)]
-        return owners[rank] if 0 <= rank < len(owners) else ""
+        host_by_rank = [host for host, count in (self.hosts or {}).items() for _ in range(count)]
+        return host_by_rank[rank] if 0 <= rank < len(host_by_rank) else ""
 
     def __str__(self) -> str:
         text = counted(self.ranks, "rank")
@@ -131,15 +131,15 @@ def _resolve_ranks(arguments: argparse.Namespace) -> None:
                 f"--hosts-from {source.path}: lists no hosts yet; give -n or --elastic MIN:MAX to wait for them"
             )
         arguments.ranks = max(1, slots - spares)
-    least = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
-    if slots < least and not source.is_script:
-        option = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
+    min_ranks = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
+    if slots < min_ranks and not source.is_script:
+        option = f"--elastic {min_ranks}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {min_ranks}"
         alternative = "give at most that many, or " if slots else ""
         raise LaunchError(f"{option}: {source.path} has {counted(slots, 'slot')}; {alternative}list more hosts")
-    if spares > slots - least and not source.is_script:
+    if spares > slots - min_ranks and not source.is_script:
         raise LaunchError(
-            f"--spares {spares}: {source.path} has {counted(slots, 'slot')}, and the ranks need at least {least};"
-            f" give at most --spares {slots - least}, or list more hosts"
+            f"--spares {spares}: {source.path} has {counted(slots, 'slot')}, and the ranks need at least {min_ranks};"
+            f" give at most --spares {slots - min_ranks}, or list more hosts"
         )
 
 
@@ -183,11 +183,11 @@ class RankRoster:
         """Return members with the most ranks that the usable hosts and the experiment allow; None if there are none."""
         if self.host_pool is None:
             return self._largest_members_within(self.ranks)
-        usable = self.host_pool.list_usable_hosts()
-        slots = sum(usable.values())
+        usable_slots = self.host_pool.list_usable_hosts()
+        slots = sum(usable_slots.values())
         members = self._largest_members_within(max(slots - self.spares, min(self._rank_count_to_keep, slots)))
         return members and GenerationMembers(
-            members.ranks, ranks_per_host(usable, members.ranks), min(self.spares, slots - members.ranks)
+            members.ranks, ranks_per_host(usable_slots, members.ranks), min(self.spares, slots - members.ranks)
         )
 
     def keep_rank_count_of(self, members: GenerationMembers) -> None:
@@ -202,16 +202,16 @@ class RankRoster:
         If a run of fixed size cannot continue without a lost host, that host is not excluded.
         """
         if self.host_pool is None:
-            fewer = self._largest_members_within(self.ranks - 1)
-            self.ranks = fewer.ranks if fewer is not None else self.ranks
+            smaller = self._largest_members_within(self.ranks - 1)
+            self.ranks = smaller.ranks if smaller is not None else self.ranks
             return []
         hosts = [self.host_pool.listed_host_of(node) for node in lost_nodes] or [
             members.host_of_rank(rank) for rank in silent_ranks
         ]
         excluded = []
         for host in dict.fromkeys(hosts):
-            remaining = sum(slots for other, slots in self.host_pool.list_usable_hosts().items() if other != host)
-            if host and host != self._chief_address and (self.elastic or remaining >= self.min_ranks):
+            remaining_slots = sum(slots for other, slots in self.host_pool.list_usable_hosts().items() if other != host)
+            if host and host != self._chief_address and (self.elastic or remaining_slots >= self.min_ranks):
                 self.host_pool.exclude_temporarily(host)
                 excluded.append(host)
         return excluded
@@ -231,8 +231,8 @@ class RankRoster:
             return False
         if any(self.host_pool.listed_slots.get(host, 0) < count for host, count in members.hosts.items()):
             return True
-        better = self.choose_members()
-        return better is not None and better.ranks > members.ranks
+        larger = self.choose_members()
+        return larger is not None and larger.ranks > members.ranks
 
     def find_unusable_hosts(self, members: GenerationMembers) -> dict[str, str]:
         """Return unusable hosts with reasons; nodes of a resource file are checked at the start of a job."""
@@ -295,23 +295,23 @@ class HostWatcher:
         return self._hosts_changed.is_set()
 
     def _poll(self) -> None:
-        host_pool, times = self._roster.host_pool, 0
+        host_pool, num_changes = self._roster.host_pool, 0
         assert host_pool is not None
-        reported = host_pool.refresh_error
+        reported_error = host_pool.refresh_error
         while not self._end.wait(HOST_LIST_POLL_SECONDS):
             host_pool.refresh_host_list()
-            if host_pool.refresh_error not in ("", reported) and not self._end.is_set():
+            if host_pool.refresh_error not in ("", reported_error) and not self._end.is_set():
                 say(f"hosts: {host_pool.refresh_error}; keeping the last list")
-            reported = host_pool.refresh_error
-            times = times + 1 if self._roster.should_end_generation(self._members) else 0
-            if times >= 2 and not self._exclude_unusable_hosts():  # a partially written list has fewer hosts
+            reported_error = host_pool.refresh_error
+            num_changes = num_changes + 1 if self._roster.should_end_generation(self._members) else 0
+            if num_changes >= 2 and not self._exclude_unusable_hosts():  # a partially written list has fewer hosts
                 self._hosts_changed.set()
                 return
 
     def _exclude_unusable_hosts(self) -> bool:
         """Exclude unusable new hosts, and report each once; return whether there were any."""
-        better = self._roster.choose_members()
-        reasons = {} if better is None else self._roster.find_unusable_hosts(better)
+        larger = self._roster.choose_members()
+        reasons = {} if larger is None else self._roster.find_unusable_hosts(larger)
         if self._roster.host_pool is not None:
             for message in self._roster.host_pool.exclude_unusable(reasons):
                 say(message)
@@ -335,7 +335,7 @@ def wait_for_members(
     LaunchError
         A host of the first generation lacks this version of neondist; later generations exclude such a host.
     """
-    start, reports = time.monotonic(), -1
+    start, last_report = time.monotonic(), -1
     while True:
         if roster.host_pool is not None:
             roster.host_pool.refresh_host_list()
@@ -355,8 +355,8 @@ def wait_for_members(
         waited = time.monotonic() - start
         if is_stopped() or waited >= limit or roster.host_pool is None:
             return None
-        if int(waited / 30) > reports:
-            reports = int(waited / 30)
+        if int(waited / 30) > last_report:
+            last_report = int(waited / 30)
             report(f"waiting for hosts: {describe_rank_shortage(roster)}; giving up in {limit - waited:.0f} s")
         sleep(HOST_LIST_POLL_SECONDS)
 
@@ -368,8 +368,8 @@ def describe_rank_shortage(roster: RankRoster) -> str:
     slots, excluded = sum(roster.host_pool.list_usable_hosts().values()), roster.host_pool.list_excluded_hosts()
     text = f"there is room for {counted(slots, 'rank')}, but at least {roster.min_ranks} are needed"
     if slots >= roster.min_ranks:
-        most = min(slots, roster.max_ranks)
-        text = f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {most}"
+        max_ranks = min(slots, roster.max_ranks)
+        text = f"the experiment cannot run on any number of ranks from {roster.min_ranks} to {max_ranks}"
     if excluded:
         hosts = ", ".join(f"{host} ({left:.0f} s)" for host, left in excluded.items())
         text += f"; excluded after a failure: {hosts}"

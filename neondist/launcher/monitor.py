@@ -52,8 +52,8 @@ class RankState:
     @property
     def exit_code(self) -> int | None:
         """Exit code of the rank; None if the rank has not reported one."""
-        last = self.messages[-1].split() if self.messages else [""]
-        return {"ended": int(last[-1]) if last[-1].isdecimal() else 1, "failed": 1}.get(last[0])
+        last_words = self.messages[-1].split() if self.messages else [""]
+        return {"ended": int(last_words[-1]) if last_words[-1].isdecimal() else 1, "failed": 1}.get(last_words[0])
 
     @property
     def handles_stop(self) -> bool:
@@ -117,12 +117,12 @@ class Monitor:
 
     def all_ranks_handle_sigusr1(self) -> bool:
         """Whether SIGUSR1 stops every rank with a checkpoint."""
-        return sum(member.handles_stop for member in list(self.rank_states.values())) == self.ranks
+        return sum(rank_state.handles_stop for rank_state in list(self.rank_states.values())) == self.ranks
 
     def drain_connections(self, seconds: float = 5.0) -> None:
         """Wait up to `seconds` until the messages of all ranks have been received and their connections are closed."""
-        end = time.monotonic() + seconds
-        while self._connections and self._thread.is_alive() and time.monotonic() < end:
+        deadline = time.monotonic() + seconds
+        while self._connections and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def ranks_without_exit_code(self) -> list[int]:
@@ -137,8 +137,8 @@ class Monitor:
 
     def describe_rank(self, rank: int) -> str:
         """Return a description of a rank and its node, such as 'rank 1 of 3 on node-a'."""
-        member = self.rank_states.get(rank)
-        return f"rank {rank} of {self.ranks}" + (f" on {member.node}" if member else "")
+        rank_state = self.rank_states.get(rank)
+        return f"rank {rank} of {self.ranks}" + (f" on {rank_state.node}" if rank_state else "")
 
     def _serve(self) -> None:
         last_check = time.monotonic()
@@ -176,8 +176,8 @@ class Monitor:
 
     def register_rank(self, greeting: str) -> RankState | None:
         """Register the rank of a greeting 'RANK PROCESS NODE'; None if invalid or if the rank connected before."""
-        rank, _, rest = greeting.partition(" ")
-        node = rest.partition(" ")[2]
+        rank, _, remainder = greeting.partition(" ")
+        node = remainder.partition(" ")[2]
         if not rank.isdecimal() or int(rank) >= self.ranks or int(rank) in self.rank_states or not node.isprintable():
             return None
         return self.rank_states.setdefault(int(rank), RankState(int(rank), node))
@@ -191,31 +191,31 @@ class Monitor:
 
     def _remove_dead_connections(self, selector: selectors.BaseSelector) -> None:
         """Remove closed and expired connections, and record a loss, if any."""
-        ended = [one for one in self._connections if one.closed or one.idle_seconds > self._timeout_of(one)]
-        if not ended:
+        dead = [one for one in self._connections if one.closed or one.idle_seconds > self._timeout_of(one)]
+        if not dead:
             return
         for connection in self._connections:  # a failing rank reports before the launcher ends the others
             connection.read(self)
-        failed = any(member.exit_code for member in self.rank_states.values())
-        for connection in ended:
+        any_failed = any(rank_state.exit_code for rank_state in self.rank_states.values())
+        for connection in dead:
             selector.unregister(connection.socket)
             connection.socket.close()
             self._connections.remove(connection)
-            member = connection.rank_state
-            if member is not None and member.exit_code is None and not failed and not self.failure_message:
-                self.lost_rank = member.rank
-                self.failure_message = f"{self.describe_rank(member.rank)} {UNREPORTED_EXIT_TEXT}"
+            rank_state = connection.rank_state
+            if rank_state is not None and rank_state.exit_code is None and not any_failed and not self.failure_message:
+                self.lost_rank = rank_state.rank
+                self.failure_message = f"{self.describe_rank(rank_state.rank)} {UNREPORTED_EXIT_TEXT}"
                 if not connection.closed:
                     self._record_silent_ranks([connection, *filter(self._is_quiet, self._connections)])
-        if self.job_end_time is None and (failed or not self.ranks_without_exit_code()):
+        if self.job_end_time is None and (any_failed or not self.ranks_without_exit_code()):
             self.job_end_time = time.monotonic()
 
     def _record_silent_ranks(self, connections: Sequence[_Connection]) -> None:
         """Record all ranks lost at about the same time."""
         self.silent_ranks = tuple(sorted(one.rank_state.rank for one in connections if one.rank_state is not None))
         names = [self.describe_rank(rank) for rank in self.silent_ranks[:_MAX_RANKS_IN_MESSAGE]]
-        unnamed = len(self.silent_ranks) - _MAX_RANKS_IN_MESSAGE
-        names += [f"{unnamed} more"] if unnamed > 0 else []
+        num_unnamed = len(self.silent_ranks) - _MAX_RANKS_IN_MESSAGE
+        names += [f"{num_unnamed} more"] if num_unnamed > 0 else []
         noun = "node" if len(names) == 1 else "nodes"
         self.failure_message = (
             f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
@@ -223,13 +223,13 @@ class Monitor:
 
     def _is_quiet(self, connection: _Connection) -> bool:
         """Whether a rank has missed several heartbeats, even if its lease has not expired."""
-        member = connection.rank_state
-        limit = min(self.lease, max(_LOST_TOGETHER_AFTER_MISSED_BEATS * HEARTBEAT_SECONDS, self.lease / 2))
+        rank_state = connection.rank_state
+        max_idle_seconds = min(self.lease, max(_LOST_TOGETHER_AFTER_MISSED_BEATS * HEARTBEAT_SECONDS, self.lease / 2))
         return (
-            member is not None
-            and member.exit_code is None
+            rank_state is not None
+            and rank_state.exit_code is None
             and not connection.closed
-            and connection.idle_seconds > limit
+            and connection.idle_seconds > max_idle_seconds
         )
 
     def _timeout_of(self, connection: _Connection) -> float:
@@ -245,14 +245,14 @@ class _Connection:
     rank_state: RankState | None = None
     closed: bool = False
     idle_seconds: float = 0.0
-    _data: bytes = b""
+    _received_bytes: bytes = b""
     _authenticated: bool = False
 
     def read(self, monitor: Monitor) -> None:
         try:
             while not self.closed:
                 chunk = self.socket.recv(1 << 12)
-                self._data += chunk
+                self._received_bytes += chunk
                 self.closed = not chunk or not self._handle_received_lines(monitor)
                 self.idle_seconds = 0.0
         except BlockingIOError:
@@ -263,12 +263,12 @@ class _Connection:
     def _handle_received_lines(self, monitor: Monitor) -> bool:
         """Process complete lines; return False if they are not those of a rank."""
         if not self._authenticated:
-            if len(self._data) < PROOF_BYTES:
+            if len(self._received_bytes) < PROOF_BYTES:
                 return True
-            if not monitor.verify_proof(self, self._data):
+            if not monitor.verify_proof(self, self._received_bytes):
                 return False
-            self._authenticated, self._data = True, self._data[PROOF_BYTES:]
-        *lines, self._data = self._data.split(b"\n")
+            self._authenticated, self._received_bytes = True, self._received_bytes[PROOF_BYTES:]
+        *lines, self._received_bytes = self._received_bytes.split(b"\n")
         for line in lines:
             if self.rank_state is None:
                 self.rank_state = monitor.register_rank(line.decode(errors="replace"))
@@ -276,7 +276,7 @@ class _Connection:
                     return False
             elif line:
                 self.rank_state.messages.append(line.decode(errors="replace")[:_MAX_LINE_BYTES])
-        return len(self._data) < _MAX_LINE_BYTES
+        return len(self._received_bytes) < _MAX_LINE_BYTES
 
 
 def listen(address: str, backlog: int) -> socket.socket:

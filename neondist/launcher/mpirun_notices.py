@@ -71,23 +71,23 @@ class NoticeFilter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Process bytes; return the output that can be written now."""
-        out = b""
+        output = b""
         for piece in chunk.replace(b"\0", b"").splitlines(keepends=True):  # mpirun ends a message with a NUL
             self.partial_line += piece
             if piece.endswith(b"\n"):
-                out += self._filter_line()
+                output += self._filter_line()
             elif not self.held_lines and not self._may_be_notice():
-                out += self._flush_partial_line()  # an unfinished line, such as a progress bar, must not wait
-        self.has_output |= bool(out.strip())
-        return out
+                output += self._flush_partial_line()  # an unfinished line, such as a progress bar, must not wait
+        self.has_output |= bool(output.strip())
+        return output
 
     def flush(self) -> bytes:
         """Return the remaining output at the end of input."""
         if self._follows_notice():
             return b""
-        out, self.held_lines, self.partial_line = b"".join(self.held_lines) + self.partial_line, [], b""
-        self.has_output |= bool(out.strip())
-        return out
+        output, self.held_lines, self.partial_line = b"".join(self.held_lines) + self.partial_line, [], b""
+        self.has_output |= bool(output.strip())
+        return output
 
     def _may_be_notice(self) -> bool:
         """Whether the partial line may be the beginning of a notice."""
@@ -98,16 +98,16 @@ class NoticeFilter:
         return self.removed_last_notice and not self.partial_line.strip()
 
     def _flush_partial_line(self) -> bytes:
-        out, self.partial_line, self.removed_last_notice = self.partial_line, b"", False
-        return out
+        output, self.partial_line, self.removed_last_notice = self.partial_line, b"", False
+        return output
 
     def _filter_line(self) -> bytes:
-        rule = self.partial_line.startswith(_DASHED_LINE)
-        if not self.held_lines and not rule:
+        is_rule = self.partial_line.startswith(_DASHED_LINE)
+        if not self.held_lines and not is_rule:
             is_warning = self.filters_warnings and _CONNECTION_WARNINGS.match(self.partial_line)
-            fatal = self.filters_warnings and _FATAL_LINE.match(self.partial_line)
-            if fatal or self._follows_notice() or is_warning:
-                self.fatal_lines += self.partial_line if fatal else b""
+            is_fatal = self.filters_warnings and _FATAL_LINE.match(self.partial_line)
+            if is_fatal or self._follows_notice() or is_warning:
+                self.fatal_lines += self.partial_line if is_fatal else b""
                 self.partial_line = b""
                 return b""
             return self._flush_partial_line()
@@ -115,7 +115,7 @@ class NoticeFilter:
         self.partial_line = b""
         held_lines = b"".join(self.held_lines)
         is_notice = any(message in held_lines for message in _EXIT_NOTICES)
-        if len(self.held_lines) == 1 or (is_notice and not rule):
+        if len(self.held_lines) == 1 or (is_notice and not is_rule):
             return b""
         self.held_lines, self.removed_last_notice = [], is_notice
         self.notices += held_lines if self.removed_last_notice else b""

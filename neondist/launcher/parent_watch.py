@@ -32,12 +32,12 @@ def parent_death_preexec() -> Callable[[], None] | None:
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()
 
-    def bind() -> None:
+    def bind_to_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent has died in the meantime
             os._exit(1)
 
-    return bind
+    return bind_to_parent
 
 
 def end_process(process: subprocess.Popen[Any] | Process, grace_seconds: float, sig: int = signal.SIGTERM) -> None:
@@ -62,9 +62,9 @@ def end_with_parent(poll_seconds: float = 1.0) -> None:
     """From now on, end this process soon after its parent, which is polled every `poll_seconds`."""
     parent = os.getppid()
 
-    def poll() -> None:
+    def poll_parent() -> None:
         while os.getppid() == parent:
             time.sleep(poll_seconds)
         os._exit(1)
 
-    threading.Thread(target=poll, name="end_with_parent", daemon=True).start()
+    threading.Thread(target=poll_parent, name="end_with_parent", daemon=True).start()

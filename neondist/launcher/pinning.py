@@ -22,8 +22,8 @@ CPU_TOPOLOGY_DIR = Path("/sys/devices/system/cpu")
 
 def pinning_environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that bind `ranks` ranks, with the threads set in `env`, to cores; empty if unbound."""
-    setting = next((env[name] for name in threads.THREAD_COUNT_VARIABLES if name in env), "")
-    thread_count = int(setting) if setting.isdecimal() else threads.threads_per_rank(ranks)
+    thread_setting = next((env[name] for name in threads.THREAD_COUNT_VARIABLES if name in env), "")
+    thread_count = int(thread_setting) if thread_setting.isdecimal() else threads.threads_per_rank(ranks)
     if unpinned_reason(env) or ranks * thread_count > threads.count_cores():
         return {}
     return {CPUS_VARIABLE: ",".join(map(str, sort_cpus(os.sched_getaffinity(0))))}

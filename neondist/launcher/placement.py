@@ -56,22 +56,22 @@ class JobPlacement:
         """
         reject_shared_host_names(self.reports)
         names = [name for name in variables if name not in threads.THREAD_COUNT_VARIABLES]
-        parts = []
+        host_commands = []
         for report in self.reports:
             node_variables = [f"{name}={value}" for name, value in self.node_variables(report, env).items()]
             safe_path_file = str(Path(report.node_info["package"]) / "safe_path.py")
             start = [*(["env"] if node_variables else []), *node_variables, report.python, safe_path_file, *words]
-            parts.append((report.node.address, report.ranks, start))
-        return _command_on_hosts(mpirun, names, parts)
+            host_commands.append((report.node.address, report.ranks, start))
+        return _command_on_hosts(mpirun, names, host_commands)
 
     def node_variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a node; its ranks share its cores unless the user sets threads."""
-        shared = ssh_settings_of(self.resources, report.node).shared_envs
-        if threads.is_thread_count_set({**env, **shared}):
-            return dict(shared)
+        shared_variables = ssh_settings_of(self.resources, report.node).shared_envs
+        if threads.is_thread_count_set({**env, **shared_variables}):
+            return dict(shared_variables)
         return {
             **dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(max(1, report.node_info["cores"] // report.ranks))),
-            **shared,
+            **shared_variables,
         }
 
     def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -132,10 +132,10 @@ class HostListPlacement:
 def _command_on_hosts(mpirun: Mpirun, names: Sequence[str], parts: Sequence[tuple[str, int, list[str]]]) -> list[str]:
     """Return the command that starts ranks on several hosts, given the host, the ranks and the command of each part."""
     words: list[str] = []
-    for host, ranks, start in parts:
-        head = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
-        head = mpirun.command(ranks, names)[1:] if not words else head
-        words += [":", *head, "--host", f"{host}:{ranks}", *start]
+    for host, ranks, command in parts:
+        rank_options = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
+        rank_options = mpirun.command(ranks, names)[1:] if not words else rank_options
+        words += [":", *rank_options, "--host", f"{host}:{ranks}", *command]
     return [mpirun.path, *words[1:]]
 
 

@@ -132,15 +132,15 @@ def _run_and_report_errors(
     """
     from ..comm import abort_with_error
 
-    agreed = True
+    is_agreed = True
     try:
         prepared = prepare(world, world.size)
-        agreed = False
+        is_agreed = False
         return work(world, prepared)
     except RemoteError:  # reported by the rank that failed
         return 1
     except UserError as error:
-        if agreed or error.raised_on_all_ranks:
+        if is_agreed or error.raised_on_all_ranks:
             if world.rank == 0:
                 print_error(error)
             return 2
@@ -151,7 +151,7 @@ def _run_and_report_errors(
             world.abort(2)
         return 2
     except BaseException as error:
-        if agreed or world.size == 1:
+        if is_agreed or world.size == 1:
             raise
         if isinstance(error, KeyboardInterrupt):
             world.abort(130)

@@ -109,8 +109,8 @@ def _run_requested_command(requests: IO[str]) -> int:
     try:
         os.chdir(request["folder"])
     except OSError as error:
-        prefix = f"{host}: the folder {request['folder']}"
-        sys.stderr.write(f"error: {prefix}: {error.strerror}; share it, or copy it to the same path\n")
+        subject = f"{host}: the folder {request['folder']}"
+        sys.stderr.write(f"error: {subject}: {error.strerror}; share it, or copy it to the same path\n")
         return 2
     child = subprocess.Popen(
         safe_path.python_command("neondist", *request["words"], ends_with_parent=True),

@@ -43,12 +43,12 @@ def restore_newest_checkpoint(folder: Path) -> Path:
 
 def resume_arguments(words: Sequence[str]) -> list[str]:
     """Return the arguments of a command that resumes its own run."""
-    kept = []
+    kept_words = []
     for previous, word in zip(["", *words], words, strict=False):
-        replaced = word in ("--resume", "--overwrite") or word.startswith("--resume=")
-        if not replaced and (previous, word) != ("--resume", "auto"):
-            kept.append(word)
-    return [*kept, "--resume", "auto"]
+        is_replaced = word in ("--resume", "--overwrite") or word.startswith("--resume=")
+        if not is_replaced and (previous, word) != ("--resume", "auto"):
+            kept_words.append(word)
+    return [*kept_words, "--resume", "auto"]
 
 
 def _stage_number(stage: Path) -> int:

@@ -96,15 +96,15 @@ class ElasticSlots:
         sleep: Callable[[float], None] = time.sleep,
     ) -> list[str] | None:
         """Wait for slots for the minimum number of workers; return their hosts, or None on timeout or if stopped."""
-        start, reports, limit = time.monotonic(), -1, self.wait_limit
+        start, last_report, limit = time.monotonic(), -1, self.wait_limit
         while not is_stopped():
             if hosts := self._table.take_slots(self._read_hosts()):
                 return hosts
             waited = time.monotonic() - start
             if waited >= limit:
                 return None
-            if int(waited / _WAIT_REPORT_SECONDS) > reports:
-                reports = int(waited / _WAIT_REPORT_SECONDS)
+            if int(waited / _WAIT_REPORT_SECONDS) > last_report:
+                last_report = int(waited / _WAIT_REPORT_SECONDS)
                 report(f"waiting for slots: {self.describe_unavailable_slots()}; giving up in {limit - waited:.0f} s")
             sleep(SLOT_CHECK_SECONDS)
         return None
@@ -130,8 +130,8 @@ class ElasticSlots:
 
     def release_reason(self) -> str:
         """Describe the reason for the release of workers."""
-        used = self._table.workers * self._table.bounds.slots_per_worker
-        return "there are fewer slots" if used > sum(self._read_hosts().values()) else "another job is waiting"
+        used_slots = self._table.workers * self._table.bounds.slots_per_worker
+        return "there are fewer slots" if used_slots > sum(self._read_hosts().values()) else "another job is waiting"
 
     def free_worker_slots(self, host: str, is_job_ending: bool) -> None:
         """Free the slots of a worker, as `SharedSlotTable.free_worker_slots` does."""
@@ -151,8 +151,8 @@ class ElasticSlots:
 
     def describe_unavailable_slots(self) -> str:
         """Describe the users of the slots, and the excluded hosts."""
-        times = self._list_excluded_hosts()
-        texts = [f"{host} is excluded for another {seconds:.0f} s" for host, seconds in times.items()]
+        seconds_by_host = self._list_excluded_hosts()
+        texts = [f"{host} is excluded for another {seconds:.0f} s" for host, seconds in seconds_by_host.items()]
         return "; ".join([self._table.describe_slot_usage(self._read_hosts()), *texts])
 
 
@@ -166,46 +166,46 @@ def open_elastic_slots(
     """
     pool, closed = HostPool(lambda: read_slots(source, reread=True), HOST_COOLDOWN_SECONDS), threading.Event()
     hosts = pool.listed_slots = read_slots(source)
-    checked = set(hosts)
+    checked_hosts = set(hosts)
 
-    def usable() -> dict[str, int]:
+    def list_usable_slots() -> dict[str, int]:
         excluded = pool.list_excluded_hosts()
-        return {host: slots for host, slots in hosts.items() if host in checked and host not in excluded}
+        return {host: slots for host, slots in hosts.items() if host in checked_hosts and host not in excluded}
 
-    def check(joined_hosts: set[str]) -> None:
+    def check_hosts(joined_hosts: set[str]) -> None:
         reasons = find_unusable_hosts(joined_hosts - {LOCAL_HOST}, os.environ)
         for message in pool.exclude_unusable(reasons):
             say(message, sys.stderr)
-        checked.update(joined_hosts - reasons.keys())
+        checked_hosts.update(joined_hosts - reasons.keys())
 
-    def watch() -> None:
+    def watch_hosts() -> None:
         nonlocal hosts
-        reported, shrunk = "", 0
+        reported_error, num_shrunk = "", 0
         while not closed.wait(HOST_LIST_POLL_SECONDS):
             pool.refresh_host_list()
-            if pool.refresh_error not in ("", reported) and not closed.is_set():
+            if pool.refresh_error not in ("", reported_error) and not closed.is_set():
                 say(f"hosts: {pool.refresh_error}; keeping the last list", sys.stderr)
-            reported = pool.refresh_error
-            shrunk = shrunk + 1 if sum(pool.listed_slots.values()) < sum(hosts.values()) else 0
-            if shrunk != 1:  # a partially written list has fewer hosts
+            reported_error = pool.refresh_error
+            num_shrunk = num_shrunk + 1 if sum(pool.listed_slots.values()) < sum(hosts.values()) else 0
+            if num_shrunk != 1:  # a partially written list has fewer hosts
                 hosts = dict(pool.listed_slots)
-            if joined_hosts := hosts.keys() - checked - pool.list_excluded_hosts().keys():
-                check(joined_hosts)
+            if joined_hosts := hosts.keys() - checked_hosts - pool.list_excluded_hosts().keys():
+                check_hosts(joined_hosts)
 
     with SharedSlotTable(bounds) as table:
         if source is not None:
-            threading.Thread(target=watch, name="hosts", daemon=True).start()
+            threading.Thread(target=watch_hosts, name="hosts", daemon=True).start()
         try:
-            yield ElasticSlots(table, usable, pool.exclude_temporarily, wait_limit, pool.list_excluded_hosts)
+            yield ElasticSlots(table, list_usable_slots, pool.exclude_temporarily, wait_limit, pool.list_excluded_hosts)
         finally:
             closed.set()
             if source is not None:
                 source.wait_closed()
 
 
-def describe_worker_count_change(before: int, after: int, reason: str) -> str:
+def describe_worker_count_change(old_count: int, new_count: int, reason: str) -> str:
     """Describe a change of the number of workers."""
-    return f"workers: {before} -> {after} ({reason})"
+    return f"workers: {old_count} -> {new_count} ({reason})"
 
 
 def choose_workers_to_release(indices: Sequence[int], count: int) -> list[int]:

@@ -61,20 +61,20 @@ def fair_shares(slots: int, jobs: Sequence[WorkerBounds]) -> list[int]:
     slots : int
     jobs : sequence of WorkerBounds
     """
-    shares, free = [0] * len(jobs), slots
+    shares, free_slots = [0] * len(jobs), slots
     admitted: list[int] = []
     for index, bounds in enumerate(jobs):
-        if bounds.min_workers * bounds.slots_per_worker > free:
+        if bounds.min_workers * bounds.slots_per_worker > free_slots:
             break
         shares[index] = bounds.min_workers
-        free -= bounds.min_workers * bounds.slots_per_worker
+        free_slots -= bounds.min_workers * bounds.slots_per_worker
         admitted.append(index)
     while admitted:
-        admitted = [i for i in admitted if shares[i] < jobs[i].max_workers and jobs[i].slots_per_worker <= free]
+        admitted = [i for i in admitted if shares[i] < jobs[i].max_workers and jobs[i].slots_per_worker <= free_slots]
         if admitted:
             poorest = min(admitted, key=lambda index: shares[index] * jobs[index].slots_per_worker)
             shares[poorest] += 1
-            free -= jobs[poorest].slots_per_worker
+            free_slots -= jobs[poorest].slots_per_worker
     return shares
 
 
@@ -100,11 +100,11 @@ class _JobEntry:
         try:
             fields = json.loads(text)
             order, low, high, width = (fields[name] for name in ("order", "low", "high", "width"))
-            held = Counter({str(host): count for host, count in fields["held"].items()})
+            workers_by_host = Counter({str(host): count for host, count in fields["held"].items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        counts = [order, low, high, width, *held.values()]
-        return cls(order, WorkerBounds(low, high, width), held) if all(map(_is_count, counts)) else None
+        counts = [order, low, high, width, *workers_by_host.values()]
+        return cls(order, WorkerBounds(low, high, width), workers_by_host) if all(map(_is_count, counts)) else None
 
 
 class SharedSlotTable:
@@ -170,9 +170,9 @@ class SharedSlotTable:
         with self._update_own_entry() as others:
             if others is None:
                 return []
-            assigned = self._hosts_of_new_workers(hosts, others)
-            self._own_entry.workers_by_host.update(assigned)
-            return assigned
+            new_hosts = self._hosts_of_new_workers(hosts, others)
+            self._own_entry.workers_by_host.update(new_hosts)
+            return new_hosts
 
     def has_free_slots(self, hosts: Mapping[str, int]) -> bool:
         """Whether `take_slots` would return any host."""
@@ -198,20 +198,20 @@ class SharedSlotTable:
 
     def describe_slot_usage(self, hosts: Mapping[str, int]) -> str:
         """Describe the slots and their users."""
-        total, needed = sum(hosts.values()), self.bounds.min_workers * self.bounds.slots_per_worker
+        num_slots, num_needed = sum(hosts.values()), self.bounds.min_workers * self.bounds.slots_per_worker
         with self._update_own_entry() as others:
             if others is None:
-                return f"the use of the {total} slots cannot be read now; at least {needed} must be free"
-            used = sum(entry.workers_by_host.total() * entry.bounds.slots_per_worker for entry in others)
-        jobs = "another job" if len(others) == 1 else f"{len(others)} other jobs"
-        return f"{used} of {total} slots are in use by {jobs}, and at least {needed} are needed"
+                return f"the use of the {num_slots} slots cannot be read now; at least {num_needed} must be free"
+            num_used = sum(entry.workers_by_host.total() * entry.bounds.slots_per_worker for entry in others)
+        jobs_text = "another job" if len(others) == 1 else f"{len(others)} other jobs"
+        return f"{num_used} of {num_slots} slots are in use by {jobs_text}, and at least {num_needed} are needed"
 
     def _hosts_of_new_workers(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> list[str]:
-        missing = self._fair_share(hosts, others) - self.workers
-        available: list[str] = []
+        num_missing = self._fair_share(hosts, others) - self.workers
+        new_hosts: list[str] = []
         for host, slots in _count_free_slots(hosts, [self._own_entry, *others]).items():
-            available += [host] * max(0, min(slots // self.bounds.slots_per_worker, missing - len(available)))
-        return available if self.workers + len(available) >= self.bounds.min_workers else []
+            new_hosts += [host] * max(0, min(slots // self.bounds.slots_per_worker, num_missing - len(new_hosts)))
+        return new_hosts if self.workers + len(new_hosts) >= self.bounds.min_workers else []
 
     def _fair_share(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> int:
         """Return the fair share of this job, in workers; running jobs precede waiting ones."""
@@ -282,17 +282,17 @@ def shared_slots_folder() -> Path:
     """
     if fcntl is None or not hasattr(os, "getuid"):
         raise LaunchError("--num-workers MIN:MAX: needs POSIX file locks; give a fixed number of workers")
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    user = os.getuid()
-    path = Path(tempfile.gettempdir(), f"neondist-{user}") / "slots"
-    if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
-        path = Path(runtime, "neondist") / "slots"
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    user_id = os.getuid()
+    path = Path(tempfile.gettempdir(), f"neondist-{user_id}") / "slots"
+    if runtime_folder and os.path.isdir(runtime_folder) and os.access(runtime_folder, os.W_OK):
+        path = Path(runtime_folder, "neondist") / "slots"
     with _convert_errors(path):
         for folder in (path.parent, path):
             with suppress(FileExistsError):
                 folder.mkdir(0o700)
             status = folder.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != user_id or status.st_mode & 0o077:
                 raise LaunchError(
                     f"{folder}: jobs share slots in this folder, but it is not private to you; remove it, or set"
                     " XDG_RUNTIME_DIR to a folder of your own"
@@ -306,23 +306,23 @@ def _convert_errors(folder: Path) -> AbstractContextManager[None]:
 
 
 def _try_lock(descriptor: int, seconds: float) -> bool:
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
 
 
 def _count_free_slots(hosts: Mapping[str, int], entries: Sequence[_JobEntry]) -> dict[str, int]:
-    used: Counter[str] = Counter()
+    used_slots: Counter[str] = Counter()
     for entry in entries:
         for host, workers in entry.workers_by_host.items():
-            used[host] += workers * entry.bounds.slots_per_worker
-    return {host: max(0, slots - used[host]) for host, slots in hosts.items()}
+            used_slots[host] += workers * entry.bounds.slots_per_worker
+    return {host: max(0, slots - used_slots[host]) for host, slots in hosts.items()}
 
 
 def _is_count(value: Any) -> bool:

@@ -88,13 +88,13 @@ class SnapshotKeepers:
             if not node.endswith(b"\n"):
                 connection.close()
                 return
-            previous = self._connection_by_node.pop(node.decode(errors="replace"), None)
+            old_connection = self._connection_by_node.pop(node.decode(errors="replace"), None)
             self._connection_by_node[node.decode(errors="replace")] = connection
-            if previous is not None:
-                _send_exit_message(previous, "leave")
-                previous.close()
+            if old_connection is not None:
+                _send_exit_message(old_connection, "leave")
+                old_connection.close()
 
 
-def _send_exit_message(connection: socket.socket, word: str) -> None:
+def _send_exit_message(connection: socket.socket, message: str) -> None:
     with suppress(OSError):
-        connection.sendall(f"{word}\n".encode())
+        connection.sendall(f"{message}\n".encode())

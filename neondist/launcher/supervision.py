@@ -72,8 +72,8 @@ def supervise_command(
     `ranks_handle_stop`, both signals are held back until all ranks of the monitor handle SIGUSR1, which would kill the
     others. `received_signals` names earlier signals. Once `hosts_changed` returns true, a stop is requested too.
     """
-    forwarder, changing = _SignalForwarder(ranks_handle_stop), False
-    handlers = _install_handlers(forwarder.forward)  # before the start: a signal must not end this process alone
+    forwarder, stop_sent = _SignalForwarder(ranks_handle_stop), False
+    old_handlers = _install_handlers(forwarder.forward)  # before the start: a signal must not end this process alone
     try:
         for name in received_signals:
             forwarder.forward(getattr(signal, name))
@@ -102,8 +102,8 @@ def supervise_command(
             forwarder.ranks_listen = monitor.all_ranks_handle_sigusr1() if monitor is not None else ranks_handle_stop
             if forwarder.ranks_listen:
                 forwarder.send(forwarder.deferred_signals)
-            if forwarder.ranks_listen and not changing and hosts_changed is not None and hosts_changed():
-                changing = True
+            if forwarder.ranks_listen and not stop_sent and hosts_changed is not None and hosts_changed():
+                stop_sent = True
                 forwarder.send([signal.SIGUSR1])
             if code is None and monitor is not None and (monitor.failure_message or _is_mpirun_overdue(monitor)):
                 code = 128 + signal.SIGKILL if monitor.failure_message else monitor.exit_code
@@ -116,12 +116,12 @@ def supervise_command(
         for copier in filter(None, copiers):
             copier.join(timeout=10)  # the reader may be slow
     finally:
-        for number, handler in handlers.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
     notice_filter.notices += stdout_filter.notices  # such as that of a daemon whose ssh exited
-    signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
-    ending = _determine_ending(code, signals, monitor, notice_filter)
-    if changing and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
+    ending_signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
+    ending = _determine_ending(code, ending_signals, monitor, notice_filter)
+    if stop_sent and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
         ending = replace(ending, stopped_for_host_change=True)
     ending = replace(
         ending, stop_requested=any(signal.Signals(n).name in STOP_SIGNALS for n in forwarder.received_signals)
@@ -151,7 +151,7 @@ def _determine_ending(
     code: int, signals: Sequence[int], monitor: Monitor | None, notice_filter: NoticeFilter
 ) -> JobEnding:
     """Return how the job ended, from mpirun's exit code, the received signals, and the messages of the ranks."""
-    killed, code = code < 0, 128 - code if code < 0 else code
+    was_killed, code = code < 0, 128 - code if code < 0 else code
     if code in (0, STOPPED_EXIT_CODE) and (monitor is None or not monitor.ranks_without_exit_code()):
         return JobEnding(code)
     if signals:
@@ -159,20 +159,20 @@ def _determine_ending(
     if monitor is None or code == INTERRUPTED_EXIT_CODE:
         return JobEnding(code)
     loss = monitor.failure_message
-    if killed:
+    if was_killed:
         loss = f"mpirun was killed ({describe_exit_code(code)})"
     elif len(lost_nodes := notice_filter.lost_nodes) == 1:
         loss = f"node {lost_nodes[0]} was lost: its daemon was killed, or the network to it failed"
     elif lost_nodes:
         loss = f"nodes {', '.join(lost_nodes)} were lost: their daemons were killed, or the network to them failed"
     elif monitor.lost_rank in notice_filter.signals_by_rank:
-        text = notice_filter.signals_by_rank[monitor.lost_rank]
-        loss = f"{monitor.describe_rank(monitor.lost_rank)} was killed by {text}"
+        cause = notice_filter.signals_by_rank[monitor.lost_rank]
+        loss = f"{monitor.describe_rank(monitor.lost_rank)} was killed by {cause}"
     elif not loss and code == 0:
         loss = f"{monitor.describe_rank(monitor.ranks_without_exit_code()[0])} {UNREPORTED_EXIT_TEXT}"
     elif not loss and notice_filter.signals_by_rank:
-        rank, text = next(iter(notice_filter.signals_by_rank.items()))
-        loss = f"{monitor.describe_rank(rank)} was killed by {text}"
+        rank, cause = next(iter(notice_filter.signals_by_rank.items()))
+        loss = f"{monitor.describe_rank(rank)} was killed by {cause}"
     elif not loss and code > 128:
         loss = f"a rank was killed ({describe_exit_code(code)})"
     if not loss:
@@ -204,9 +204,9 @@ class _SignalForwarder:
     def forward(self, number: int, frame: FrameType | None = None) -> None:
         """Receive a signal, and forward it once the command can handle it."""
         self.received_signals.append(number)
-        sent = _translate_signal(number, self.ranks_handle_stop or self.ranks_listen)
-        is_deferred = self.ranks_handle_stop and sent == signal.SIGUSR1
-        (self.deferred_signals if is_deferred else self.pending_signals).append(sent)
+        sent_signal = _translate_signal(number, self.ranks_handle_stop or self.ranks_listen)
+        is_deferred = self.ranks_handle_stop and sent_signal == signal.SIGUSR1
+        (self.deferred_signals if is_deferred else self.pending_signals).append(sent_signal)
         self.send(self.pending_signals)
         if self.ranks_listen:
             self.send(self.deferred_signals)
@@ -227,5 +227,5 @@ def _translate_signal(number: int, ranks_handle_stop: bool) -> int:
 def _install_handlers(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     """Install the handler for supported signals that are not ignored; return the previous handlers."""
     signal_numbers = [getattr(signal, name) for name in FORWARDED_SIGNALS if hasattr(signal, name)]
-    handled = [number for number in signal_numbers if signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, forward) for number in handled}
+    handled_signals = [number for number in signal_numbers if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, forward) for number in handled_signals}

@@ -96,8 +96,8 @@ class WorkerProcesses:
     @property
     def restart_summary(self) -> str:
         """Description of the restarts of workers and services."""
-        services = sum(service.restarts for service in self._services)
-        suffix = f" and {counted(services, 'service')}" if services else ""
+        service_restarts = sum(service.restarts for service in self._services)
+        suffix = f" and {counted(service_restarts, 'service')}" if service_restarts else ""
         return f"{counted(sum(self._restart_counts.values()), 'worker')}{suffix} restarted"
 
     def forward_signal(self, name: str) -> None:
@@ -131,13 +131,13 @@ class WorkerProcesses:
 
     def call_with_restarts(self, call: Callable[[], T], timeout: float = 120.0) -> T:
         """Call services, restarting them as needed, until the call succeeds; return its result."""
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
             self._restart_killed_services()
             try:
                 return call()
             except ServiceUnavailableError:
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
 
@@ -205,26 +205,26 @@ class WorkerProcesses:
         if 0 in self._exit_codes.values():  # all tasks are done
             self._release_workers(len(self._workers), "all tasks are done", only_idle=True)
             return
-        leaving = sum(worker.deadline is not None for worker in self._workers.values())
-        surplus = elastic_slots.surplus_workers() - leaving
+        num_leaving = sum(worker.deadline is not None for worker in self._workers.values())
+        surplus = elastic_slots.surplus_workers() - num_leaving
         if surplus > 0:
             self._release_workers(surplus, elastic_slots.release_reason())
-        elif not leaving and self._exit_codes == {}:
+        elif not num_leaving and self._exit_codes == {}:
             self._add_workers(elastic_slots)
 
     def _release_workers(self, count: int, reason: str, only_idle: bool = False) -> None:
         """Release the workers with the highest indices, after their minibatch, or at once if they have no task."""
-        candidates = [index for index, worker in self._workers.items() if worker.deadline is None]
+        candidate_indices = [index for index, worker in self._workers.items() if worker.deadline is None]
         progress = self._fetch_progress()
         if only_idle:
-            candidates = [
-                index for index in candidates if progress is not None and index not in progress.started_workers
+            candidate_indices = [
+                index for index in candidate_indices if progress is not None and index not in progress.started_workers
             ]
-        released = choose_workers_to_release(candidates, count)
-        if not released:
+        released_indices = choose_workers_to_release(candidate_indices, count)
+        if not released_indices:
             return
-        self._report_change(-len(released), reason)
-        for index in released:
+        self._report_change(-len(released_indices), reason)
+        for index in released_indices:
             self._workers[index].deadline = time.monotonic() + RELEASE_TIMEOUT
             has_started = progress is None or index in progress.started_workers
             self._workers[index].process.send_signal(signal.SIGTERM if has_started else signal.SIGKILL)
@@ -242,9 +242,9 @@ class WorkerProcesses:
                 self._start_worker(host)
 
     def _report_change(self, change: int, reason: str) -> None:
-        before = sum(worker.deadline is None for worker in self._workers.values())
-        say(describe_worker_count_change(before, before + change, reason), sys.stderr)
-        self._log_event("scale", workers=before + change, before=before, reason=reason)
+        old_count = sum(worker.deadline is None for worker in self._workers.values())
+        say(describe_worker_count_change(old_count, old_count + change, reason), sys.stderr)
+        self._log_event("scale", workers=old_count + change, before=old_count, reason=reason)
 
     def _start_worker(self, host: str) -> None:
         index = next(number for number in range(len(self._workers) + 1) if number not in self._workers)

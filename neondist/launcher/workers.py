@@ -136,11 +136,11 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
         shutil.rmtree(Path(arguments.folder, SERVER_FOLDER), ignore_errors=True)
     log = RunEventLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
-        places, elastic_slots = assign_workers(arguments, shape.replicas, shape.tiles), None
-        hosts = [host for host, count in places.items() for _ in range(count)]
+        worker_counts, elastic_slots = assign_workers(arguments, shape.replicas, shape.tiles), None
+        hosts = [host for host, count in worker_counts.items() for _ in range(count)]
         if arguments.bounds is not None:
-            low, high = arguments.bounds
-            bounds = WorkerBounds(low, high, shape.tiles)
+            min_workers, max_workers = arguments.bounds
+            bounds = WorkerBounds(min_workers, max_workers, shape.tiles)
             elastic_slots = stack.enter_context(
                 open_elastic_slots(bounds, arguments.slots_from, arguments.slots_wait or HOST_WAIT_SECONDS)
             )
@@ -165,19 +165,19 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
 
 def _wait_for_slots(arguments: argparse.Namespace, elastic_slots: ElasticSlots, log: RunEventLog) -> list[str] | int:
     """Wait for the hosts of the first workers; return them, or the exit code if no slots became free."""
-    received = arguments.signals.received_signals
+    received_signals = arguments.signals.received_signals
 
     def report(text: str) -> None:
         log.add("wait", what=text)
         say(text, sys.stderr)
 
     start = time.monotonic()
-    hosts = elastic_slots.wait_for_minimum(lambda: bool(received), report)
+    hosts = elastic_slots.wait_for_minimum(lambda: bool(received_signals), report)
     if hosts is not None:
         log.add("slots", workers=len(hosts), waited=round(time.monotonic() - start, 3))
         return hosts
-    if received:
-        say(f"stopped while waiting for slots: received {received[0]}; start the command again")
+    if received_signals:
+        say(f"stopped while waiting for slots: received {received_signals[0]}; start the command again")
         return STOPPED_EXIT_CODE
     elastic_slots.report_giving_up()
     return 1
@@ -224,10 +224,10 @@ def _run_job(
     master.wait_until_listening()
 
     def start_worker(index: int, node: str, is_restart: bool) -> Process:
-        place = AsyncWorkerSpec(index, addresses, master.address, token, arguments.sync_policy)
+        worker_spec = AsyncWorkerSpec(index, addresses, master.address, token, arguments.sync_policy)
         command = _worker_arguments(arguments, index, shape.tiles, is_restart or bool(arguments.resume))
         output = subprocess.DEVNULL if index else None
-        variables = secret | place.environment | YIELD_WHEN_IDLE_VARIABLES
+        variables = secret | worker_spec.environment | YIELD_WHEN_IDLE_VARIABLES
         return stack.enter_context(nodes.running_process(node, command, variables, f"worker {index}", output))
 
     workers = WorkerProcesses(
@@ -253,15 +253,15 @@ def _report_lost_worker(master: str, servers: Sequence[str], token: str, index: 
     """Requeue the task of a lost worker, and remove the worker from servers; False if a service is unavailable."""
     from ..services.training import worker_name
 
-    worker, received = {"worker": worker_name(index)}, True
+    fields, all_received = {"worker": worker_name(index)}, True
     for address, service, method in [(master, "Master", "lost"), *((server, "PServer", "leave") for server in servers)]:
         try:
-            _call_service(address, service, token, method, worker)
+            _call_service(address, service, token, method, fields)
         except ServiceUnavailableError:
-            received = False
+            all_received = False
         except ServiceError:  # the master has no tasks yet
             pass
-    return received
+    return all_received
 
 
 def _fetch_progress(master: str, token: str) -> TaskProgress | None:

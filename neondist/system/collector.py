@@ -18,11 +18,11 @@ def exempt_new_objects_from_gc() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
-    enabled = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if enabled:
+        if was_enabled:
             gc.enable()

@@ -68,16 +68,16 @@ def send_to_supervisor(env: Mapping[str, str], message: str) -> None:
 
     'listens': SIGUSR1 stops the rank with a checkpoint; 'ignores': SIGUSR1 no longer does; 'ended CODE' or 'failed'.
     """
-    number = supervisor_descriptor(env)
-    if number is not None:
+    descriptor = supervisor_descriptor(env)
+    if descriptor is not None:
         with contextlib.suppress(OSError):
-            os.write(number, f"{message}\n".encode())
+            os.write(descriptor, f"{message}\n".encode())
 
 
 def supervisor_descriptor(env: Mapping[str, str]) -> int | None:
     """Return the file descriptor of this process's connection; None if it has none."""
-    number, _, process = env.get(CONNECTION_VARIABLE, "").partition(":")
-    return int(number) if process == str(os.getpid()) else None
+    descriptor, _, pid = env.get(CONNECTION_VARIABLE, "").partition(":")
+    return int(descriptor) if pid == str(os.getpid()) else None
 
 
 def has_port(address: str) -> bool:
@@ -138,8 +138,8 @@ def _run_heartbeat_process(connection: socket.socket, rank_pid: int) -> NoReturn
     for name in _SIGNALS_IGNORED_BY_GUARD:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # the launcher waits until its pipes are closed
-        os.dup2(null, number)
+    for descriptor in range(3):  # the launcher waits until its pipes are closed
+        os.dup2(null, descriptor)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
     while os.getppid() == rank_pid:
@@ -155,8 +155,8 @@ def _run_heartbeat_process(connection: socket.socket, rank_pid: int) -> NoReturn
     os._exit(0)
 
 
-def _is_stopped(process: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by SIGSTOP, not by a debugger (Linux)."""
-    with contextlib.suppress(OSError), open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
     return False

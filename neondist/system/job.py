@@ -44,15 +44,15 @@ class Job:
 
 def detect_job(env: Mapping[str, str]) -> Job | None:
     """Return the job that this process belongs to, or None outside one."""
-    launched = _read_number(env, LAUNCHED_RANKS_VARIABLE)
+    launched_ranks = _read_number(env, LAUNCHED_RANKS_VARIABLE)
     for names in _JOB_VARIABLES:
-        size, rank, local = (_read_number(env, name) for name in names)
+        size, rank, local_size = (_read_number(env, name) for name in names)
         # a shell in a single-task Slurm step is not a job: `neondist run -n` can start one there
-        single_task = size == 1 and "SLURM_STEP_ID" in env and not launched
-        if size is not None and not single_task and ("SLURM" not in names[0] or "SLURM_STEP_ID" in env):
-            return Job(max(size, launched or 1), rank, local)
-    if launched or ("PMIX_RANK" in env and "SLURM_STEP_ID" not in env):
-        return Job(launched, _read_number(env, "PMIX_RANK"), launched)
+        is_single_task = size == 1 and "SLURM_STEP_ID" in env and not launched_ranks
+        if size is not None and not is_single_task and ("SLURM" not in names[0] or "SLURM_STEP_ID" in env):
+            return Job(max(size, launched_ranks or 1), rank, local_size)
+    if launched_ranks or ("PMIX_RANK" in env and "SLURM_STEP_ID" not in env):
+        return Job(launched_ranks, _read_number(env, "PMIX_RANK"), launched_ranks)
     return None
 
 

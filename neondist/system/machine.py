@@ -125,15 +125,15 @@ class Machine:
 
         `memory_traffic` is the number of bytes that the work reads and writes.
         """
-        by_memory = (
+        memory_fraction = (
             min(1.0, memory_traffic / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
         )
-        most = (1 - by_memory) * self.slowdown + by_memory * self.memory_slowdown
+        max_slowdown = (1 - memory_fraction) * self.slowdown + memory_fraction * self.memory_slowdown
         # interpolated linearly between one busy core and all cores busy
-        busy = min(ranks, self.cores_per_node) - 1
-        slowdown = 1 + (most - 1) * busy / max(1, self.cores_per_node - 1)
-        sharing = self.ranks_per_core(ranks)
-        contention = slowdown * sharing * (self.shared_slowdown if sharing > 1 else 1.0)
+        other_busy_cores = min(ranks, self.cores_per_node) - 1
+        slowdown = 1 + (max_slowdown - 1) * other_busy_cores / max(1, self.cores_per_node - 1)
+        ranks_per_core = self.ranks_per_core(ranks)
+        contention = slowdown * ranks_per_core * (self.shared_slowdown if ranks_per_core > 1 else 1.0)
         return uncontended_seconds * self.compute_factor * contention
 
     def ranks_per_core(self, ranks: int) -> float:
@@ -167,10 +167,10 @@ class Machine:
         bytes, in 2 log2(n) messages.
         """
         nodes = self.count_nodes(ranks)
-        inside = ceil(ranks / nodes)
+        ranks_per_node = ceil(ranks / nodes)
         return sum(
             link.message_seconds(2 * ceil(log2(members)), 2 * count * (members - 1) / members)
-            for link, members in ((self.node, inside), (self.network, nodes))
+            for link, members in ((self.node, ranks_per_node), (self.network, nodes))
             if members > 1
         )
 
@@ -183,10 +183,10 @@ class Machine:
 def read_machine(path: Path) -> Machine:
     """Read a machine from a YAML file; raise ConfigError if it is invalid."""
     machine, link = (get_type_hints(cls, include_extras=True) for cls in (Machine, Link))
-    required = "cores_per_node", "node", "network"
+    required_fields = "cores_per_node", "node", "network"
     try:
         root = parse_file(path) or Node(None, f"{path}:1")
-        values = convert_fields(root, "", machine | {"node": Node, "network": Node}, required)
+        values = convert_fields(root, "", machine | {"node": Node, "network": Node}, required_fields)
         links = {name: Link(**convert_fields(values[name], name, link, link)) for name in ("node", "network")}
     except ConfigError as error:
         raise ConfigError(f"{error}; {_EXAMPLES_HINT}") from None

@@ -22,22 +22,22 @@ _MIN_CHECKED_BYTES = 1 << 26  # requests up to this size are not checked
 
 
 def require_memory(
-    needed_bytes: int, what: str, remedy: str, get_free_bytes: Callable[[], int | None] | None = None
+    needed_bytes: int, subject: str, remedy: str, get_free_bytes: Callable[[], int | None] | None = None
 ) -> None:
     """Raise DataError if less than `needed_bytes` of memory are available.
 
     Parameters
     ----------
     needed_bytes : int
-    what, remedy : str
+    subject, remedy : str
         Object that needs the memory, and what the user can do; beginning and end of the message.
     get_free_bytes : callable, optional
         Returns the available bytes. Default: `free_bytes`.
     """
-    available = (get_free_bytes or free_bytes)() if needed_bytes > _MIN_CHECKED_BYTES else None
-    if available is not None and needed_bytes > available:
+    available_bytes = (get_free_bytes or free_bytes)() if needed_bytes > _MIN_CHECKED_BYTES else None
+    if available_bytes is not None and needed_bytes > available_bytes:
         raise DataError(
-            f"{what} needs {format_bytes(needed_bytes)} of memory, but only {format_bytes(available)} are"
+            f"{subject} needs {format_bytes(needed_bytes)} of memory, but only {format_bytes(available_bytes)} are"
             f" available; {remedy}"
         )
 
@@ -57,8 +57,8 @@ def free_bytes() -> int | None:
 
     Returns None if unknown. The page cache counts as free.
     """
-    bounds = [*_machine_free_bytes(), *_cgroup_free_bytes(), *_process_free_bytes()]
-    return max(0, min(bounds)) if bounds else None
+    candidates = [*_machine_free_bytes(), *_cgroup_free_bytes(), *_process_free_bytes()]
+    return max(0, min(candidates)) if candidates else None
 
 
 _BYTES_BY_UNIT = {"": 1, "b": 1} | {
@@ -71,9 +71,9 @@ _PROCESS_OVERHEAD_BYTES_BY_BACKEND = {"numpy": 300 << 20, "torch": 450 << 20}
 
 def parse_bytes(field: str, memory: int | str, minimum: int = 1) -> int:
     """Parse an amount of memory such as 8GiB, '500 MB' or a number of bytes; a ConfigError names `field`."""
-    number, unit = re.fullmatch(r"\s*([0-9.]*)\s*(.*?)\s*", str(memory)).groups()  # type: ignore[union-attr]
+    amount, unit = re.fullmatch(r"\s*([0-9.]*)\s*(.*?)\s*", str(memory)).groups()  # type: ignore[union-attr]
     try:
-        count = int(float(number) * _BYTES_BY_UNIT[unit.lower()])
+        count = int(float(amount) * _BYTES_BY_UNIT[unit.lower()])
     except (ValueError, KeyError, OverflowError):
         count = -1
     if count < minimum:
@@ -102,15 +102,15 @@ def model_bytes_per_rank(memory: int, local_ranks: int, backend: str | None = No
     ConfigError
         Nothing is left after the overhead of the processes.
     """
-    share = memory // local_ranks - process_overhead_bytes(backend)
-    if share <= 0:
+    model_bytes = memory // local_ranks - process_overhead_bytes(backend)
+    if model_bytes <= 0:
         raise ConfigError(
             f"memory: {format_bytes(memory)} is too little for {counted(local_ranks, 'rank')} on a machine; of the"
             f" limit, {format_bytes(process_overhead_bytes(backend))} per rank are reserved for Python, libraries and"
             f" temporary buffers; set memory to at least {format_limit_for(1, local_ranks, backend)}, or start"
             " fewer ranks"
         )
-    return share
+    return model_bytes
 
 
 def format_limit_for(model_bytes: int, ranks: int, backend: str | None = None) -> str:
@@ -118,15 +118,15 @@ def format_limit_for(model_bytes: int, ranks: int, backend: str | None = None) -
     return f"{-(-count_local_ranks(ranks) * (model_bytes + process_overhead_bytes(backend)) >> 20)}MiB"
 
 
-def memory_trim_threshold(share: int, backend: str) -> int:
-    """Return the number of bytes above which a process whose network may use `share` bytes returns freed memory."""
-    return share + process_overhead_bytes(backend) * 15 // 16  # the rest is for temporary buffers of kernels
+def memory_trim_threshold(model_bytes: int, backend: str) -> int:
+    """Return the number of bytes above which a process whose network may use `model_bytes` returns freed memory."""
+    return model_bytes + process_overhead_bytes(backend) * 15 // 16  # the rest is for temporary buffers of kernels
 
 
 def free_bytes_per_rank(ranks: int) -> int | None:
     """Return the available bytes per rank for `ranks` ranks on this machine; None if unknown."""
-    free = free_bytes()
-    return None if free is None else free // ranks
+    machine_bytes = free_bytes()
+    return None if machine_bytes is None else machine_bytes // ranks
 
 
 def min_free_bytes_per_rank(
@@ -139,8 +139,8 @@ def min_free_bytes_per_rank(
     get_free_bytes : callable
         Returns the available bytes per rank, given the number of ranks on this machine.
     """
-    rooms = world.allgather(get_free_bytes(count_local_ranks(world.size)))
-    return None if None in rooms else min(rooms)
+    free_by_rank = world.allgather(get_free_bytes(count_local_ranks(world.size)))
+    return None if None in free_by_rank else min(free_by_rank)
 
 
 def count_local_ranks(ranks: int) -> int:
@@ -165,13 +165,13 @@ def out_of_memory_error(
     backend : str
         Name of the backend of the layers.
     """
-    amount = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
-    requested = parse_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
+    match = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
+    requested = parse_bytes("size", "".join(match.groups()).replace(",", "").replace("bytes", "")) if match else None
     size = "an array" if requested is None else format_bytes(requested)
     left = "" if free is None else f", with {format_bytes(free)} left"
     shortfall = max(0, (requested or planned_bytes // 4) - (free or 0))
     share = (planned_bytes - shortfall) * 9 // 10  # leave a margin: more may be missing than this array needs
-    fits = (
+    advice = (
         f"set memory: {format_bytes(count_local_ranks(ranks) * (share + process_overhead_bytes(backend)))}, or use"
         if share > 0
         else "use"
@@ -179,7 +179,7 @@ def out_of_memory_error(
     return ConfigError(
         f"memory: layer '{layer}' could not allocate {size} in the {direction} pass{left}; the planned peak of a step"
         f" is {format_bytes(planned_bytes)} per rank, excluding temporary buffers of kernels;"
-        f" {fits} more ranks or smaller batches"
+        f" {advice} more ranks or smaller batches"
     )
 
 
@@ -207,22 +207,22 @@ def _cgroup_free_bytes() -> Iterator[int]:
             if controllers not in ("", "memory"):
                 continue
             root = _CGROUP_ROOT / controllers
-            place = root / name.strip("/")
-            for folder in (place, *place.parents):
+            cgroup_folder = root / name.strip("/")
+            for folder in (cgroup_folder, *cgroup_folder.parents):
                 if folder.is_relative_to(root):
                     yield from _free_bytes_of_cgroup(folder)
 
 
 def _free_bytes_of_cgroup(folder: Path) -> Iterator[int]:
-    for most, used in _USAGE_FILE_BY_LIMIT_FILE.items():
+    for limit_file, usage_file in _USAGE_FILE_BY_LIMIT_FILE.items():
         with suppress(OSError, ValueError):  # no such file, or no limit: 'max'
-            limit = int((folder / most).read_text())
-            cache = [
+            limit_bytes = int((folder / limit_file).read_text())
+            cache_bytes = [
                 line.split()[1]
                 for line in (folder / "memory.stat").read_text().splitlines()
                 if _is_page_cache_line(line)
             ]
-            yield limit - int((folder / used).read_text()) + sum(map(int, cache))
+            yield limit_bytes - int((folder / usage_file).read_text()) + sum(map(int, cache_bytes))
 
 
 def _is_page_cache_line(line: str) -> bool:
@@ -235,6 +235,6 @@ def _process_free_bytes() -> Iterator[int]:
     with suppress(ImportError, OSError):
         import resource
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            yield limit - psutil.Process().memory_info().vms
+        limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit_bytes != resource.RLIM_INFINITY:
+            yield limit_bytes - psutil.Process().memory_info().vms

@@ -107,8 +107,8 @@ class SignalRecorder:
             sys.__unraisablehook__(unraisable)
             return
         self._exception_lost = True
-        main = threading.main_thread().ident
-        timer = threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT])  # also interrupts a system call
+        main_id = threading.main_thread().ident
+        timer = threading.Timer(0.05, signal.pthread_kill, [main_id, signal.SIGINT])  # also interrupts a system call
         timer.daemon = True
         timer.start()
 
@@ -136,8 +136,8 @@ def is_neondist_command() -> bool:
     words, name = sys.orig_argv, os.path.basename(sys.argv[0])
     if name == "-m":  # `python -m neondist`, `-um neondist` or `-mneondist`, while its package is being imported
         options = (word.partition("W")[0].partition("X")[0] if word[:1] == "-" else "" for word in words)
-        at = next(number for number, option in enumerate(options) if "m" in option)
-        name = words[at].partition("m")[2] or words[at + 1]
+        index = next(number for number, option in enumerate(options) if "m" in option)
+        name = words[index].partition("m")[2] or words[index + 1]
     return name == "neondist"
 
 

@@ -16,11 +16,11 @@ MAX_EFFICIENT_RANKS_PER_CORE = 2
 THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def count_cores(process: int = 0) -> int:
+def count_cores(pid: int = 0) -> int:
     """Return the CPU cores that a process (default: this one) may use, within its affinity and container limits."""
-    bound = hasattr(os, "sched_getaffinity")  # Linux
-    allowed = len(os.sched_getaffinity(process)) if bound else os.cpu_count() or 1
-    return max(1, min(allowed, _read_cpu_quota() or allowed))
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    allowed_cores = len(os.sched_getaffinity(pid)) if has_affinity else os.cpu_count() or 1
+    return max(1, min(allowed_cores, _read_cpu_quota() or allowed_cores))
 
 
 def default_thread_count() -> int:
@@ -48,13 +48,13 @@ def limit_threads(ranks: int) -> int | None:
     if is_thread_count_set(os.environ):
         return None
     # a launcher may have bound this rank to some cores; the parent process can still use all of them
-    threads = max(1, min(count_cores(), count_cores(os.getppid()) // ranks))
-    os.environ.update(dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads)))  # for libraries loaded later
+    thread_count = max(1, min(count_cores(), count_cores(os.getppid()) // ranks))
+    os.environ.update(dict.fromkeys(THREAD_COUNT_VARIABLES, str(thread_count)))  # for libraries loaded later
     if "numpy" in sys.modules:
         from threadpoolctl import threadpool_limits
 
-        threadpool_limits(threads)
-    return threads
+        threadpool_limits(thread_count)
+    return thread_count
 
 
 def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]:
@@ -67,21 +67,21 @@ def limit_threads_and_log(ranks: int, is_first_rank: bool) -> Callable[[], None]
     from threadpoolctl import threadpool_info, threadpool_limits
 
     pool_limits = threadpool_limits(None)  # records the limits
-    previous = max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    previous_count = max((pool["num_threads"] for pool in threadpool_info()), default=1)
     thread_count = limit_threads(ranks)
-    if is_first_rank and thread_count is not None and thread_count < previous:
+    if is_first_rank and thread_count is not None and thread_count < previous_count:
         logging.getLogger("neondist").warning(
             "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to use"
             " another number of threads",
             ranks, "1 thread" if thread_count == 1 else f"{thread_count} threads",
         )  # fmt: skip
 
-    def undo() -> None:
+    def remove_limit() -> None:
         pool_limits.restore_original_limits()
         for name in THREAD_COUNT_VARIABLES:
             os.environ.pop(name, None)
 
-    return undo
+    return remove_limit
 
 
 def describe_oversubscription(ranks: int, thread_count: int, cores: int) -> str:

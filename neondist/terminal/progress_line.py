@@ -68,10 +68,10 @@ class ProgressLine:
     def set_total_parts(
         self,
         total: int,
-        resumed: int = 0,
+        resumed_parts: int = 0,
         planned_seconds: Sequence[float] = (),
-        sizes: Sequence[int] = (),
-        concurrent: int = 1,
+        part_sizes: Sequence[int] = (),
+        concurrent_parts: int = 1,
     ) -> None:
         """Set the number of parts, in total and completed by an earlier process; restart the clock.
 
@@ -79,28 +79,28 @@ class ProgressLine:
         ----------
         planned_seconds : sequence of float
             Minimum seconds of each part, if known; ignored if any is 0.
-        sizes : sequence of int
+        part_sizes : sequence of int
             Sizes of the parts; the duration of a part is assumed to be proportional to its size.
-        concurrent : int
+        concurrent_parts : int
             Number of consecutive parts that run at the same time.
         """
         with self._lock:
-            self.done_parts, self.resumed_parts = resumed, resumed
-            self._part_sizes, self._concurrent_parts = sizes, concurrent
+            self.done_parts, self.resumed_parts = resumed_parts, resumed_parts
+            self._part_sizes, self._concurrent_parts = part_sizes, concurrent_parts
             self.start_time = self._part_start = time.monotonic()
             self._plan_parts(total, planned_seconds)
-            if resumed:
-                say(f"resuming: {resumed} of {total} {self.unit}s were already done", self.file)
+            if resumed_parts:
+                say(f"resuming: {resumed_parts} of {total} {self.unit}s were already done", self.file)
 
     def change_parts(self, total: int, planned_seconds: Sequence[float] = ()) -> None:
         """Change the total number of parts and their planned seconds, without restarting the clock."""
         with self._lock:
-            self._plan_parts(total, planned_seconds, again=not self._estimate_printed)
+            self._plan_parts(total, planned_seconds, reprint=not self._estimate_printed)
 
-    def _plan_parts(self, total: int, planned_seconds: Sequence[float], again: bool = True) -> None:
+    def _plan_parts(self, total: int, planned_seconds: Sequence[float], reprint: bool = True) -> None:
         self.total_parts = total
         self._planned_part_seconds = planned_seconds if min(planned_seconds, default=0) > 0 else ()
-        if again and self.first_line_delay <= 0:
+        if reprint and self.first_line_delay <= 0:
             self.last_print_time = None  # print a line with the new plan
 
     def begin_part(self, activity: str, seconds_left: Callable[[], float | None] | None = None) -> None:
@@ -118,9 +118,9 @@ class ProgressLine:
 
     def set_part_fraction(self, fraction: float) -> None:
         """Set the completed fraction of the current part; print the line if it is due."""
-        end = time.monotonic() + (time.monotonic() - self._part_start) * (1 / max(fraction, 1e-3) - 1)
+        end_time = time.monotonic() + (time.monotonic() - self._part_start) * (1 / max(fraction, 1e-3) - 1)
         with self._lock:
-            self._part_seconds_left = lambda: max(0.0, end - time.monotonic())
+            self._part_seconds_left = lambda: max(0.0, end_time - time.monotonic())
             self._print_if_due(time.monotonic())
 
     def add_done_parts(self, completed_parts: int, output_cells: int = 0) -> None:
@@ -147,21 +147,21 @@ class ProgressLine:
         return f"{', '.join(phrases)}  "
 
     def _describe_seconds_left(self, now: float) -> str:
-        left = self._estimate_seconds_left(now)
-        if left is not None:
-            return "about " * (self.done_parts == self.resumed_parts) + f"{format_duration(left)} left"
-        so_far = f"{format_duration(now - self.start_time)} so far"
+        seconds_left = self._estimate_seconds_left(now)
+        if seconds_left is not None:
+            return "about " * (self.done_parts == self.resumed_parts) + f"{format_duration(seconds_left)} left"
+        elapsed_text = f"{format_duration(now - self.start_time)} so far"
         if least := round(self._estimate_least_seconds_left(now)):
-            return f"{so_far}, at least {format_duration(least)} left"
-        return f"{so_far}; an estimate will be shown after the first {self.unit}"
+            return f"{elapsed_text}, at least {format_duration(least)} left"
+        return f"{elapsed_text}; an estimate will be shown after the first {self.unit}"
 
     def _estimate_seconds_left(self, now: float) -> float | None:
         """Return the estimated seconds left, or None if no part has ended and the rest of the first is unknown."""
         durations, part_left = self._relative_part_durations, self._part_seconds_left()
         done_work = sum(durations[self.resumed_parts : self.done_parts])
         if part_left is not None and self.total_parts is not None and self.done_parts < self.total_parts:
-            pace = (now - self.start_time + part_left) / (done_work + durations[self.done_parts])
-            return part_left + pace * sum(durations[self.done_parts + 1 :])
+            seconds_per_unit = (now - self.start_time + part_left) / (done_work + durations[self.done_parts])
+            return part_left + seconds_per_unit * sum(durations[self.done_parts + 1 :])
         elapsed = self._part_start - self.start_time
         return self._seconds_left_at_pace(elapsed / done_work, now) if done_work > 0 else None
 
@@ -179,8 +179,8 @@ class ProgressLine:
 
     def _current_and_later_durations(self) -> tuple[float, float]:
         """Return the relative durations of the current parts and of later ones."""
-        durations, end = self._relative_part_durations, self.done_parts + self._concurrent_parts
-        return sum(durations[self.done_parts : end]), sum(durations[end:])
+        durations, end_index = self._relative_part_durations, self.done_parts + self._concurrent_parts
+        return sum(durations[self.done_parts : end_index]), sum(durations[end_index:])
 
     @property
     def _relative_part_durations(self) -> Sequence[float]:
@@ -199,22 +199,22 @@ class ProgressLine:
 
     def _print_during_parts(self) -> None:
         """Print lines that are due, even while a long part runs."""
-        wait = self.first_line_delay or _CHECK_INTERVAL_SECONDS
-        while not self._end_event.wait(wait):
+        wait_seconds = self.first_line_delay or _CHECK_INTERVAL_SECONDS
+        while not self._end_event.wait(wait_seconds):
             with self._lock:
-                now, wait = time.monotonic(), min(_CHECK_INTERVAL_SECONDS, LINE_INTERVAL_SECONDS)
+                now, wait_seconds = time.monotonic(), min(_CHECK_INTERVAL_SECONDS, LINE_INTERVAL_SECONDS)
                 if self.last_print_time is None or self.total_parts is None or self.done_parts < self.total_parts:
                     self._print_if_due(now)
                 if self.last_print_time is None:  # `set_total_parts` has restarted the clock
-                    wait = max(0.01, self.start_time + self.first_line_delay - now)
+                    wait_seconds = max(0.01, self.start_time + self.first_line_delay - now)
 
     def _print_if_due(self, now: float) -> None:
         """Print the line if it is due: after the first delay, once there is an estimate, and then periodically."""
         has_estimate = self.done_parts > self.resumed_parts or self._part_seconds_left() is not None
-        every = _TERMINAL_INTERVAL_SECONDS if self.is_terminal else LINE_INTERVAL_SECONDS
-        last = self.last_print_time
-        due = now - self.start_time >= self.first_line_delay if last is None else now - last >= every
-        if not due and not (last is not None and has_estimate and not self._estimate_printed):
+        interval = _TERMINAL_INTERVAL_SECONDS if self.is_terminal else LINE_INTERVAL_SECONDS
+        last_time = self.last_print_time
+        is_due = now - self.start_time >= self.first_line_delay if last_time is None else now - last_time >= interval
+        if not is_due and not (last_time is not None and has_estimate and not self._estimate_printed):
             return
         self.last_print_time, self._estimate_printed = now, has_estimate
         # erase the rest of a longer line
@@ -246,9 +246,9 @@ class ProgressFile(SilentProgress):
         self.path = Path(path)
 
     def _print_if_due(self, now: float) -> None:
-        left = self._estimate_seconds_left(now)
-        if left is not None:
-            self.path.write_text(f"{time.time() + left}\n", encoding="utf-8")
+        seconds_left = self._estimate_seconds_left(now)
+        if seconds_left is not None:
+            self.path.write_text(f"{time.time() + seconds_left}\n", encoding="utf-8")
 
 
 def read_seconds_left(path: Path) -> float | None:
@@ -285,8 +285,8 @@ def preparation_progress(rank: int = 0, owns_process: bool = True) -> AbstractCo
     """
     import psutil  # slow import
 
-    age = time.time() - psutil.Process().create_time() if owns_process else 0.0
-    return first_rank_progress(rank, sys.stderr, delay=max(0.01, FIRST_LINE_SECONDS - age))
+    process_age = time.time() - psutil.Process().create_time() if owns_process else 0.0
+    return first_rank_progress(rank, sys.stderr, delay=max(0.01, FIRST_LINE_SECONDS - process_age))
 
 
 def _no_estimate() -> float | None:

@@ -39,10 +39,10 @@ class ScriptErrorHook:
     def __init__(self, script: str) -> None:
         self.script = script
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report a UserError and exit; print the traceback of any other error."""
         if not isinstance(error, UserError):
-            sys.__excepthook__(kind, error, trace)
+            sys.__excepthook__(error_type, error, trace)
             return
         self.report(error)
         raise SystemExit(2)

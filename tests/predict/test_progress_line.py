@@ -152,7 +152,7 @@ def test_estimate_weighs_parts_by_their_planned_times(clock):
 
 def test_estimate_weighs_concurrent_parts_by_their_sizes(clock):
     progress = ProgressLine(None, io.StringIO())
-    progress.set_total_parts(6, 1, sizes=[0, 100, 100, 100, 10, 10], concurrent=2)
+    progress.set_total_parts(6, 1, part_sizes=[0, 100, 100, 100, 10, 10], concurrent_parts=2)
     assert "0 s so far; an estimate will be shown after the first part" in progress.format_line(clock.now)
     clock.now += 20  # at least as long as this takes for every 200 cells of the others
     assert "part 1 of 6, 20 s so far, at least 12 s left" in progress.format_line(clock.now)

@@ -246,8 +246,8 @@ def predict(arguments: argparse.Namespace) -> int:
     machine = read_machine(Path(arguments.machine))
     measured = arguments.measure
     if measured is None:  # by default, only on the machine that the file describes
-        is_local = machine.host == platform.node()
-        measured = [count for count in arguments.counts if is_local and count <= 2 * threads.count_cores()]
+        on_own_machine = machine.host == platform.node()
+        measured = [count for count in arguments.counts if on_own_machine and count <= 2 * threads.count_cores()]
     folder = options.output_folder(arguments, "model")
     times = arguments.measured
     measured = [count for count in measured if count not in times]

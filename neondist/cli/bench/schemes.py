@@ -57,16 +57,16 @@ def add_parser(benches: Any) -> None:
 
 def compare_schemes(arguments: argparse.Namespace) -> int:
     """Train with every scheme and seed that has no result yet, and report all results."""
-    rank_counts = arguments.virtual or [None]
-    for count in rank_counts[1:]:  # validate all before the first one trains
+    virtual_counts = arguments.virtual or [None]
+    for count in virtual_counts[1:]:  # validate all before the first one trains
         _validate_runs(arguments, SingleTransport(), count)
     rows: list[dict[str, Any]] = []
-    for count in rank_counts:
+    for count in virtual_counts:
         rank_arguments = argparse.Namespace(**{**vars(arguments), "virtual": count})
         code = run_on_ranks(
             rank_arguments,
             partial(_validate_runs, rank_arguments),
-            partial(_measure_and_report, arguments, rows, is_last=count == rank_counts[-1]),
+            partial(_measure_and_report, arguments, rows, is_last=count == virtual_counts[-1]),
         )
         if code:
             return code
@@ -92,10 +92,10 @@ def _measure_and_report(
 
 def _validate_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
     """Return the command of every run after validating all of them. Collective."""
-    scheme_names = _parse_schemes(arguments)
-    for name in scheme_names:
+    scheme_texts = _parse_schemes(arguments)
+    for name in scheme_texts:
         load_and_validate(_arguments_for(arguments, name, 1), world, ranks)
-    return [_arguments_for(arguments, name, seed + 1) for seed in range(arguments.seeds) for name in scheme_names]
+    return [_arguments_for(arguments, name, seed + 1) for seed in range(arguments.seeds) for name in scheme_texts]
 
 
 def measure_all_seams(arguments: argparse.Namespace) -> int:
@@ -158,10 +158,10 @@ def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: 
 
 
 def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
-    scheme_names = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
-    if not scheme_names:
+    scheme_texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
+    if not scheme_texts:
         raise ConfigError("--schemes: no scheme is given; give, for instance, --schemes halo,tower")
-    return scheme_names
+    return scheme_texts
 
 
 def _arguments_for(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:

@@ -183,7 +183,7 @@ class _VariantMeasurement:
         self.get_torch_benchmark = cache(self._create_torch_benchmark)
 
     def __call__(self, network: str, variant: str, is_first_round: bool) -> dict[str, Any]:
-        """Return 'seconds', 'peak_bytes' and, for neondist, the shapes, 'layers' and, if `first`, 'machine'."""
+        """Return 'seconds', 'peak_bytes' and, for neondist, the shapes, 'layers' and, in the first round, 'machine'."""
         steps = self.arguments.steps
         if variant not in ("ranks", "one"):
             return self.get_torch_benchmark(network).measure(variant, steps)

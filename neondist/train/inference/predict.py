@@ -194,7 +194,7 @@ def compute_and_write_parts(
         rounds = (part for parts_of_round in zip_longest(*parts_by_rank) for part in parts_of_round if part is not None)
         num_resumed = method.num_parts - len(parts)
         part_sizes = [0] * num_resumed + [method.count_cells(part) for part in rounds]
-        progress.set_total_parts(method.num_parts, num_resumed, sizes=part_sizes, concurrent=num_concurrent)
+        progress.set_total_parts(method.num_parts, num_resumed, part_sizes=part_sizes, concurrent_parts=num_concurrent)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
         prefetched = reader.submit(method.read_local_input, own_parts[0]) if own_parts else None
         pending: tuple[int, Future[None]] | None = None
