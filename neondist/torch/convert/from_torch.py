@@ -67,20 +67,21 @@ def from_torch(
         The module has several inputs or outputs, modes or dtypes, or its evaluation differs in unsupported ways.
     """
     shape = tuple(example_shape)
-    kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
-    grid = grid or (ProcessGrid() if kind.distributed else ProcessGrid.serial())
+    model_class = model or (ConvnetDist if len(shape) > 2 else MLPDist)
+    grid = grid or (ProcessGrid() if model_class.distributed else ProcessGrid.serial())
     grid.check("from_torch")
     with all_or_none(grid.world):
         network, output = _convert_both_modes(module, shape, arguments.get("dtype", torch.get_default_dtype()))
         layers = network.nest_into_nodes(output)
-        if kind.distributed:
+        if model_class.distributed:
             layers = [layer.distributed_counterpart() for layer in layers]
-        result = kind(layers, **{"dtype": _dtype_name(network.dtype)} | arguments)
-        kept = {layer.name for layer in result.leaves}
-        weights = {name: array for name, array in network.weights.items() if name.rpartition("/")[0] in kept}
+        result = model_class(layers, **{"dtype": _dtype_name(network.dtype)} | arguments)
+        layer_names = {layer.name for layer in result.leaves}
+        weights = {name: array for name, array in network.weights.items() if name.rpartition("/")[0] in layer_names}
     check_equal_on_ranks(
         grid.world,
-        {"the module's layers": sorted(map(str, kept))} | {name: zlib.crc32(array) for name, array in weights.items()},
+        {"the module's layers": sorted(map(str, layer_names))}
+        | {name: zlib.crc32(array) for name, array in weights.items()},
     )
     result.build(network.input.layer_shape, shape[0], grid)
     result.load_state(weights)
@@ -91,7 +92,9 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[NetworkBuilder, TracedValue]:
+def _convert_both_modes(
+    module: nn.Module, shape: tuple[int, ...], default_dtype: Any
+) -> tuple[NetworkBuilder, TracedValue]:
     """Return the network in training mode and its output; only dropout and batch norms may differ in evaluation."""
     mismatched = [name for name, part in module.named_modules() if part.training != module.training]
     if mismatched:
@@ -100,112 +103,125 @@ def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any)
             " not, and layers share one mode; call train() or eval() on the whole module"
         )
     tensors = [*module.parameters(), *module.buffers()]
-    dtypes = {_dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_dtype_name(default)}
+    dtypes = {_dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {
+        _dtype_name(default_dtype)
+    }
     if dtypes not in ({"float32"}, {"float64"}):
         raise ConfigError(
             f"the module has parameters in {', '.join(sorted(dtypes))}; convert all to float32, or all to float64"
         )
     dtype = getattr(torch, *dtypes)
     value_numbers: dict[Any, int] = {}
-    networks = {}
+    networks_by_mode = {}
     state = RestorableState(module)
     try:
         for training in (True, False):
-            networks[training] = _convert_module(module.train(training), shape, dtype, value_numbers)
+            networks_by_mode[training] = _convert_module(module.train(training), shape, dtype, value_numbers)
     finally:
         state.restore()
-    if networks[True][1].value_number != networks[False][1].value_number:
+    if networks_by_mode[True][1].value_number != networks_by_mode[False][1].value_number:
         raise ConfigError(
             f"{type(module).__name__} differs between training and evaluation in more than dropout and batch"
             " normalisation, unlike a model of layers; use neondist.torch.distribute, which accepts such modules"
         )
-    return networks[True]
+    return networks_by_mode[True]
 
 
 def _convert_module(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, value_numbers: dict[Any, int]
 ) -> tuple[NetworkBuilder, TracedValue]:
     """Return the network of a module in its current mode, and its output."""
-    shapes = [(shape, dtype)]
-    program = capture_module(module, shapes)
+    input_specs = [(shape, dtype)]
+    program = capture_module(module, input_specs)
     try:
         return _fill_network(program, NetworkBuilder(shape, dtype, module.training, value_numbers))
     except UnsupportedOperator:  # the slower decomposition may consist of operators that correspond to layers
         return _fill_network(
-            decompose(program, module, shapes), NetworkBuilder(shape, dtype, module.training, value_numbers)
+            decompose(program, module, input_specs), NetworkBuilder(shape, dtype, module.training, value_numbers)
         )
 
 
 def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, TracedValue]:
     """Add the operators of a program to a network; return the network and its output."""
     signature = program.graph_signature
-    specs = {spec.arg.name: spec for spec in signature.input_specs}
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
-    results = [
+    specs_by_name = {spec.arg.name: spec for spec in signature.input_specs}
+    (output_node,) = (node for node in program.graph.nodes if node.op == "output")
+    result_nodes = [
         result
-        for spec, result in zip(signature.output_specs, output.args[0], strict=True)
+        for spec, result in zip(signature.output_specs, output_node.args[0], strict=True)
         if spec.kind == OutputKind.USER_OUTPUT
     ]
-    inputs = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
-    if len(results) != 1 or len(inputs) != 1 or not isinstance(results[0], torch.fx.Node):
+    input_specs = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    if len(result_nodes) != 1 or len(input_specs) != 1 or not isinstance(result_nodes[0], torch.fx.Node):
         raise ConfigError(
-            f"the module has {counted(len(inputs), 'input')} and {counted(len(results), 'output')}; convert a module"
-            " with exactly one of each"
+            f"the module has {counted(len(input_specs), 'input')} and {counted(len(result_nodes), 'output')}; convert a"
+            " module with exactly one of each"
         )
-    mutations = {  # results that are written to buffers
+    buffer_by_result = {  # results that are written to buffers
         result: spec.target
-        for spec, result in zip(signature.output_specs, output.args[0], strict=True)
+        for spec, result in zip(signature.output_specs, output_node.args[0], strict=True)
         if spec.kind == OutputKind.BUFFER_MUTATION
     }
     for node in program.graph.nodes:
-        mutations |= {old: specs[old.name].target for old in written_values(node) if old.op == "placeholder"}
-    mutations = {result: name for result, name in mutations.items() if not name.endswith("num_batches_tracked")}
-    needed, steps = {results[0], *mutations}, set()
+        buffer_by_result |= {
+            old: specs_by_name[old.name].target for old in written_values(node) if old.op == "placeholder"
+        }
+    buffer_by_result = {
+        result: name for result, name in buffer_by_result.items() if not name.endswith("num_batches_tracked")
+    }
+    needed_nodes = {result_nodes[0], *buffer_by_result}
+    converted_nodes = set()
     for node in reversed(program.graph.nodes):
-        if node in needed or not needed.isdisjoint(written_values(node)):
-            steps.add(node)
-            needed.update(node.all_input_nodes)
+        if node in needed_nodes or not needed_nodes.isdisjoint(written_values(node)):
+            converted_nodes.add(node)
+            needed_nodes.update(node.all_input_nodes)
     env: dict[Any, Any] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            spec = specs[node.name]
+            spec = specs_by_name[node.name]
             tensor = program.state_dict.get(spec.target)  # None: a constant or a non-persistent buffer
-            trained = spec.kind == InputKind.PARAMETER and tensor is not None and tensor.requires_grad
+            is_trained = spec.kind == InputKind.PARAMETER and tensor is not None and tensor.requires_grad
             env[node] = (
-                net.input if spec.kind == InputKind.USER_INPUT else ModuleTensor(str(spec.target), tensor, trained)
+                net.input if spec.kind == InputKind.USER_INPUT else ModuleTensor(str(spec.target), tensor, is_trained)
             )
-        elif node in steps:
+        elif node in converted_nodes:
             args, kwargs = pytree.tree_map(
                 lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
             )
             value = args[0][args[1]] if node.target is operator.getitem else _convert_node(net, node, args, kwargs)
             store_result(env, node, value)
-    for result, name in mutations.items():
+    for result, name in buffer_by_result.items():
         if not isinstance(env[result], ModuleTensor) or env[result].name != name:
             net.refuse(f"it changes the buffer '{name}'", node_location(result))
-    last = env[results[0]]
-    if not isinstance(last, TracedValue):
+    output = env[result_nodes[0]]
+    if not isinstance(output, TracedValue):
         raise ConfigError("the module's output is not computed from its input; return the output of a layer")
-    if not last.matches_layer_axes:
-        net.refuse(f"its output has shape {last.shape}, but the layer's output is {last.layer_shape} for each sample")
-    return net, last
+    if not output.matches_layer_axes:
+        net.refuse(
+            f"its output has shape {output.shape}, but the layer's output is {output.layer_shape} for each sample"
+        )
+    return net, output
 
 
 def _convert_node(net: NetworkBuilder, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = node.meta.get("out_of_place", node.target)
     net.where = node_location(node)._replace(operator=str(target))
-    conversion = CONVERTERS.get(str(target))
-    if conversion is None:
+    converter = CONVERTERS.get(str(target))
+    if converter is None:
         return net.refuse()
-    net.out = pytree.tree_leaves(node.meta["val"])[0]
-    declared = target._schema.arguments
-    names = ["x" if argument.name in ("self", "input") else argument.name for argument in declared]
-    defaults = {name: a.default_value for name, a in zip(names, declared, strict=True) if a.has_default_value()}
-    bound = defaults | dict(zip(names, args, strict=False)) | kwargs
-    first = bound.get("x", net.input)
-    if not isinstance(first, TracedValue):
+    net.fake_out = pytree.tree_leaves(node.meta["val"])[0]
+    declared_arguments = target._schema.arguments
+    argument_names = ["x" if argument.name in ("self", "input") else argument.name for argument in declared_arguments]
+    defaults = {
+        name: a.default_value
+        for name, a in zip(argument_names, declared_arguments, strict=True)
+        if a.has_default_value()
+    }
+    bound_arguments = defaults | dict(zip(argument_names, args, strict=False)) | kwargs
+    first_input = bound_arguments.get("x", net.input)
+    if not isinstance(first_input, TracedValue):
         return net.refuse("only values computed from the input can be converted to layers")
     try:
-        return conversion.function(net, **bound)
+        return converter.function(net, **bound_arguments)
     except (ConfigError, ShapeError) as error:
         return net.refuse(str(error))

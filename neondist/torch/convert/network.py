@@ -22,7 +22,7 @@ class ModuleTensor(NamedTuple):
 
     name: str
     data: torch.Tensor | None
-    trained: bool
+    is_trained: bool
 
 
 class TracedValue(NamedTuple):
@@ -30,7 +30,7 @@ class TracedValue(NamedTuple):
 
     Attributes
     ----------
-    step : int
+    step_index : int
         Index of the step that computes the value; 0 is the network's input.
     shape : tuple of int
         Shape of the tensor (N, C, *spatial), or its current reshape, such as (N, C * H * W).
@@ -40,7 +40,7 @@ class TracedValue(NamedTuple):
         Number of the computation: equal for equal computations, ignoring layers that are the identity in evaluation.
     """
 
-    step: int
+    step_index: int
     shape: Shape
     layer_shape: Shape
     value_number: int
@@ -55,8 +55,8 @@ class Step(NamedTuple):
     """A layer, or a container that joins values; `is_global_mean`: the layer takes the mean of the whole image."""
 
     layer: Layer | None
-    join: type[Branches] | None
-    inputs: tuple[int, ...]
+    join_class: type[Branches] | None
+    input_steps: tuple[int, ...]
     where: OperatorPosition
     is_global_mean: bool = False
 
@@ -70,7 +70,7 @@ class NetworkBuilder:
         Whether the graph was captured in training mode.
     where : OperatorPosition
         Location of the operator in the user's program.
-    out : fake tensor
+    fake_out : fake tensor
         Result of the operator, or its first result.
     joined_values : dict of tuple of int to TracedValue
         Existing concatenations, by the steps of the concatenated values.
@@ -80,9 +80,10 @@ class NetworkBuilder:
 
     def __init__(self, input_shape: Shape, dtype: torch.dtype, training: bool, value_numbers: dict[Any, int]) -> None:
         self.dtype, self.training, self._value_numbers = dtype, training, value_numbers
-        self.batch = input_shape[0]
+        self.batch_size = input_shape[0]
         self.input = TracedValue(0, input_shape, (*input_shape[2:], input_shape[1]), -1)
-        self.where, self.out = OperatorPosition("", "", ""), torch.empty(())
+        self.where = OperatorPosition("", "", "")
+        self.fake_out = torch.empty(())
         self.steps: list[Step] = []
         self.joined_values: dict[tuple[int, ...], TracedValue] = {}
         self.weights: dict[str, Any] = {}
@@ -113,30 +114,38 @@ class NetworkBuilder:
         layer.name = self._new_layer_name()
         for name, (tensor, transform) in weights.items():
             self._add_weight(f"{layer.name}/{name}", tensor, transform)
-        sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
+        weight_sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
         layer_shape = layer.output_shape_for(x.layer_shape)
-        number = x.value_number if identity_in_eval else self._value_number(_layer_key(layer), sources, x.value_number)
-        return self._append(Step(layer, None, (x.step,), self.where, is_global_mean), layer_shape, number)
+        value_number = (
+            x.value_number
+            if identity_in_eval
+            else self._value_number(_layer_key(layer), weight_sources, x.value_number)
+        )
+        return self._append(Step(layer, None, (x.step_index,), self.where, is_global_mean), layer_shape, value_number)
 
-    def join_values(self, kind: type[Branches], values: Sequence[Any]) -> TracedValue:
+    def join_values(self, join_class: type[Branches], values: Sequence[Any]) -> TracedValue:
         """Append a container that joins values of the same extent, and return its output."""
         for value in values:
             if not isinstance(value, TracedValue):
                 self.refuse("only values computed from the input can be converted to layers")
         layer_shape = values[0].layer_shape
-        if kind is Concat:
+        if join_class is Concat:
             layer_shape = (*layer_shape[:-1], sum(value.layer_shape[-1] for value in values))
-        number = self._value_number(kind.__name__, *(value.value_number for value in values))
-        return self._append(Step(None, kind, tuple(value.step for value in values), self.where), layer_shape, number)
+        value_number = self._value_number(join_class.__name__, *(value.value_number for value in values))
+        return self._append(
+            Step(None, join_class, tuple(value.step_index for value in values), self.where), layer_shape, value_number
+        )
 
     def reshape(self, x: TracedValue, shape: Shape) -> TracedValue:
         """Return a value with another shape, whose elements are in PyTorch's order."""
         if len(shape) == 2 and len(x.layer_shape) > 1 and prod(x.layer_shape[:-1]) == 1:  # one cell is its own mean
-            means = x.step > 0 and self.steps[x.step - 1].is_global_mean
-            at = self.steps[x.step - 1].inputs[0] if means else x.step
+            follows_global_mean = x.step_index > 0 and self.steps[x.step_index - 1].is_global_mean
+            input_step = self.steps[x.step_index - 1].input_steps[0] if follows_global_mean else x.step_index
             layer = GlobalAvgPoolingLayer(name=self._new_layer_name())
             return self._append(
-                Step(layer, None, (at,), self.where), x.layer_shape[-1:], self._value_number("vector", x.value_number)
+                Step(layer, None, (input_step,), self.where),
+                x.layer_shape[-1:],
+                self._value_number("vector", x.value_number),
             )
         return x._replace(shape=tuple(shape))
 
@@ -152,44 +161,46 @@ class NetworkBuilder:
             where or self.where, why, action="become a layer", remedy="neondist.torch.distribute takes any module"
         )
 
-    def nest_into_nodes(self, last: TracedValue) -> list[Node]:
+    def nest_into_nodes(self, output: TracedValue) -> list[Node]:
         """Return the chain of layers and containers from the input to a value."""
         dominators = [0]
-        depth = [0]
+        depths = [0]
         for step in self.steps:  # the dominator is the nearest value on all paths from the input
-            nearest = step.inputs[0]
-            for other in step.inputs[1:]:
-                while nearest != other:
-                    if depth[nearest] < depth[other]:
-                        nearest, other = other, nearest
-                    nearest = dominators[nearest]
-            dominators.append(nearest)
-            depth.append(depth[nearest] + 1)
-        done: set[int] = set()
+            dominator = step.input_steps[0]
+            for other in step.input_steps[1:]:
+                while dominator != other:
+                    if depths[dominator] < depths[other]:
+                        dominator, other = other, dominator
+                    dominator = dominators[dominator]
+            dominators.append(dominator)
+            depths.append(depths[dominator] + 1)
+        done_positions: set[int] = set()
 
-        def nest_chain(first: int, position: int) -> list[Node]:
+        def nest_chain(start_position: int, position: int) -> list[Node]:
             nodes: list[Node] = []
-            while position != first:
+            while position != start_position:
                 step = self.steps[position - 1]
                 if step.layer is not None:
-                    if position in done:
+                    if position in done_positions:
                         self.refuse("its result is used in branches that are not nested", step.where)
-                    done.add(position)
+                    done_positions.add(position)
                     nodes.append(step.layer)
-                elif step.join is not None:
-                    nodes.append(step.join([nest_chain(dominators[position], value) for value in step.inputs]))
+                elif step.join_class is not None:
+                    nodes.append(
+                        step.join_class([nest_chain(dominators[position], value) for value in step.input_steps])
+                    )
                 position = dominators[position]
             return nodes[::-1]
 
-        return nest_chain(0, last.step)
+        return nest_chain(0, output.step_index)
 
     def _append(self, step: Step, layer_shape: Shape, value_number: int) -> TracedValue:
-        shape = tuple(self.out.shape)
+        shape = tuple(self.fake_out.shape)
         matches_layer_axes = layer_shape == (*shape[2:], *shape[1:2])
-        if not shape or shape[0] != self.batch or not (matches_layer_axes or prod(shape[1:]) == prod(layer_shape)):
+        if not shape or shape[0] != self.batch_size or not (matches_layer_axes or prod(shape[1:]) == prod(layer_shape)):
             self.refuse(f"its output has shape {shape}, but the layer's output is {layer_shape} for each sample")
-        if self.out.dtype != self.dtype:
-            self.refuse(f"its output is {self.out.dtype}, but the module's parameters are {self.dtype}")
+        if self.fake_out.dtype != self.dtype:
+            self.refuse(f"its output is {self.fake_out.dtype}, but the module's parameters are {self.dtype}")
         self.steps.append(step)
         return TracedValue(len(self.steps), shape, layer_shape, value_number)
 
@@ -206,9 +217,9 @@ class NetworkBuilder:
             return self.refuse(f"its {name.rpartition('/')[2]} is not a parameter or buffer of the module")
         if id(tensor.data) in self._used_tensor_ids:
             self.refuse(f"its parameter '{tensor.name}' is used twice, but layers cannot share parameters")
-        if tensor.trained == name.endswith(BATCH_STATISTICS_SUFFIXES):
-            state = "is trained" if tensor.trained else "is not trained (requires_grad=False)"
-            self.refuse(f"its tensor '{tensor.name}' {state}, unlike the layer's {name.rpartition('/')[2]}")
+        if tensor.is_trained == name.endswith(BATCH_STATISTICS_SUFFIXES):
+            state_text = "is trained" if tensor.is_trained else "is not trained (requires_grad=False)"
+            self.refuse(f"its tensor '{tensor.name}' {state_text}, unlike the layer's {name.rpartition('/')[2]}")
         self._used_tensor_ids.add(id(tensor.data))
         data = tensor.data.detach().cpu()
         self.weights[name] = (data if transform is None else transform(data)).numpy().copy()

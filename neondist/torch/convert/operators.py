@@ -17,19 +17,21 @@ class OperatorConverter(NamedTuple):
     """Converter of an operator to layers, the names of the layers, and the requirements on the operator's arguments."""
 
     function: Callable[..., Any]
-    layers: str
+    layer_names: str
     requirements: str
 
 
 CONVERTERS: dict[str, OperatorConverter] = {}
 
 
-def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def converts_to(layer_names: str, *operator_names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that registers a function as the converter of operators to a layer."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         requirements = (function.__doc__ or "").strip().split("\n")[0]
-        CONVERTERS.update({f"aten.{name}": OperatorConverter(function, layer, requirements) for name in names})
+        CONVERTERS.update(
+            {f"aten.{name}": OperatorConverter(function, layer_names, requirements) for name in operator_names}
+        )
         return function
 
     return register
@@ -38,17 +40,17 @@ def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Calla
 def conversion_table() -> list[tuple[str, str, list[str]]]:
     """Return rows (layers, requirements, operators)."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for name, conversion in CONVERTERS.items():
-        rows.setdefault((conversion.layers, conversion.requirements), []).append(name)
+    for name, converter in CONVERTERS.items():
+        rows.setdefault((converter.layer_names, converter.requirements), []).append(name)
     return [(*key, names) for key, names in rows.items()]
 
 
-def _count_spatial_axes(net: NetworkBuilder, x: TracedValue, axes: int = 0) -> int:
+def _count_spatial_axes(net: NetworkBuilder, x: TracedValue, expected_count: int = 0) -> int:
     """Return the number of spatial axes; reject reshaped values, and numbers of axes other than `axes`, if given."""
-    spatial = len(x.shape) - 2
-    if not x.matches_layer_axes or (axes and spatial != axes):
+    axis_count = len(x.shape) - 2
+    if not x.matches_layer_axes or (expected_count and axis_count != expected_count):
         net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")
-    return spatial
+    return axis_count
 
 
 def _as_tuple(value: Any, n: int) -> tuple[int, ...]:
@@ -62,14 +64,16 @@ def convolution(
 ) -> TracedValue:
     """Any kernel, stride, padding, dilation and groups."""
     n = _count_spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
-    out, _, *kernel = net.parameter_shape(weight)
-    strides, dilated = _as_tuple(stride, n), _as_tuple(dilation, n)
+    out_channels, _, *kernel = net.parameter_shape(weight)
+    strides, dilations = _as_tuple(stride, n), _as_tuple(dilation, n)
     pads = (0,) * n if padding == "valid" else padding
     if padding == "same":
-        pads = same_padding(x.layer_shape[:-1], kernel, strides, dilated)
+        pads = same_padding(x.layer_shape[:-1], kernel, strides, dilations)
     elif not isinstance(padding, str):
         pads = _as_tuple(padding, n)
-    layer = layers.ConvLayer(out, tuple(kernel), strides, pads, dilation=dilated, groups=groups, bias=bias is not None)
+    layer = layers.ConvLayer(
+        out_channels, tuple(kernel), strides, pads, dilation=dilations, groups=groups, bias=bias is not None
+    )
     return net.append(layer, x, _weight_and_bias(weight, _channels_last, bias))
 
 
@@ -80,14 +84,19 @@ def transposed_convolution(
 ) -> TracedValue:  # fmt: skip
     """output_padding must be less than the stride."""
     n = _count_spatial_axes(net, x, len(net.parameter_shape(weight)) - 2)
-    _, out, *kernel = net.parameter_shape(weight)
-    strides, pads, extra, dilated = (_as_tuple(v, n) for v in (stride, padding, output_padding, dilation))
-    options: dict[str, Any] = {"output_padding": extra, "dilation": dilated, "groups": groups, "bias": bias is not None}
-    layer = layers.DeconvLayer(out * groups, tuple(kernel), strides, pads, **options)
+    _, channels_per_group, *kernel = net.parameter_shape(weight)
+    strides, pads, output_paddings, dilations = (_as_tuple(v, n) for v in (stride, padding, output_padding, dilation))
+    options: dict[str, Any] = {
+        "output_padding": output_paddings,
+        "dilation": dilations,
+        "groups": groups,
+        "bias": bias is not None,
+    }
+    layer = layers.DeconvLayer(channels_per_group * groups, tuple(kernel), strides, pads, **options)
 
     def reorder(w: torch.Tensor) -> torch.Tensor:
         by_group = w.reshape(groups, -1, *w.shape[1:])  # (groups, inputs, outputs, *kernel)
-        return by_group.permute(*range(3, w.dim() + 1), 1, 0, 2).reshape(*kernel, -1, out * groups)
+        return by_group.permute(*range(3, w.dim() + 1), 1, 0, 2).reshape(*kernel, -1, channels_per_group * groups)
 
     return net.append(layer, x, _weight_and_bias(weight, reorder, bias))
 
@@ -95,14 +104,17 @@ def transposed_convolution(
 @converts_to("FCLayer", "linear.default")
 def linear(net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any) -> TracedValue:
     """Only of a vector or a flattened image; the input features of the weight are reordered."""
-    if len(x.shape) != 2 or x.shape[0] != net.batch:
+    if len(x.shape) != 2 or x.shape[0] != net.batch_size:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
-    out, *extent = net.parameter_shape(weight)[0], *x.layer_shape[-1:], *x.layer_shape[:-1]
+    out_features = net.parameter_shape(weight)[0]
+    extent = x.layer_shape[-1:] + x.layer_shape[:-1]
 
     def reorder_rows(w: torch.Tensor) -> torch.Tensor:
-        return w.reshape(out, *extent).movedim(1, -1).reshape(out, -1).T
+        return w.reshape(out_features, *extent).movedim(1, -1).reshape(out_features, -1).T
 
-    return net.append(layers.FCLayer(out, bias=bias is not None), x, _weight_and_bias(weight, reorder_rows, bias))
+    return net.append(
+        layers.FCLayer(out_features, bias=bias is not None), x, _weight_and_bias(weight, reorder_rows, bias)
+    )
 
 
 def _weight_and_bias(weight: Any, transform: Any, bias: Any) -> dict[str, Any]:
@@ -190,15 +202,16 @@ def _fit_windows(
 ) -> tuple[tuple[Any, ...], bool]:
     """Return kernel, stride, and padding by side for the output extent, and whether ceil_mode adds cells."""
     n = _count_spatial_axes(net, x)
-    sizes, steps, pads = _as_tuple(kernel, n), _as_tuple(stride or kernel, n), _as_tuple(padding, n)
-    sides, beyond = [], False
-    for cells, m, k, s, p in zip(x.layer_shape, net.out.shape[2:], sizes, steps, pads, strict=False):
-        after = p
+    kernel_sizes, strides, pads = _as_tuple(kernel, n), _as_tuple(stride or kernel, n), _as_tuple(padding, n)
+    padding_sides = []
+    exceeds_padding = False
+    for cells, m, k, s, p in zip(x.layer_shape, net.fake_out.shape[2:], kernel_sizes, strides, pads, strict=False):
+        padding_after = p
         if (cells + 2 * p - k) // s + 1 != m:  # ceil_mode
-            after = max(0, (m - 1) * s + k - cells - p)
-            beyond |= after > p
-        sides.append((p, after))
-    return (sizes, steps, tuple(sides)), beyond
+            padding_after = max(0, (m - 1) * s + k - cells - p)
+            exceeds_padding |= padding_after > p
+        padding_sides.append((p, padding_after))
+    return (kernel_sizes, strides, tuple(padding_sides)), exceeds_padding
 
 
 @converts_to("MaxPoolingLayer", *(f"max_pool{n}d.default" for n in (1, 2, 3)))
@@ -220,10 +233,10 @@ def avg_pool(
     """Only without divisor_override; ceil_mode with padding only if count_include_pad=False."""
     if divisor_override is not None:
         net.refuse(f"it has divisor_override {divisor_override}")
-    (kernels, strides, pads), beyond = _fit_windows(net, x, kernel_size, stride, padding)
-    if beyond and any(before for before, _ in pads) and count_include_pad:
+    (kernels, strides, pads), exceeds_padding = _fit_windows(net, x, kernel_size, stride, padding)
+    if exceeds_padding and any(before for before, _ in pads) and count_include_pad:
         net.refuse("with ceil_mode, it counts padding but not the cells beyond the padding")
-    return net.append(layers.AvgPoolingLayer(kernels, strides, pads, count_include_pad and not beyond), x)
+    return net.append(layers.AvgPoolingLayer(kernels, strides, pads, count_include_pad and not exceeds_padding), x)
 
 
 @converts_to(
@@ -234,7 +247,7 @@ def adaptive_pool(net: NetworkBuilder, x: TracedValue, output_size: Any) -> Any:
     """Windows must be of equal size and evenly spaced. A flattened global mean becomes GlobalAvgPoolingLayer."""
     _count_spatial_axes(net, x)
     windows: list[tuple[int, ...]] = []
-    for n, m in zip(x.layer_shape, net.out.shape[2:], strict=False):
+    for n, m in zip(x.layer_shape, net.fake_out.shape[2:], strict=False):
         starts = [i * n // m for i in range(m)]
         sizes = {-(-(i + 1) * n // m) - start for i, start in enumerate(starts)}
         steps = {b - a for a, b in pairwise(starts)} or {1}
@@ -244,7 +257,7 @@ def adaptive_pool(net: NetworkBuilder, x: TracedValue, output_size: Any) -> Any:
     kernel, stride = zip(*windows, strict=True)
     if "max" in net.where.operator:
         return net.append(layers.MaxPoolingLayer(kernel, stride), x), None
-    return net.append(layers.AvgPoolingLayer(kernel, stride), x, is_global_mean=set(net.out.shape[2:]) == {1})
+    return net.append(layers.AvgPoolingLayer(kernel, stride), x, is_global_mean=set(net.fake_out.shape[2:]) == {1})
 
 
 @converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
@@ -310,10 +323,12 @@ def linear_upsampling(
 
 def _integer_factors(net: NetworkBuilder, x: TracedValue, scales: Any) -> tuple[int, ...]:
     n = _count_spatial_axes(net, x)
-    factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.layer_shape, strict=False))
-    exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.layer_shape, factors, strict=False))
-    if not exact or (scales is not None and _as_tuple(list(scales), n) != factors):
-        net.refuse(f"its scaling from {x.layer_shape[:-1]} to {tuple(net.out.shape[2:])} is not an integer factor")
+    factors = tuple(m // cells for m, cells in zip(net.fake_out.shape[2:], x.layer_shape, strict=False))
+    is_exact = tuple(net.fake_out.shape[2:]) == tuple(
+        cells * f for cells, f in zip(x.layer_shape, factors, strict=False)
+    )
+    if not is_exact or (scales is not None and _as_tuple(list(scales), n) != factors):
+        net.refuse(f"its scaling from {x.layer_shape[:-1]} to {tuple(net.fake_out.shape[2:])} is not an integer factor")
     return factors
 
 
@@ -367,10 +382,10 @@ def cat(net: NetworkBuilder, tensors: Sequence[Any], dim: int) -> TracedValue:
     if len(tensors) == 1:
         return tensors[0]
     for n in range(len(tensors), 1, -1):  # nest the branches of repeated concatenations, as in DenseNets
-        joined = net.joined_values.get(tuple(x.step for x in tensors[:n]))
-        if joined is not None:
-            return cat(net, [joined, *tensors[n:]], dim)
-    y = net.joined_values[tuple(x.step for x in tensors)] = net.join_values(layers.Concat, tensors)
+        joined_value = net.joined_values.get(tuple(x.step_index for x in tensors[:n]))
+        if joined_value is not None:
+            return cat(net, [joined_value, *tensors[n:]], dim)
+    y = net.joined_values[tuple(x.step_index for x in tensors)] = net.join_values(layers.Concat, tensors)
     return y
 
 
@@ -380,7 +395,7 @@ _RESHAPING_OPERATORS = "view reshape _unsafe_view flatten.using_ints squeeze squ
 @converts_to("none", *(name if "." in name else f"{name}.default" for name in _RESHAPING_OPERATORS.split()))
 def reshape(net: NetworkBuilder, x: TracedValue, **_: Any) -> TracedValue:
     """Only to flatten a value for a linear layer, or to restore its shape."""
-    return net.reshape(x, net.out.shape)
+    return net.reshape(x, net.fake_out.shape)
 
 
 @converts_to("none", "clone.default", "alias.default", "contiguous.default")

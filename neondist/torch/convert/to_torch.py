@@ -16,7 +16,7 @@ from ...layers import Concat, Node, Sequential, Sum
 from ...models import Model
 from ...registry import serial_class
 
-Tensors = Mapping[str, torch.Tensor]
+TensorsByName = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
 
 
@@ -99,22 +99,25 @@ class LocalContrast(nn.Module):
 
     def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], min_deviation: float | None) -> None:
         super().__init__()
-        self.taps, self.pad, self.least = taps, nn.Sequential(*pad), min_deviation
+        self.taps, self.pad, self.min_deviation = taps, nn.Sequential(*pad), min_deviation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised image."""
         v = x - self.mean(x)
         squares = self.mean(v * v)
         sigma = torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)
-        least = (
-            sigma.mean(list(range(2, x.dim())), keepdim=True) if self.least is None else sigma.new_tensor(self.least)
+        min_sigma = (
+            sigma.mean(list(range(2, x.dim())), keepdim=True)
+            if self.min_deviation is None
+            else sigma.new_tensor(self.min_deviation)
         )
-        divisor = torch.maximum(sigma, least)
+        divisor = torch.maximum(sigma, min_sigma)
         return v / torch.where(divisor > 0, divisor, torch.inf)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weighted mean over each window and all channels."""
-        mean, n = self.pad(x.mean(1, keepdim=True)), len(self.taps)
+        mean = self.pad(x.mean(1, keepdim=True))
+        n = len(self.taps)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
         for axis, taps in enumerate(self.taps):
             mean = convolve(mean, mean.new_tensor(taps).reshape(1, 1, *(-1 if axis == at else 1 for at in range(n))))
@@ -124,20 +127,23 @@ class LocalContrast(nn.Module):
 class LocalFilters(nn.Module):
     """Separate filters for each cell, or for each block of cells."""
 
-    def __init__(self, arrays: Tensors, kernel: Shape, stride: Shape, pad: Sequence[nn.Module], block: Shape) -> None:
+    def __init__(
+        self, arrays: TensorsByName, kernel: Shape, stride: Shape, pad: Sequence[nn.Module], block_extent: Shape
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(arrays["weights"])
         self.bias = nn.Parameter(arrays["bias"].movedim(-1, 0)) if "bias" in arrays else None
-        self.kernel, self.stride, self.pad, self.block = kernel, stride, nn.Sequential(*pad), block
+        self.kernel, self.stride, self.pad, self.block_extent = kernel, stride, nn.Sequential(*pad), block_extent
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return each cell's filter applied to its window."""
-        windows, n = self.pad(x), len(self.kernel)
+        windows = self.pad(x)
+        n = len(self.kernel)
         weights: torch.Tensor = self.weight
         for axis, (kernel, stride) in enumerate(zip(self.kernel, self.stride, strict=True)):
             windows = windows.unfold(2 + axis, kernel, stride)  # finally (N, C, *spatial, *kernel)
-        cells = windows.shape[2 : 2 + n]
-        for axis, (block, count) in enumerate(zip(self.block, cells, strict=True)):
+        output_extent = windows.shape[2 : 2 + n]
+        for axis, (block, count) in enumerate(zip(self.block_extent, output_extent, strict=True)):
             if block > 1:
                 weights = weights.repeat_interleave(block, axis).narrow(axis, 0, count)
         windows = windows.movedim((0, 1), (n, -1)).flatten(n + 1)  # (*spatial, N, windows)
@@ -145,7 +151,7 @@ class LocalFilters(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def _convert_chain(nodes: Sequence[Node], shape: Shape, state: Tensors) -> nn.Sequential:
+def _convert_chain(nodes: Sequence[Node], shape: Shape, state: TensorsByName) -> nn.Sequential:
     modules: list[nn.Module] = []
     for node in nodes:
         modules += _convert_node(node, shape, state)
@@ -153,21 +159,23 @@ def _convert_chain(nodes: Sequence[Node], shape: Shape, state: Tensors) -> nn.Se
     return nn.Sequential(*modules)
 
 
-def _convert_node(node: Any, shape: Shape, state: Tensors) -> Sequence[nn.Module]:
+def _convert_node(node: Any, shape: Shape, state: TensorsByName) -> Sequence[nn.Module]:
     """Return the modules of a layer or a container, for an input of this shape."""
-    kind = serial_class(type(node))
-    if kind is Sequential:
+    layer_class = serial_class(type(node))
+    if layer_class is Sequential:
         return list(_convert_chain(node.layers, shape, state))
-    if kind in (Sum, Concat):
+    if layer_class in (Sum, Concat):
         branches = [_convert_chain([branch], shape, state) for branch in node.layers]
-        return [SumModule(branches) if kind is Sum else ConcatModule(branches)]
-    prefix, activation = f"{node.name}/", getattr(node, "activation", None)
+        return [SumModule(branches) if layer_class is Sum else ConcatModule(branches)]
+    prefix = f"{node.name}/"
+    activation = getattr(node, "activation", None)
     arrays = {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
-    convert, after = LAYER_CONVERTERS.get(kind.__name__), ACTIVATION_MODULES.get(type(activation).__name__)
-    if convert is None or after is None or len(shape) > 4:
-        name = type(node if convert is None else activation).__name__
+    convert_layer = LAYER_CONVERTERS.get(layer_class.__name__)
+    create_activation = ACTIVATION_MODULES.get(type(activation).__name__)
+    if convert_layer is None or create_activation is None or len(shape) > 4:
+        name = type(node if convert_layer is None else activation).__name__
         raise ConfigError(f"layer '{node.name}': PyTorch has no equivalent of {name} for shape {shape}; replace it")
-    return [*convert(node, shape, arrays), *after()]
+    return [*convert_layer(node, shape, arrays), *create_activation()]
 
 
 ACTIVATION_MODULES: dict[str, Callable[[], Sequence[nn.Module]]] = {
@@ -185,10 +193,10 @@ def _torch_class(class_prefix: str, shape: Shape) -> Any:
     return getattr(nn, f"{class_prefix}{max(1, len(shape) - 1)}d")
 
 
-def _load_module(kind: Any, *args: Any, weights: Tensors, **options: Any) -> nn.Module:
+def _load_module(module_class: Any, *args: Any, weights: TensorsByName, **options: Any) -> nn.Module:
     """Return a module with copies of arrays, without drawing random numbers."""
     dtype = next(iter(weights.values())).dtype if weights else None
-    module: nn.Module = nn.utils.skip_init(kind, *args, dtype=dtype, **options)
+    module: nn.Module = nn.utils.skip_init(module_class, *args, dtype=dtype, **options)
     module.load_state_dict(weights)
     return module
 
@@ -197,51 +205,59 @@ def _padding_modules(
     sides: Sequence[tuple[int, int]], shape: Shape, mode: str | Sequence[str] = "zeros", fill: float = 0.0
 ) -> list[nn.Module]:
     if not isinstance(mode, str):  # pad one axis after the other
-        by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
+        sides_by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
         return [
-            pad for pads, mode_ in zip(by_axis, mode, strict=True) for pad in _padding_modules(pads, shape, mode_, fill)
+            pad
+            for pads, mode_ in zip(sides_by_axis, mode, strict=True)
+            for pad in _padding_modules(pads, shape, mode_, fill)
         ]
-    flat = tuple(n for side in reversed(sides) for n in side)
-    if not any(flat):
+    flat_sides = tuple(n for side in reversed(sides) for n in side)
+    if not any(flat_sides):
         return []
     if mode == "zeros":
-        return [_torch_class("ConstantPad", shape)(flat, fill)]
+        return [_torch_class("ConstantPad", shape)(flat_sides, fill)]
     return [
         _torch_class({"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode], shape)(
-            flat
+            flat_sides
         )
     ]
 
 
-def _split_padding(window: Any, shape: Shape, half: bool = False) -> tuple[Shape, list[nn.Module]]:
+def _split_padding(window: Any, shape: Shape, at_most_half_kernel: bool = False) -> tuple[Shape, list[nn.Module]]:
     """Return the padding argument of a module, and modules for padding that it does not support.
 
-    With `half`, as in pooling modules, the argument may be at most half of the kernel.
+    With `at_most_half_kernel`, as in pooling modules, the argument may be at most half of the kernel.
     """
-    sizes = zip(window.padding, window.kernel, strict=True)
-    if window.mode == "zeros" and all(a == b and (a <= k // 2 or not half) for (a, b), k in sizes):
+    paddings_and_kernels = zip(window.padding, window.kernel, strict=True)
+    if window.mode == "zeros" and all(
+        a == b and (a <= k // 2 or not at_most_half_kernel) for (a, b), k in paddings_and_kernels
+    ):
         return tuple(a for a, _ in window.padding), []
     return (0,) * window.ndim, _padding_modules(window.padding, shape, window.mode, window.fill)
 
 
-def _rename_weights(arrays: Tensors, transform: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+def _rename_weights(arrays: TensorsByName, transform: Callable[[torch.Tensor], torch.Tensor]) -> TensorsByName:
     """Return the transformed 'weights', and 'bias', under PyTorch's names."""
     return {"weight": transform(arrays["weights"])} | {name: array for name, array in arrays.items() if name == "bias"}
 
 
-def _convolution(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _convolution(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    padding, before = _split_padding(window, shape)
+    padding, padding_modules = _split_padding(window, shape)
     weights = _rename_weights(arrays, lambda w: w.permute(-1, -2, *range(w.dim() - 2)))
     options = {"stride": window.stride, "padding": padding, "dilation": window.dilation, "groups": layer.groups}
-    channels = shape[-1], layer.out_channels, window.kernel
-    return [*before, _load_module(_torch_class("Conv", shape), *channels, bias=layer.bias, weights=weights, **options)]
+    module_args = shape[-1], layer.out_channels, window.kernel
+    return [
+        *padding_modules,
+        _load_module(_torch_class("Conv", shape), *module_args, bias=layer.bias, weights=weights, **options),
+    ]
 
 
-def _transposed_convolution(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
-    window, groups, extra = layer.output_window_for(shape), layer.groups, layer.output_padding
+def _transposed_convolution(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
+    window = layer.output_window_for(shape)
+    groups, output_padding = layer.groups, layer.output_padding
     n = window.ndim
-    cropped = any(a != b for a, b in window.padding)
+    needs_crop = any(a != b for a, b in window.padding)
 
     def reorder(w: torch.Tensor) -> torch.Tensor:
         by_group = w.reshape(*w.shape[:-1], groups, -1)  # (*kernel, inputs, groups, outputs)
@@ -249,78 +265,91 @@ def _transposed_convolution(layer: Any, shape: Shape, arrays: Tensors) -> Sequen
 
     options = {
         "stride": window.stride,
-        "padding": (0,) * n if cropped else tuple(a for a, _ in window.padding),
-        "output_padding": (extra,) * n if isinstance(extra, int) else tuple(extra),
+        "padding": (0,) * n if needs_crop else tuple(a for a, _ in window.padding),
+        "output_padding": (output_padding,) * n if isinstance(output_padding, int) else tuple(output_padding),
         "dilation": window.dilation,
         "groups": groups,
     }
-    channels = shape[-1], layer.out_channels, window.kernel
+    module_args = shape[-1], layer.out_channels, window.kernel
     weights = _rename_weights(arrays, reorder)
-    module = _load_module(_torch_class("ConvTranspose", shape), *channels, bias=layer.bias, weights=weights, **options)
-    return [module, *(_padding_modules([(-a, -b) for a, b in window.padding], shape) if cropped else [])]
+    module = _load_module(
+        _torch_class("ConvTranspose", shape), *module_args, bias=layer.bias, weights=weights, **options
+    )
+    return [module, *(_padding_modules([(-a, -b) for a, b in window.padding], shape) if needs_crop else [])]
 
 
-def _linear(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
-    out = layer.out_features
-    weights = _rename_weights(arrays, lambda w: w.T.reshape(out, *shape).movedim(-1, 1).reshape(out, -1))
-    module = _load_module(nn.Linear, prod(shape), out, bias=layer.bias, weights=weights)
+def _linear(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
+    out_features = layer.out_features
+    weights = _rename_weights(
+        arrays, lambda w: w.T.reshape(out_features, *shape).movedim(-1, 1).reshape(out_features, -1)
+    )
+    module = _load_module(nn.Linear, prod(shape), out_features, bias=layer.bias, weights=weights)
     return [nn.Flatten(), module] if len(shape) > 1 else [module]
 
 
-def _max_pooling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _max_pooling(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    padding, before = _split_padding(window, shape, half=True)
-    return [*before, _torch_class("MaxPool", shape)(window.kernel, window.stride, padding)]
+    padding, padding_modules = _split_padding(window, shape, at_most_half_kernel=True)
+    return [*padding_modules, _torch_class("MaxPool", shape)(window.kernel, window.stride, padding)]
 
 
-def _avg_pooling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _avg_pooling(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    padding, before = _split_padding(window, shape, half=True)
+    padding, padding_modules = _split_padding(window, shape, at_most_half_kernel=True)
     pool = _torch_class("AvgPool", shape)(
         window.kernel, window.stride, padding, count_include_pad=layer.count_include_pad
     )
-    return [*before, pool] if layer.count_include_pad or not before else [AvgPoolIgnoringPadding(before[0], pool)]
+    return (
+        [*padding_modules, pool]
+        if layer.count_include_pad or not padding_modules
+        else [AvgPoolIgnoringPadding(padding_modules[0], pool)]
+    )
 
 
-def _l2_pooling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _l2_pooling(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     return [*_padding_modules(window.padding, shape), L2Pool(window.kernel, window.stride)]
 
 
-def _batch_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
-    names = {"gamma": "weight", "beta": "bias", "mean": "running_mean", "var": "running_var"}
-    weights = {names[name]: array for name, array in arrays.items()} | {"num_batches_tracked": torch.tensor(0)}
-    kind = _torch_class("BatchNorm", shape)
-    return [_load_module(kind, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
+def _batch_norm(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
+    torch_names = {"gamma": "weight", "beta": "bias", "mean": "running_mean", "var": "running_var"}
+    weights = {torch_names[name]: array for name, array in arrays.items()} | {"num_batches_tracked": torch.tensor(0)}
+    module_class = _torch_class("BatchNorm", shape)
+    return [_load_module(module_class, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
 
 
-def _group_or_instance_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _group_or_instance_norm(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
-    sizes = layer.group_count_for(shape), shape[-1]
-    if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
-        kind = _torch_class("InstanceNorm", shape)
-        return [_load_module(kind, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
-    return [_load_module(nn.GroupNorm, *sizes, eps=layer.eps, affine=layer.affine, weights=weights)]
+    groups_and_channels = layer.group_count_for(shape), shape[-1]
+    if groups_and_channels[0] == groups_and_channels[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
+        module_class = _torch_class("InstanceNorm", shape)
+        return [_load_module(module_class, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
+    return [_load_module(nn.GroupNorm, *groups_and_channels, eps=layer.eps, affine=layer.affine, weights=weights)]
 
 
-def _response_norm(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _response_norm(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     norm = nn.LocalResponseNorm(layer.depth, layer.alpha, layer.beta, layer.k)
     return [norm] if len(shape) > 1 else [nn.Unflatten(1, (shape[-1], 1)), norm, nn.Flatten()]
 
 
-def _local_contrast(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
-    window, least = layer.local_window.window_of_stages(shape), layer.min_deviation
-    pad = _padding_modules(window.padding, shape, window.mode)
-    return [LocalContrast(layer.local_window.axis_weights(shape), pad, None if least == "mean" else least)]
+def _local_contrast(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
+    window = layer.local_window.window_of_stages(shape)
+    min_deviation = layer.min_deviation
+    padding_modules = _padding_modules(window.padding, shape, window.mode)
+    return [
+        LocalContrast(
+            layer.local_window.axis_weights(shape), padding_modules, None if min_deviation == "mean" else min_deviation
+        )
+    ]
 
 
-def _convert_local_filtering(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _convert_local_filtering(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    block = layer.shared_filter_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
-    return [LocalFilters(arrays, window.kernel, window.stride, _padding_modules(window.padding, shape), block)]
+    block_extent = layer.shared_filter_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
+    return [LocalFilters(arrays, window.kernel, window.stride, _padding_modules(window.padding, shape), block_extent)]
 
 
-def _upsampling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _upsampling(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     factors = layer.window_for(shape).factor
     mode = "nearest" if max(factors) <= 40 else "nearest-exact"  # in float32, the rounding of 1 / 41 would skip cells
     if layer.mode != "nearest":
@@ -328,12 +357,12 @@ def _upsampling(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module
     return [nn.Upsample(scale_factor=tuple(map(float, factors)), mode=mode)]
 
 
-def _pad_or_crop(layer: Any, shape: Shape, arrays: Tensors) -> Sequence[nn.Module]:
+def _pad_or_crop(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     return _padding_modules(window.padding, shape, window.mode, window.fill)
 
 
-LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, Tensors], Sequence[nn.Module]]] = {
+LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, TensorsByName], Sequence[nn.Module]]] = {
     "ActivationLayer": lambda layer, shape, arrays: [],
     "AvgPoolingLayer": _avg_pooling,
     "BatchNormLayer": _batch_norm,
