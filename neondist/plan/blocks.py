@@ -116,7 +116,7 @@ class BlockPlan(OutputBlocks):
         return tuple(kinds[at] for kinds, at in zip(self._block_kinds, self.coords(number), strict=True))
 
     @cached_property
-    def max_block_memory_elements(self) -> int:
+    def max_block_memory(self) -> int:
         """Elements that the largest block needs: arrays of the network, the image and the output."""
         return max(self._block_memory_elements(number) for number in self.possibly_largest_blocks)
 
@@ -276,14 +276,14 @@ def shrink_blocks_to_fit(
     size = [_round_down(*axis) for axis in zip(size, extent, periods, strict=True)]
     while True:
         plan = make_plan(size)
-        if plan.max_block_memory_elements <= max_elements:
+        if plan.max_block_memory <= max_elements:
             return plan
         halves = [_round_down((n + 1) // 2, *bounds) for n, *bounds in zip(size, extent, periods, strict=True)]
         axis = max(range(len(size)), key=lambda axis: (size[axis] - halves[axis], -axis))
         if halves[axis] == size[axis]:
             raise ConfigError(
                 f"memory: even a block of {' x '.join(map(str, size))} takes"
-                f" {format_bytes(plan.max_block_memory_elements * itemsize)}, but only"
+                f" {format_bytes(plan.max_block_memory * itemsize)}, but only"
                 f" {format_bytes(max(0, max_elements) * itemsize)} are available; layer"
                 f" '{plan.layer_with_largest_arrays()}' takes the most; give more memory, or use fewer ranks"
             )

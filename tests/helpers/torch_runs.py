@@ -226,7 +226,7 @@ def run_in_blocks(module, x, size):
     module = module.to(x.dtype).eval()
     tensors = dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers(remove_duplicate=False))
     program = capturing.capture_module(module, [(tuple(x.shape), x.dtype)])
-    blocks = TracedImageModule(program, tuple(x.shape), (), "whole").blocks(size)
+    blocks = TracedImageModule(program, tuple(x.shape), (), "whole").divide_into_blocks(size)
     with torch.no_grad():
         expected = next(y for y in torch.utils._pytree.tree_leaves(module(x)) if isinstance(y, torch.Tensor))
         output = torch.full_like(expected, torch.nan)

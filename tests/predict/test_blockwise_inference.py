@@ -133,10 +133,10 @@ def test_blocks_shrink_until_they_fit():
     assert (len(single), single.size) == (1, (500, 400))
     large = fit_blocks(graph, (256, 256), 1 << 60, 8)
     assert large.size == (256, 256)
-    largest = large.max_block_memory_elements
+    largest = large.max_block_memory
     for capacity in (largest - 1, largest // 20, largest // 100):
         plan = fit_blocks(graph, (256, 256), capacity, 8)
-        assert plan.max_block_memory_elements <= capacity < largest
+        assert plan.max_block_memory <= capacity < largest
         assert all(n % 4 == 0 for n in plan.size)
     assert fit_blocks(graph, (300, 45), 1 << 60, 8).size == (256, 44)
     with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*; layer '\w+' takes the most"):

@@ -148,7 +148,7 @@ class TransferChannel:
         return buffers
 
 
-_Pieces = dict[int, list[Piece]]
+_PiecesByPeer = dict[int, list[Piece]]
 
 
 class _MessageBuffers:
@@ -161,7 +161,7 @@ class _MessageBuffers:
     """
 
     def __init__(self, channel: TransferChannel, like: torch.Tensor, is_forward: bool) -> None:
-        def allocate(pieces: _Pieces) -> tuple[FlatTensorsByRank, list[tuple[Piece, torch.Tensor]]]:
+        def allocate(pieces: _PiecesByPeer) -> tuple[FlatTensorsByRank, list[tuple[Piece, torch.Tensor]]]:
             flats = dict[int, torch.Tensor]()
             piece_views = list[tuple[Piece, torch.Tensor]]()
             for peer, parts in pieces.items():
@@ -199,8 +199,8 @@ def without_padding(view: torch.Tensor, pads: Sequence[tuple[int, int, int]]) ->
     return view
 
 
-def _group_pieces_by_peer(pieces: Iterable[Piece]) -> _Pieces:
-    pieces_by_peer: _Pieces = {}
+def _group_pieces_by_peer(pieces: Iterable[Piece]) -> _PiecesByPeer:
+    pieces_by_peer: _PiecesByPeer = {}
     for piece in sorted(pieces, key=lambda p: p.peer):
         pieces_by_peer.setdefault(piece.peer, []).append(piece)
     return pieces_by_peer

@@ -101,14 +101,15 @@ class SchemeChannel:
             (needed_ranges[axis],) = request.ranges[request.part(place)]
             if request.used is not None:
                 used_cells[axis] = tuple(
-                    shift_range(cells, needed_ranges[axis][0]) for cells in request.used[request.part(place)]
+                    shift_range(cells_by_axis, needed_ranges[axis][0])
+                    for cells_by_axis in request.used[request.part(place)]
                 )
 
         def to_image_coordinates(piece: Piece) -> Piece:
             """Return the piece with both ends in cells of the image; each view is one range."""
-            cells = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own_ranges)}
-            cells |= zip(requests, piece.source.ranges, strict=True)
-            return Piece(piece.peer - first_rank, *[Lattice(tuple(cells.values()))] * 2)
+            cells_by_axis = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own_ranges)}
+            cells_by_axis |= zip(requests, piece.source.ranges, strict=True)
+            return Piece(piece.peer - first_rank, *[Lattice(tuple(cells_by_axis.values()))] * 2)
 
         tile = Box.from_ranges(own_ranges)
         view = Box.from_ranges(needed_ranges)
@@ -138,7 +139,7 @@ class SchemeChannel:
             recorded_run_counts[at] = exchange.run_count
 
 
-def parse_schemes(schemes: Schemes, names: Collection[str]) -> dict[str, ExchangePolicy]:
+def parse_schemes(schemes: Schemes, module_paths: Collection[str]) -> dict[str, ExchangePolicy]:
     """Return the schemes by module path; '' is the whole module.
 
     Raises
@@ -149,8 +150,8 @@ def parse_schemes(schemes: Schemes, names: Collection[str]) -> dict[str, Exchang
     policies = {}
     for path, scheme in schemes.items() if isinstance(schemes, Mapping) else [("", schemes)]:
         policy = as_scheme(scheme)
-        if path not in names:
-            raise ConfigError(f"scheme: the module has no submodule named {path!r}{suggest(path, names)}")
+        if path not in module_paths:
+            raise ConfigError(f"scheme: the module has no submodule named {path!r}{suggest(path, module_paths)}")
         if policy.gradients != "scatter":
             raise ConfigError(
                 f"scheme: '{scheme_text(policy)}' applies to neondist layers only: gradients of a module's windows are"

@@ -155,8 +155,8 @@ class TorchTransport(Transport):
             )
         group_ranks = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
-        self._ranks, number, self._group_counter = part or _RankSubset(group_ranks, 0, _GroupCounter())
-        self._tags = [FIRST_MESSAGE_TAG + number * len(MESSAGE_KINDS) + kind for kind in MESSAGE_KINDS]
+        self._ranks, group_number, self._group_counter = part or _RankSubset(group_ranks, 0, _GroupCounter())
+        self._tags = [FIRST_MESSAGE_TAG + group_number * len(MESSAGE_KINDS) + kind for kind in MESSAGE_KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
         self.tensor_device_types = tuple(
@@ -174,8 +174,8 @@ class TorchTransport(Transport):
     def split(self, color: int, key: int) -> TorchTransport:
         """Return the group of the ranks with the same colour, ordered by key."""
         colors = self.allgather((color, key))
-        places = sorted((key, place) for place, (other, key) in enumerate(colors) if other == color)
-        return self._subgroup([place for _, place in places], self._new_subgroup_number())
+        keys_and_ranks = sorted((key, place) for place, (other, key) in enumerate(colors) if other == color)
+        return self._subgroup([place for _, place in keys_and_ranks], self._new_subgroup_number())
 
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas, whose members are known without communication."""
@@ -191,9 +191,9 @@ class TorchTransport(Transport):
         self._group_counter.last_number = int(last_number[0]) + 1
         return self._group_counter.last_number
 
-    def _subgroup(self, places: Sequence[int], number: int) -> TorchTransport:
-        part = _RankSubset([self._ranks[place] for place in places], number, self._group_counter)
-        return TorchTransport(self.group, part, self.max_count)
+    def _subgroup(self, group_ranks: Sequence[int], group_number: int) -> TorchTransport:
+        subset = _RankSubset([self._ranks[place] for place in group_ranks], group_number, self._group_counter)
+        return TorchTransport(self.group, subset, self.max_count)
 
     def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange directly from and into the arrays, or through buffers for non-contiguous boxes."""
@@ -291,10 +291,10 @@ class TorchTransport(Transport):
         group, tag = self.group, self._tags[kind]
         with self.convert_remote_errors():
             # receives first, so that few messages arrive before their receive
-            ends = [(dist.irecv, receives), (dist.isend, sends)]
+            calls_and_tensors = [(dist.irecv, receives), (dist.isend, sends)]
             ops = [
                 dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)
-                for end, tensors in ends
+                for end, tensors in calls_and_tensors
                 for peer, data in tensors
                 for chunk in chunk_slices(data.numel(), self.max_count)
             ]

@@ -318,7 +318,7 @@ def _single_rank_plan(
     return TorchPlan(mesh, 0, steps, values, {}, {}, value_ids_in(inputs), value_ids_in(outputs), {})
 
 
-def part_of_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> torch.Tensor:
+def crop_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> torch.Tensor:
     """Return the given ranges of an output, from a block that may have more cells."""
     return narrow_to_ranges(y, ranges, first_indices(layout))
 

@@ -21,7 +21,7 @@ from ..exchange.normalisation import MomentsSpec
 from ..ir.graph import IN_PLACE_VARIANTS, Value
 from ..ir.layout import Layout, Mesh, NeededRanges, axes_of, local_shape, ranges_at_place
 from ..lowering.steps import OperatorPosition
-from .block_lowering import AxisRanges, TracedSubgraph, first_indices, pair_ids_with_values, part_of_block
+from .block_lowering import AxisRanges, TracedSubgraph, crop_block, first_indices, pair_ids_with_values
 from .program_lowering import OperatorRecord, ProgramLowering, even_layout, ranges_at
 from .recomputed_blocks import RecomputedBlocks, extend_empty_ranges
 from .segments import SEED_INPUT_NUMBER, OperatorSegment
@@ -128,9 +128,9 @@ class FusedLowering(ProgramLowering):
         """Return the ranges of the inputs that ranks with the given coordinates on some mesh axes need."""
         ranges_by_id = dict[int, tuple[Range, ...]]()
         for subgraph in subgraphs:
-            own = self.own_ranges_of(subgraph, mesh_coordinates)
+            own_ranges = self.own_ranges_of(subgraph, mesh_coordinates)
             for value, ranges in zip(
-                subgraph.inputs, subgraph.source_ranges(extend_empty_ranges(own, own)), strict=True
+                subgraph.inputs, subgraph.source_ranges(extend_empty_ranges(own_ranges, own_ranges)), strict=True
             ):
                 ranges_by_id[value.id] = tuple(map(hull_of_ranges, ranges_by_id.get(value.id, ranges), ranges))
         return ranges_by_id
@@ -157,9 +157,9 @@ class FusedLowering(ProgramLowering):
         """Return this rank's views of a segment's inputs, and the first indices of the views, by id in the segment."""
         views, view_offsets = dict[int, Value](), dict[int, list[int]]()
         for number, local in segment.inputs.items():
-            needed = self._input_ranges_by_segment[segment.first_operator][local.id]
-            ranges = ranges_at_place(needed, self._place)
-            views[local.id] = self._view_of(self.program_values[number], needed)
+            needed_ranges = self._input_ranges_by_segment[segment.first_operator][local.id]
+            ranges = ranges_at_place(needed_ranges, self._place)
+            views[local.id] = self._view_of(self.program_values[number], needed_ranges)
             view_offsets[local.id] = [ranges[dim][0] if dim in ranges else 0 for dim in range(len(local.layout))]
         return views, view_offsets
 
@@ -278,7 +278,7 @@ class FusedLowering(ProgramLowering):
 
     def _crop_to_tile(self, value: Value, block: Value, layout: Layout, ranges: Sequence[Range]) -> Value:
         """Return this rank's tile of a value, given a block that may have more cells."""
-        crop = partial(part_of_block, layout=block.layout, ranges=ranges)
+        crop = partial(crop_block, layout=block.layout, ranges=ranges)
         (tile,) = self._add_local(crop, [value], [layout], [value.dtype], self.mesh.axes)
         self.steps[-1].kind_args = None  # ranks without cells run the same step
         return tile
@@ -296,10 +296,10 @@ class FusedLowering(ProgramLowering):
         record = segment.records[operator_number]
         norm_input_id = segment.norms[operator_number].x.id
         x = replace(lowered_values[norm_input_id], layout_or_none=layout)
-        cells = tuple(
+        own_slices = tuple(
             slice(lo - at, hi - at) for (lo, hi), at in zip(own_ranges, first_indices(block.layout), strict=True)
         )
-        self._own_cells_by_id[x.id] = own_ranges[0], cells[2:]
+        self._own_cells_by_id[x.id] = own_ranges[0], own_slices[2:]
         self.where, self.fake_out, self.draw_number = record.where, record.fake_out, record.draw_number
 
         def substitute(leaf: Any) -> Any:
@@ -341,6 +341,6 @@ def _covers(outer: Sequence[Range], inner: Sequence[Range]) -> bool:
     return all(lo >= hi or (first <= lo and hi <= last) for (lo, hi), (first, last) in zip(inner, outer, strict=True))
 
 
-def _format_range(numbers: Sequence[int]) -> str:
-    lo, hi = min(numbers), max(numbers)
+def _format_range(row_counts: Sequence[int]) -> str:
+    lo, hi = min(row_counts), max(row_counts)
     return str(lo) if lo == hi else f"{lo} to {hi}"

@@ -16,7 +16,7 @@ from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import Value
 from ..ir.layout import Shape, axes_of
 from ..lowering.plan import TorchPlan
-from .block_lowering import AxisRanges, BlockLowering, TracedSubgraph, part_of_block
+from .block_lowering import AxisRanges, BlockLowering, TracedSubgraph, crop_block
 from .runner import PlanRunner
 
 
@@ -60,7 +60,7 @@ class TracedImageModule(TracedSubgraph):
         """The spatial extent of the output."""
         return self.outputs[0].shape[2:]
 
-    def blocks(self, size: Sequence[int], overlap: int = 0) -> ModuleBlocks:
+    def divide_into_blocks(self, size: Sequence[int], overlap: int = 0) -> ModuleBlocks:
         """Return the division of the output into blocks of a given size."""
         return ModuleBlocks(self, size, overlap)
 
@@ -97,10 +97,10 @@ class ModuleBlocks(OutputBlocks):
         plan = self.traced.plan_for(ranges)
         state = {**parameters, **buffers}
         (y,) = PlanRunner(self._comm, plan)([x, *(state[name] for name in self.traced.state_input_names)], {}, {})
-        return part_of_block(y, _first_output(plan).layout, ranges[0])
+        return crop_block(y, _first_output(plan).layout, ranges[0])
 
     @cached_property
-    def max_block_memory_elements(self) -> int:
+    def max_block_memory(self) -> int:
         """Largest number of bytes that a block needs: values of the module, the image and the output."""
         return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._peak_bytes_by_block)
 

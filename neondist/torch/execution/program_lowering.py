@@ -145,7 +145,8 @@ class RecordedProgram:
         recorder = _RecordingLowering(mesh, 0)
         self.mesh, self.autograd_functions = mesh, program.functions
         self.plan, _ = lower_program(program, mesh, 0, layouts, gather_at, lowering=recorder)
-        self.records, self.values = recorder.records, {value.id: value for value in recorder.values}
+        self.records = recorder.records
+        self.values = {value.id: value for value in recorder.values}
         self.image_value_ids = list(self.plan.inputs)
         self.initial_value_ids = [value.id for value in recorder.input_values]
         # steps that pass values from one module to another

@@ -19,11 +19,11 @@ from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
 from ..lowering.training_memory import TrainingMemory
-from .block_lowering import AxisRanges, TracedSubgraph, narrow_to_ranges, part_of_block
+from .block_lowering import AxisRanges, TracedSubgraph, crop_block, narrow_to_ranges
 from .runner import PlanRunner
 
 
-class _Block(NamedTuple):
+class _OutputBlock(NamedTuple):
     number: int
     runner: PlanRunner
     input_ranges: AxisRanges
@@ -97,16 +97,16 @@ class RecomputedBlocks:
         return max(peaks)
 
     @cached_property
-    def nonempty_blocks(self) -> list[_Block]:
+    def nonempty_blocks(self) -> list[_OutputBlock]:
         """Non-empty blocks."""
-        blocks = list[_Block]()
+        blocks = list[_OutputBlock]()
         compiled_functions = dict[Any, Callable[..., Any]]()
         for place in product(*map(range, self.block_counts)):
             plan, block_ranges = self.block_plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in block_ranges):
                 input_ranges = self.traced.source_ranges(extend_empty_ranges(block_ranges, self.output_ranges))
                 blocks.append(
-                    _Block(
+                    _OutputBlock(
                         len(blocks),
                         PlanRunner(self.comm, plan, None, self.compiler, compiled_functions),
                         input_ranges,
@@ -115,11 +115,11 @@ class RecomputedBlocks:
                 )
         return blocks
 
-    def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run_block(self, block: _OutputBlock, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return a block of each output, given the block's views of the inputs."""
         plan, outputs = block.runner.plan, block.runner(tensors, {}, {})
         return [
-            part_of_block(y, plan.values[out].layout, ranges)
+            crop_block(y, plan.values[out].layout, ranges)
             for y, out, ranges in zip(outputs, plan.outputs, block.output_ranges, strict=True)
         ]
 
@@ -128,14 +128,14 @@ class RecomputedBlocks:
         outputs = zip(self.output_ranges, self.traced.outputs, strict=True)
         return [like.new_empty([hi - lo for lo, hi in ranges], dtype=out.dtype) for ranges, out in outputs]
 
-    def narrow_inputs(self, block: _Block, tensors: Sequence[Any]) -> list[Any]:
+    def narrow_inputs(self, block: _OutputBlock, tensors: Sequence[Any]) -> list[Any]:
         """Return the parts of this rank's views of the inputs that a block reads."""
         return [
             None if tensor is None else narrow_to_ranges(tensor, ranges, first)
             for tensor, ranges, first in zip(tensors, block.input_ranges, self.view_offsets, strict=True)
         ]
 
-    def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+    def narrow_outputs(self, block: _OutputBlock, tiles: Sequence[Any]) -> list[Any]:
         """Return a block's parts of tiles of the outputs."""
         return [
             None
@@ -164,7 +164,7 @@ class BlockMoments(RecomputedBlocks):
         difference = block_moments[:, 0] - mean.view(block_moments.shape[2:])
         return (block_moments[:, 1] + difference**2 * block_moments[:, 2]).sum(0).view(-1)
 
-    def run_block(self, block: _Block, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run_block(self, block: _OutputBlock, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the means, sums of squared deviations, and element counts of one block."""
         (y,) = super().run_block(block, *tensors)
         y = y.transpose(0, 1).flatten(1)[None] if self.groups is None else y.reshape(len(y), self.groups, -1)
@@ -181,7 +181,7 @@ class BlockMoments(RecomputedBlocks):
         samples, channels, *_ = self.traced.outputs[0].shape
         return prod(self.block_counts), 3, *((1, channels) if self.groups is None else (samples, self.groups))
 
-    def narrow_outputs(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+    def narrow_outputs(self, block: _OutputBlock, tiles: Sequence[Any]) -> list[Any]:
         """Return the rows of one block."""
         samples = slice(None) if self.groups is None else slice(*block.output_ranges[0][0])
         return [None if tile is None else tile[block.number][..., samples, :] for tile in tiles]

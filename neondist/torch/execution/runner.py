@@ -254,9 +254,9 @@ class PlanRunner:
         channel = self.channels[id(step)]
         view: torch.Tensor = functions.ExchangeView.apply(x, channel, step.pads, step.fill, step.has_unaliased_gradient)
         if self._saved_tensors.includes(x):
-            own = channel.own_part_of(view.detach(), step.pads)
-            if own is not None:
-                self._saved_tensors.replace(x, own)
+            own_part = channel.own_part_of(view.detach(), step.pads)
+            if own_part is not None:
+                self._saved_tensors.replace(x, own_part)
         return (view,)
 
 

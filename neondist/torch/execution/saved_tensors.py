@@ -39,7 +39,7 @@ class SavedTensors:
         has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if has_hooks or not (self._has_large_views and torch.is_grad_enabled()):
             return nullcontext()
-        return saved_tensors_hooks(self._record, _unpack)
+        return saved_tensors_hooks(self._record_saved_tensor, _unpack)
 
     def includes(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor at this address has been saved."""
@@ -52,7 +52,7 @@ class SavedTensors:
             if saved is not None and _is_same_memory(saved.tensor, tensor):
                 saved.tensor = copy
 
-    def _record(self, tensor: torch.Tensor) -> Any:
+    def _record_saved_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.nbytes < training_memory.MIN_DEDUPLICATED_BYTES:
             return tensor
         saved = _SavedTensorHolder(tensor)

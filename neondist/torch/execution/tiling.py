@@ -69,7 +69,8 @@ class Tiling:
 
     def remember_layout(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Remember the layout of a tensor while it exists."""
-        key, layouts = id(tensor), self._layouts_by_id
+        key = id(tensor)
+        layouts = self._layouts_by_id
         layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
         self._returned_layouts_by_shape.setdefault(shape_of(layout), {})[layout] = None
 
@@ -123,7 +124,7 @@ class Tiling:
 
     def redistribute_input(self, tile: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
         """Return this rank's part of an input, given its part in another layout. Differentiable and collective."""
-        return self._runner(layout, self.input_layouts[index], tile.dtype)([tile], {}, {})[0]
+        return self._redistribution_runner(layout, self.input_layouts[index], tile.dtype)([tile], {}, {})[0]
 
     def local_part(self, whole: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
         """Return this rank's part of a replicated tensor; if `ranges` is not empty, the part in these ranges."""
@@ -265,13 +266,13 @@ class Tiling:
         """
         if not axes_of(layout):
             return tile if differentiable else tile.detach().clone()
-        runner = self._runner(layout, replicated(shape_of(layout)), tile.dtype)
+        runner = self._redistribution_runner(layout, replicated(shape_of(layout)), tile.dtype)
         if differentiable:
             return runner([tile], {}, {})[0]
         with torch.no_grad():
             return runner([tile.detach()], {}, {})[0]
 
-    def _runner(self, layout: Layout, target_layout: Layout, dtype: torch.dtype) -> PlanRunner:
+    def _redistribution_runner(self, layout: Layout, target_layout: Layout, dtype: torch.dtype) -> PlanRunner:
         """Return the runner that converts tensors from a layout to another."""
         key = layout, target_layout, dtype
         if key not in self._runners:

@@ -109,18 +109,19 @@ class Trunk(OperatorSegment):
             excluded_operators.update(
                 at for at, record in records.items() if not non_box_ids.isdisjoint(value_ids_in(record.result))
             )
-        inputs, parts = [*builder.program_inputs.values()], list[TracedSubgraph]()
+        inputs = [*builder.program_inputs.values()]
+        norm_sweeps = list[TracedSubgraph]()
         for norm in builder.norms.values():
-            parts.append(TracedSubgraph(builder, inputs, [norm.x]))
+            norm_sweeps.append(TracedSubgraph(builder, inputs, [norm.x]))
             inputs += norm.mean, norm.variance
         traced = TracedSubgraph(builder, inputs, output_values)
-        inputs_outputs_and_values = builder.inputs_of([*parts, traced]), outputs, builder.segment_values
+        inputs_outputs_and_values = builder.inputs_of([*norm_sweeps, traced]), outputs, builder.segment_values
         return cls(
             records,
             *inputs_outputs_and_values,
             traced,
             builder.norms,
-            norm_sweeps=parts,
+            norm_sweeps=norm_sweeps,
             refusal=builder.refusal,
             program=program,
         )
@@ -259,12 +260,12 @@ def create_trunk_lowering(
     def peak_function_of(plan: TorchPlan) -> Callable[[], int]:
         return partial(TrainingMemory(plan, trained_names).peak, 0) if module.training else lambda: plan.peak()[0]
 
-    def lowering_of_segments(rank: int) -> FusedLowering | None:
+    def create_segment_lowering(rank: int) -> FusedLowering | None:
         return FusedLowering(mesh, rank, segments, image_value_ids) if segments else None
 
-    needed_bytes = peak_function_of(plan_without_blocks or lower(lowering=lowering_of_segments(0))[0])()
+    needed_bytes = peak_function_of(plan_without_blocks or lower(lowering=create_segment_lowering(0))[0])()
     if needed_bytes <= limit_bytes:
-        return lowering_of_segments(rank)
+        return create_segment_lowering(rank)
     if search.reads_margins:
         raise ConfigError(
             f"memory: a pass needs {format_bytes(needed_bytes + weight_bytes)}, but only {format_bytes(memory)} is"

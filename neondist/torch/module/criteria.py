@@ -131,7 +131,7 @@ def _capture_and_lower(
     """Return a criterion's program, its plan, and the tensors requiring gradients that it closes over."""
     program = capture_module(module, input_specs, "criterion", device=device)
     closure_tensors: dict[str, torch.Tensor] = {}
-    _add_locations(program, module.criterion)
+    _add_source_locations(program, module.criterion)
     try:
         with leave_inference_mode(), suspend_hooks_and_modes():
             plan, output_tree = lower_program(program, mesh, rank, layouts, unregistered_tensors=closure_tensors)
@@ -147,7 +147,7 @@ def check_criterion(criterion: Any, input_specs: InputSpecs, mesh: Mesh, layouts
     _capture_and_lower(CriterionModule(criterion, spec, [None, None], [0, 1]), input_specs, mesh, 0, layouts)
 
 
-def _add_locations(program: Any, criterion: Any) -> None:
+def _add_source_locations(program: Any, criterion: Any) -> None:
     """Add a function's definition as source location for errors, as PyTorch records no location for functions."""
     function = criterion.func if isinstance(criterion, functools.partial) else criterion
     method = getattr(type(function), "forward", type(function).__call__)

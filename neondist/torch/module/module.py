@@ -95,9 +95,9 @@ class DistributedModule(nn.Module):
         self._version_counters: tuple[int, ...] = ()
         self._deferred_gradients: dict[int, list[torch.Tensor] | None] = {}
         grid.check("distribute")
-        count = grid.cached_objects[DistributedModule] = grid.cached_objects.get(DistributedModule, 0) + 1
+        module_number = grid.cached_objects[DistributedModule] = grid.cached_objects.get(DistributedModule, 0) + 1
         # the same on every rank, as all ranks distribute modules in the same order
-        self._name = f"number {count} of this grid"
+        self._name = f"number {module_number} of this grid"
         self.backward_check = BackwardEntryCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
@@ -121,10 +121,10 @@ class DistributedModule(nn.Module):
         check_not_traced(tiles)
         self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
-            state, program = self.programs.current_state_and_program()
+            state_key, program = self.programs.current_state_and_program()
             self._check_tiles(tiles, program, {})
             if program.runs_module:
-                return self._run_module(tiles, state, program)
+                return self._run_module(tiles, state_key, program)
         error, compared_values = None, dict[str, Any]()
         version_changes: tuple[int, ...] = ()
         repartitioned_layouts = self._layouts_of_repartitioned_inputs(tiles)
@@ -170,11 +170,11 @@ class DistributedModule(nn.Module):
             self.grid.check("forward", {"the model": self._name, "the list of inputs not from a model": ambiguous})
         return self.tiling.layouts_of_repartitioned_inputs(tiles, ambiguous)
 
-    def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, program: CompiledProgram) -> Any:
+    def _run_module(self, tiles: Sequence[torch.Tensor], state_key: Any, program: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
         with ContiguousNormGradients() if program.has_single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
-        self.programs.ignore_changes_by_forward(state, program)
+        self.programs.ignore_changes_by_forward(state_key, program)
         return self._record_layouts(outputs, program.layouts)
 
     def _record_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
@@ -261,8 +261,10 @@ class DistributedModule(nn.Module):
             raise ConfigError(f"index: {index!r}; expected the position of an input, 0 to {len(shapes) - 1}")
         self.programs.set_shapes((*shapes[:index], self._check_image(image, index), *shapes[index + 1 :]))
         if self.grid.size > 1:
-            name = "the image passed to scatter" if len(shapes) == 1 else f"image {index} passed to scatter"
-            self.grid.record_replicated_array(name, checksum_of(image))
+            image_description = (
+                "the image passed to scatter" if len(shapes) == 1 else f"image {index} passed to scatter"
+            )
+            self.grid.record_replicated_array(image_description, checksum_of(image))
         widened_ranges = self.programs.current.widened_ranges if self.execution.tiles_may_have_margins else ()
         return self.tiling.local_part(
             image, self.tiling.input_layouts[index], widened_ranges[index] if widened_ranges else None
@@ -437,14 +439,14 @@ class DistributedModule(nn.Module):
             "the list of parameters that require gradients": trained_names,
         } | requires_grad_flags("input", tiles)
 
-    def _require_same_on_all_ranks(self, values: Mapping[str, Any]) -> None:
+    def _require_same_on_all_ranks(self, compared_values: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks unless all ranks have the same values and weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         self._version_counters = version_counters([*parameters.values(), *buffers.values()])
         if self.grid.world.size == 1:
             return
-        own_values = {name: str(value) for name, value in values.items()}
+        own_values = {name: str(value) for name, value in compared_values.items()}
         value_names = list(own_values)
         for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0

@@ -126,24 +126,24 @@ class ProgramCache:
     def _find_program(self, key: Any, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Any, CompiledProgram]:
         """Return the module's current state and its program; `key` is () without autocast."""
         with self.export_context(), leave_inference_mode():
-            state = self.watch.key()
+            state_key = self.watch.key()
             # comparing with the last state avoids hashing, which is slow in small steps
-            if key not in self._last_used or self._last_used[key][0] != state:
-                if (self.shapes, key, state) not in self._programs:
+            if key not in self._last_used or self._last_used[key][0] != state_key:
+                if (self.shapes, key, state_key) not in self._programs:
                     program, reads = self._compile(dtypes)
-                    state = self.watch.exclude_changed_values(state, reads)
+                    state_key = self.watch.exclude_changed_values(state_key, reads)
                     if len(self._programs) >= MAX_CACHED_PROGRAMS:
                         del self._programs[next(iter(self._programs))]
-                    self._programs[self.shapes, key, state] = program
-                self._last_used[key] = state, self._programs[self.shapes, key, state]
+                    self._programs[self.shapes, key, state_key] = program
+                self._last_used[key] = state_key, self._programs[self.shapes, key, state_key]
             return self._last_used[key]
 
-    def ignore_changes_by_forward(self, state: Any, program: CompiledProgram) -> None:
+    def ignore_changes_by_forward(self, state_key: Any, program: CompiledProgram) -> None:
         """Use a program also for the state after its forward pass, and exclude values that the pass has changed."""
         if program.changes_module:
-            if self.watch.key() != state:
-                self._programs[self.shapes, (), self.watch.exclude_changed_values(state)] = program
-            program.changes_module = self.watch.key() != state
+            if self.watch.key() != state_key:
+                self._programs[self.shapes, (), self.watch.exclude_changed_values(state_key)] = program
+            program.changes_module = self.watch.key() != state_key
 
     def clear(self) -> None:
         """Remove all programs."""

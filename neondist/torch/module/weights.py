@@ -31,7 +31,7 @@ _STORAGE_DTYPES = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtyp
 class PartitionedOptimizer(torch.optim.Optimizer):
     """Optimizer whose state is partitioned over the ranks."""
 
-    def gather_slots(self, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+    def gather_slots(self, slot_names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
         """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `names`. Collective."""
         raise NotImplementedError
 

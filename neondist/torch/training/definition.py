@@ -55,8 +55,8 @@ class ModelDefinition:
                     f"{path}: has no {actual}, given as {name}; the file defines"
                     f" {', '.join(self._public_names()) or 'nothing'}"
                 )
-        candidates = {name: self._optional(name) for name in ("loss", "optimizer", "feed")}
-        candidates["feed"] = candidates["feed"] or self._optional("dataset_fn")
+        candidates = {name: self._optional_function(name) for name in ("loss", "optimizer", "feed")}
+        candidates["feed"] = candidates["feed"] or self._optional_function("dataset_fn")
         candidates["model"] = self._find_model()
         functions = {name: function for name, function in candidates.items() if function is not None}
         missing = [name for name in REQUIRED_FUNCTIONS if name not in functions]
@@ -79,7 +79,7 @@ class ModelDefinition:
         factory = self.factory
 
         def create_module() -> nn.Module:
-            module = self._call(factory)
+            module = self._call_user_function(factory)
             if not isinstance(module, nn.Module):
                 source_line, name = self._source_line(factory), type(module).__name__
                 raise ConfigError(f"{source_line}: {factory.__name__} returned a {name}; return a torch.nn.Module")
@@ -142,24 +142,24 @@ class ModelDefinition:
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of eval_metrics_fn."""
-        function = self._optional("eval_metrics_fn")
-        functions = {} if function is None else self._call(function)
+        function = self._optional_function("eval_metrics_fn")
+        functions = {} if function is None else self._call_user_function(function)
         if not isinstance(functions, dict) or not all(callable(metric) for metric in functions.values()):
             raise ConfigError(f"{self.path}: eval_metrics_fn must return a dict of functions of (labels, predictions)")
         return [_FunctionMetric(name, metric, self._source_line(metric)) for name, metric in functions.items()]
 
     def callbacks(self, hook_type: type) -> list[Any]:
         """Return the hooks of callbacks(), which must be instances of `hook_type`."""
-        function = self._optional("callbacks")
-        hooks = [] if function is None else self._call(function)
+        function = self._optional_function("callbacks")
+        hooks = [] if function is None else self._call_user_function(function)
         if not isinstance(hooks, list | tuple) or not all(isinstance(hook, hook_type) for hook in hooks):
             raise ConfigError(f"{self._source_line(function)}: callbacks must return a list of nd.Hook objects")
         return list(hooks)
 
     def custom_reader(self, source: str) -> Any:
         """Return the reader of custom_data_reader for a source, or None if the file has none."""
-        function = self._optional("custom_data_reader")
-        reader = None if function is None else self._call(function, source)
+        function = self._optional_function("custom_data_reader")
+        reader = None if function is None else self._call_user_function(function, source)
         if reader is not None and not (hasattr(reader, "__len__") and hasattr(reader, "__getitem__")):
             raise ConfigError(
                 f"{self._source_line(function)}: custom_data_reader returned a {type(reader).__name__}; return an"
@@ -169,10 +169,10 @@ class ModelDefinition:
 
     def create_processor(self) -> Any:
         """Return a PredictionOutputsProcessor, or None if the file has none."""
-        cls = self._optional("PredictionOutputsProcessor")
-        return None if cls is None else self._call(cls)
+        cls = self._optional_function("PredictionOutputsProcessor")
+        return None if cls is None else self._call_user_function(cls)
 
-    def _optional(self, name: str) -> Callable[..., Any] | None:
+    def _optional_function(self, name: str) -> Callable[..., Any] | None:
         value = getattr(self.module, self._names.get(name, name), None)
         if value is not None and not callable(value):
             raise ConfigError(f"{self.path}: {name} is a {type(value).__name__}; define a function")
@@ -184,10 +184,12 @@ class ModelDefinition:
         return [n for n, value in members if n[0] != "_" and getattr(value, "__module__", None) == self.module.__name__]
 
     def _find_model(self) -> Callable[..., Any] | None:
-        if (function := self._optional("custom_model")) is not None:
+        if (function := self._optional_function("custom_model")) is not None:
             return function
-        values = {name: getattr(self.module, name) for name in self._public_names()}
-        classes = {n: value for n, value in values.items() if isinstance(value, type) and issubclass(value, nn.Module)}
+        public_objects = {name: getattr(self.module, name) for name in self._public_names()}
+        classes = {
+            n: value for n, value in public_objects.items() if isinstance(value, type) and issubclass(value, nn.Module)
+        }
         if "CustomModel" in classes or len(classes) == 1:
             return classes.get("CustomModel", next(iter(classes.values())))
         if classes:
@@ -200,7 +202,7 @@ class ModelDefinition:
         code = getattr(function, "__code__", None) or getattr(getattr(function, "__init__", None), "__code__", None)
         return self.path if code is None else f"{self.path}:{code.co_firstlineno}"
 
-    def _call(self, function: Any, *args: Any) -> Any:
+    def _call_user_function(self, function: Any, *args: Any) -> Any:
         try:
             return function(*args)
         except Exception as error:
@@ -214,7 +216,7 @@ class ModelDefinition:
         source_line = self._source_line(function)
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            result: Any = self._call(function, *([parameters] if takes_parameters else []))
+            result: Any = self._call_user_function(function, *([parameters] if takes_parameters else []))
             if not takes_parameters and callable(result) and not isinstance(result, torch.optim.Optimizer):
                 result = result(parameters)
             elif not takes_parameters:

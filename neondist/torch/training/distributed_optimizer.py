@@ -64,13 +64,17 @@ class DistributedOptimizer(PartitionedOptimizer):
             raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
         settings = {
-            f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _PLAIN_TYPES)
+            f"the argument {optimizer_name}": value
+            for optimizer_name, value in arguments.items()
+            if isinstance(value, _PLAIN_TYPES)
         }
-        name = getattr(optimizer, "__qualname__", type(optimizer).__name__)
-        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": name} | settings)
+        optimizer_name = getattr(optimizer, "__qualname__", type(optimizer).__name__)
+        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": optimizer_name} | settings)
         with all_or_none(grid.world):
             optimizer_factory = TorchOptimizer(optimizer, arguments)
-            tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+            tensors = {
+                optimizer_name: tensor for optimizer_name, tensor in model.named_parameters() if tensor.requires_grad
+            }
             if not tensors:
                 raise ConfigError("model: no parameter requires gradients; call requires_grad_() on those to train")
             sparse_weights = sparse_embedding_weights(model)
@@ -88,7 +92,7 @@ class DistributedOptimizer(PartitionedOptimizer):
             )
         self.grid, self.strategy = grid, parameter_plan.strategy
         self.optimizer = self.parameters.partition_optimizer(optimizer_factory.create(tensors.values()))
-        names_by_part = {part: name for name, part in self.parameters.optimizer_parameters.items()}
+        names_by_part = {part: optimizer_name for optimizer_name, part in self.parameters.optimizer_parameters.items()}
         self._parameter_names = [
             names_by_part[part] for group in self.optimizer.param_groups for part in group["params"]
         ]
@@ -97,7 +101,9 @@ class DistributedOptimizer(PartitionedOptimizer):
             # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
             self._overflow_parameter = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow_parameter)
-            self._partitioned_ids = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
+            self._partitioned_ids = {
+                id(tensor) for optimizer_name, tensor in tensors.items() if self.parameters.shards[optimizer_name][1]
+            }
             grid.on_close(hooks.register_optimizer_step_pre_hook(self._reject_other_optimizers).remove)
         self._has_frozen_param_groups = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
@@ -175,16 +181,16 @@ class DistributedOptimizer(PartitionedOptimizer):
             sync_tensors[state.name] = torch.from_numpy(array)
         return result | ({SYNCHRONISATION: sync_tensors} if sync_tensors else {})
 
-    def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
+    def slots(self, slot_names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
         """Return the optimiser state of this rank's parts; first create the slots in `names`, 'PARAMETER/SLOT'."""
         if self._overflow_parameter is not None:
             self._overflow_parameter.grad = None  # the step that creates slots must not update it
-        create_optimizer_state(self.parameters.optimizer_parameters, self.optimizer, names)
+        create_optimizer_state(self.parameters.optimizer_parameters, self.optimizer, slot_names)
         return self.parameters.optimizer_slots(self.optimizer)
 
-    def gather_slots(self, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+    def gather_slots(self, slot_names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
         """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `names`. Collective."""
-        return {shard.name: torch.from_numpy(shard.gather(array)) for shard, array in self.slots(names)}
+        return {shard.name: torch.from_numpy(shard.gather(array)) for shard, array in self.slots(slot_names)}
 
     def load_slots(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the result of `gather_slots`."""
@@ -195,13 +201,13 @@ class DistributedOptimizer(PartitionedOptimizer):
         parameters = self.parameters
         saved_slots = {self._parameter_names[index]: slots for index, slots in state_dict["state"].items()}
         self.slots(f"{name}/{slot}" for name in saved_slots for slot in saved_slots[name])
-        state = {}
+        state_by_index = {}
         for name, slots in saved_slots.items():
             shard, share = parameters.shards[name]
             parameter = parameters.optimizer_parameters[name]
             slot_shard = shard.slot_shard("", share)
             slot_values = self.optimizer.state[parameter]
-            state[self._parameter_names.index(name)] = {
+            state_by_index[self._parameter_names.index(name)] = {
                 slot: torch.from_numpy(np.array(slot_shard.own_part_of(as_array(value)), order="C"))
                 if isinstance(value, torch.Tensor) and slot_values[slot].shape == parameter.shape
                 else value
@@ -210,7 +216,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         groups = [{**group, "params": [*group["params"]]} for group in state_dict["param_groups"]]
         if self._overflow_parameter is not None:
             groups[-1]["params"].append(sum(len(group["params"]) for group in groups))
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.optimizer.load_state_dict({"state": state_by_index, "param_groups": groups})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         for sync_state in self.parameters.compressed.sync_states():
             self._restore_sync_state(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
@@ -226,14 +232,14 @@ class DistributedOptimizer(PartitionedOptimizer):
 
     def _as_state_dict(self, slots: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the `state_dict` of one process with whole state tensors by 'PARAMETER/SLOT'."""
-        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._parameter_names))}
+        state_by_index: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._parameter_names))}
         for full_name, tensor in slots.items():
             name, _, slot = full_name.rpartition("/")
-            state[self._parameter_names.index(name)][slot] = tensor
+            state_by_index[self._parameter_names.index(name)][slot] = tensor
         groups = self.optimizer.state_dict()["param_groups"]
         if self._overflow_parameter is not None:
             groups[-1]["params"].pop()
-        return {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
+        return {"state": {index: slots for index, slots in state_by_index.items() if slots}, "param_groups": groups}
 
     def _reject_other_optimizers(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Raise ConfigError for another optimizer of parameters with owners, which would not see their gradients."""

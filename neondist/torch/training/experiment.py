@@ -215,7 +215,7 @@ class TorchModel(TrainableModel):
             The module's receptive field is unbounded; the message names the remedy.
         """
         shape = (1, *self._sample_shape(tuple(input_shape)))
-        return TracedImageModule(self._factory.program(shape, False), shape, self.gather_at, remedy)
+        return TracedImageModule(self._factory.capture_program(shape, False), shape, self.gather_at, remedy)
 
     @property
     def module(self) -> nn.Module:
@@ -277,7 +277,7 @@ class TorchModel(TrainableModel):
         with self._attribute_errors_to_model():
             return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
 
-    def loss_of(
+    def compute_loss(
         self, x: Any, targets: Any, batch_size: int, training: bool = True
     ) -> tuple[tuple[Any, Any], torch.Tensor]:
         """Return this rank's outputs and labels, and the loss of the whole batch. Collective."""
@@ -296,7 +296,7 @@ class TorchModel(TrainableModel):
     def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and the loss times `batch_size` (0 on ranks > 0)."""
         with self.grid.observers.observe("cost"), torch.no_grad(), self._attribute_errors_to_model():
-            (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
+            (output, labels), loss = self.compute_loss(x, targets, batch_size, training=False)
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
@@ -393,7 +393,7 @@ class TorchModel(TrainableModel):
         execution = ExecutionOptions.from_arguments(
             module, self.gather_at, self.recompute, self.scheme, self.strips, bytes_per_rank
         )
-        program = self._factory.program(shape, True)
+        program = self._factory.capture_program(shape, True)
         plan_args = program, execution, shape, input_shape, grid
         plan = ModulePlan.create(
             module, *plan_args, self.optimizer, self.dtype, self.strategy, memory_limit, self.precision

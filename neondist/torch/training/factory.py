@@ -59,7 +59,7 @@ class ModuleFactory:
         ]
         return module.to(self.dtype)
 
-    def program(self, shape: tuple[int, ...], training: bool) -> Any:
+    def capture_program(self, shape: tuple[int, ...], training: bool) -> Any:
         """Return the exported program for inputs of a global shape; set the module to the given mode."""
         module = self.module.train(training)
         if (shape, training) not in self._programs:

@@ -146,11 +146,13 @@ def call_checked(field: str, function: Any, *args: Any, **arguments: Any) -> Any
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built-in
         parameters = {}
-    names = list(parameters)[len(args) :]
+    argument_names = list(parameters)[len(args) :]
     if parameters and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         for key in arguments:
-            if key not in names:
-                raise ConfigError(f"{field}: {name} has no argument '{key}'{suggest(key, names) or '; it has none'}")
+            if key not in argument_names:
+                raise ConfigError(
+                    f"{field}: {name} has no argument '{key}'{suggest(key, argument_names) or '; it has none'}"
+                )
     try:
         return function(*args, **arguments)
     except UserError:

@@ -75,10 +75,12 @@ def apply_feed(
             " (samples, channels and this rank's tile); change feed, or set shape: [channels, *spatial]"
         )
     features = features.contiguous()  # channels-last inputs of some strided convolutions crash PyTorch 2.13
-    return features, pytree.tree_map(partial(_own_labels, images), labels) if images.tiles.may_overlap else labels
+    return features, pytree.tree_map(
+        partial(_crop_labels_to_own_cells, images), labels
+    ) if images.tiles.may_overlap else labels
 
 
-def _own_labels(images: GlobalArray, labels: Any) -> Any:
+def _crop_labels_to_own_cells(images: GlobalArray, labels: Any) -> Any:
     """Return labels cropped to this rank's own cells, given the labels of all cells that it reads."""
     if not isinstance(labels, torch.Tensor) or tuple(labels.shape[-len(images.extent) :]) != images.own.shape:
         return labels

@@ -215,7 +215,7 @@ class ModulePlan:
 
     def memory(self, rank: int = 0) -> int:
         """Return the bytes that a rank needs in training: values, gradients, parameters and the optimiser's arrays."""
-        return self._training.peak(rank) + self.parameters.memory(rank)
+        return self._training_memory.peak(rank) + self.parameters.memory(rank)
 
     @property
     def max_training_memory(self) -> int:
@@ -274,7 +274,7 @@ class ModulePlan:
         return report.render_plain_text(headline, self.table())
 
     @cached_property
-    def _training(self) -> TrainingMemory:
+    def _training_memory(self) -> TrainingMemory:
         return TrainingMemory(self.steps, self.trained)
 
     def _traffic_without_gradients(self, rank: int) -> Traffic:
@@ -287,8 +287,8 @@ class ModulePlan:
         return module_paths(list(dict.fromkeys(step.name for step in self.steps.steps)), MAX_TABLE_ROWS)
 
     def _output_shape_text(self, row: str) -> str:
-        names = {name for name, label in self._row_by_step.items() if label == row}
-        shape = last_output_shape(self.steps, names)
+        step_names = {name for name, label in self._row_by_step.items() if label == row}
+        shape = last_output_shape(self.steps, step_names)
         return "-" if shape is None else report.join_extents(shape) or "1"
 
 

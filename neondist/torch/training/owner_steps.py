@@ -114,19 +114,21 @@ class PartitionedOptimizerSteps:
     def _end_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         parts = [part for group in optimizer.param_groups for part in group["params"]]
         self._replace_parameters(optimizer, self._whole_by_part_id)
-        state = state_dict["state"]
+        slots_by_index = state_dict["state"]
         for at, part in enumerate(parts):
-            if at in state and id(part) in self._name_by_part_id:
-                state[at] = {slot: self._gather_slot(part, slot, value) for slot, value in state[at].items()}
+            if at in slots_by_index and id(part) in self._name_by_part_id:
+                slots_by_index[at] = {
+                    slot: self._gather_slot(part, slot, value) for slot, value in slots_by_index[at].items()
+                }
 
     def _begin_load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._replace_parameters(optimizer, self._part_by_id)
         parts = [part for group in optimizer.param_groups for part in group["params"]]
-        state = {
+        slots_by_index = {
             at: {slot: self._own_slot_part(parts[at], slot, value) for slot, value in slots.items()}
             for at, slots in state_dict["state"].items()
         }
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": slots_by_index}
 
     def _end_load_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self._replace_parameters(optimizer, self._whole_by_part_id)

@@ -115,7 +115,9 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of parameter groups, the module's forward count and the random states of all ranks."""
-        group_settings = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
+        group_settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in self._param_groups
+        ]
         own_random_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
         random_states = self.grid.world.allgather(own_random_state)
         distinct_states = sorted(set(random_states))  # usually all ranks but the first have the same state
@@ -128,9 +130,11 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
     def restore_settings(self, settings: Mapping[str, Any]) -> None:
         """Restore the result of `settings`; additional ranks take the random state of the last saved rank."""
         saved_groups = require_json_type("'groups'", settings.get("groups"), list)
-        if len(saved_groups) != len(self._groups):
-            raise ValueError(f"has {len(saved_groups)} parameter groups, but the optimizer has {len(self._groups)}")
-        for group, saved_group in zip(self._groups, saved_groups, strict=True):
+        if len(saved_groups) != len(self._param_groups):
+            raise ValueError(
+                f"has {len(saved_groups)} parameter groups, but the optimizer has {len(self._param_groups)}"
+            )
+        for group, saved_group in zip(self._param_groups, saved_groups, strict=True):
             saved_settings = from_json_value(group, require_json_type("a group of parameters", saved_group, dict))
             group.update({name: value for name, value in saved_settings.items() if name != "params"})
         self.step_counter.step = require_json_integer("'forwards'", settings.get("forwards"))
@@ -153,5 +157,5 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
             raise ValueError(f"its random state is invalid ({error})") from None
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups

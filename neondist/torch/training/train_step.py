@@ -54,7 +54,7 @@ class ModuleStep(TrainStep):
         trainable, parameters = self.trainable, self.trainable.built_parameters
         parameters.reset_gradients()
         with trainable.grid.observers.observe("cost"):
-            _, loss = trainable.loss_of(x, targets, batch_size)
+            _, loss = trainable.compute_loss(x, targets, batch_size)
             self.is_loss_finite = bool(loss.isfinite())
             parameters.sync.record_finiteness(self.is_loss_finite)
             (loss * self.loss_scale).backward()
