@@ -202,7 +202,9 @@ def _fit_windows(
 ) -> tuple[tuple[Any, ...], bool]:
     """Return kernel, stride, and padding by side for the output extent, and whether ceil_mode adds cells."""
     n = _count_spatial_axes(net, x)
-    kernel_sizes, strides, pads = _as_tuple(kernel, n), _as_tuple(stride or kernel, n), _as_tuple(padding, n)
+    kernel_sizes = _as_tuple(kernel, n)
+    strides = _as_tuple(stride or kernel, n)
+    pads = _as_tuple(padding, n)
     padding_sides = []
     exceeds_padding = False
     for cells, m, k, s, p in zip(x.layer_shape, net.fake_out.shape[2:], kernel_sizes, strides, pads, strict=False):

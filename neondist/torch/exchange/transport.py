@@ -95,7 +95,8 @@ def join_process_group(address: str, rank: int, size: int, timeout: float = 600.
             "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
         )
     if not dist.is_initialized():
-        init_url, timeout_delta = f"tcp://{address}", timedelta(seconds=timeout)
+        init_url = f"tcp://{address}"
+        timeout_delta = timedelta(seconds=timeout)
         try:
             dist.init_process_group("gloo", init_method=init_url, rank=rank, world_size=size, timeout=timeout_delta)
         except (RuntimeError, ValueError) as error:
@@ -180,9 +181,10 @@ class TorchTransport(Transport):
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas, whose members are known without communication."""
         replica, tile = divmod(self.rank, tiles)
-        number, places = self._new_subgroup_number(), range(self.size)
+        number = self._new_subgroup_number()
+        ranks = range(self.size)
         # one number for both groups, which have only this rank in common
-        return self._subgroup(places[replica * tiles :][:tiles], number), self._subgroup(places[tile::tiles], number)
+        return self._subgroup(ranks[replica * tiles :][:tiles], number), self._subgroup(ranks[tile::tiles], number)
 
     def _new_subgroup_number(self) -> int:
         """Return a group number that no two of these ranks have used together. Collective."""

@@ -194,7 +194,8 @@ class BlockLowering(Lowering):
         """Return x, normalised with statistics that are inputs of the block, and these statistics."""
         if not (self.can_add_input_norm and is_box(x.layout, self.mesh.axes)):
             self.refuse(_REFUSAL_REASON_BY_KIND["norm"])
-        shape, atom = shape_of(groups), self.single_atom(x, 0)
+        shape = shape_of(groups)
+        atom = self.single_atom(x, 0)
         kind = "constant" if x.kind == "constant" else "value"
         mean, variance = (self._new_value(shape, frozenset(), x.dtype, kind, replicated(shape)) for _ in range(2))
 

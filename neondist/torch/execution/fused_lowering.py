@@ -155,7 +155,8 @@ class FusedLowering(ProgramLowering):
 
     def input_views_and_offsets(self, segment: OperatorSegment) -> tuple[dict[int, Value], dict[int, list[int]]]:
         """Return this rank's views of a segment's inputs, and the first indices of the views, by id in the segment."""
-        views, view_offsets = dict[int, Value](), dict[int, list[int]]()
+        views = dict[int, Value]()
+        view_offsets = dict[int, list[int]]()
         for number, local in segment.inputs.items():
             needed_ranges = self._input_ranges_by_segment[segment.first_operator][local.id]
             ranges = ranges_at_place(needed_ranges, self._place)

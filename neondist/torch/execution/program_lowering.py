@@ -98,7 +98,8 @@ class _RecordingLowering(ProgramLowering):
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)
-        self.records, self.computed_value_ids = list[OperatorRecord](), set[int]()
+        self.records = list[OperatorRecord]()
+        self.computed_value_ids = set[int]()
 
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         num_earlier_steps = len(self.steps)

@@ -117,7 +117,8 @@ class RecomputedBlocks:
 
     def run_block(self, block: _OutputBlock, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return a block of each output, given the block's views of the inputs."""
-        plan, outputs = block.runner.plan, block.runner(tensors, {}, {})
+        plan = block.runner.plan
+        outputs = block.runner(tensors, {}, {})
         return [
             crop_block(y, plan.values[out].layout, ranges)
             for y, out, ranges in zip(outputs, plan.outputs, block.output_ranges, strict=True)

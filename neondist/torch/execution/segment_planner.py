@@ -70,7 +70,8 @@ class _SegmentDivision:
         This method is called for increasingly long segments with the same end. Redundant computation grows with length:
         once it costs more than separate exchanges, the result is inf for this segment and all longer ones.
         """
-        window_range, shorter_range = (first_window, last_window), (first_window + 1, last_window)
+        window_range = first_window, last_window
+        shorter_range = first_window + 1, last_window
         if self.seconds_by_range.get(shorter_range) == inf:
             self.seconds_by_range[window_range] = inf
             return inf

@@ -333,9 +333,10 @@ class SegmentSearch:
             output_values += norm.x, norm.y
         traced = TracedSubgraph(builder, [*builder.program_inputs.values()], output_values)
         records = {number: self.program.records[number] for number in builder.operator_numbers}
-        inputs, rows = builder.inputs_of([traced]), self._rows_per_strip(builder, output_values)
+        inputs = builder.inputs_of([traced])
+        strip_rows = self._rows_per_strip(builder, output_values)
         return OperatorSegment(
-            records, inputs, outputs, segment_values, traced, builder.norms, rows, builder.has_margin
+            records, inputs, outputs, segment_values, traced, builder.norms, strip_rows, builder.has_margin
         )
 
     def _rows_per_strip(self, builder: SegmentBuilder, output_values: Sequence[Value]) -> int:

@@ -210,7 +210,8 @@ class TrunkLowering(FusedLowering):
             views[norm.variance.id] = self._add_mean(
                 block_moments.sum_of_squared_deviations, [moments_value, mean], norm
             )
-        self.where, self._trunk_input_views = OperatorPosition(TRUNK_STEP_NAME, "", ""), views
+        self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
+        self._trunk_input_views = views
         self.blocks.append(
             RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, view_offsets)
         )

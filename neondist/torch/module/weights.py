@@ -95,11 +95,11 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     world, path = _world_of(model), Path(path)
     check_equal_on_ranks(world, {CALL_KEY: "load_weights", "path": path, "optimizer": optimizer is not None})
     with ExitStack() as stack:
-        file, header = None, None
+        weights_file = header = None
         with all_or_none(world):
             if world.rank == 0:
-                file = stack.enter_context(open_weights(path))
-                header = file.shapes, file.metadata
+                weights_file = stack.enter_context(open_weights(path))
+                header = weights_file.shapes, weights_file.metadata
         shapes, metadata = world.bcast(header)
         if optimizer is None:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER_PREFIX)}
@@ -118,8 +118,8 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
         @lru_cache(1)
         def read_array(name: str) -> np.ndarray:
-            assert file is not None
-            tensor = file.read_tensor(name)
+            assert weights_file is not None
+            tensor = weights_file.read_tensor(name)
             if loaded_tensors[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
                 raise DataError(
                     f"{path}: {name} contains {tensor.dtype} values, but the module's are {loaded_tensors[name].dtype};"

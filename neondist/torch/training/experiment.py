@@ -124,7 +124,8 @@ class TorchModel(TrainableModel):
         self.scheduled_momentum: float | None = None
         self.step = self.steps_without_optimizer = 0
         self.learning_rate_scale = 1.0
-        self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
+        self.nonfinite = "stop"
+        self.nonfinite_monitor = NonFiniteMonitor()
         self.strategy = None if strategy is None else as_strategy(strategy)
         self.sync_class = SYNC_CLASSES_BY_NAME[sync]
         self._guard_seed: int | None = None
