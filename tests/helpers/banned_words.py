@@ -95,6 +95,9 @@ to_plain to_stored torch_variants total_and_own_cell_counts total_owned_elements
 unreadable_attribute_text visited_ids wider_inputs window_depth work_per_sample write_project zero_rows
 crop_sides parse_rank_span _strip_rows PendingCheckpoint _create_pending _copies_in_views _view_slots unregistered
 precomputed_cells scheme_memory _fakes
+TracedPart TracedImage _GridState _grid_state_of OwnerSteps _GivenBatchSampler _SeededSamples compute_in Flats
+DIRECT_PAIRS MIN_SINGLE_BYTES MANY_BLOCKS input_views_and_origins layouts_of_moved_inputs part_of_block
+directly_callable max_block_memory_elements _own_labels
 """
 BANNED_WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""
