@@ -65,8 +65,8 @@ class HostStagingBuffer:
         if self._cuda is None or not array.size or not array.flags.c_contiguous:
             self._cuda, self.host = None, np.empty(array.shape, array.dtype)
             return
-        memory = self._cuda.alloc_pinned_memory(array.nbytes)  # may be larger
-        self.host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+        pinned_memory = self._cuda.alloc_pinned_memory(array.nbytes)  # may be larger
+        self.host = np.frombuffer(pinned_memory, array.dtype, array.size).reshape(array.shape)
         self._stream = self._cuda.Stream(non_blocking=True)
         # the memory may be reused by another buffer: wait for a copy in progress
         weakref.finalize(self, self._stream.synchronize).atexit = False
@@ -85,10 +85,10 @@ class HostStagingBuffer:
         if self._cuda is None:
             self.array[...] = namespace(self.array).asarray(self.host)
             return
-        current = self._cuda.get_current_stream()
-        self._stream.wait_event(current.record())
+        current_stream = self._cuda.get_current_stream()
+        self._stream.wait_event(current_stream.record())
         self.array.set(self.host, stream=self._stream)
-        current.wait_event(self._stream.record())
+        current_stream.wait_event(self._stream.record())
 
     def wait_until_reusable(self) -> None:
         """Wait until the host's values may be overwritten."""

@@ -57,11 +57,11 @@ class ComputePrecision:
             with np.errstate(over="ignore", under="ignore"):
                 return array.astype(np.float16).astype(np.float32)
         xp = namespace(array)
-        single = xp.array(array, np.float32, order="C")
-        nan, bits = single != single, single.view(np.uint32)
+        float32_array = xp.array(array, np.float32, order="C")
+        is_nan, bits = float32_array != float32_array, float32_array.view(np.uint32)
         bits += ((bits >> 16) & 1) + np.uint32(0x7FFF)
         bits &= np.uint32(0xFFFF0000)
-        return xp.where(nan, np.float32("nan"), single)  # rounding may have made NaN infinite
+        return xp.where(is_nan, np.float32("nan"), float32_array)  # rounding may have made NaN infinite
 
     def encode(self, array: Any) -> Any:
         """Return the 16 bits (uint16) of each float32 number, rounded as by `round_to_operands`."""
@@ -132,12 +132,12 @@ class LossScaler:
         """Restore the result of `state`; raise ValueError with the reason if `state` is invalid."""
         if set(state) != {"scale", "good", "skipped"}:
             raise ValueError("'loss_scale' must have exactly the fields 'scale', 'good' and 'skipped'")
-        scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))
-        if any(type(count) is not int or not 0 <= count < 1 << 62 for count in (good, skipped)):
+        scale, finite_steps, skipped_steps = (state[name] for name in ("scale", "good", "skipped"))
+        if any(type(count) is not int or not 0 <= count < 1 << 62 for count in (finite_steps, skipped_steps)):
             raise ValueError("'loss_scale' has invalid counts")
         if type(scale) not in (int, float) or not 1 <= scale <= MAX_LOSS_SCALE or math.frexp(scale)[0] != 0.5:
             raise ValueError("'loss_scale' is not a power of two of at least 1")
-        self.scale, self.finite_steps, self.skipped_steps = float(scale), good, skipped
+        self.scale, self.finite_steps, self.skipped_steps = float(scale), finite_steps, skipped_steps
 
 
 GROWTH_INTERVAL_STEPS = 2000  # consecutive steps without an overflow after which the scale doubles

@@ -27,15 +27,15 @@ _ELEMENTS_PER_BLOCK = 1 << 14  # elements per block, which fit in the cache
 
 def key(*parts: int | str) -> int:
     """Return the 64-bit key of a stream, from integers and names such as (seed, 'dropout', layer name, step)."""
-    state = 0
+    mixed_bits = 0
     for part in parts:  # as in `_mix_bits_in_place`, with Python integers: arrays of one number are ten times slower
         z = (
-            state + int(_SPLITMIX_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))
+            mixed_bits + int(_SPLITMIX_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))
         ) & _LOW_64_BITS
         z = (z ^ z >> 30) * int(_MIX_FACTOR_1) & _LOW_64_BITS
         z = (z ^ z >> 27) * int(_MIX_FACTOR_2) & _LOW_64_BITS
-        state = z ^ z >> 31
-    return state
+        mixed_bits = z ^ z >> 31
+    return mixed_bits
 
 
 def shuffled_indices(samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -52,12 +52,12 @@ def uniform_at_least(rate: float, stream: int, index: Any) -> Any:
     """Return the mask `uniform(stream, index) >= rate` for rate in [0, 1), computed from bits in cache-sized blocks."""
     xp = namespace(index)
     index = xp.asarray(index, np.uint64)
-    flat, chosen = index.reshape(-1), xp.empty(index.shape, bool)
-    out, least = chosen.reshape(-1), np.uint64(ceil(rate * 2.0**53) << 11)
+    flat, is_at_least = index.reshape(-1), xp.empty(index.shape, bool)
+    flat_result, min_bits = is_at_least.reshape(-1), np.uint64(ceil(rate * 2.0**53) << 11)
     for start in range(0, flat.size, _ELEMENTS_PER_BLOCK):
-        part = slice(start, start + _ELEMENTS_PER_BLOCK)
-        xp.greater_equal(_random_bits(stream, flat[part]), least, out=out[part])
-    return chosen
+        block = slice(start, start + _ELEMENTS_PER_BLOCK)
+        xp.greater_equal(_random_bits(stream, flat[block]), min_bits, out=flat_result[block])
+    return is_at_least
 
 
 def normal(stream: int, index: Any) -> Any:
@@ -70,9 +70,9 @@ def normal(stream: int, index: Any) -> Any:
 
 def coarse_normal(stream: int, index: np.ndarray) -> np.ndarray:
     """Return normal numbers at a quarter of the cost of `normal`: 2¹⁶ equally probable values within ±4.4."""
-    level = _random_bits(stream, index)
-    level >>= np.uint64(48)
-    return _normal_quantiles().take(level.view(np.int64))
+    quantile_index = _random_bits(stream, index)
+    quantile_index >>= np.uint64(48)
+    return _normal_quantiles().take(quantile_index.view(np.int64))
 
 
 @cache
@@ -88,8 +88,8 @@ def row_major_indices(shape: Sequence[int], slices: Sequence[slice], xp: Any = n
     index = xp.zeros((1,) * len(shape), np.uint64)
     stride = 1
     for axis in range(len(shape) - 1, -1, -1):
-        cells = xp.arange(*slices[axis].indices(shape[axis]), dtype=np.uint64) * np.uint64(stride)
-        index = index + cells.reshape((-1,) + (1,) * (len(shape) - 1 - axis))
+        axis_indices = xp.arange(*slices[axis].indices(shape[axis]), dtype=np.uint64) * np.uint64(stride)
+        index = index + axis_indices.reshape((-1,) + (1,) * (len(shape) - 1 - axis))
         stride *= shape[axis]
     return index
 

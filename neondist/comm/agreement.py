@@ -25,8 +25,8 @@ def raise_if_any_failed(transport: Transport, error: Exception | None) -> None:
     of the first failing rank if that rank raised a UserError (so that every rank ends with exit code 2), else
     RemoteError. A UserError that is raised is marked `raised_on_all_ranks`.
     """
-    report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
-    failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
+    error_report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
+    failures = [(rank, r) for rank, r in enumerate(transport.allgather(error_report)) if r is not None]
     if error is not None:
         raise error.mark_raised_on_all_ranks() if isinstance(error, errors.UserError) else error
     if failures:
@@ -93,10 +93,10 @@ def check_equal_on_ranks(
     texts = {name: str(value) for name, value in values.items()}
     world.begin_call(texts.get(CALL_KEY, ""))
     digest = hashlib.sha256(repr((texts, tuple(versions))).encode()).digest()
-    number = int.from_bytes(digest[:7], "little")
-    ends = np.array([number, -number] if error is None else [2**62, 2**62])
-    world.allreduce(ends, "max")
-    if ends[0] == -ends[1]:
+    digest_number = int.from_bytes(digest[:7], "little")
+    min_and_max = np.array([digest_number, -digest_number] if error is None else [2**62, 2**62])
+    world.allreduce(min_and_max, "max")
+    if min_and_max[0] == -min_and_max[1]:
         return True
     raise_if_any_failed(world, error)
     first, *others = world.allgather(texts)

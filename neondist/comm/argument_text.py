@@ -18,13 +18,13 @@ def format_arguments(arguments: Mapping[str, object]) -> str:
 
     Objects of registered classes are written with their arguments, other objects as their class.
     """
-    kept = {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
-    return ", ".join(f"{name}: {_format_value(value)}" for name, value in kept.items())
+    kept_arguments = {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
+    return ", ".join(f"{name}: {_format_value(value)}" for name, value in kept_arguments.items())
 
 
-def describe_object(thing: object, arguments: Mapping[str, object]) -> str:
+def describe_object(instance: object, arguments: Mapping[str, object]) -> str:
     """Return the class and arguments of an object as text."""
-    return f"{type(thing).__name__} {format_arguments(arguments)}".rstrip()
+    return f"{type(instance).__name__} {format_arguments(arguments)}".rstrip()
 
 
 def _format_value(value: object) -> str:

@@ -66,15 +66,15 @@ class ProcessGrid:
     ) -> None:
         self.world, self.observers = _as_transport(comm), Observers()
         if self.world.size > 1:
-            requested = {"replicas": replicas, "planes": planes, "rows": rows, "cols": cols}
-            check_equal_on_ranks(self.world, {CALL_KEY: "ProcessGrid", **requested})
+            requested_shape = {"replicas": replicas, "planes": planes, "rows": rows, "cols": cols}
+            check_equal_on_ranks(self.world, {CALL_KEY: "ProcessGrid", **requested_shape})
         self.shape: GridShape = grid_shape(self.world.size, replicas, rows, cols, planes)
         self.size, self.rank = self.world.size, self.world.rank
         self.replicas, self.planes = self.shape.replicas, planes
         self.rows, self.cols = self.shape.rows, self.shape.cols
         self.replica, self.tile = divmod(self.rank, self.shape.tiles)
-        place, self.col = divmod(self.tile, self.cols)
-        self.plane, self.row = divmod(place, self.rows)
+        tile_row, self.col = divmod(self.tile, self.cols)
+        self.plane, self.row = divmod(tile_row, self.rows)
         #: transports over the ranks of this replica, ordered by tile, and of this tile, ordered by replica
         self.tile_comm, self.replica_comm = self.world.split_tiles_and_replicas(self.shape.tiles)
         #: objects created once per grid, by keys that their creators choose
@@ -113,7 +113,7 @@ class ProcessGrid:
     def __enter__(self) -> ProcessGrid:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
         """Close the grid, unless an error is propagating that other ranks may not have raised."""
         if error is None or getattr(error, "raised_on_all_ranks", False) or self.size == 1:
             self.close()
@@ -129,9 +129,9 @@ class ProcessGrid:
             The array, or its checksum.
         """
         if self.size > 1:
-            previous = self._checksum_by_name.get(name, 0)
-            number = array if isinstance(array, int) else checksum_of(array)
-            self._checksum_by_name[name] = (previous * 31 + number) % 2**32  # several arrays, in order
+            previous_checksum = self._checksum_by_name.get(name, 0)
+            checksum = array if isinstance(array, int) else checksum_of(array)
+            self._checksum_by_name[name] = (previous_checksum * 31 + checksum) % 2**32  # several arrays, in order
 
     def check(
         self, call: str, values: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
@@ -141,8 +141,8 @@ class ProcessGrid:
 
         Calls `check_equal_on_ranks`, adding checksums of the arrays recorded by `record_replicated_array`.
         """
-        whole, self._checksum_by_name = self._checksum_by_name, {}
-        checksums = {name: f"of checksum {number:08x}" for name, number in whole.items()}
+        checksum_by_name, self._checksum_by_name = self._checksum_by_name, {}
+        checksums = {name: f"of checksum {number:08x}" for name, number in checksum_by_name.items()}
         with self.observers.observe("wait", subject="world"):
             return check_equal_on_ranks(self.world, {CALL_KEY: call, **checksums, **values}, error, versions)
 
@@ -188,9 +188,9 @@ class ProcessGrid:
         grid.shape, grid.tile = shape, strip
         return grid
 
-    def sample_range(self, batch: int) -> tuple[int, int]:
+    def sample_range(self, batch_size: int) -> tuple[int, int]:
         """Return the half-open range of a batch's samples on this rank's replica."""
-        return part_range(batch, self.replicas, self.replica)
+        return part_range(batch_size, self.replicas, self.replica)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>"

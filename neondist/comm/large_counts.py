@@ -32,17 +32,17 @@ def create_box_datatype(cell: Any, shape: Sequence[int], strides: Sequence[int],
     return _free_and_return(datatype, datatype.Create_hindexed([1], [offset])).Commit()
 
 
-def _repeat_datatype(item: Any, count: int, stride: int, max_count: int) -> Any:
-    """Return the datatype of `count` items, `stride` bytes apart; the item is freed."""
-    blocks, rest = divmod(count, max_count)
-    if not blocks:
-        return _free_and_return(item, item.Create_hvector(rest, 1, stride))
-    after = item.Create_hvector(rest, 1, stride)
-    block = _free_and_return(item, item.Create_hvector(max_count, 1, stride))
-    before = _repeat_datatype(block, blocks, max_count * stride, max_count)
-    datatype = item.Create_struct([1, 1], [0, blocks * max_count * stride], [before, after])
-    before.Free()
-    return _free_and_return(after, datatype)
+def _repeat_datatype(item_type: Any, count: int, stride: int, max_count: int) -> Any:
+    """Return the datatype of `count` items, `stride` bytes apart; `item_type` is freed."""
+    num_blocks, remainder = divmod(count, max_count)
+    if not num_blocks:
+        return _free_and_return(item_type, item_type.Create_hvector(remainder, 1, stride))
+    remainder_type = item_type.Create_hvector(remainder, 1, stride)
+    block_type = _free_and_return(item_type, item_type.Create_hvector(max_count, 1, stride))
+    blocks_type = _repeat_datatype(block_type, num_blocks, max_count * stride, max_count)
+    datatype = item_type.Create_struct([1, 1], [0, num_blocks * max_count * stride], [blocks_type, remainder_type])
+    blocks_type.Free()
+    return _free_and_return(remainder_type, datatype)
 
 
 def _free_and_return(old: Any, new: Any) -> Any:

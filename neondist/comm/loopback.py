@@ -40,65 +40,65 @@ class _SharedState:
         self.timeout, self.turns, self.failed = timeout, turns, False
         self.call_by_rank: dict[int, str] = {}  # current call of each rank
         self._ended_ranks: set[int] = set()
-        self._sender_by_waiting_box: dict[_Mailbox, int] = {}  # sender of each awaited mailbox
+        self._sender_by_waiting_mailbox: dict[_Mailbox, int] = {}  # sender of each awaited mailbox
 
-    def put(self, box: _Mailbox, value: Any) -> None:
+    def put(self, mailbox: _Mailbox, value: Any) -> None:
         """Put a value into a mailbox, and queue its waiting receiver for the next free turn."""
         with self.turns.lock:
-            box.values.append(value)
-            self._wake_receiver(box)
+            mailbox.values.append(value)
+            self._wake_receiver(mailbox)
 
-    def receive(self, box: _Mailbox, sender_and_receiver: tuple[int, int]) -> Any:
+    def receive(self, mailbox: _Mailbox, sender_and_receiver: tuple[int, int]) -> Any:
         """Take the next value of a mailbox; `sender_and_receiver` are world ranks."""
         sender, rank = sender_and_receiver
         with self.turns.lock:
-            if box.values:
-                return box.values.popleft()
+            if mailbox.values:
+                return mailbox.values.popleft()
             if self.failed or sender in self._ended_ranks:
                 raise self._receive_error(sender, rank)
-            box.gate = gate = create_closed_gate()
-            self._sender_by_waiting_box[box] = sender
+            mailbox.gate = gate = create_closed_gate()
+            self._sender_by_waiting_mailbox[mailbox] = sender
             self.turns.pass_turn_to_next()  # other ranks compute while this one waits
         if not gate.acquire(timeout=self.timeout):
             with self.turns.lock:
-                self._wake_receiver(box)
+                self._wake_receiver(mailbox)
             gate.acquire()
         self.turns.switch_random_generators(rank)
         with self.turns.lock:
-            if box.values:
-                return box.values.popleft()
+            if mailbox.values:
+                return mailbox.values.popleft()
             raise self._receive_error(sender, rank)
 
     def end_rank(self, rank: int) -> None:
         """Record that a rank has ended, and release the ranks that wait for it."""
         with self.turns.lock:
             self._ended_ranks.add(rank)
-            for box in [box for box, sender in self._sender_by_waiting_box.items() if sender == rank]:
+            for box in [box for box, sender in self._sender_by_waiting_mailbox.items() if sender == rank]:
                 self._wake_receiver(box)
 
     def fail_waiting_ranks(self) -> None:
         """Record that a rank has failed, and wake the ranks that wait, which then raise RemoteError."""
         with self.turns.lock:
             self.failed = True
-            for box in list(self._sender_by_waiting_box):
+            for box in list(self._sender_by_waiting_mailbox):
                 self._wake_receiver(box)
 
-    def _wake_receiver(self, box: _Mailbox) -> None:
-        if box.gate is not None:
-            del self._sender_by_waiting_box[box]
-            self.turns.open_gate_on_free_turn(box.gate)
-            box.gate = None
+    def _wake_receiver(self, mailbox: _Mailbox) -> None:
+        if mailbox.gate is not None:
+            del self._sender_by_waiting_mailbox[mailbox]
+            self.turns.open_gate_on_free_turn(mailbox.gate)
+            mailbox.gate = None
 
     def _receive_error(self, sender: int, rank: int) -> Exception:
         if self.failed:
             return RemoteError("another virtual rank failed")
         if sender in self._ended_ranks:
-            where = f", in {self.call_by_rank[rank]}" if rank in self.call_by_rank else ""
-            problem = f"rank {sender} has ended, but rank {rank} waits for it{where}"
+            call_suffix = f", in {self.call_by_rank[rank]}" if rank in self.call_by_rank else ""
+            problem = f"rank {sender} has ended, but rank {rank} waits for it{call_suffix}"
             return RemoteError(f"{problem}; make the same calls on all ranks")
-        calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.call_by_rank.items()))
-        text = f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})"
-        return TimeoutError(f"{text}; make the same calls on all ranks")
+        current_calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.call_by_rank.items()))
+        message = f"no message within {self.timeout} s: the virtual ranks wait for each other ({current_calls})"
+        return TimeoutError(f"{message}; make the same calls on all ranks")
 
 
 class _MailboxGroup:
@@ -147,14 +147,14 @@ class LoopbackTransport(Transport):
         if call and not self.closed:
             self.world.call_by_rank[self.group.world_ranks[self.rank]] = call
 
-    def open_mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, _Mailbox]:
+    def open_mailboxes(self, peers: Iterable[int], is_outgoing: bool) -> dict[int, _Mailbox]:
         """Return a new mailbox to, or from, every peer; both ends of a pair open their mailboxes in the same order."""
-        boxes = {}
+        mailboxes = {}
         for peer in peers:
-            pair = (self.rank, peer) if outgoing else (peer, self.rank)
-            self._mailbox_counts[pair] += 1
-            boxes[peer] = self.group.mailbox(*pair, self._mailbox_counts[pair])
-        return boxes
+            sender_and_receiver = (self.rank, peer) if is_outgoing else (peer, self.rank)
+            self._mailbox_counts[sender_and_receiver] += 1
+            mailboxes[peer] = self.group.mailbox(*sender_and_receiver, self._mailbox_counts[sender_and_receiver])
+        return mailboxes
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks with the same colour, ordered by key."""
@@ -179,9 +179,9 @@ class LoopbackTransport(Transport):
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace the array by its sum over all ranks, computed in rank order."""
-        share = array.copy()
+        send_copy = array.copy()
         for peer in range(self.size):
-            self.world.put(self.group.mailbox(self.rank, peer, 0), share)
+            self.world.put(self.group.mailbox(self.rank, peer, 0), send_copy)
         return _LoopbackRequest(self, array)
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
@@ -204,8 +204,8 @@ class LoopbackTransport(Transport):
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value of rank `root`."""
-        data = pickle.dumps(value) if self.rank == root else None
-        return pickle.loads(self._allreduce_via_root(data, lambda values: list(values)[root]))
+        pickled = pickle.dumps(value) if self.rank == root else None
+        return pickle.loads(self._allreduce_via_root(pickled, lambda values: list(values)[root]))
 
     def _allreduce_via_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
         """Return the values of all ranks combined on rank 0, which takes 2 P messages instead of P².
@@ -226,12 +226,12 @@ class LoopbackTransport(Transport):
         raise SystemExit(code)
 
 
-def _make_groups(entries: Iterable[tuple[int, int, int, int]]) -> dict[int, _MailboxGroup]:
+def _make_groups(split_entries: Iterable[tuple[int, int, int, int]]) -> dict[int, _MailboxGroup]:
     """Return a group for each colour, given (colour, key, rank, world rank) of all ranks."""
-    members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for color, _, rank, world_rank in sorted(entries):
-        members[color].append((rank, world_rank))
-    return {color: _MailboxGroup(*zip(*ranks, strict=True)) for color, ranks in members.items()}
+    members_by_color: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for color, _, rank, world_rank in sorted(split_entries):
+        members_by_color[color].append((rank, world_rank))
+    return {color: _MailboxGroup(*zip(*ranks, strict=True)) for color, ranks in members_by_color.items()}
 
 
 class _LoopbackRequest(Request):
@@ -252,8 +252,8 @@ class _LoopbackExchange(Exchange):
     def __init__(self, transport: LoopbackTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
         # separate mailboxes: several exchanges may be in progress, as with MPI
-        self.outboxes = transport.open_mailboxes({m.peer for m in self.sends}, outgoing=True)
-        self.inboxes = transport.open_mailboxes({m.peer for m in self.receives}, outgoing=False)
+        self.outboxes = transport.open_mailboxes({m.peer for m in self.sends}, is_outgoing=True)
+        self.inboxes = transport.open_mailboxes({m.peer for m in self.receives}, is_outgoing=False)
 
     def _start(self) -> None:
         for message in self.sends:
@@ -261,8 +261,8 @@ class _LoopbackExchange(Exchange):
 
     def _finish(self) -> None:
         for message in self.receives:
-            ends = self.transport.world_rank_pair(message.peer)
-            message.cells[...] = self.transport.world.receive(self.inboxes[message.peer], ends)
+            sender_and_receiver = self.transport.world_rank_pair(message.peer)
+            message.cells[...] = self.transport.world.receive(self.inboxes[message.peer], sender_and_receiver)
 
 
 @type_checked
@@ -294,7 +294,7 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
-    def body(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         turns.wait_for_turn(rank)
         try:
             results[rank] = function(LoopbackTransport(world, group, rank, ranks))
@@ -305,7 +305,7 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
         finally:
             turns.end_turn()
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:

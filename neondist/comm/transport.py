@@ -99,24 +99,24 @@ class Exchange(ABC):
 
         An array that its messages cover entirely has a single buffer, and is copied as a whole.
         """
-        accepted, buffers, buffer_of = [], list[HostStagingBuffer](), dict[int, HostStagingBuffer]()
-        covered = Counter[int]()
+        staged_messages, buffers, buffer_by_array_id = [], list[HostStagingBuffer](), dict[int, HostStagingBuffer]()
+        covered_bytes = Counter[int]()
         for message in messages:
-            covered[id(message.array)] += message.nbytes
+            covered_bytes[id(message.array)] += message.nbytes
         for message in messages:
             array, key = message.array, id(message.array)
             if self.transport.accepts_array(array):
-                accepted.append(message)
-            elif covered[key] == array.nbytes:
-                if key not in buffer_of:
-                    buffer_of[key] = HostStagingBuffer(array)
-                    buffers.append(buffer_of[key])
-                accepted.append(Message(message.peer, buffer_of[key].host, message.box))
+                staged_messages.append(message)
+            elif covered_bytes[key] == array.nbytes:
+                if key not in buffer_by_array_id:
+                    buffer_by_array_id[key] = HostStagingBuffer(array)
+                    buffers.append(buffer_by_array_id[key])
+                staged_messages.append(Message(message.peer, buffer_by_array_id[key].host, message.box))
             else:
                 buffers.append(HostStagingBuffer(message.cells))
                 box = tuple(slice(0, n) for n in buffers[-1].host.shape)
-                accepted.append(Message(message.peer, buffers[-1].host, box))
-        return accepted, buffers
+                staged_messages.append(Message(message.peer, buffers[-1].host, box))
+        return staged_messages, buffers
 
     def _run_observed(self, work: Callable[[], None]) -> None:
         if not self.observers:

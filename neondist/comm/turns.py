@@ -23,10 +23,10 @@ class ComputeTurns:
         Held by callers of `open_gate_on_free_turn` and `pass_turn_to_next`, even while they decide whether to wait.
     """
 
-    def __init__(self, ranks: int, at_once: int) -> None:
+    def __init__(self, ranks: int, max_running_ranks: int) -> None:
         self.lock = threading.Lock()
-        self._free_turns, self._waiting_gates = at_once, deque[threading.Lock]()
-        self._states_by_rank = [_GeneratorStates()] * ranks if at_once == 1 else []
+        self._free_turns, self._waiting_gates = max_running_ranks, deque[threading.Lock]()
+        self._states_by_rank = [_GeneratorStates()] * ranks if max_running_ranks == 1 else []
         self._last_rank = 0
 
     def wait_for_turn(self, rank: int) -> None:
@@ -84,25 +84,25 @@ class _GeneratorStates:
     def read_current(self) -> _GeneratorStates:
         """Return the current states, or self if they are unchanged."""
         torch = sys.modules.get("torch")
-        same = (
+        is_unchanged = (
             self._is_raw_state_complete()
             and self.numpy_raw_state == _read_numpy_raw_state()
             and self.python_state == random.getstate()
         )
         if torch is not None:
-            same = same and self.torch is not None and torch.equal(self.torch, torch.get_rng_state())
-            same = same and not torch.cuda.is_initialized()
-        return self if same else _GeneratorStates()
+            is_unchanged = is_unchanged and self.torch is not None and torch.equal(self.torch, torch.get_rng_state())
+            is_unchanged = is_unchanged and not torch.cuda.is_initialized()
+        return self if is_unchanged else _GeneratorStates()
 
-    def restore(self, current: _GeneratorStates) -> None:
+    def restore(self, current_states: _GeneratorStates) -> None:
         """Restore these states, given the current ones."""
-        if current is self:
+        if current_states is self:
             return
         random.setstate(self.python_state)
         if not (
             self._is_raw_state_complete()
-            and current._is_raw_state_complete()
-            and self.numpy_raw_state == current.numpy_raw_state
+            and current_states._is_raw_state_complete()
+            and self.numpy_raw_state == current_states.numpy_raw_state
         ):
             np.random.set_state(self.numpy_state)
         if self.torch is not None:

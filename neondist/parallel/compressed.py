@@ -33,16 +33,16 @@ class CompressedAllReduce:
     def __init__(self, reductions: Reductions, gradients: Any, parameters: Iterable[tuple[str, Shape, str]]) -> None:
         self.reductions, self.gradients = reductions, gradients
         self.compressors_with_start: list[tuple[int, Compressor]] = []
-        tables, start, ranks = [], 0, reductions.grid.size
+        sparse_tables, start, num_ranks = [], 0, reductions.grid.size
         for text, group in groupby(parameters, lambda parameter: parameter[2]):
             shapes = {name: shape for name, shape, _ in group}
             if text != ROWS_COMPRESSOR:
                 self.compressors_with_start.append((start, create_compressor(text, shapes, np.dtype(gradients.dtype))))
             for shape in shapes.values():
                 if text == ROWS_COMPRESSOR:
-                    tables.append(SparseTable(start, prod(shape[1:]), [(0, prod(shape))] * ranks))
+                    sparse_tables.append(SparseTable(start, prod(shape[1:]), [(0, prod(shape))] * num_ranks))
                 start += prod(shape)
-        self.row_exchange = RowExchange(reductions, tables if ranks > 1 else [])
+        self.row_exchange = RowExchange(reductions, sparse_tables if num_ranks > 1 else [])
 
     def sum_over_ranks(self) -> None:
         """Replace the gradients by their sums, and keep the residuals for the next step. Collective.
@@ -51,11 +51,11 @@ class CompressedAllReduce:
         """
         self.row_exchange.reduce_rows(self.gradients)
         for start, compressor in self.compressors_with_start:
-            part = self.gradients[start : start + compressor.residual.size]
-            send = to_host(part) + compressor.residual
+            gradient_part = self.gradients[start : start + compressor.residual.size]
+            send = to_host(gradient_part) + compressor.residual
             alone = self.reductions.grid.size == 1
             total, residual = (send, np.zeros_like(send)) if alone else compressor.sum_over_ranks(self.reductions, send)
-            part[...] = namespace(part).asarray(total)
+            gradient_part[...] = namespace(gradient_part).asarray(total)
             if are_all_finite(total):
                 compressor.residual[...] = residual
                 if not alone:

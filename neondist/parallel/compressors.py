@@ -141,13 +141,13 @@ class TopK(Compressor):
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum, in rank order, of all ranks' largest entries, and the other entries of this rank."""
-        index = _index_dtype(gradients.size)
+        index_dtype = _index_dtype(gradients.size)
         chosen = [start + self._indices_of_largest_magnitudes(gradients[start:stop]) for start, stop in self.spans]
-        indices = np.concatenate(chosen).astype(index)
+        indices = np.concatenate(chosen).astype(index_dtype)
         sent = np.concatenate([indices.view(np.uint8), gradients[indices].view(np.uint8)])
         total = np.zeros_like(gradients)
         for message in reductions.gather("world", sent):
-            total[message[: indices.nbytes].view(index)] += message[indices.nbytes :].view(self.dtype)
+            total[message[: indices.nbytes].view(index_dtype)] += message[indices.nbytes :].view(self.dtype)
         gradients[indices] = 0
         return total, gradients
 
@@ -170,9 +170,9 @@ class PowerSGD(Compressor):
         self.right_factors: dict[str, np.ndarray] = {}
         for name, shape in shapes.items():
             rows, cols = _matrix_shape(shape)
-            size = cols, min(int(share_or_rank), rows, cols)
-            values = rng.normal(rng.key("powersgd", name), np.arange(prod(size)))
-            self.right_factors[name] = values.reshape(size).astype(dtype)
+            factor_shape = cols, min(int(share_or_rank), rows, cols)
+            random_values = rng.normal(rng.key("powersgd", name), np.arange(prod(factor_shape)))
+            self.right_factors[name] = random_values.reshape(factor_shape).astype(dtype)
 
     @staticmethod
     def contribution_bytes(shape: Shape, share_or_rank: float, itemsize: int) -> int:
@@ -182,16 +182,16 @@ class PowerSGD(Compressor):
 
     def sum_over_ranks(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum of the projections onto the common left factor, and this rank's residual."""
-        parts = self.split_by_parameter(gradients)
-        shares = {name: part.reshape(_matrix_shape(part.shape)) for name, part in parts}
+        named_gradients = self.split_by_parameter(gradients)
+        matrices = {name: part.reshape(_matrix_shape(part.shape)) for name, part in named_gradients}
         lefts = self._sum_factors_over_ranks(
-            reductions, {name: share @ self.right_factors[name] for name, share in shares.items()}
+            reductions, {name: share @ self.right_factors[name] for name, share in matrices.items()}
         )
         lefts = {name: np.linalg.qr(left.astype(np.float64))[0].astype(self.dtype) for name, left in lefts.items()}
-        rights = {name: shares[name].T @ left for name, left in lefts.items()}
-        for name, share in shares.items():
-            share -= lefts[name] @ rights[name].T
-        self._last_right_factors = self._sum_factors_over_ranks(reductions, rights)
+        right_factors = {name: matrices[name].T @ left for name, left in lefts.items()}
+        for name, share in matrices.items():
+            share -= lefts[name] @ right_factors[name].T
+        self._last_right_factors = self._sum_factors_over_ranks(reductions, right_factors)
         return np.concatenate(
             [(lefts[name] @ right.T).ravel() for name, right in self._last_right_factors.items()]
         ), gradients
@@ -210,10 +210,10 @@ class PowerSGD(Compressor):
     def _sum_factors_over_ranks(reductions: Reductions, factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the sum of each factor over all ranks, using one allreduce for all factors."""
         flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in factors.values()]))
-        ends = pairwise(accumulate((factor.size for factor in factors.values()), initial=0))
+        factor_ranges = pairwise(accumulate((factor.size for factor in factors.values()), initial=0))
         return {
             name: flat[start:stop].reshape(factor.shape)
-            for (name, factor), (start, stop) in zip(factors.items(), ends, strict=True)
+            for (name, factor), (start, stop) in zip(factors.items(), factor_ranges, strict=True)
         }
 
 
@@ -222,21 +222,21 @@ COMPRESSORS_BY_NAME: dict[str, type[Compressor]] = {
 }  # fmt: skip
 
 
-def create_compressor(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -> Compressor:
+def create_compressor(specification: str, shapes: Mapping[str, Shape], dtype: np.dtype) -> Compressor:
     """Return the compressor for a canonical text, such as 'topk(0.01)', and some parameters."""
-    kind, share_or_rank = _parse_compressor(text)
-    return kind(shapes, share_or_rank, dtype)
+    compressor_class, share_or_rank = _parse_compressor(specification)
+    return compressor_class(shapes, share_or_rank, dtype)
 
 
-def compressed_bytes_if_smaller(text: str, shape: Shape, itemsize: int) -> int | None:
+def compressed_bytes_if_smaller(specification: str, shape: Shape, itemsize: int) -> int | None:
     """Return the bytes of a parameter's compressed gradient; None if compression does not reduce them."""
-    kind, share_or_rank = _parse_compressor(text)
-    nbytes = kind.contribution_bytes(shape, share_or_rank, itemsize)
+    compressor_class, share_or_rank = _parse_compressor(specification)
+    nbytes = compressor_class.contribution_bytes(shape, share_or_rank, itemsize)
     return nbytes if nbytes < prod(shape) * itemsize else None
 
 
-def _parse_compressor(text: str) -> tuple[type[Compressor], float]:
-    name, _, share_or_rank = text.rstrip(")").partition("(")
+def _parse_compressor(specification: str) -> tuple[type[Compressor], float]:
+    name, _, share_or_rank = specification.rstrip(")").partition("(")
     return COMPRESSORS_BY_NAME[name], float(share_or_rank or 0)
 
 
@@ -246,5 +246,5 @@ def _index_dtype(size: int) -> type[np.integer]:
 
 def _matrix_shape(shape: Shape) -> tuple[int, int]:
     """Return the shape of a gradient as a matrix: its axes are divided so that rows + columns is smallest."""
-    cuts = [(prod(shape[:at]), prod(shape[at:])) for at in range(len(shape) + 1)]
-    return min(cuts, key=sum)
+    matrix_shapes = [(prod(shape[:at]), prod(shape[at:])) for at in range(len(shape) + 1)]
+    return min(matrix_shapes, key=sum)

@@ -122,11 +122,11 @@ class LayerParameters(Parameters):
     ) -> None:
         self.context = context
         self.layers = {str(layer.name): layer for layer in layers}
-        trained = self._create_shards(
+        trained_shards = self._create_shards(
             {name: layer.parameters_for(layer.input_shape) for name, layer in self.layers.items()}
         )
         kept = self._create_shards({name: layer.state_for(layer.input_shape) for name, layer in self.layers.items()})
-        super().__init__(context.grid, trained, self._allocate_zeros, sync, shares, compressors)
+        super().__init__(context.grid, trained_shards, self._allocate_zeros, sync, shares, compressors)
         self.untrained_shards = kept
         self.untrained_values = self._allocate_zeros(sum(prod(shard.local_shape) for shard in kept))
         self._flat_ranges_by_layer: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
@@ -203,10 +203,10 @@ class LayerParameters(Parameters):
         return self.context.backend.xp.zeros((size,), self.context.dtype)
 
     def _fill_initial_values(self, shard: ParameterShard, array: Any) -> None:
-        stream = rng.key(self.context.seed, "weights", shard.layer_name, shard.name)
+        random_stream = rng.key(self.context.seed, "weights", shard.layer_name, shard.name)
         parameter = shard.parameter
         index = rng.row_major_indices(shard.unflattened_shape, shard.box.slices).reshape(array.shape)
-        values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+        values = parameter.initializer.values(random_stream, index, parameter.fan_in, parameter.fan_out)
         value_shape = getattr(values, "shape", None)
         if not isinstance(values, float) and (value_shape != index.shape or values.dtype.kind not in "iuf"):
             kind = type(values).__name__ if value_shape is None else f"shape {value_shape} and dtype {values.dtype}"

@@ -50,26 +50,26 @@ class OwnedParts:
         self, reductions: Reductions, shares: Sequence[OwnerBoxes], sparse_row_lengths: Sequence[int] = ()
     ) -> None:
         self.reductions, self.rank = reductions, reductions.grid.rank
-        ends = list(accumulate((prod(share.shape) for share in shares), initial=0))
+        parameter_ends = list(accumulate((prod(share.shape) for share in shares), initial=0))
         self._parts = [
             [
                 _OwnedPart(
                     start, start + prod(share.shape), share.shape, share.boxes[rank].slices, share.boxes[rank].size
                 )
-                for start, share in zip(ends, shares, strict=False)
+                for start, share in zip(parameter_ends, shares, strict=False)
             ]
             for rank in range(reductions.grid.size)
         ]
-        own = list(accumulate((part.part_size for part in self._parts[self.rank]), initial=0))
-        self.own_spans, self.num_own_elements = list(pairwise(own)), own[-1]
+        own_ends = list(accumulate((part.part_size for part in self._parts[self.rank]), initial=0))
+        self.own_spans, self.num_own_elements = list(pairwise(own_ends)), own_ends[-1]
         ranks = range(reductions.grid.size)
         flat_ranges_of = [[_contiguous_flat_range(share, rank) for rank in ranks] for share in shares]
-        tables = dict(enumerate(zip(sparse_row_lengths, flat_ranges_of, strict=False)))
+        sparse_tables = dict(enumerate(zip(sparse_row_lengths, flat_ranges_of, strict=False)))
         self._row_exchange = RowExchange(
             reductions,
             [
-                SparseTable(ends[at], row_length, flat_ranges)
-                for at, (row_length, ranges) in tables.items()
+                SparseTable(parameter_ends[at], row_length, flat_ranges)
+                for at, (row_length, ranges) in sparse_tables.items()
                 if row_length
                 if len(flat_ranges := [flat_range for flat_range in ranges if flat_range is not None]) == len(ranges)
             ],
@@ -83,9 +83,9 @@ class OwnedParts:
         """Return a new flat array of this rank's parts."""
         return _concatenate_parts(flat, self._parts[self.rank])
 
-    def store_own_part(self, own: Any, flat: Any) -> None:
+    def store_own_part(self, own_values: Any, flat: Any) -> None:
         """Copy this rank's parts to their places in a flat array."""
-        _copy_into_parts(own, flat, self._parts[self.rank])
+        _copy_into_parts(own_values, flat, self._parts[self.rank])
 
     def reduce_to_owners(self, gradients: Any) -> None:
         """Replace this rank's parts of the gradients by their sums over all ranks, in rank order. Collective.
@@ -96,11 +96,11 @@ class OwnedParts:
         for chunks in self._parts_by_round():
             own_parts = chunks[self.rank]
             sends = [_concatenate_parts(gradients, parts) for parts in chunks]
-            shares = self.reductions.all_to_all("world", sends, [(sends[self.rank].size,)] * len(sends))
-            total = shares[0]
-            for share in shares[1:]:
-                total += share
-            _copy_into_parts(total, gradients, own_parts)
+            received_parts = self.reductions.all_to_all("world", sends, [(sends[self.rank].size,)] * len(sends))
+            own_sum = received_parts[0]
+            for share in received_parts[1:]:
+                own_sum += share
+            _copy_into_parts(own_sum, gradients, own_parts)
 
     def copy_own_sparse_parts(self, values: Any) -> list[Any]:
         """Return copies of this rank's parts of sparse parameters."""
@@ -132,19 +132,19 @@ class OwnedParts:
 
 def _contiguous_flat_range(share: OwnerBoxes, rank: int) -> tuple[int, int] | None:
     """Return a rank's part as a range of the flat parameter; None if it is not contiguous."""
-    box, rest = share.boxes[rank], share.shape[1:]
+    box, row_shape = share.boxes[rank], share.shape[1:]
     if not box.size:
         return 0, 0
-    if box.shape[1:] != rest:
+    if box.shape[1:] != row_shape:
         return None
-    return box.lo[0] * prod(rest), box.hi[0] * prod(rest)
+    return box.lo[0] * prod(row_shape), box.hi[0] * prod(row_shape)
 
 
 def _group_into_chunks(parts: Sequence[_OwnedPart]) -> list[list[_OwnedPart]]:
     """Return the parts of a rank in groups of about CHUNK_ELEMENTS elements."""
     non_empty = [part for part in parts if part.part_size]
-    before = accumulate((part.part_size for part in non_empty), initial=0)
-    numbered = zip(before, non_empty, strict=False)
+    start_offsets = accumulate((part.part_size for part in non_empty), initial=0)
+    numbered = zip(start_offsets, non_empty, strict=False)
     return [[part for _, part in group] for _, group in groupby(numbered, lambda pair: pair[0] // CHUNK_ELEMENTS)]
 
 
@@ -153,10 +153,10 @@ def _concatenate_parts(flat: Any, parts: Sequence[_OwnedPart]) -> Any:
     return namespace(flat).concatenate(arrays) if arrays else flat[:0].copy()
 
 
-def _copy_into_parts(own: Any, flat: Any, parts: Sequence[_OwnedPart]) -> None:
+def _copy_into_parts(own_values: Any, flat: Any, parts: Sequence[_OwnedPart]) -> None:
     start = 0
     for part in parts:
         if part.part_size:
-            place = part.view(flat)
-            place[...] = own[start : start + part.part_size].reshape(place.shape)
+            part_view = part.view(flat)
+            part_view[...] = own_values[start : start + part.part_size].reshape(part_view.shape)
             start += part.part_size

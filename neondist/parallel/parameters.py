@@ -64,21 +64,21 @@ class Parameters:
     ) -> None:
         self.grid, shares, compressors = grid, shares or {}, compressors or {}
 
-        def place(shard: ParameterShard) -> tuple[bool, bool, str, bool]:
+        def sort_key(shard: ParameterShard) -> tuple[bool, bool, str, bool]:
             compressor = compressors.get(shard.full_name, "")
             return shard.full_name in shares, shard.is_tiled, compressor, shard.parameter.layout.is_partitioned
 
-        self.trained_shards = sorted(trained, key=place)
-        ends = list(accumulate((prod(shard.local_shape) for shard in self.trained_shards), initial=0))
-        self.spans = list(pairwise(ends))
+        self.trained_shards = sorted(trained, key=sort_key)
+        shard_ends = list(accumulate((prod(shard.local_shape) for shard in self.trained_shards), initial=0))
+        self.spans = list(pairwise(shard_ends))
         self.names_with_owners = shares.keys()
         self._shares = [shares.get(shard.full_name) for shard in self.trained_shards]
         self.first_owned_index = next((at for at, share in enumerate(self._shares) if share), len(self.trained_shards))
-        self.owned_start, summed = ends[self.first_owned_index], self.trained_shards[: self.first_owned_index]
+        self.owned_start, summed = shard_ends[self.first_owned_index], self.trained_shards[: self.first_owned_index]
         self.num_world_gradients = sum(prod(shard.local_shape) for shard in summed if not shard.is_tiled)
-        packed = [(s.full_name, s.local_shape, compressors[s.full_name]) for s in summed if place(s)[2]]
-        num_uncompressed_gradients = self.num_world_gradients - sum(prod(shape) for _, shape, _ in packed)
-        self.values, buffer = allocate_zeros(ends[-1]), allocate_zeros(FLAG_HEADER_LENGTH + ends[-1])
+        compressed_shards = [(s.full_name, s.local_shape, compressors[s.full_name]) for s in summed if sort_key(s)[2]]
+        num_uncompressed_gradients = self.num_world_gradients - sum(prod(shape) for _, shape, _ in compressed_shards)
+        self.values, buffer = allocate_zeros(shard_ends[-1]), allocate_zeros(FLAG_HEADER_LENGTH + shard_ends[-1])
         self.grads = buffer[FLAG_HEADER_LENGTH:]
         self.sync = sync(
             grid, buffer[: FLAG_HEADER_LENGTH + self.owned_start], self.spans[: self.first_owned_index],
@@ -86,7 +86,7 @@ class Parameters:
         )  # fmt: skip
         self.reductions = self.sync.reductions
         self.compressed = CompressedAllReduce(
-            self.reductions, self.grads[num_uncompressed_gradients : self.num_world_gradients], packed
+            self.reductions, self.grads[num_uncompressed_gradients : self.num_world_gradients], compressed_shards
         )
         owned = [(shard, share) for shard, share in zip(self.trained_shards, self._shares, strict=True) if share]
         widths = [prod(shard.parameter.shape[1:]) * bool(shard.parameter.max_rows_per_sample) for shard, _ in owned]
@@ -95,12 +95,12 @@ class Parameters:
 
     def split_flat(self, flat: Any, shards: list[ParameterShard] | None = None) -> list[Any]:
         """Return the parts of a flat array that belong to the shards (default: the trained shards), as views."""
-        parts, start = [], 0
+        shard_arrays, start = [], 0
         for shard in self.trained_shards if shards is None else shards:
             stop = start + prod(shard.local_shape)
-            parts.append(flat[start:stop].reshape(shard.local_shape))
+            shard_arrays.append(flat[start:stop].reshape(shard.local_shape))
             start = stop
-        return parts
+        return shard_arrays
 
     def sum_gradients(self, to_owners: bool = False, loss_scale: float = 1.0) -> None:
         """Sum the gradients over all ranks; those of parameters partitioned over tiles, over replicas only.
@@ -169,21 +169,21 @@ class Parameters:
     def store_and_broadcast_values(self, updated_part: Any) -> None:
         """Store the values that this rank updates, and exchange values with other owners. Collective."""
         owned = self.values[self.owned_start :]
-        before = self.owners.copy_own_sparse_parts(owned)
+        previous_sparse_parts = self.owners.copy_own_sparse_parts(owned)
         self.values[: self.owned_start] = updated_part[: self.owned_start]
         self.owners.store_own_part(updated_part[self.owned_start :], owned)
-        self.owners.broadcast_from_owners(owned, before)
+        self.owners.broadcast_from_owners(owned, previous_sparse_parts)
 
     @contextmanager
     def replace_values_temporarily(self, updated_part: Any) -> Iterator[None]:
         """Replace the values that this rank updates, within the context. Collective."""
-        kept = self.values.copy()
+        original_values = self.values.copy()
         self.store_and_broadcast_values(updated_part)
         self.version += 1
         try:
             yield
         finally:
-            self.values[...] = kept
+            self.values[...] = original_values
             self.version += 1
 
     def create_slots(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -192,11 +192,11 @@ class Parameters:
 
     def flat_layout(self, update_mask: Sequence[bool] | None = None) -> FlatLayout:
         """Return the layout, in flat arrays, of the parameters that this rank updates, or of those in `update_mask`."""
-        selected = [True] * len(self.trained_shards) if update_mask is None else update_mask
+        is_selected = [True] * len(self.trained_shards) if update_mask is None else update_mask
         owned = ((self.owned_start + start, self.owned_start + stop) for start, stop in self.owners.own_spans)
         summed = (span for span, share in zip(self.spans, self._shares, strict=True) if share is None)
         spans, chosen_shards = [], []
-        for span, shard, included in zip((*summed, *owned), self.trained_shards, selected, strict=True):
+        for span, shard, included in zip((*summed, *owned), self.trained_shards, is_selected, strict=True):
             if included:
                 spans.append(span)
                 chosen_shards.append(shard)
@@ -245,11 +245,11 @@ def gather_arrays(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any
 def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], source: str) -> None:
     """Copy whole `values` into `arrays`; before that, ShapeError for wrong names or shapes, or non-real dtypes."""
     shards = {shard.full_name: shard for shard, _ in arrays}
-    missing, unknown = sorted(shards.keys() - values.keys()), sorted(values.keys() - shards.keys())
-    if missing or unknown:
+    missing_names, unknown_names = sorted(shards.keys() - values.keys()), sorted(values.keys() - shards.keys())
+    if missing_names or unknown_names:
         raise ShapeError(
-            f"{source} does not fit the model: missing {', '.join(missing) or 'none'};"
-            f" unknown {', '.join(unknown) or 'none'}; build the model with the layers with which it was saved"
+            f"{source} does not fit the model: missing {', '.join(missing_names) or 'none'};"
+            f" unknown {', '.join(unknown_names) or 'none'}; build the model with the layers with which it was saved"
         )
     xp = namespace(arrays[0][1]) if arrays else np
     values = {name: as_real_numbers(f"{source}: '{name}'", value, xp) for name, value in values.items()}

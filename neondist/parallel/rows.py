@@ -44,9 +44,9 @@ class SparseTable(NamedTuple):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and values of the rows of a rank's range that differ from `previous_part` (None: from 0)."""
         lo, _ = self.ranges_by_rank[rank]
-        ids = (np.flatnonzero(part if previous_part is None else part != previous_part) + lo) // self.row_length
-        ids = ids[np.diff(ids, prepend=-1) > 0]
-        return ids, part[self.element_indices(ids, rank)]
+        row_ids = (np.flatnonzero(part if previous_part is None else part != previous_part) + lo) // self.row_length
+        row_ids = row_ids[np.diff(row_ids, prepend=-1) > 0]
+        return row_ids, part[self.element_indices(row_ids, rank)]
 
     def element_indices(self, row_ids: np.ndarray, rank: int) -> np.ndarray:
         """Return the indices, in a rank's range, of the elements of some rows."""
@@ -64,26 +64,26 @@ class RowExchange:
 
     def reduce_rows(self, gradients: Any) -> None:
         """Replace this rank's ranges of the gradients by their sums over all ranks, in rank order. Collective."""
-        cache: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+        rows_by_range: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
-        def rows_for_rank(at: int, table: SparseTable, rank: int) -> tuple[np.ndarray, np.ndarray]:
-            key = at, table.ranges_by_rank[rank]  # ranks may have the same range
-            if key not in cache:
-                cache[key] = table.nonzero_or_changed_rows(to_host(table.rank_view(gradients, rank)), rank)
-            return cache[key]
+        def rows_for_rank(table_index: int, table: SparseTable, rank: int) -> tuple[np.ndarray, np.ndarray]:
+            key = table_index, table.ranges_by_rank[rank]  # ranks may have the same range
+            if key not in rows_by_range:
+                rows_by_range[key] = table.nonzero_or_changed_rows(to_host(table.rank_view(gradients, rank)), rank)
+            return rows_by_range[key]
 
         tables = list(enumerate(self.tables))
         sends = [[rows_for_rank(at, table, rank) for at, table in tables] for rank in range(self.num_ranks)]
-        totals = [to_host(table.rank_view(gradients, self.rank)) for table in self.tables]
-        for table, total, (ids, _) in zip(self.tables, totals, sends[self.rank], strict=True):
+        summed_parts = [to_host(table.rank_view(gradients, self.rank)) for table in self.tables]
+        for table, total, (ids, _) in zip(self.tables, summed_parts, sends[self.rank], strict=True):
             total[table.element_indices(ids, self.rank)] = 0
         for message in self._exchange_messages(sends, gradients):
-            for table, total, (ids, row_values) in zip(self.tables, totals, message, strict=True):
+            for table, total, (ids, row_values) in zip(self.tables, summed_parts, message, strict=True):
                 total[table.element_indices(ids, self.rank)] += row_values
-        for table, total in zip(self.tables, totals, strict=True):
-            part = table.rank_view(gradients, self.rank)
-            if not isinstance(part, np.ndarray):  # on a device
-                part[...] = namespace(part).asarray(total)
+        for table, total in zip(self.tables, summed_parts, strict=True):
+            rank_part = table.rank_view(gradients, self.rank)
+            if not isinstance(rank_part, np.ndarray):  # on a device
+                rank_part[...] = namespace(rank_part).asarray(total)
 
     def copy_own_ranges(self, values: Any) -> list[np.ndarray]:
         """Return copies of this rank's ranges."""
@@ -111,16 +111,16 @@ class RowExchange:
         dtype = np.dtype(flat.dtype)
         counts = [np.array([(ids.size, row_values.size) for ids, row_values in send]) for send in sends]
         counts_received = self.reductions.all_to_all("world", counts, [counts[0].shape] * self.num_ranks)
-        packed = [np.concatenate([array.view(np.uint8) for pair in send for array in pair]) for send in sends]
-        lengths = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in counts_received]
-        messages = self.reductions.all_to_all("world", packed, [(length,) for length in lengths])
+        packed_messages = [np.concatenate([array.view(np.uint8) for pair in send for array in pair]) for send in sends]
+        message_bytes = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in counts_received]
+        messages = self.reductions.all_to_all("world", packed_messages, [(length,) for length in message_bytes])
         for count, message in zip(counts_received, messages, strict=True):
-            received, start = [], 0
+            received_messages, start = [], 0
             for rows, elements in count.tolist():
-                middle, stop = start + 8 * rows, start + 8 * rows + dtype.itemsize * elements
-                received.append((message[start:middle].view(np.int64), message[middle:stop].view(dtype)))
+                ids_end, stop = start + 8 * rows, start + 8 * rows + dtype.itemsize * elements
+                received_messages.append((message[start:ids_end].view(np.int64), message[ids_end:stop].view(dtype)))
                 start = stop
-            yield received
+            yield received_messages
 
 
 def row_message_bytes(num_rows: int, row_length: int, itemsize: int) -> int:

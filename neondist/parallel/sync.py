@@ -24,10 +24,10 @@ def are_all_finite(array: Any) -> Any:
     On a device, converting the scalar to bool waits for the result.
     """
     xp = namespace(array)
-    result = xp.isfinite(array[:_FINITE_CHECK_ELEMENTS]).all()
+    all_finite = xp.isfinite(array[:_FINITE_CHECK_ELEMENTS]).all()
     for start in range(_FINITE_CHECK_ELEMENTS, len(array), _FINITE_CHECK_ELEMENTS):
-        result &= xp.isfinite(array[start : start + _FINITE_CHECK_ELEMENTS]).all()
-    return result
+        all_finite &= xp.isfinite(array[start : start + _FINITE_CHECK_ELEMENTS]).all()
+    return all_finite
 
 
 class GradientSync(ABC):
