@@ -43,10 +43,10 @@ from .loop import train_loop
 from .pretrain import pretrain_stages
 from .starting_point import initialise_or_resume_run
 from .state import EpochRecord, Stop, TrainState
+from .validate import Experiment
 
 if TYPE_CHECKING:
     from ..services.training import AsyncWorkerSpec, ServerUpdate
-    from .experiment import FitExperiment
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RunResult:
 
 
 def run_in_locked_folder(
-    experiment: FitExperiment,
+    experiment: Experiment,
     plan: Plan,
     grid: ProcessGrid,
     folder: Path | None,
@@ -126,7 +126,7 @@ def run_in_locked_folder(
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
-def _start_messages(experiment: FitExperiment, plan: Plan) -> Iterator[str]:
+def _start_messages(experiment: Experiment, plan: Plan) -> Iterator[str]:
     """Yield messages to the user before training."""
     model = experiment.model
     if plan.is_streamed and model.memory is None:
@@ -138,7 +138,7 @@ def _start_messages(experiment: FitExperiment, plan: Plan) -> Iterator[str]:
 
 
 def _connect_to_servers(
-    experiment: FitExperiment, run: TrainState, grid: ProcessGrid, worker: AsyncWorkerSpec | None, resume: bool | str
+    experiment: Experiment, run: TrainState, grid: ProcessGrid, worker: AsyncWorkerSpec | None, resume: bool | str
 ) -> ServerUpdate | None:
     """Return a worker's connection to its servers; without servers, count the updates in the checkpoint as steps."""
     model, updates = experiment.model, run.server_updates
@@ -160,7 +160,7 @@ def _connect_to_servers(
 
 
 def _write_initial_files(
-    experiment: FitExperiment,
+    experiment: Experiment,
     grid: ProcessGrid,
     folder: Path,
     resume: bool,
