@@ -191,7 +191,7 @@ def _run_distributed_pass(model, inputs, gradients):
     inputs, gradients = ([tensor.to(DEVICE) for tensor in tensors] for tensors in (inputs, gradients))
     tiles = [model.scatter(x, index).requires_grad_(x.is_floating_point()) for index, x in enumerate(inputs)]
     outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
-    layouts = [layout for layout in model.programs.current.layouts if layout is not None]
+    layouts = [layout for layout in model.programs.current.layouts_by_output if layout is not None]
     local_gradients = [model.tiling.local_part(g, layout) for g, layout in zip(gradients, layouts, strict=True)]
     torch.autograd.backward(*select_differentiable(outputs, local_gradients))
     trained = [name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]

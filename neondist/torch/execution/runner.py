@@ -63,7 +63,7 @@ class PlanRunner:
         for step in plan.steps:
             if step.blocks is not None:
                 step.blocks.compiler = compiler
-        self._parts = plan.partitioned_parameters()
+        self._partitioned_parameters = plan.partitioned_parameters()
         self._saved_tensors = SavedTensors(plan)
         steps = (step for segment in self._segments for step in segment.steps)
         self._step_functions = {id(step): self._step_function(step) for step in steps}
@@ -168,7 +168,8 @@ class PlanRunner:
         trained_names = [name for name in trained_names if id(parameters[name]) not in self.deferred_gradients]
         if trained_names:
             parts_by_name: dict[str, DimPart | None] = {
-                name: step.kind_args if (step := self._parts.get(ids_by_name[name])) else None for name in trained_names
+                name: step.kind_args if (step := self._partitioned_parameters.get(ids_by_name[name])) else None
+                for name in trained_names
             }
             are_unaliased = [ids_by_name[name] in self.plan.unaliased_gradients for name in trained_names]
             tensors = functions.SumParameterGradients.apply(

@@ -160,7 +160,7 @@ class DistributedModule(nn.Module):
             # torch.utils.checkpoint reruns a forward pass until it has all saved tensors: the last tensor must be saved
             # after all messages, or ranks could stop before different messages
             torch.zeros((), requires_grad=True).exp()
-        return self._record_layouts(pytree.tree_unflatten(outputs, program.output_tree), program.layouts)
+        return self._record_layouts(pytree.tree_unflatten(outputs, program.output_tree), program.layouts_by_output)
 
     def _layouts_of_repartitioned_inputs(self, tiles: Sequence[Any]) -> dict[int, Layout]:
         """Return, by index, the layouts of inputs, such as outputs of other models, that must be redistributed."""
@@ -175,7 +175,7 @@ class DistributedModule(nn.Module):
         with ContiguousNormGradients() if program.has_single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         self.programs.ignore_changes_by_forward(state_key, program)
-        return self._record_layouts(outputs, program.layouts)
+        return self._record_layouts(outputs, program.layouts_by_output)
 
     def _record_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
         """Record the layouts of the outputs, and return them."""
@@ -410,7 +410,9 @@ class DistributedModule(nn.Module):
                 f"example_shape gives {counted(num_inputs, 'input')}, but the module got {len(tiles)}; pass a tile per"
                 f" input, and {REMEDY_FOR_ARGUMENTS}"
             )
-        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.input_layouts, program.dtypes, strict=True)):
+        for at, (tile, layout, dtype) in enumerate(
+            zip(tiles, self.tiling.input_layouts, program.input_dtypes, strict=True)
+        ):
             check_tensor(f"input {at}", tile)
             expected = plan.values[plan.inputs[at]].local
             if at not in repartitioned_layouts and tuple(tile.shape) != expected:

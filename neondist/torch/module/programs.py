@@ -43,10 +43,10 @@ class CompiledProgram:
 
     runner: PlanRunner
     output_tree: Any
-    layouts: list[Layout | None]
+    layouts_by_output: list[Layout | None]
     digest: str
     runs_module: bool
-    dtypes: list[torch.dtype]
+    input_dtypes: list[torch.dtype]
     widened_ranges: Sequence[NeededRanges]
     has_single_sample_norm: bool
     changes_module: bool = True
@@ -55,7 +55,7 @@ class CompiledProgram:
     @property
     def output_layouts(self) -> list[Layout]:
         """Layouts of the outputs that are tensors."""
-        return [layout for layout in self.layouts if layout is not None]
+        return [layout for layout in self.layouts_by_output if layout is not None]
 
 
 class ProgramCache:

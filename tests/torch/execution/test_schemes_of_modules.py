@@ -75,7 +75,7 @@ def test_schemes_match_layers(case, scheme):
                 model.train(training)
                 x = model.scatter(images[step]).requires_grad_()
                 y = model(x)
-                dy = model.tiling.local_part(gradients[step], model.programs.current.layouts[0])
+                dy = model.tiling.local_part(gradients[step], model.programs.current.layouts_by_output[0])
                 y.backward(dy)
                 layers.step = step - (step == NUM_STEPS - 1)  # evaluation does not count as a step
                 run = layers.forward(x.detach().movedim(1, -1).numpy(), training)
