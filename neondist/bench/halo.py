@@ -45,9 +45,9 @@ def _measure_exchanges(grid: ProcessGrid, extent: int) -> dict[str, Any]:
     array = GlobalArray(grid, (BATCH_SIZE, extent, extent, CHANNELS), Window(3, padding=1), reuse=True)
     tile = np.ones(array.local_shape, np.float32)
     view = array.get_fprop_view(tile)
-    sent = array.bytes_sent
+    sent_bytes = array.bytes_sent
     in_place = array.buffer(BATCH_SIZE).tile
-    source, target = np.ones((2, max(1, sent // 4)), np.float32)
+    source, target = np.ones((2, max(1, sent_bytes // 4)), np.float32)
     calls_by_name: dict[str, Callable[[], object]] = {
         "exchange": lambda: array.get_fprop_view(in_place),
         "with_tile": lambda: array.get_fprop_view(tile),
@@ -58,7 +58,7 @@ def _measure_exchanges(grid: ProcessGrid, extent: int) -> dict[str, Any]:
     seconds = _time_rounds(grid.world, calls_by_name)
     return {
         "shape": [BATCH_SIZE, extent, extent, CHANNELS],
-        "bytes_sent": max(grid.world.allgather(sent)),
+        "bytes_sent": max(grid.world.allgather(sent_bytes)),
         **{f"{name}_seconds": median(times) for name, times in seconds.items()},
         "exchange_over_raw": median(a / b for a, b in zip(seconds["exchange"], seconds["raw"], strict=True)),
         "exchange_over_memcpy": median(a / b for a, b in zip(seconds["exchange"], seconds["memcpy"], strict=True)),
@@ -90,15 +90,15 @@ def _plain_mpi_exchange(world: Transport, view: np.ndarray) -> Callable[[], obje
     comm, mpi = getattr(world, "comm", None), getattr(world, "mpi", None)
     if comm is None or mpi is None:
         return lambda: None
-    top, bottom = world.rank > 0, world.rank < world.size - 1
+    has_top, has_bottom = world.rank > 0, world.rank < world.size - 1
     rows = view.shape[1]
 
     def strip(row: int) -> list[Any]:
         part = [view.shape[0], 1, *view.shape[2:]]
         return [view, 1, mpi.FLOAT.Create_subarray(view.shape, part, [0, row, 0, 0]).Commit()]
 
-    receives = [(strip(0), world.rank - 1)] * top + [(strip(rows - 1), world.rank + 1)] * bottom
-    sends = [(strip(1), world.rank - 1)] * top + [(strip(rows - 2), world.rank + 1)] * bottom
+    receives = [(strip(0), world.rank - 1)] * has_top + [(strip(rows - 1), world.rank + 1)] * has_bottom
+    sends = [(strip(1), world.rank - 1)] * has_top + [(strip(rows - 2), world.rank + 1)] * has_bottom
 
     def exchange() -> None:
         requests = [comm.Irecv(part, peer) for part, peer in receives]

@@ -35,22 +35,22 @@ def measure_allocations(call: Callable[[], object]) -> list[OperatorAllocations]
     sizes: defaultdict[str, list[int]] = defaultdict(list)
     for event in events:
         if event.name() == "[memory]" and event.nbytes() >= MIN_COUNTED_BLOCK_BYTES:
-            at = event.start_ns()
-            outer = min((entry for entry in calls if entry[0] <= at <= entry[1]), default=(0, 0, ""))
+            time_ns = event.start_ns()
+            outer = min((entry for entry in calls if entry[0] <= time_ns <= entry[1]), default=(0, 0, ""))
             sizes[outer[2].removeprefix("aten::")].append(event.nbytes())
-    allocated = [OperatorAllocations(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
-    return sorted(allocated, key=lambda entry: -entry.largest_bytes)
+    allocations = [OperatorAllocations(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
+    return sorted(allocations, key=lambda entry: -entry.largest_bytes)
 
 
 @contextmanager
 def suppress_stderr() -> Iterator[None]:
     """Suppress the messages of the profiler's library, which writes to the standard error of the process."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved_stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(null, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
+        os.close(null)

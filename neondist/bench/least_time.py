@@ -51,8 +51,8 @@ class CoreSpeed:
             return 0.0
         shape = experiment_grid_shape(experiment, ranks)
         workload = model.plan(dataset.sample_shape, shape, experiment.batch_size).workload
-        share = 1.0 if cores is None else ranks / cores
-        return share * self.seconds_lower_bound(workload.flops, workload.memory_traffic)
+        core_share = 1.0 if cores is None else ranks / cores
+        return core_share * self.seconds_lower_bound(workload.flops, workload.memory_traffic)
 
     def seconds_lower_bound(self, flops: float, memory_traffic: float = 0.0) -> float:
         """Return the minimum seconds that one core takes for the work of a plan."""

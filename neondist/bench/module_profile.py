@@ -67,18 +67,18 @@ def measure_time_shares(step: Callable[[], object], grid: ProcessGrid) -> TimeSh
     ):
         begin = time.perf_counter()
         step()
-        whole = time.perf_counter() - begin
+        total_seconds = time.perf_counter() - begin
     seconds, operators = Counter[str](), Counter[str]()
     for event in recorded.events() or ():
         kind, name = classify_event(event)
         seconds[kind] += event.self_cpu_time_total / 1e6
         if kind == "kernels":
             operators[name] += event.self_cpu_time_total / 1e6
-    seconds["other"] += max(0.0, whole - seconds.total())  # type: ignore[assignment]
-    whole = max(1e-9, seconds.total())
+    seconds["other"] += max(0.0, total_seconds - seconds.total())  # type: ignore[assignment]
+    total_seconds = max(1e-9, seconds.total())
     return {
-        "kinds": {kind: seconds[kind] / whole for kind in TIME_KINDS},
-        "operators": {name.removeprefix("aten::"): taken / whole for name, taken in operators.most_common()},
+        "kinds": {kind: seconds[kind] / total_seconds for kind in TIME_KINDS},
+        "operators": {name.removeprefix("aten::"): taken / total_seconds for name, taken in operators.most_common()},
     }
 
 
@@ -91,8 +91,8 @@ def classify_event(event: Any) -> tuple[str, str]:
     while event is not None:
         if event.name.startswith(_MARK_PREFIX):
             return _KIND_BY_EVENT[event.name.removeprefix(_MARK_PREFIX)], event.name
-        operator = "::" in event.name and "autograd::" not in event.name
-        if operator and not (name and event.name in WRAPPER_OPERATORS):
+        is_operator = "::" in event.name and "autograd::" not in event.name
+        if is_operator and not (name and event.name in WRAPPER_OPERATORS):
             name = event.name
         elif event.name in COMPILED_FUNCTIONS:
             name = name or "neondist::convolution"

@@ -147,16 +147,16 @@ def measure_module(
         On rank 0: counts the steps after the first one, which may include compilation.
     variant, factory, shape, world, compiled : as for TimedModuleStep
     """
-    empty = memory.resident_bytes()
+    empty_bytes = memory.resident_bytes()
     memory.reset_peak_memory()
     step = TimedModuleStep(variant, factory, shape, world, compiled)
     progress = progress or SilentProgress()
     progress.set_total_parts(1 + steps + profile)
-    (last,) = step.time_steps(1, progress)
-    count = max(steps, round(ROUND_SECONDS / last))
+    (step_seconds,) = step.time_steps(1, progress)
+    count = max(steps, round(ROUND_SECONDS / step_seconds))
     progress.change_parts(1 + count + profile)
     taken = step.time_steps(count, progress)
-    peaks = world.allgather(memory.peak_bytes() - empty)
+    peaks = world.allgather(memory.peak_bytes() - empty_bytes)
     details: dict[str, Any] = {"first_seconds": max(world.allgather(step.first_step_seconds))}
     if profile:
         details |= step.time_shares()

@@ -79,8 +79,8 @@ def _record_outputs_and_gradients(model: Model, batches: Sequence[Any], seed: in
                 model.step = number
                 y = model.fprop(x)
                 rng = np.random.default_rng(seed)  # the same output gradient for both models
-                whole = rng.normal(size=(model.batch_size, *model.output_shape)).astype(model.dtype)
-                model.bprop(model.scatter_output(whole)[: len(y)])
+                output_gradient = rng.normal(size=(model.batch_size, *model.output_shape)).astype(model.dtype)
+                model.bprop(model.scatter_output(output_gradient)[: len(y)])
     finally:
         model.step = step
     return recorder.arrays
@@ -109,15 +109,15 @@ def _error_by_distance(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, o
 
 def seam_distances(partition: Partition, tile: int) -> np.ndarray:
     """Return each cell's distance to the nearest seam: 0 for cells next to a seam, or if there is no seam."""
-    box, far = partition.box(tile), max(partition.extent, default=0)
-    nearest = np.full(box.shape, far)
+    box, max_distance = partition.box(tile), max(partition.extent, default=0)
+    nearest = np.full(box.shape, max_distance)
     for axis, (lo, hi) in enumerate(box.axes()):
         cells = np.arange(lo, max(lo, hi))
-        before = cells - lo if lo > 0 else np.full(len(cells), far)
-        after = hi - 1 - cells if hi < partition.extent[axis] else np.full(len(cells), far)
+        distance_before = cells - lo if lo > 0 else np.full(len(cells), max_distance)
+        distance_after = hi - 1 - cells if hi < partition.extent[axis] else np.full(len(cells), max_distance)
         shape = [-1 if a == axis else 1 for a in range(box.ndim)]
-        nearest = np.minimum(nearest, np.minimum(before, after).reshape(shape))
-    return np.where(nearest == far, 0, nearest) if partition.tiles == 1 else nearest
+        nearest = np.minimum(nearest, np.minimum(distance_before, distance_after).reshape(shape))
+    return np.where(nearest == max_distance, 0, nearest) if partition.tiles == 1 else nearest
 
 
 def seam_table(errors: SeamErrors) -> str:

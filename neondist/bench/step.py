@@ -82,7 +82,7 @@ def bench_step(
     dict
         Contents of the JSON file: seconds are medians of the slowest rank; in 'layers', means over the ranks.
     """
-    model, dataset, empty = experiment.model, experiment.dataset, memory.resident_bytes()
+    model, dataset, empty_bytes = experiment.model, experiment.dataset, memory.resident_bytes()
     plan = model.fit_plan_to_memory(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
     batch_size, (x, targets) = experiment.batch_size, load_own_batch(experiment, grid, plan)
     memory.reset_peak_memory()
@@ -118,8 +118,8 @@ def bench_step(
     fastest = min(seconds for seconds, *_ in rounds) / count
     results["noise"] = relative_noise([seconds for seconds, *_ in rounds])
     results |= {"seconds_per_step": step_seconds, "steps_per_second": 1 / step_seconds, "fastest_seconds": fastest}
-    whole = grid.world.allgather((memory.peak_bytes(), memory.peak_bytes() - empty))
-    results |= {"process_bytes": [peak for peak, _ in whole], "peak_bytes": [above for _, above in whole]}
+    peaks = grid.world.allgather((memory.peak_bytes(), memory.peak_bytes() - empty_bytes))
+    results |= {"process_bytes": [peak for peak, _ in peaks], "peak_bytes": [above for _, above in peaks]}
     if against:
         results["against"] = {**agreement, "name": against, "threads": threads} | _compare_rounds(rounds, count)
     if reading:
@@ -130,9 +130,9 @@ def bench_step(
         results["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
     layers = _layer_rows(model, grid, lambda: train(count), count)
     if roofline:
-        of_layers = require_layer_model(model, "roofline", "leave it out")
-        machine = measure_peak_rates(of_layers, grid.world)
-        results, layers = results | {"machine": machine}, roofline_rows(of_layers, layers, machine)
+        layer_model = require_layer_model(model, "roofline", "leave it out")
+        machine = measure_peak_rates(layer_model, grid.world)
+        results, layers = results | {"machine": machine}, roofline_rows(layer_model, layers, machine)
         if results["backend"] == "torch":
             allocated = measure_allocations(lambda: train(1))
             results |= {"allocations": grid.world.bcast([entry._asdict() for entry in allocated])}
@@ -200,12 +200,12 @@ def _time_baseline(baseline: TorchBaseline | None, grid: ProcessGrid, count: int
 
 def _compare_rounds(rounds: Sequence[tuple[float, float, int]], steps_per_round: int) -> dict[str, Any]:
     """Return the baseline's results from rounds of (own seconds, baseline's seconds, baseline's peak bytes)."""
-    own, reference, peaks = zip(*rounds, strict=True)
-    ratios = [seconds / other for seconds, other in zip(own, reference, strict=True)]
+    own_seconds, baseline_seconds, peaks = zip(*rounds, strict=True)
+    ratios = [seconds / other for seconds, other in zip(own_seconds, baseline_seconds, strict=True)]
     return {
-        "seconds_per_step": median(reference) / steps_per_round,
+        "seconds_per_step": median(baseline_seconds) / steps_per_round,
         "ratio": median(ratios),
-        "ratio_of_fastest": min(own) / min(reference),
+        "ratio_of_fastest": min(own_seconds) / min(baseline_seconds),
         "ratios": ratios,
         "peak_bytes": max(peaks),
     }

@@ -125,12 +125,12 @@ def geometric_means(rows: Sequence[Results], groups: Mapping[str, Sequence[str]]
     """Return the geometric means of the ratios over each group whose networks have all been measured."""
     means_by_group = {}
     for group, names in groups.items():
-        inside = [row for row in rows if row["network"] in names]
+        group_rows = [row for row in rows if row["network"] in names]
         ratios = {
-            name: [row["ratios"][name]["ratio"] for row in inside if name in row["ratios"]]
+            name: [row["ratios"][name]["ratio"] for row in group_rows if name in row["ratios"]]
             for name in NEONDIST_VARIANTS
         }
-        ratios["memory"] = [row["memory"] for row in inside if row["memory"] is not None]
+        ratios["memory"] = [row["memory"] for row in group_rows if row["memory"] is not None]
         complete = {kind: values for kind, values in ratios.items() if values and len(values) == len(names)}
         if complete:
             means_by_group[group] = {kind: geometric_mean(values) for kind, values in complete.items()}
@@ -162,13 +162,13 @@ class TorchVariantBenchmark:
     def measure(self, variant: str, steps: int) -> Results:
         """Return the median seconds of at least `steps` steps in a new process, and the process's peak memory."""
         settings = {**self.settings, **(WARM_ALLOCATOR_ENV if variant != "eager" else {})}
-        other = TorchBaseline(self.model, self.state, self.trained, *self.batch, self.threads, settings)
+        baseline = TorchBaseline(self.model, self.state, self.trained, *self.batch, self.threads, settings)
         try:
-            why = other.compile() if variant == "compile" else ""
+            why = baseline.compile() if variant == "compile" else ""
             if why:
                 raise ConfigError(why)
-            (*_, last), *_ = other.time_steps(WARM_UP_STEPS)
-            taken, _, peak = other.time_steps(max(steps, round(ROUND_SECONDS / last)))
+            (*_, last_seconds), *_ = baseline.time_steps(WARM_UP_STEPS)
+            step_seconds, _, peak = baseline.time_steps(max(steps, round(ROUND_SECONDS / last_seconds)))
         finally:
-            other.close()
-        return {"seconds": median(taken), "peak_bytes": peak}
+            baseline.close()
+        return {"seconds": median(step_seconds), "peak_bytes": peak}

@@ -81,14 +81,14 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
         )
     lines += noise_warnings(results["noise"])
     if "reading" in results:
-        read, ratios = results["reading"], results["reading"]["ratios"]
+        reading, ratios = results["reading"], results["reading"]["ratios"]
         lines.append(
-            f"reading {format_seconds(read['seconds_per_step'])} with batches of the data set,"
-            f" {read['ratio']:.3f} times as long as with batches in memory ({min(ratios):.3f} to {max(ratios):.3f})"
+            f"reading {format_seconds(reading['seconds_per_step'])} with batches of the data set,"
+            f" {reading['ratio']:.3f} times as long as with batches in memory ({min(ratios):.3f} to {max(ratios):.3f})"
         )
     baseline = results.get("against")
     if baseline:
-        agree = "agree" if baseline["agree"] else "DO NOT AGREE"
+        agreement = "agree" if baseline["agree"] else "DO NOT AGREE"
         lines += [
             f"{baseline['name']}   {format_seconds(baseline['seconds_per_step'])},"
             f" {counted(baseline['threads'], 'thread')},"
@@ -97,7 +97,7 @@ def _summary_lines(results: dict[str, Any]) -> list[str]:
             f" {counted(len(baseline['ratios']), 'round')}; {baseline['ratio_of_fastest']:.3f} of the fastest);"
             f" memory {max(results['peak_bytes']) / max(1, baseline['peak_bytes']):.3f}",
             f"losses {baseline['loss'][0]:.7g} and {baseline['loss'][1]:.7g}, largest gradient difference"
-            f" {baseline['gradients_worst']:.1e} ({baseline['worst_at']}): they {agree}",
+            f" {baseline['gradients_worst']:.1e} ({baseline['worst_at']}): they {agreement}",
         ]
     return lines
 

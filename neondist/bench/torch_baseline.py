@@ -125,5 +125,5 @@ def _use_all_cores(process: int, threads: int) -> None:
 
 def _baseline_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
     """Return an environment with this number of threads, and without the MPI job's variables."""
-    kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHER_PREFIXES)}
-    return kept | dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads))
+    kept_variables = {name: value for name, value in env.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    return kept_variables | dict.fromkeys(THREAD_COUNT_VARIABLES, str(threads))

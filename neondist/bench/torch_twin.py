@@ -141,8 +141,8 @@ def worst_gradient(gradients: dict[str, torch.Tensor], expected: dict[str, torch
 
 
 def _set_inplace(part: nn.Module) -> None:
-    inside = list(part) if isinstance(part, nn.Sequential) else []
-    for before, after in pairwise(inside):
+    children = list(part) if isinstance(part, nn.Sequential) else []
+    for before, after in pairwise(children):
         if (
             isinstance(after, nn.ReLU)
             and isinstance(before, _BACKWARD_WITHOUT_OUTPUT)
@@ -164,11 +164,11 @@ def _create_optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.
         if settings.pop(name) != neutral:
             raise ConfigError(f"{name}: PyTorch's {kind} has no such option; leave {name} out")
     settings.pop("schedule")
-    rate = settings.pop("learning_rate")
+    learning_rate = settings.pop("learning_rate")
     if kind == "SGD":
-        return torch.optim.SGD(tensors, rate, **settings)
+        return torch.optim.SGD(tensors, learning_rate, **settings)
     betas = settings.pop("beta1"), settings.pop("beta2")
-    return torch.optim.Adam(tensors, rate, betas, **settings)
+    return torch.optim.Adam(tensors, learning_rate, betas, **settings)
 
 
 def read_twin(folder: Path) -> TorchTwin:

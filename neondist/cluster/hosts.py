@@ -52,9 +52,9 @@ def parse_hosts(text: str, source_label: str) -> dict[str, int]:
     ConfigError
         A line is invalid ('LABEL:LINE: problem; remedy'), or the variable is not a positive integer.
     """
-    default = os.environ.get(DEFAULT_SLOTS_VARIABLE, "1")
-    if not re.fullmatch(r"0*[1-9]\d{0,5}", default):
-        raise ConfigError(f"{DEFAULT_SLOTS_VARIABLE}: expected the number of ranks per host, got '{default}'")
+    default_slots = os.environ.get(DEFAULT_SLOTS_VARIABLE, "1")
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", default_slots):
+        raise ConfigError(f"{DEFAULT_SLOTS_VARIABLE}: expected the number of ranks per host, got '{default_slots}'")
     slots_by_host: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
@@ -66,7 +66,7 @@ def parse_hosts(text: str, source_label: str) -> dict[str, int]:
                 f"{source_label}:{number}: '{content}' is not a host; expected HOST, HOST:SLOTS or HOST slots=N"
             )
         slots = re.search(r"\bslots=(\d+)", match["rest"] or "")
-        count = int(match["colon"] or (slots[1] if slots else default))
+        count = int(match["colon"] or (slots[1] if slots else default_slots))
         if count:
             slots_by_host[match["host"]] = slots_by_host.get(match["host"], 0) + count
     return slots_by_host
@@ -145,12 +145,12 @@ class HostSource:
             raise ConfigError(f"{self.path}: {text}") from None
         with process:
             try:
-                output, errors = self._collect_output(process)
+                output, stderr = self._collect_output(process)
             except BaseException:
                 _kill_with_children(process)
                 raise
         if process.returncode:
-            message = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
+            message = (stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
             raise ConfigError(
                 f"{self.path}: exit code {process.returncode} ({message}); correct the script, which must print"
                 " HOST:SLOTS lines"
@@ -159,7 +159,7 @@ class HostSource:
 
     def _collect_output(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
         """Return what a script has printed when it ends; a child that keeps the pipes open is not waited for."""
-        end = time.monotonic() + HOST_SCRIPT_TIMEOUT
+        deadline = time.monotonic() + HOST_SCRIPT_TIMEOUT
         while True:
             has_ended = process.poll() is not None
             try:
@@ -169,7 +169,7 @@ class HostSource:
                     return expired.output or b"", expired.stderr or b""
             if self._closed:
                 raise ConfigError(f"{self.path}: ended before it had printed the hosts, as the command was stopped")
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise ConfigError(
                     f"{self.path}: has not ended within {HOST_SCRIPT_TIMEOUT:g} s; run it by hand to see why"
                 )
@@ -227,11 +227,11 @@ class HostPool:
 
     def exclude_unusable(self, reasons: Mapping[str, str]) -> list[str]:
         """Exclude unusable hosts until the end of their cooldown; return a message for each host with a new reason."""
-        new = {host: reason for host, reason in reasons.items() if self._reported_reasons.get(host) != reason}
+        new_reasons = {host: reason for host, reason in reasons.items() if self._reported_reasons.get(host) != reason}
         for host in reasons:
             self.exclude_temporarily(host)
         self._reported_reasons.update(reasons)
-        return [f"hosts: {host} {reason}; the host is left out" for host, reason in new.items()]
+        return [f"hosts: {host} {reason}; the host is left out" for host, reason in new_reasons.items()]
 
     def list_excluded_hosts(self) -> dict[str, float]:
         """Return the listed hosts in their cooldown, with the remaining seconds."""
@@ -249,8 +249,8 @@ class HostPool:
         """Return the listed host of a given name, fully qualified or not; '' if there is none."""
         if name in self.listed_slots:
             return name
-        short = name.partition(".")[0]
-        return next((host for host in self.listed_slots if host.partition(".")[0] == short), "")
+        short_name = name.partition(".")[0]
+        return next((host for host in self.listed_slots if host.partition(".")[0] == short_name), "")
 
 
 def ranks_per_host(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
@@ -280,7 +280,7 @@ def find_unusable_hosts(hosts: Iterable[str], env: Mapping[str, str]) -> dict[st
     hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
     words = ["sh", "-c", _PROBE_SCRIPT, "sh", sys.executable, version.__file__, f'"{version.__version__}"']
 
-    async def check(host: str) -> int | None:
+    async def check_host(host: str) -> int | None:
         null = asyncio.subprocess.DEVNULL
         try:
             process = await asyncio.create_subprocess_exec(
@@ -296,7 +296,7 @@ def find_unusable_hosts(hosts: Iterable[str], env: Mapping[str, str]) -> dict[st
             return None
 
     async def check_all_hosts() -> list[int | None]:
-        return await asyncio.gather(*map(check, hosts))
+        return await asyncio.gather(*map(check_host, hosts))
 
     codes = zip(hosts, asyncio.run(check_all_hosts()), strict=True)
     return {host: _REASON_BY_EXIT_CODE.get(code, UNREACHABLE_TEXT) for host, code in codes if code != 0}

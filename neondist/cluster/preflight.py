@@ -123,20 +123,20 @@ def check_nodes(
         Environment of this process, which may name an agent instead of ssh.
     """
     folder = Path.cwd()
-    witness = folder / f".neondist-{secrets.token_hex(8)}"
-    check_arguments = [mpirun, str(folder), str(witness), [str(folder / file) for file in files]]
+    witness_file = folder / f".neondist-{secrets.token_hex(8)}"
+    check_arguments = [mpirun, str(folder), str(witness_file), [str(folder / file) for file in files]]
     reports = []
     for node in (node for node in resources.nodes if ranks.get(node.address)):
         location = f"ssh.{node.ssh_config}.python_venv"
         ssh = ssh_settings_of(resources, node)
         reports.append(NodeReport(node, ssh, ranks[node.address], python_path_of(ssh, location, sys.executable)))
     with suppress(OSError):
-        witness.touch()
+        witness_file.touch()
     try:
         asyncio.run(_check_all_nodes(reports, ssh_config_path, json.dumps(check_arguments), env))
     finally:
         with suppress(OSError):
-            witness.unlink()
+            witness_file.unlink()
     chief = next((report.node_info for report in reports if report.node.chief and report.node_info), {})
     for report in reports:
         report.problems += list(_find_problems(report, chief, mpirun, folder, files))

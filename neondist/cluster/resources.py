@@ -221,10 +221,10 @@ class ResourceSpec:
                     entry, path, f"'{node.address}' is listed twice; list each machine once, with all devices"
                 )
             indices[key] = index
-        local = [key for key in indices if _is_loopback(key)]
-        names = [key for key in local if _is_loopback_name(key)]
-        if local and len(self.nodes) > 1 and (names or len(local) < len(self.nodes)):
-            index = indices[[*names, *local][0]]
+        loopback_keys = [key for key in indices if _is_loopback(key)]
+        names = [key for key in loopback_keys if _is_loopback_name(key)]
+        if loopback_keys and len(self.nodes) > 1 and (names or len(loopback_keys) < len(self.nodes)):
+            index = indices[[*names, *loopback_keys][0]]
             address = self.nodes[index].address
             remedy = "give the address by which the other nodes reach it"
             path = join_path(join_path("nodes", index), "address")

@@ -44,8 +44,8 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
         lines += [f"Host {node.address}", f"  Port {ssh.port}"]
         lines += [f"  User {_quote_argument(ssh.username, f'ssh.{node.ssh_config}.username')}"] if ssh.username else []
         if ssh.key_file is not None:
-            key = _quote_argument(ssh.key_file, f"ssh.{node.ssh_config}.key_file").replace("%", "%%")
-            lines += [f"  IdentityFile {key}", "  IdentitiesOnly yes"]
+            key_file = _quote_argument(ssh.key_file, f"ssh.{node.ssh_config}.key_file").replace("%", "%%")
+            lines += [f"  IdentityFile {key_file}", "  IdentitiesOnly yes"]
     lines += ["Host *", "  BatchMode yes", "  ConnectTimeout 10", "  StrictHostKeyChecking accept-new"]
     lines += ["  ServerAliveInterval 20", "  ServerAliveCountMax 3"]  # otherwise ssh outlives a job whose node is lost
     user_config = _user_config_path(env) or "~/.ssh/config"
@@ -97,8 +97,8 @@ def ssh_command(
 
 def remote_command(host: str, options: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """Return the command line that runs a command on a host by ssh with options, or by mpirun's agent."""
-    agent = shlex.split(env.get(SSH_AGENT_VARIABLE, "ssh")) or ["ssh"]
-    return [*agent, *options, host, shlex.join(command)]
+    ssh_program = shlex.split(env.get(SSH_AGENT_VARIABLE, "ssh")) or ["ssh"]
+    return [*ssh_program, *options, host, shlex.join(command)]
 
 
 def format_ssh_command(node: Node, ssh: SSHConfig, env: Mapping[str, str]) -> str:

@@ -131,16 +131,16 @@ class TaskSpecDef:
         """
         if self.num_workers < 2 or not self._worker_count:
             raise ConfigError("use_last_worker_as_evaluator: needs at least two workers; start another worker")
-        last = self._worker_count - 1
-        evaluates = self.type == "worker" and self.index == last
+        last_index = self._worker_count - 1
+        is_evaluator = self.type == "worker" and self.index == last_index
         return TaskSpecDef(
-            "evaluator" if evaluates else self.type,
-            0 if evaluates else self.index,
+            "evaluator" if is_evaluator else self.type,
+            0 if is_evaluator else self.index,
             self.trial,
             self.ps_hosts,
-            self.worker_hosts[:last],
+            self.worker_hosts[:last_index],
             self.master,
-            num_workers=last,
+            num_workers=last_index,
             generation=self.generation,
         )
 
@@ -196,8 +196,8 @@ class TaskSpecDef:
         address = self.master or self.worker_hosts[0]
         if not has_port(address):
             raise ConfigError(f"create_server: '{address}' has no port; give the first task's address as HOST:PORT")
-        joined: Transport = _import_torch_transport().join_process_group(address, self.shard_index, self.num_workers)
-        return joined
+        transport: Transport = _import_torch_transport().join_process_group(address, self.shard_index, self.num_workers)
+        return transport
 
     def device_fn(self) -> str:
         """Return the PyTorch name of the task's device: 'cpu', or 'cuda:N' on a machine with GPUs.

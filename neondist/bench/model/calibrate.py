@@ -65,46 +65,46 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     progress, planned = progress or SilentProgress(), part_seconds_lower_bounds(world, cores) if world.rank == 0 else []
     progress.set_total_parts(len(planned), planned_seconds=planned)
     progress.begin_part("preparing messages and kernels")
-    cores, turns = min(cores, world.size), _Timings(world)
+    cores, timings = min(cores, world.size), _Timings(world)
     convolving, product = convolution_work(), matrix_product_work(MATRIX_EXTENT, np.float32)
     copy = memory_copy_work(COPIED_BYTES)
     pairs = {size: _create_two_rank_exchange(world, size) for size in MESSAGE_SIZES}
-    unit = min(turns.time_calls("unit", product.call, 3, 1) for _ in range(3))
+    unit = min(timings.time_calls("unit", product.call, 3, 1) for _ in range(3))
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
     progress.set_total_parts(len(planned), planned_seconds=planned)  # rounds without the preparation
     progress.begin_part("messages and kernels")
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
-            turns.time_calls(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
-        turns.time_calls("convolving", convolving.call, 3, 1)
+            timings.time_calls(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
+        timings.time_calls("convolving", convolving.call, 3, 1)
         for name, work in ("product", product), ("copy", copy):
             count = max(1, round(TURN_SECONDS / unit)) if work is product else 2
-            turns.time_calls((name, "alone"), work.call, count, 1)
-            turns.time_calls((name, "shared"), work.call, count, cores)
+            timings.time_calls((name, "alone"), work.call, count, 1)
+            timings.time_calls((name, "shared"), work.call, count, cores)
         for count in (few, many) if world.size >= 2 * cores else ():
-            turns.time_calls(
+            timings.time_calls(
                 ("shared", count), _work_and_synchronise(product.call, count, group), max(2, many // count), 2 * cores
             )
         progress.add_done_parts(1)
-    typical = {name: median(taken) for name, taken in turns.seconds_by_name.items()}
-    noise = max(relative_noise(turns.seconds_by_name["product", sharing]) for sharing in ("alone", "shared"))
-    slowdown, at_memory = (_fit_slowdown(turns.seconds_by_name, name) for name in ("product", "copy"))
-    link = _fit_link({size: typical[size] for size in MESSAGE_SIZES})
+    median_seconds = {name: median(taken) for name, taken in timings.seconds_by_name.items()}
+    noise = max(relative_noise(timings.seconds_by_name["product", sharing]) for sharing in ("alone", "shared"))
+    slowdown, memory_slowdown = (_fit_slowdown(timings.seconds_by_name, name) for name in ("product", "copy"))
+    link = _fit_link({size: median_seconds[size] for size in MESSAGE_SIZES})
     machine = Machine(
         cores,
         link,
         link,
         nodes=1,
         slowdown=slowdown,
-        memory_slowdown=max(slowdown, at_memory),
-        memory_bandwidth=copy.operations_or_bytes / typical["copy", "alone"],
-        speed=convolving.operations_or_bytes / typical["convolving"],
+        memory_slowdown=max(slowdown, memory_slowdown),
+        memory_bandwidth=copy.operations_or_bytes / median_seconds["copy", "alone"],
+        speed=convolving.operations_or_bytes / median_seconds["convolving"],
         host=platform.node(),
     )
     if world.size < 2 * cores:
         return machine, noise
-    factor, latency = _fit_core_sharing(turns.seconds_by_name, few, many)
+    factor, latency = _fit_core_sharing(timings.seconds_by_name, few, many)
     return replace(machine, shared_slowdown=factor, shared_latency=latency), noise
 
 

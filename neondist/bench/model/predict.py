@@ -38,9 +38,9 @@ def predict(
     rows = []
     for count in ranks:
         shape = fastest_grid(count, experiment, machine, profile)
-        rank = profile(experiment(), shape, PREDICTION_SECONDS)
-        row = predict_step(shape, machine, rank)
-        rows.append(row | _predict_with_schemes(experiment, machine, shape, rank, row, profile))
+        rank_profile = profile(experiment(), shape, PREDICTION_SECONDS)
+        row = predict_step(shape, machine, rank_profile)
+        rows.append(row | _predict_with_schemes(experiment, machine, shape, rank_profile, row, profile))
     return rows
 
 
@@ -80,18 +80,18 @@ def candidate_grids(count: int, experiment: Any) -> list[GridShape]:
     If the file sets rows or cols, only its grid; otherwise the most square grid, cuts along one axis and, if the file
     sets no replicas, square grids of several replicas.
     """
-    fixed = {name: value for name, value in experiment.grid.items() if value is not None}
-    default = grid_shape(count, **fixed)
-    if {"rows", "cols"} & fixed.keys():
+    fixed_factors = {name: value for name, value in experiment.grid.items() if value is not None}
+    default = grid_shape(count, **fixed_factors)
+    if {"rows", "cols"} & fixed_factors.keys():
         return [default]
     plan = experiment.model.plan(experiment.dataset.sample_shape, default, experiment.batch_size)
     shapes, min_extent = [default], plan.min_extent
     for rows, cols in factorisations(default.rows * default.cols, 2):
         if 1 in (rows, cols) and max(rows, cols) <= min_extent:  # every tile has cells
             shapes.append(GridShape(default.replicas, rows, cols, default.planes))
-    if "replicas" not in fixed:
+    if "replicas" not in fixed_factors:
         replicas = [n for n in range(2, min(count, experiment.batch_size) + 1) if count % (n * default.planes) == 0]
-        shapes += [grid_shape(count, **fixed, replicas=n) for n in replicas]
+        shapes += [grid_shape(count, **fixed_factors, replicas=n) for n in replicas]
     return list(dict.fromkeys(shapes))
 
 
@@ -130,24 +130,24 @@ def predict_step(shape: GridShape, machine: Machine, profile: RankProfile) -> Ro
     link, log = machine.slowest_link(shape.tiles), profile.message_log
     exchanges = [(messages, sent) for messages, sent in log.exchange_sizes if messages]
     sums = [(ranks, count) for ranks, count in log.allreduce_sizes if ranks > 1]
-    exchange = sum(link.message_seconds(messages, sent) for messages, sent in exchanges)
-    summing = sum(machine.allreduce_seconds(ranks, count) for ranks, count in sums)
-    compute = machine.compute_seconds(profile.seconds, shape.size, profile.memory_traffic)
-    waiting = machine.waiting_seconds(shape.size, len(exchanges) + len(sums))
-    waiting += machine.expected_delay_seconds(shape.size, compute)
+    exchange_seconds = sum(link.message_seconds(messages, sent) for messages, sent in exchanges)
+    sum_seconds = sum(machine.allreduce_seconds(ranks, count) for ranks, count in sums)
+    compute_seconds = machine.compute_seconds(profile.seconds, shape.size, profile.memory_traffic)
+    waiting_seconds = machine.waiting_seconds(shape.size, len(exchanges) + len(sums))
+    waiting_seconds += machine.expected_delay_seconds(shape.size, compute_seconds)
     latency = sum(messages for messages, _ in exchanges) * link.latency
     latency += sum(machine.allreduce_seconds(ranks, 0) for ranks, _ in sums)
-    total = compute + exchange + summing + waiting
+    total = compute_seconds + exchange_seconds + sum_seconds + waiting_seconds
     return {
         "ranks": shape.size,
         "grid": {axis: count for axis, count in asdict(shape).items() if axis != "planes" or count > 1},
-        "compute_seconds": compute,
-        "exchange_seconds": exchange,
-        "sum_seconds": summing,
-        "waiting_seconds": waiting,
+        "compute_seconds": compute_seconds,
+        "exchange_seconds": exchange_seconds,
+        "sum_seconds": sum_seconds,
+        "waiting_seconds": waiting_seconds,
         "latency_seconds": latency,
         "seconds_per_step": total,
-        "mpi_share": (total - compute) / total if total else 0.0,
+        "mpi_share": (total - compute_seconds) / total if total else 0.0,
         "messages": sum(messages for messages, _ in exchanges),
         "bytes_sent": sum(sent for _, sent in exchanges),
         "bytes_summed": sum(count for _, count in sums),
@@ -214,10 +214,10 @@ def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunct
 
 def replace_uncontended_seconds(machine: Machine, row: Row, uncontended_seconds: Sequence[float]) -> Row:
     """Return a row of `predict` with the mean of new uncontended times, and with at least their spread as noise."""
-    alone = float(np.mean(uncontended_seconds))
-    now = replace(machine, compute_factor=machine.compute_factor * alone / row["uncontended_seconds"])
+    mean_seconds = float(np.mean(uncontended_seconds))
+    rescaled = replace(machine, compute_factor=machine.compute_factor * mean_seconds / row["uncontended_seconds"])
     noise = max(row["noise"], max(uncontended_seconds) / min(uncontended_seconds) - 1)
-    return rescale_row(now, row, machine) | {"uncontended_seconds": alone, "noise": noise}
+    return rescale_row(rescaled, row, machine) | {"uncontended_seconds": mean_seconds, "noise": noise}
 
 
 def fastest_rank_count(rows: Sequence[Row]) -> int:

@@ -94,10 +94,10 @@ def profile_busiest_rank(
         works = [count_multiplications(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
         total = sum(work * entry.layer.output_tile.size for work, entry in zip(works, plans, strict=True))
         share = taken / max(1, total)
-        alone = len(plans) == 1
+        is_single_layer = len(plans) == 1
         for work, entry in zip(works, plans, strict=True):  # a segment's time is shared in proportion to products
             if cells := entry.layer.output_tile.size:
-                spent[entry.name] = taken / cells if alone else work * share
+                spent[entry.name] = taken / cells if is_single_layer else work * share
     held_bytes, memory_traffic = (figure(model.grid.rank) for figure in (plan.memory, plan.memory_traffic))
     repeated = recomputed_fraction(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
     return RankProfile(median(turns), message_log, held_bytes, memory_traffic, spent, relative_noise(turns), repeated)
@@ -131,7 +131,7 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
 
 def recomputed_fraction(plan: Plan, tile: int) -> float:
     """Return the products that strips compute twice, relative to the products of all layers computed once."""
-    whole = sum(count_multiplications(p) * p.layer.output_tile.size / max(1, prod(p.output_shape[:-1])) for p in plan)
+    total = sum(count_multiplications(p) * p.layer.output_tile.size / max(1, prod(p.output_shape[:-1])) for p in plan)
     done = once = 0.0
     for segment in plan.segments:
         strips = list(segment.strips(tile))
@@ -139,7 +139,7 @@ def recomputed_fraction(plan: Plan, tile: int) -> float:
             work = count_multiplications(entry) / max(1, prod(entry.output_shape[:-1]))
             done += work * sum(section.placed[id(entry.layer)].tile(at).size for at, section in strips)
             once += work * entry.layer.output_tile.size
-    return (done - once) / whole if whole else 0.0
+    return (done - once) / total if total else 0.0
 
 
 def fullest_tile(shape: GridShape, image_extent: Sequence[int]) -> int:
@@ -148,18 +148,18 @@ def fullest_tile(shape: GridShape, image_extent: Sequence[int]) -> int:
     middle = [n / 2 for n in image_extent]
 
     def size_and_centrality(tile: int) -> tuple[int, float]:
-        away = sum(abs((lo + hi) / 2 - at) for (lo, hi), at in zip(boxes[tile].axes(), middle, strict=True))
-        return boxes[tile].size, -away
+        distance = sum(abs((lo + hi) / 2 - at) for (lo, hi), at in zip(boxes[tile].axes(), middle, strict=True))
+        return boxes[tile].size, -distance
 
     return max(range(len(boxes)), key=size_and_centrality)
 
 
 def prepare_busiest_rank_step(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], DryRunMessageLog, int]:
     """Return a training step of the rank with the most cells, the log of its messages, and its number of samples."""
-    model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
+    model, sample_shape, batch = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     message_log = DryRunMessageLog()
     grid = dry_run_grid(fullest_tile(shape, sample_shape[:-1]), shape, message_log)
-    model.build(sample_shape, whole, grid, model.fit_plan_to_memory(model.plan(sample_shape, shape, whole)))
+    model.build(sample_shape, batch, grid, model.fit_plan_to_memory(model.plan(sample_shape, shape, batch)))
     model.restrict_cost_to_local_cells(experiment.dataset.fields)
     x, targets = model.timing_batch(experiment.dataset)
     model.learning_rate_scale = 0.0  # gradients are incomplete
@@ -167,7 +167,7 @@ def prepare_busiest_rank_step(experiment: Any, shape: GridShape) -> tuple[Callab
     def step() -> None:
         message_log.exchange_sizes.clear()
         message_log.allreduce_sizes.clear()
-        model.train_batch(x, targets, batch_size=whole)
+        model.train_batch(x, targets, batch_size=batch)
 
     step()
     return step, message_log, len(x)

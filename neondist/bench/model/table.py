@@ -40,7 +40,7 @@ def prediction_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the best exact schemes of the layers for every rank count, and the time that these schemes save."""
-    shown = [row for row in rows if row["schemes"]]
+    scheme_rows = [row for row in rows if row["schemes"]]
     return markdown_table(
         SCHEMES_HEADS,
         [
@@ -50,7 +50,7 @@ def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
                 ", ".join(_scheme_texts(row["schemes"])) or "`halo` everywhere",
                 format_seconds(row["seconds_with_schemes"]) + _note_if_schemes_slower(row),
             ]
-            for row in shown
+            for row in scheme_rows
         ],
     )
 
