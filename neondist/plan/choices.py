@@ -148,7 +148,7 @@ class _SegmentSearch:
                 options.append(("halo(backward=gather)", [halo_seconds_if_gathered(self.profile, alone[0], self.grid)]))
         elif all(self.can_join_segment[begin:end]):
             costs = overhead_seconds(
-                self.profile, layers_with_regions(segment, self.grid, wide=False), self.grid, needs_dx
+                self.profile, layers_with_regions(segment, self.grid, extends_input=False), self.grid, needs_dx
             )
             options.append(
                 (f"deep_halo(layers={last - first + 1})", self._costs_per_halo_layer(costs, begin, first, last))
@@ -158,7 +158,9 @@ class _SegmentSearch:
             scheme = "overlap_tile" + "(statistics=global)" * any(
                 node.leaves[0].reduces_over_image(shape) for node, shape in wide
             )
-            costs = overhead_seconds(self.profile, layers_with_regions(wide, self.grid, wide=True), self.grid, needs_dx)
+            costs = overhead_seconds(
+                self.profile, layers_with_regions(wide, self.grid, extends_input=True), self.grid, needs_dx
+            )
             options.append((scheme, self._costs_per_halo_layer(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 

@@ -115,12 +115,12 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     if best_plan is not None:
         return best_plan
     needed_bytes = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in candidates]
-    count, smallest_plan = min([(plan.needed_bytes, plan), *needed_bytes], key=lambda pair: pair[0])
+    min_bytes, smallest_plan = min([(plan.needed_bytes, plan), *needed_bytes], key=lambda pair: pair[0])
     largest, _ = max(smallest_plan.memory_by_layer(), key=lambda pair: pair[1])
-    sufficient_limit = format_limit_for(count, plan.grid.size, plan.training.backend)
+    sufficient_limit = format_limit_for(min_bytes, plan.grid.size, plan.training.backend)
     raise ConfigError(
-        f"memory: a rank may use {format_bytes(max_bytes)}, but needs at least {format_bytes(count)}; layer '{largest}'"
-        f" needs the most; give memory: {sufficient_limit} or more, or use more ranks or smaller batches"
+        f"memory: a rank may use {format_bytes(max_bytes)}, but needs at least {format_bytes(min_bytes)}; layer"
+        f" '{largest}' needs the most; give memory: {sufficient_limit} or more, or use more ranks or smaller batches"
     )
 
 
@@ -136,8 +136,8 @@ def halve_memory_if_cheap(plan: Plan, compile_stream: StreamCompiler, regions: L
         or plan.needed_bytes < MIN_STEP_BYTES_TO_HALVE
     ):
         return plan
-    max_bytes, most = plan.needed_bytes // 2, MAX_WORK_FACTOR_OF_HALVING * multiplications_per_sample(plan.graph, None)
-    best_plan, _ = _find_fastest_stream_plan(plan, compile_stream, regions, max_bytes, None, most)
+    max_work = MAX_WORK_FACTOR_OF_HALVING * multiplications_per_sample(plan.graph, None)
+    best_plan, _ = _find_fastest_stream_plan(plan, compile_stream, regions, plan.needed_bytes // 2, None, max_work)
     return best_plan or plan
 
 
@@ -161,46 +161,53 @@ def _find_fastest_stream_plan(
     exhaustive : bool
         Whether to try the most strips, which takes seconds for large images, even where these are unlikely to fit.
     """
-    graph, best, tried, fixed = plan.graph, None, list[tuple[Plan, StripwisePlan]](), isinstance(rows_per_strip, int)
+    graph, best_plan, candidates = plan.graph, None, list[tuple[Plan, StripwisePlan]]()
+    fixed_strips = isinstance(rows_per_strip, int)
     lengths = [
         nodes
         for nodes in range(len(graph.node_ends) - 1, 0, -1)
         if _can_run_nodes_in_strips(graph, nodes, plan.grid, regions)
     ]
-    whole = {nodes: StripwisePlan.of(graph, nodes, plan.grid, 1) for nodes in lengths}
-    least = {nodes: multiplications_per_sample(graph, _with_all_checkpoints(stream)) for nodes, stream in whole.items()}
-    for nodes in lengths if rows_per_strip is not None else sorted(lengths, key=lambda nodes: least[nodes]):
-        if least[nodes] >= max_work:
+    one_strip_streams = {nodes: StripwisePlan.of(graph, nodes, plan.grid, 1) for nodes in lengths}
+    min_work = {
+        nodes: multiplications_per_sample(graph, _with_all_checkpoints(stream))
+        for nodes, stream in one_strip_streams.items()
+    }
+    for nodes in lengths if rows_per_strip is not None else sorted(lengths, key=lambda nodes: min_work[nodes]):
+        if min_work[nodes] >= max_work:
             continue
-        candidate, stream = compile_stream(whole[nodes]), whole[nodes]
+        candidate, stream = compile_stream(one_strip_streams[nodes]), one_strip_streams[nodes]
         if isinstance(rows_per_strip, int):
             stream = stream.with_strips(-(-stream.rows // rows_per_strip))
         if exhaustive or candidate.needed_bytes_with(None) < max_bytes:
-            stream = _stream_with_fewest_strips(candidate, stream, max_bytes, 0 if fixed else stream.rows, exhaustive)
-        tried.append((candidate, stream))
-        for work, fitting_stream in _fitting_streams(candidate, stream, max_bytes, max_work, fixed):
+            stream = _stream_with_fewest_strips(
+                candidate, stream, max_bytes, 0 if fixed_strips else stream.rows, exhaustive
+            )
+        candidates.append((candidate, stream))
+        for work, fitting_stream in _fitting_streams(candidate, stream, max_bytes, max_work, fixed_strips):
             if (candidate := compile_stream(fitting_stream)).needed_bytes <= max_bytes:
-                best, max_work = candidate, work
+                best_plan, max_work = candidate, work
                 break
-        if rows_per_strip is not None and best is not None:
+        if rows_per_strip is not None and best_plan is not None:
             break
-    return best, tried
+    return best_plan, candidates
 
 
 def _can_run_nodes_in_strips(graph: Graph, num_nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
     """Return whether the first nodes can run in strips without dividing a segment of `find_regions`."""
     steps, value = graph.node_ends[num_nodes]
     if not any(step.layer is not None for step in graph.steps[:steps]) or any(
-        not _can_run_step_in_strips(step, graph, grid, last=step.output_value == value) for step in graph.steps[:steps]
+        not _can_run_step_in_strips(step, graph, grid, is_last=step.output_value == value)
+        for step in graph.steps[:steps]
     ):
         return False
     return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in graph.steps[steps:])
 
 
-def _can_run_step_in_strips(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
+def _can_run_step_in_strips(step: Step, graph: Graph, grid: GridShape, is_last: bool) -> bool:
     """Return whether a step can run in strips: exact scheme, bounded window, partitioned weights only if last."""
     layer, shape = step.layer, graph.shapes[step.inputs[0]]
-    if len(graph.shapes[step.output_value]) < 2 and not last:
+    if len(graph.shapes[step.output_value]) < 2 and not is_last:
         return False
     if layer is None:
         return True
@@ -214,7 +221,7 @@ def _can_run_step_in_strips(step: Step, graph: Graph, grid: GridShape, last: boo
         and (window is None or not window.wraps)
         and (layer.views_receptive_window_in_strips or layer.view_window_for(shape, grid) == window)
         and (layer.views_receptive_window_in_strips or layer.adds_output_halo or layer.halos_for(shape, grid) == halos)
-        and (last or not any(parameter.layout.is_partitioned for parameter in layer.parameters_for(shape).values()))
+        and (is_last or not any(parameter.layout.is_partitioned for parameter in layer.parameters_for(shape).values()))
     )
 
 
@@ -278,23 +285,27 @@ def _count_strips_that_fit(strips: int, needed_bytes: int, free_bytes: int) -> i
 
 
 def _stream_with_fewest_strips(
-    plan: Plan, stream: StripwisePlan, max_bytes: int, most: int, exhaustive: bool
+    plan: Plan, stream: StripwisePlan, max_bytes: int, max_strips: int, exhaustive: bool
 ) -> StripwisePlan:
-    """Return the stream in the fewest strips, from its own number up to `most`, that fits in memory.
+    """Return the stream in the fewest strips, from its own number up to `max_strips`, that fits in memory.
 
     If none is likely to fit, return a stream that does not fit. With `exhaustive`, a stream that does not fit is
     returned only if none fits.
     """
-    if exhaustive and plan.needed_bytes_with(shortest := stream.with_strips(max(most, stream.grid.strips))) > max_bytes:
+    if (
+        exhaustive
+        and plan.needed_bytes_with(shortest := stream.with_strips(max(max_strips, stream.grid.strips))) > max_bytes
+    ):
         return shortest
     base_bytes = plan.needed_bytes_with(None)
     strips, free_bytes, last_try = stream.grid.strips, max(1, max_bytes - base_bytes), (0, 0)
-    while (size := plan.needed_bytes_with(stream) - base_bytes) > free_bytes and strips < most:
-        fixed = (strips * size - last_try[0] * last_try[1]) / (strips - last_try[0])  # memory independent of strips
-        if last_try[0] and fixed > 2 * free_bytes and not exhaustive:
+    while (stream_bytes := plan.needed_bytes_with(stream) - base_bytes) > free_bytes and strips < max_strips:
+        # memory independent of strips
+        fixed_bytes = (strips * stream_bytes - last_try[0] * last_try[1]) / (strips - last_try[0])
+        if last_try[0] and fixed_bytes > 2 * free_bytes and not exhaustive:
             break
-        last_try = strips, size
-        strips = min(most, 8 * strips, max(strips + 1, int(strips * size / free_bytes)))
+        last_try = strips, stream_bytes
+        strips = min(max_strips, 8 * strips, max(strips + 1, int(strips * stream_bytes / free_bytes)))
         strips = -(-stream.rows // (stream.rows // strips))  # the fewest strips of this length
         stream = stream.with_strips(strips)
     return stream

@@ -180,13 +180,13 @@ class LayerPlan:
         ]
         if self._gather is not None:
             declared_plans.append(((self._gather.channels,), self._gather.plan(tile)))
-        planned = sorted(piece.source.size * shape[-1] for shape, plan in declared_plans for piece in plan.sends)
-        actual = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
-        if actual != planned:
+        planned_sizes = sorted(piece.source.size * shape[-1] for shape, plan in declared_plans for piece in plan.sends)
+        actual_sizes = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
+        if actual_sizes != planned_sizes:
             raise PlanMismatchError(
-                f"layer '{self.name}' ({self.class_name}): its arrays send messages of {actual} elements per sample,"
-                f" but halos_for and gathered_gradient_shape_and_window declare {planned}; declare every array that"
-                " register_array returns"
+                f"layer '{self.name}' ({self.class_name}): its arrays send messages of {actual_sizes} elements per"
+                f" sample, but halos_for and gathered_gradient_shape_and_window declare {planned_sizes}; declare every"
+                " array that register_array returns"
             )
 
     def forward_multiplications(self, tile: int) -> int:
@@ -270,11 +270,15 @@ class LayerPlan:
         """Elements per sample that each tile sends in an exact backward pass."""
         return self.classes.per_tile(lambda tile: sum(self.sent_message_sizes(tile)[1]))
 
-    def halo_bytes_by_tile(self, samples: int, itemsize: int, needs_dx: bool = True, forwards: int = 1) -> list[float]:
+    def halo_bytes_by_tile(
+        self, samples: int, itemsize: int, needs_dx: bool = True, num_forwards: int = 1
+    ) -> list[float]:
         """Return the bytes of halos that each tile sends in a training step; arguments as for `halo_bytes_of`."""
-        return self.classes.per_tile(lambda tile: self.halo_bytes_of(tile, samples, itemsize, needs_dx, forwards))
+        return self.classes.per_tile(lambda tile: self.halo_bytes_of(tile, samples, itemsize, needs_dx, num_forwards))
 
-    def halo_bytes_of(self, tile: int, samples: int, itemsize: int, needs_dx: bool = True, forwards: int = 1) -> float:
+    def halo_bytes_of(
+        self, tile: int, samples: int, itemsize: int, needs_dx: bool = True, num_forwards: int = 1
+    ) -> float:
         """Return the bytes of halos that a tile sends in a training step, by the layer's scheme.
 
         Parameters
@@ -283,26 +287,28 @@ class LayerPlan:
             Samples of one replica.
         needs_dx : bool
             Whether the gradient of the layer's input is needed.
-        forwards : int
+        num_forwards : int
             Number of forward exchanges.
         """
         gathered_sizes, returned_sizes = ([n * samples for n in messages] for messages in self.sent_message_sizes(tile))
         needed = needs_dx or self.adds_output_halo  # weights of a transposed convolution need neighbours' gradients
         backward_bytes = self.scheme.mean_bytes(returned_sizes, itemsize, "backward") if needed else 0
-        return forwards * self.scheme.mean_bytes(gathered_sizes, itemsize, "forward") + backward_bytes
+        return num_forwards * self.scheme.mean_bytes(gathered_sizes, itemsize, "forward") + backward_bytes
 
-    def reduction_bytes_per_rank(self, samples: int, itemsize: int, group_sizes: dict[str, int], calls: int = 1) -> int:
+    def reduction_bytes_per_rank(
+        self, samples: int, itemsize: int, group_sizes: dict[str, int], num_micro_batches: int = 1
+    ) -> int:
         """Return the bytes that a rank contributes to the layer's reductions in a training step.
 
         Parameters
         ----------
         group_sizes : dict of group to int
             Number of ranks of each group.
-        calls : int
+        num_micro_batches : int
             Number of micro-batches.
         """
         return sum(
-            sums.result_elements(samples, calls) * itemsize
+            sums.result_elements(samples, num_micro_batches) * itemsize
             for sums in self.reductions
             if sums.group and group_sizes[sums.group] > 1 and (sums.direction == "forward" or self.needs_input_gradient)
         )

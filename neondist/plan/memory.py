@@ -53,8 +53,10 @@ def _place_in_order(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[
     offsets: dict[int, int] = {}
     for at in order:
         start = 0
-        met = [other for other in offsets if ranges[at].overlaps(ranges[other])]
-        for lo, hi in sorted((offsets[other], offsets[other] + ranges[other].elements_per_sample) for other in met):
+        overlapping = [other for other in offsets if ranges[at].overlaps(ranges[other])]
+        for lo, hi in sorted(
+            (offsets[other], offsets[other] + ranges[other].elements_per_sample) for other in overlapping
+        ):
             if start + ranges[at].elements_per_sample <= lo:
                 break
             start = max(start, hi)

@@ -248,9 +248,19 @@ class Plan(Sequence[LayerPlan]):
             max(sum(map(len, plan.sent_message_sizes(t))) for t in plan.classes.representatives) for plan in self
         )
         ranks_by_group = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        sums = sum(ranks_by_group[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group)
-        summed = sum(count for name, count in self.reduction_bytes(0).items() if name not in (GRADIENTS, LOSS))
-        return Workload(flops * work_factor, traffic_bytes * work_factor, messages, sent, sums, summed, self.parameters)
+        num_reductions = sum(
+            ranks_by_group[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group
+        )
+        reduction_bytes = sum(count for name, count in self.reduction_bytes(0).items() if name not in (GRADIENTS, LOSS))
+        return Workload(
+            flops * work_factor,
+            traffic_bytes * work_factor,
+            messages,
+            sent,
+            num_reductions,
+            reduction_bytes,
+            self.parameters,
+        )
 
     def pretraining_bytes_sent(self) -> list[tuple[str, int, int]]:
         """Return each pretraining stage with the bytes per step sent by the busiest rank and by all ranks."""
@@ -346,19 +356,24 @@ class Plan(Sequence[LayerPlan]):
     def sections(self) -> list[PlannedSection]:
         """Sections of the nodes after the stream: one, or about sqrt(nodes) of them with recomputation."""
         start = 0 if self.stream is None else self.stream.num_nodes
-        nodes = len(self.graph.node_ends) - 1 - start
+        num_nodes = len(self.graph.node_ends) - 1 - start
         # nodes without steps are not a section of their own
-        ends, sharded = self.graph.node_ends, self.graph.sharded_vectors
-        costs = [inf if ends[at] == ends[start] or ends[at][1] in sharded else 0 for at in range(start, start + nodes)]
-        cuts = [start + at for at in (recompute_cuts(costs) if self.training.recompute else (0, nodes))]
-        layers = {id(plan.layer): plan for plan in self}
+        ends, sharded_vectors = self.graph.node_ends, self.graph.sharded_vectors
+        costs = [
+            inf if ends[at] == ends[start] or ends[at][1] in sharded_vectors else 0
+            for at in range(start, start + num_nodes)
+        ]
+        cuts = [start + at for at in (recompute_cuts(costs) if self.training.recompute else (0, num_nodes))]
+        plan_by_layer_id = {id(plan.layer): plan for plan in self}
         sections = []
-        for first, last in pairwise(cuts) if nodes else ():
+        for first, last in pairwise(cuts) if num_nodes else ():
             graph, segments = self.graph.subgraph(first, last), dict[int, Segment]()
             if self.training.strips is not None:
-                graph, segments = group_into_segments(graph, layers, self.grid, self.training.strips, self.itemsize)
+                graph, segments = group_into_segments(
+                    graph, plan_by_layer_id, self.grid, self.training.strips, self.itemsize
+                )
             begin_step, _ = self.graph.node_ends[first]
-            first_plan = next((layers.get(id(step.layer)) for step in self.graph.steps[begin_step:]), None)
+            first_plan = next((plan_by_layer_id.get(id(step.layer)) for step in self.graph.steps[begin_step:]), None)
             extended_input = None if first_plan is None else first_plan.regions[0]
             regions = {} if extended_input is None else {0: extended_input}
             sections.append(
@@ -366,7 +381,7 @@ class Plan(Sequence[LayerPlan]):
                     first,
                     last,
                     graph,
-                    {**layers, **segments},
+                    {**plan_by_layer_id, **segments},
                     self.grid,
                     regions,
                     first > 0,

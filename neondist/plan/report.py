@@ -69,7 +69,7 @@ class SplittableTable:
 def layer_table(
     plans: Sequence[LayerPlan],
     costs: Sequence[TrainingCosts],
-    peak: int,
+    peak_bytes: int,
     bytes_by_heading: Mapping[str, Mapping[str, int]],
     pretraining_stages: Iterable[tuple[str, int, int]],
     stream_text: str = "",
@@ -78,7 +78,7 @@ def layer_table(
 
     Parameters
     ----------
-    peak : int
+    peak_bytes : int
         Maximum bytes for views and gradients on a rank.
     bytes_by_heading : dict of text to dict of name to int
         Bytes per layer on a rank of the largest replica, by heading.
@@ -92,8 +92,8 @@ def layer_table(
 
     table = SplittableTable([*_shape_columns(plans), *_cost_columns(plans, costs)], split_at=5)
     notes = [
-        f"planned peak: {format_size(peak)} for views and gradients, which share memory, on the rank using the most"
-        " memory",
+        f"planned peak: {format_size(peak_bytes)} for views and gradients, which share memory, on the rank using the"
+        " most memory",
         *filter(None, [stream_text]),
         *(f"{heading}: {_format_total_and_parts(counts)}" for heading, counts in bytes_by_heading.items() if counts),
         *(

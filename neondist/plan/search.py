@@ -102,8 +102,9 @@ def sort_choices(
     candidates = []
     for item in plans:
         plan, schemes = item if isinstance(item, PlanWithSchemes) else (item, None)
-        load, ranks = plan.workload, plan.grid.size
-        specs, untiled_specs, num_slots = load.parameters.specs, load.untiled_specs, load.parameters.slots_per_parameter
+        workload, ranks = plan.workload, plan.grid.size
+        specs, untiled_specs = workload.parameters.specs, workload.untiled_specs
+        num_slots = workload.parameters.slots_per_parameter
         for number, builder in enumerate(builders):
             strategy_key = str(number), specs
             if strategy_key not in strategies:
@@ -117,7 +118,9 @@ def sort_choices(
                 strategies[strategy_key].check_parameters_match(specs)
                 strategies[strategy_key].check_owners_exist(ranks)
             sync = estimate_sync_costs(strategies[strategy_key].parameters, untiled_specs, ranks, num_slots, machine)
-            seconds = dict(zip(STEP_PARTS, (*_step_part_seconds(load, plan.grid, machine), sync.seconds), strict=True))
+            seconds = dict(
+                zip(STEP_PARTS, (*_step_part_seconds(workload, plan.grid, machine), sync.seconds), strict=True)
+            )
             strategy = replace(strategies[strategy_key], grid=_grid_factors(plan.grid), schemes=schemes)
             candidates.append(GridChoice(plan, strategy, seconds, sync))
     return sorted(candidates, key=lambda choice: choice.sort_key)
@@ -125,7 +128,7 @@ def sort_choices(
 
 def choose_fastest_grid(
     candidates: Sequence[GridChoice],
-    limit: int | None,
+    max_bytes: int | None,
     fit_plan: Callable[[ModelPlan, int], ModelPlan] | None = None,
     backend: str | None = None,
     local_ranks: int | None = None,
@@ -134,7 +137,7 @@ def choose_fastest_grid(
 
     Parameters
     ----------
-    limit : int or None
+    max_bytes : int or None
         Bytes per rank; None: no limit.
     fit_plan : callable, optional
         Returns a plan in strips that fits in memory; called if no choice fits.
@@ -149,31 +152,32 @@ def choose_fastest_grid(
         Nothing fits.
     """
     fitting_choices, exclusion_reasons = list[GridChoice](), list[str]()
-    least = 1 << 62
+    min_bytes = 1 << 62
     for choice in candidates:
-        needed_bytes = max_needed_bytes(choice) if limit is not None else 0
-        least = min(least, needed_bytes)
-        if limit is None or needed_bytes <= limit:
+        needed_bytes = max_needed_bytes(choice) if max_bytes is not None else 0
+        min_bytes = min(min_bytes, needed_bytes)
+        if max_bytes is None or needed_bytes <= max_bytes:
             fitting_choices.append(choice)
         elif not fitting_choices:
             exclusion_reasons.append(
-                f"{choice_label(choice)}: needs {format_bytes(needed_bytes)} per rank, more than {format_bytes(limit)}"
+                f"{choice_label(choice)}: needs {format_bytes(needed_bytes)} per rank,"
+                f" more than {format_bytes(max_bytes)}"
             )
         if len(fitting_choices) == 2:
             break
-    if not fitting_choices and limit is not None and fit_plan is not None:
+    if not fitting_choices and max_bytes is not None and fit_plan is not None:
         for choice in candidates:
             if choice.strategy.schemes:  # strips require the scheme halo
                 continue
             try:
-                return replace(choice, plan=fit_plan(choice.plan, limit)), None, exclusion_reasons
+                return replace(choice, plan=fit_plan(choice.plan, max_bytes)), None, exclusion_reasons
             except UserError:
                 continue
     if not fitting_choices:
-        sufficient_limit = format_limit_for(least, local_ranks or candidates[0].plan.grid.size, backend)
+        sufficient_limit = format_limit_for(min_bytes, local_ranks or candidates[0].plan.grid.size, backend)
         raise ConfigError(
-            f"memory: a rank may use {format_bytes(limit or 0)}, but needs {format_bytes(least)} or more with any grid"
-            f" and strategy; give memory: {sufficient_limit} or more, or use more ranks or smaller batches"
+            f"memory: a rank may use {format_bytes(max_bytes or 0)}, but needs {format_bytes(min_bytes)} or more with"
+            f" any grid and strategy; give memory: {sufficient_limit} or more, or use more ranks or smaller batches"
         )
     return fitting_choices[0], fitting_choices[1] if len(fitting_choices) > 1 else None, exclusion_reasons
 

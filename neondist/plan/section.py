@@ -259,19 +259,22 @@ def group_into_segments(
     return _merge_steps(graph, segment_by_first_step, inner_steps), segments
 
 
-def _merge_steps(graph: Graph, segment_by_first_step: dict[int, Segment], inside: set[int]) -> Graph:
+def _merge_steps(graph: Graph, segment_by_first_step: dict[int, Segment], inner_steps: set[int]) -> Graph:
     steps: list[Step] = []
-    shapes, number = [graph.shapes[0]], {0: 0}
-    count = {0: 0}
+    shapes, new_values = [graph.shapes[0]], {0: 0}
+    step_counts = {0: 0}
     for at, step in enumerate(graph.steps):
-        if at not in inside:
+        if at not in inner_steps:
             layer = segment_by_first_step.get(at, step.layer)
-            steps.append(Step(layer, step.join, tuple(number[v] for v in step.inputs), len(steps) + 1))  # type: ignore[arg-type]
+            steps.append(Step(layer, step.join, tuple(new_values[v] for v in step.inputs), len(steps) + 1))  # type: ignore[arg-type]
             shapes.append(())
         shapes[len(steps)] = graph.shapes[step.output_value]
-        number[step.output_value] = len(steps)
-        count[at + 1] = len(steps)
-    node_ends = [INSIDE_SEGMENT if done in inside else (count[done], number[value]) for done, value in graph.node_ends]
+        new_values[step.output_value] = len(steps)
+        step_counts[at + 1] = len(steps)
+    node_ends = [
+        INSIDE_SEGMENT if done in inner_steps else (step_counts[done], new_values[value])
+        for done, value in graph.node_ends
+    ]
     return Graph(steps, shapes, node_ends)
 
 

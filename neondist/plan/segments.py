@@ -54,22 +54,24 @@ def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None
 
 def _chain_segments(links: Chain, grid: GridShape, samples: int | None, is_first_chain: bool) -> Iterator[Chain]:
     """Yield the segments of a chain: at least two layers with windows, or layers that read an extended tile."""
-    at = 0
-    while at < len(links):
-        layer = windowed_layer(*links[at], grid)
+    begin = 0
+    while begin < len(links):
+        layer = windowed_layer(*links[begin], grid)
         fusion = None if layer is None else fusion_scheme_or_none(layer.scheme)
         if layer is None or fusion is None or fusion.layers == 1:
-            at += 1
+            begin += 1
             continue
-        end, wide = _segment_end(links, at, layer, fusion.layers, grid), fusion.reads_extended_tile
-        if wide and (not is_first_chain or not all(is_pointwise(node, shape, grid) for node, shape in links[:at])):
+        end, wide = _segment_end(links, begin, layer, fusion.layers, grid), fusion.reads_extended_tile
+        if wide and (not is_first_chain or not all(is_pointwise(node, shape, grid) for node, shape in links[:begin])):
             raise _scheme_error(layer, _FIRST_LAYERS_ONLY_MESSAGE)
         profile = fusion.planner_profile(grid.size, samples)
         if profile is not None:
-            yield from _divide_into_segments(profile, links[at : end + 1], grid, needs_dx=not is_first_chain or at > 0)
-        elif wide or end > at:
-            yield links[0 if wide else at : end + 1]
-        at = end + 1
+            yield from _divide_into_segments(
+                profile, links[begin : end + 1], grid, needs_dx=not is_first_chain or begin > 0
+            )
+        elif wide or end > begin:
+            yield links[0 if wide else begin : end + 1]
+        begin = end + 1
 
 
 def _segment_end(links: Chain, begin: int, first_layer: Layer, max_layers: int, grid: GridShape) -> int:
@@ -103,10 +105,10 @@ def _divide_into_segments(profile: MachineProfile, links: Chain, grid: GridShape
 
 
 def layers_with_regions(
-    segment: Chain, grid: GridShape, is_single: bool = False, wide: bool | None = None
+    segment: Chain, grid: GridShape, is_single: bool = False, extends_input: bool | None = None
 ) -> list[LayerWithRegions]:
     """Return the layers of a segment with their regions; `is_single`: a single layer without recomputation."""
-    regions = {} if is_single else regions_of(segment, grid, wide)
+    regions = {} if is_single else regions_of(segment, grid, extends_input)
     layers = [(node.leaves[0], shape) for node, shape in segment]
     return [LayerWithRegions(layer, shape, regions.get(id(layer), (None, None))) for layer, shape in layers]
 

@@ -115,7 +115,7 @@ class StripwisePlan:
             kept_share = (
                 0.0
                 if part.stream_below_cut is None
-                else part._num_kept / (part.grid.num_last_strips or part.grid.strips)
+                else part._num_kept_strips / (part.grid.num_last_strips or part.grid.strips)
             )
             multiplications += kept_share * part._backward_multiplications(part.backward_sweep_stops) + (
                 1 - kept_share
@@ -162,20 +162,20 @@ class StripwisePlan:
         *cuts, nodes = self.cuts
         value = self.graph.node_ends[nodes][1]
         cell_parts = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
-        extended_output = hull_partition(*(self._union_over_strips(part, self._num_kept) for part in cell_parts))
-        grid = replace(self.grid, num_last_strips=self._num_kept)
+        extended_output = hull_partition(*(self._union_over_strips(part, self._num_kept_strips) for part in cell_parts))
+        grid = replace(self.grid, num_last_strips=self._num_kept_strips)
         return StripwisePlan(
             self.graph.subgraph(0, nodes), nodes, grid, cuts=tuple(cuts), extended_output=extended_output
         )
 
     @property
-    def _num_kept(self) -> int:
+    def _num_kept_strips(self) -> int:
         """Number of strips of a tile whose gradients are kept at cuts."""
         return self.num_strips_with_kept_gradients or self.grid.num_last_strips or self.grid.strips
 
     def strips_with_kept_gradients(self, tile: int) -> list[int]:
         """Return the strips of a tile whose gradients are kept."""
-        return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._num_kept :]
+        return [] if self.stream_below_cut is None else list(self._first_axis_parts(tile))[-self._num_kept_strips :]
 
     @property
     def parts(self) -> list[StripwisePlan]:
