@@ -147,11 +147,11 @@ class _MultiGenerationRun:
         self.is_failure_counted = True
         hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
         self.log_event("loss", what=ending.failure_message, host=", ".join(hosts) or None)
-        progress, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
+        attempt, excluded = f"restart {self.restarts} of {self.arguments.restarts}", ""
         if hosts and self.roster.host_pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
             excluded = f"; {', '.join(hosts)} {verb} excluded for {self.roster.host_pool.cooldown:g} s"
-        say(f"{progress}: {ending.failure_message}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
+        say(f"{attempt}: {ending.failure_message}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def report_host_change(self, members: GenerationMembers) -> None:
         """Report a change of hosts, and what the next generation resumes from."""

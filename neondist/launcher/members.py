@@ -202,8 +202,8 @@ class RankRoster:
         If a run of fixed size cannot continue without a lost host, that host is not excluded.
         """
         if self.host_pool is None:
-            smaller = self._largest_members_within(self.ranks - 1)
-            self.ranks = smaller.ranks if smaller is not None else self.ranks
+            smaller_members = self._largest_members_within(self.ranks - 1)
+            self.ranks = smaller_members.ranks if smaller_members is not None else self.ranks
             return []
         hosts = [self.host_pool.listed_host_of(node) for node in lost_nodes] or [
             members.host_of_rank(rank) for rank in silent_ranks
@@ -231,8 +231,8 @@ class RankRoster:
             return False
         if any(self.host_pool.listed_slots.get(host, 0) < count for host, count in members.hosts.items()):
             return True
-        larger = self.choose_members()
-        return larger is not None and larger.ranks > members.ranks
+        larger_members = self.choose_members()
+        return larger_members is not None and larger_members.ranks > members.ranks
 
     def find_unusable_hosts(self, members: GenerationMembers) -> dict[str, str]:
         """Return unusable hosts with reasons; nodes of a resource file are checked at the start of a job."""
@@ -310,8 +310,8 @@ class HostWatcher:
 
     def _exclude_unusable_hosts(self) -> bool:
         """Exclude unusable new hosts, and report each once; return whether there were any."""
-        larger = self._roster.choose_members()
-        reasons = {} if larger is None else self._roster.find_unusable_hosts(larger)
+        larger_members = self._roster.choose_members()
+        reasons = {} if larger_members is None else self._roster.find_unusable_hosts(larger_members)
         if self._roster.host_pool is not None:
             for message in self._roster.host_pool.exclude_unusable(reasons):
                 say(message)
