@@ -99,7 +99,7 @@ class AutoDist:
             self.grid = ProcessGrid(SingleTransport() if job is None else None, **(factors or {}))
         self._scoped_models: list[Model] = []
         self._module_scope: Any = None
-        self._owner_steps: Any = None
+        self._partitioned_steps: Any = None
         self._scope_entered = self._has_divided_steps = self._inside_function = False
         if self.grid.rank and not self.grid.world.shares_process:
             self.grid.on_close(_mute_stdout())
@@ -173,7 +173,7 @@ class AutoDist:
             from ..torch.training.scope_script import ScopeScriptAdapter
 
             self._divide_steps_among_owners()
-            models += ScopeScriptAdapter.create(self._module_scope, self._owner_steps)
+            models += ScopeScriptAdapter.create(self._module_scope, self._partitioned_steps)
         if not models:
             raise ConfigError(
                 "session: there is no model; create one inside `with d.scope():` first"
@@ -215,9 +215,9 @@ class AutoDist:
                 " leave out the compressor, or use ndt.DistributedOptimizer"
             ).mark_raised_on_all_ranks()
         if plan.shares and self.grid.size > 1:
-            from ..torch.training.owner_steps import PartitionedOptimizerSteps
+            from ..torch.training.partitioned_steps import PartitionedOptimizerSteps
 
-            self._owner_steps = PartitionedOptimizerSteps(self._module_scope.parameters, self.grid, plan)
+            self._partitioned_steps = PartitionedOptimizerSteps(self._module_scope.parameters, self.grid, plan)
 
     def _share_random_states(self) -> None:
         """Broadcast the random states of rank 0, so that weights and shuffles are the same on every rank."""

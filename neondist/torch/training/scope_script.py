@@ -19,7 +19,7 @@ from ..module.module_scope import ModuleScope
 from ..module.parameters import MODULE_KEY, whole_arrays
 from ..module.weights import as_array, create_optimizer_state, optimizer_state_tensors, state_tensors
 from .losses_and_optimizers import updates_any
-from .owner_steps import PartitionedOptimizerSteps
+from .partitioned_steps import PartitionedOptimizerSteps
 from .script import ModuleScriptAdapter
 
 
