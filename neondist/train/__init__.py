@@ -16,8 +16,7 @@ from .callbacks.stopping import StopOnSignal, TimeLimit
 from .callbacks.watchdog import Watchdog
 from .checkpoint_evaluation import evaluate_checkpoint
 from .describe import describe_experiment
-from .experiment import FitExperiment
-from .experiment_run import RunResult
+from .experiment import FitExperiment, RunResult
 from .inference import evaluate_files, forecast, predict
 from .loop import evaluate, fit
 from .pretrain import pretrain

@@ -1,9 +1,11 @@
-"""Experiment: a model, a data set and training settings; checks of its settings, and its run."""
+"""Experiment: a model, a data set and training settings, and its run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,28 +17,54 @@ from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.augment import Transform
 from ..errors import ConfigError
-from ..io.output import lock_folder
+from ..io.output import CHECKPOINT, discard_run_if_untrained, lock_folder, output_files
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
+from ..plan import Plan
 from ..registry import Registered
 from ..registry.arguments import type_checked
 from ..registry.ranges import Count, Index
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import resolve_grid
-from ..system.memory import min_free_bytes_per_rank
-from .callbacks.best_epoch import Best
-from .callbacks.checkpoint import CheckpointSchedule
+from ..system.job import GENERATION_VARIABLE
+from ..system.memory import convert_memory_error, min_free_bytes_per_rank
+from .callbacks.best_epoch import Best, BestCheckpointAndEarlyStopping
+from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.hook import Hook, open_hooks
 from .callbacks.loggers import MetricLogger
+from .callbacks.master_statistics import JobStatisticsHook
 from .callbacks.progress_bar import ProgressBar
-from .consistency import check_same_lines_on_ranks, format_settings_to_compare
-from .experiment_run import RunResult, run_in_locked_folder
+from .callbacks.snapshots import open_snapshot_store
+from .consistency import check_same_data_on_ranks, check_same_lines_on_ranks, format_settings_to_compare
 from .grid_factors import apply_dist_mode, parse_grid_factors
-from .state import RESERVED_METRIC_NAMES
+from .loop import train_loop
+from .pretrain import pretrain_stages
+from .run_setup import connect_to_servers, file_writing_hooks, start_messages, write_initial_files
+from .starting_point import initialise_or_resume_run
+from .state import RESERVED_METRIC_NAMES, EpochRecord, Stop, TrainState
 from .validate import validate_experiment
 
 if TYPE_CHECKING:
     from ..services.training import AsyncWorkerSpec
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Results of a run.
+
+    Attributes
+    ----------
+    files : list of Path
+        Written files.
+    history : list of EpochRecord
+        One record per complete epoch.
+    stop : Stop or None
+        Reason and exit code, if a hook or a signal has stopped the run.
+    """
+
+    files: list[Path] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
+    stop: Stop | None = None
 
 
 class FitExperiment(Registered):
@@ -247,9 +275,67 @@ class FitExperiment(Registered):
                 settings = format_settings_to_compare(self, plan, resume)
             check_same_lines_on_ranks(grid.world, settings)
             with lock_folder(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
-                return run_in_locked_folder(
+                return _run_in_locked_folder(
                     self, plan, grid, folder, resume, init_from, yaml_text, hooks, snapshot, worker
                 )
+
+
+def _run_in_locked_folder(
+    experiment: FitExperiment,
+    plan: Plan,
+    grid: ProcessGrid,
+    folder: Path | None,
+    resume: bool | str,
+    init_from: str | Path | None,
+    yaml_text: str | None,
+    hooks: list[Hook],
+    snapshot: int | Literal["auto"] | None,
+    worker: AsyncWorkerSpec | None,
+) -> RunResult:
+    """Run a validated experiment in a locked folder."""
+    model, dataset = experiment.model, experiment.dataset
+    dataset.open(grid.with_tiles(plan.overlapping_tiles), checked=True, augment=experiment.augment, seed=model.seed)
+    check_same_data_on_ranks(grid, dataset)
+    with all_or_none(grid.world), convert_memory_error("model", "fewer or smaller layers"):
+        model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
+    model.step = model.steps_without_optimizer = 0
+    run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
+    run.start_messages += start_messages(experiment, plan)
+    under_supervisor = GENERATION_VARIABLE in os.environ
+    store = open_snapshot_store(folder, grid.world) if folder is not None and (resume or under_supervisor) else None
+    start = initialise_or_resume_run(run, folder, resume, init_from, store)
+    model.remote_update = remote = connect_to_servers(experiment, run, grid, worker, resume)
+    # first, so that all other hooks see the completed record
+    statistics = [JobStatisticsHook(worker)] if folder is not None and worker is not None and worker.index == 0 else []
+    writers: list[Hook] = []
+    if folder is not None:
+        write_initial_files(experiment, grid, folder, start.resumed, yaml_text, under_supervisor or worker is not None)
+        checkpoint = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, yaml_text)
+        with_pictures = worker is None or worker.index == 0
+        writers = file_writing_hooks(folder, checkpoint, store, snapshot, with_pictures)
+    with (
+        closing(dataset),
+        nullcontext() if remote is None else closing(remote),
+        convert_memory_error("model", "smaller batches, or fewer or smaller layers"),
+    ):
+        if experiment.best is not None:
+            best_hook = BestCheckpointAndEarlyStopping(experiment.best, experiment.metrics, folder, yaml_text)
+            best_hook.end_if_already_stopped_early(run)
+            writers.insert(0, best_hook)  # before the checkpoint from which a run resumes
+        for logger in experiment.loggers:
+            logger.set_run_folder(folder, yaml_text)
+        writers.extend(experiment.loggers)
+        if not start.pretraining_complete:
+            pretraining_args = start.resumed_pretraining_stage, experiment.checkpoint, yaml_text
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, *pretraining_args)
+        if run.stop is None:
+            is_new = not (start.resumed or under_supervisor or worker)
+            with discard_run_if_untrained(grid.world, folder, lambda: is_new and run.step == 0):
+                train_loop(run, [*statistics, *hooks, *writers], experiment.metrics)
+            if folder is not None:
+                model.export(folder)
+    files = output_files(folder) if folder is not None and grid.rank == 0 else []
+    return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
 def add_misclassification(metrics: Sequence[Metric] | None) -> list[Metric]:
