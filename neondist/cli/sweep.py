@@ -32,7 +32,7 @@ from ..system.signals import INTERRUPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from ..terminal.console import escape_invisible, say
 from ..terminal.progress_line import ProgressLine, preparation_progress
 from ..train import Best
-from ..train.html_elements import escape_html, html_page, is_plottable, table_html, value_html
+from ..train.html_elements import escape_html, html_page, is_plottable, table_html, value_html, value_text
 from ..train.html_report import read_epoch_records
 from ..train.svg_plot import line_plot_svg
 from . import options
@@ -361,12 +361,12 @@ def _report_results(study: Study, folder: Path) -> int:
     names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
     header = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
     rows = [
-        [value_html(v) for v in (t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys))]
+        [t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys)]
         for t in trials
     ]  # fmt: skip
     trial_table = Table(*header)
     for row in rows:
-        trial_table.add_row(*row)
+        trial_table.add_row(*map(value_text, row))
     Console(soft_wrap=True).print(trial_table)
     completed = [t for t in trials if t.state.name == "COMPLETE"]
     results = [(t.number, float(t.value or 0), t.params) for t in sorted(completed, key=lambda t: t.number)]
@@ -384,7 +384,7 @@ def _report_results(study: Study, folder: Path) -> int:
                logarithmic_x=getattr(trials[0].distributions[key], "log", False),
                best_point=_best_trial_plot_point(trials[0], key), x_label=key)
           for key, values in points.items() if values),
-        table_html(header, rows), f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
+        table_html(header, [map(value_html, row) for row in rows]), f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])
     return 0

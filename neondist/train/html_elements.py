@@ -64,11 +64,16 @@ def axis_range_and_is_logarithmic(values: Sequence[float]) -> tuple[float, float
     return 0.0 if starts_at_zero else low, high, is_logarithmic
 
 
-def value_html(value: Any) -> str:
-    """Return a value as HTML text."""
+def value_text(value: Any) -> str:
+    """Return a value as the text of a table cell."""
     if is_plottable(value):
         return f"{value:,}" if type(value) is int else f"{value:.5g}"
-    return "" if value is None else escape_html(str(value))
+    return "" if value is None else str(value)
+
+
+def value_html(value: Any) -> str:
+    """Return a value as HTML text."""
+    return escape_html(value_text(value))
 
 
 def escape_html(text: str, max_length: int = 200) -> str:

@@ -117,6 +117,13 @@ def test_small_space_is_exhausted(run_sweep, capsys):
     assert sorted(trials) == [f"model.layers.0.out_channels={n}, epochs=1" for n in (1, 2)]
 
 
+def test_values_are_printed_as_text(run_sweep, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "start_training", FakeTrial)
+    assert run_sweep("--vary", "strategy=[\"AllReduce(compressor='fp16')\"]", "--output", "x") == 0
+    assert " \"AllReduce(compressor='fp16')\" " in capsys.readouterr().out.splitlines()[-5]
+    assert "&quot;AllReduce" in (tmp_path / "x/sweep.html").read_text()
+
+
 class FakeTrial:
     """Process of a trial with decreasing losses: it trains one epoch per poll, and one more when terminated."""
 
