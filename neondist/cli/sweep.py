@@ -201,8 +201,11 @@ def _run_trials(
 
     trials, running_trials, stop_code = _propose_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
     progress = ProgressLine(unit="trial", file=sys.stderr, delay=0)
-    num_finished = len([t for t in study.trials if t.state.is_finished()])
-    progress.set_total_parts(len(_all_combinations(arguments.trials, spaces)) or arguments.trials, num_finished)
+    finished_trials = [t for t in study.trials if t.state.is_finished()]
+    num_repeated = len(finished_trials) - len({str(sorted(t.params.items())) for t in finished_trials})
+    num_combinations = len(_all_combinations(arguments.trials, spaces))
+    num_trials = num_combinations + num_repeated if num_combinations else arguments.trials
+    progress.set_total_parts(num_trials, len(finished_trials))
     while True:
         while len(running_trials) < arguments.jobs and not stop_code and (trial := next(trials, None)) is not None:
             trial_folder = _trial_folder(folder, trial.number)
@@ -263,10 +266,12 @@ def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterato
         else:  # interrupted while this trial was sampled
             study.tell(trial.number, state=TrialState.FAIL)
     combinations = _all_combinations(count, spaces)
+    for combination in combinations:  # an earlier call with fewer trials may have drawn any of them
+        study.enqueue_trial(combination, skip_if_exists=True)
+        if study.get_trials(deepcopy=False, states=[TrialState.WAITING]):
+            yield study.ask(spaces)
     started_trials = [trial for trial in study.trials if trial.state != TrialState.WAITING]
-    for number in range(len(started_trials), len(combinations) or count):
-        if combinations:
-            study.enqueue_trial(combinations[number], skip_if_exists=True)
+    for number in range(len(started_trials), 0 if combinations else count):
         study.sampler = TPESampler(seed=number)
         yield study.ask(spaces)
 
@@ -276,7 +281,9 @@ def _domain_values(domain: Any) -> Sequence[Any]:
     if hasattr(domain, "choices"):
         return list(domain.choices)
     count = int((domain.high - domain.low) / domain.step + 1.5) if domain.step else 0
-    return [domain.low + at * domain.step for at in range(count)] if count <= _MAX_COMBINATIONS else ()
+    return (
+        [min(domain.low + at * domain.step, domain.high) for at in range(count)] if count <= _MAX_COMBINATIONS else ()
+    )
 
 
 def _trial_folder(folder: Path, number: int) -> Path:
@@ -384,7 +391,8 @@ def _report_results(study: Study, folder: Path) -> int:
                logarithmic_x=getattr(trials[0].distributions[key], "log", False),
                best_point=_best_trial_plot_point(trials[0], key), x_label=key)
           for key, values in points.items() if values),
-        table_html(header, [map(value_html, row) for row in rows]), f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
+        table_html(header, [map(value_html, row) for row in rows]),
+        f"<h2>Best experiment</h2><pre>{escape_html(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])
     return 0

@@ -117,6 +117,18 @@ def test_small_space_is_exhausted(run_sweep, capsys):
     assert sorted(trials) == [f"model.layers.0.out_channels={n}, epochs=1" for n in (1, 2)]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("first_count", [1, 2, 3])
+def test_small_space_is_exhausted_after_fewer_trials(run_sweep, capsys, monkeypatch, first_count):
+    monkeypatch.setattr(sweep, "start_training", FakeTrial)
+    spaces = "model.layers.0.out_channels=1..2", "model.optimizer.learning_rate=0.1..0.3:0.1"
+    words = ["--vary", *spaces, "--output", "x", "--trials"]
+    assert run_sweep(*words, str(first_count)) == 0
+    assert run_sweep(*words, "20") == 0
+    trials = re.findall("^trial .: (.*, .*):", capsys.readouterr().out, re.M)
+    assert len(set(trials)) == 6
+
+
 def test_values_are_printed_as_text(run_sweep, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "start_training", FakeTrial)
     assert run_sweep("--vary", "strategy=[\"AllReduce(compressor='fp16')\"]", "--output", "x") == 0
