@@ -20,7 +20,8 @@ class PoolingKernels:
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and, for the backward pass, the position of each window's first maximum (row-major).
 
-        Therefore, ties do not depend on tiles. The encoding of positions is private to these kernels.
+        Therefore, the choice among equal maxima does not depend on the tiles. The encoding of positions is private to
+        these kernels.
         """
         xp, ones = self.xp, (1,) * len(kernel)
         out_extent = output_extent(x.shape[1:-1], kernel, stride, ones)

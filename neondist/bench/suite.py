@@ -25,8 +25,8 @@ WARM_ALLOCATOR_ENV = {
 NEONDIST_VARIANTS = {"ranks": "ranks that share the cores", "one": "one process with all cores"}
 TORCH_VARIANTS = {
     "eager": "eager mode, channels-last",
-    "warm": "eager mode with a warm allocator",
-    "compile": "torch.compile with a warm allocator",
+    "warm": "eager mode with an allocator that keeps freed memory",
+    "compile": "torch.compile with the same allocator",
 }
 Results = dict[str, Any]
 

@@ -77,7 +77,7 @@ def create_record_reader(definition: ModelDefinition, source: str, mode: Mode) -
 def create_samples(
     definition: ModelDefinition, source: str, mode: Mode, skip_bad: bool, verbose: bool = True
 ) -> RecordSamples:
-    """Return the samples that `feed` returns for a source's records, without bad ones if `skip_bad`."""
+    """Return the samples that `definition.feed` returns for a source's records, without bad ones if `skip_bad`."""
     reader = create_record_reader(definition, source, mode)
     bad = reader.find_bad_records() if skip_bad else []
     if bad and verbose:

@@ -132,8 +132,8 @@ def _check_backends(warnings: list[str]) -> list[tuple[str, str]]:
             " without a C compiler; install one, such as gcc, and reinstall neondist"
         )
     lines.append(("compiled kernels", "yes" if is_compiled else "no"))
-    label = f"takes {selected.name}, the first of {', '.join(choice.name for choice in choices)}" if selected else ""
-    return [*lines, ("auto", f"{label} that is usable" if selected else "finds none")]
+    names = ", ".join(choice.name for choice in choices)
+    return [*lines, ("auto", f"takes {selected.name}, the first usable of {names}" if selected else "finds none")]
 
 
 def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
@@ -147,7 +147,8 @@ def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
                 f"{name}={setting} is more than {counted(cores, 'core')}; unset it to let neondist divide the cores"
             )
     reason = pinning.unpinned_reason(os.environ)
-    note = f"ranks of `neondist run -n N` are pinned to their own cores, up to {counted(cores, 'thread')} in total"
+    condition = f"if they have at most {counted(cores, 'thread')} in total"
+    note = f"ranks of `neondist run -n N` are pinned to their own cores {condition}"
     lines.append(("pinning", f"no: {reason}" if reason else f"{note}; {pinning.PIN_VARIABLE}=no switches it off"))
     lines += [("library", text) for text in _describe_thread_pools()]
     return lines

@@ -176,7 +176,7 @@ class TaskSpecDef:
         if self.is_ps():
             if not self.ps_hosts:
                 raise ConfigError(f"create_server: parameter server {self.index} has no address; add it to ps_hosts")
-            services = import_module("neondist.services.job")  # by name: a higher layer with gRPC
+            services = import_module("neondist.services.job")  # imported by name: services depend on this package
             sys.exit(services.run_server_task(self.ps_hosts[self.index]))
         if self.is_evaluator() or self.num_ps:
             return None
@@ -191,7 +191,7 @@ class TaskSpecDef:
         if job is not None and (job.size or 1) > 1:
             raise ConfigError(
                 f"create_server: task '{self.type}' is already an MPI job of {job.size} ranks; start the ranks of"
-                " all workers as one job, without addresses, and pass their number to ProcessGrid as replicas"
+                " all workers as one job, without addresses, and pass the number of workers to ProcessGrid as replicas"
             )
         address = self.master or self.worker_hosts[0]
         if not has_port(address):
@@ -250,14 +250,14 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
             return _create_task(names, task_type="worker", index=index, num_workers=workers, generation=generation)
     for kind in hosts:
         raise ConfigError(
-            f"JOB_NAME: missing, but {_HOST_VARIABLES[kind]} is set; set it to master, worker, ps or evaluator"
+            f"JOB_NAME: missing, but {_HOST_VARIABLES[kind]} is set; set JOB_NAME to master, worker, ps or evaluator"
         )
     return TaskSpecDef()
 
 
 def _import_torch_transport() -> Any:
     try:
-        return import_module("neondist.torch.exchange.transport")  # by name: a higher layer with PyTorch
+        return import_module("neondist.torch.exchange.transport")  # imported by name: that package depends on this one
     except ImportError:
         raise LaunchError("create_server: connecting tasks needs PyTorch: pip install 'neondist[torch]'") from None
 
@@ -290,7 +290,7 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
 
 
 def _create_task(names: Mapping[str, str], cluster: Iterable[str] = (), **arguments: Any) -> TaskSpecDef:
-    """Return the task; errors name the variable that `names` has for an argument or task type, or else for ''."""
+    """Return the task. `names` maps arguments and task types to the variables that errors name; '' is the default."""
     try:
         task = TaskSpecDef(**arguments)
     except ConfigError as error:

@@ -12,9 +12,9 @@ import numpy as np
 
 
 class ComputeTurns:
-    """Semaphore that lets at most `at_once` virtual ranks compute at a time, first come, first served.
+    """Semaphore that lets at most `max_running_ranks` virtual ranks compute at a time, first come, first served.
 
-    With at_once=1 the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
+    If it is 1, the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
     whose turn it is; all ranks begin with the caller's states.
 
     Attributes

@@ -46,7 +46,7 @@ class FieldMetadata:
     mean, std : array (C,)
         Mean and standard deviation over the training range; the network predicts (x - mean) / std.
     climatology : array (*tile, C), or None
-        Mean over the training range of each cell owned by this rank, in physical units.
+        Mean of each cell of this rank over the training range, in physical units.
     input_names : sequence of str
         Names of the input channels.
     input_units : sequence of str

@@ -2,8 +2,9 @@
 
 In reading order. global_array: an activation, its view for a window, and the gradient of the view. buffer: the memory
 of one view. exchange: gathering of halo cells from their owners, and the adjoint, which scatters and adds. padding:
-cells copied from inside the image or the tile. policies: border schemes, one file each. fusion: schemes for several
-layers, which recompute cells of other tiles, with an exact exchange. redistribute: moves activations to another grid.
+cells copied from inside the image or the tile. policies: border schemes, one file each. fusion: schemes that fuse
+several layers: the exchange is exact, and tiles recompute cells of other tiles. redistribute: moves activations to
+another grid.
 """
 
 from .exchange import HaloExchange, HaloRecord, PackedExchange, Phase

@@ -40,7 +40,7 @@ def decompressed_size(codec: str, compressed: bytes | memoryview, limit: int) ->
 
 
 def deflate_fits_limit(compressed_size: int, limit: int) -> bool:
-    """Return whether deflated data of this size cannot exceed `limit`, or an accepted size, when decompressed."""
+    """Return whether deflated data of this size cannot inflate beyond `limit`, or the size always accepted."""
     return _MAX_DEFLATE_RATIO * compressed_size <= max(limit, _ALWAYS_ACCEPTED_BYTES)
 
 

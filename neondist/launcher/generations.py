@@ -20,7 +20,7 @@ from ..system.signals import STOPPED_EXIT_CODE
 from ..terminal.console import counted, say
 from ..train.validate import experiment_grid_shape
 from . import restarts
-from .launch import launch, monitor_addresses, report_failure
+from .launch import launch, report_failure, supervisor_addresses
 from .members import (
     HOST_WAIT_SECONDS,
     GenerationMembers,
@@ -55,7 +55,7 @@ def run_generations(
     """
     arguments.signals.needs_cleanup = True
     log = None if experiment is None else RunEventLog(arguments.folder, bool(arguments.resume))
-    addresses = monitor_addresses(os.environ) if arguments.source is None else list_own_addresses()
+    addresses = supervisor_addresses(os.environ) if arguments.source is None else list_own_addresses()
     with SnapshotKeepers(addresses) as snapshot_keepers, ExitStack() as stack:
         if arguments.source is not None:
             stack.callback(arguments.source.wait_closed)

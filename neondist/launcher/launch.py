@@ -64,7 +64,7 @@ def launch(
         env = rank_environment(mpirun, ranks, os.environ, pin_ranks=placement is None) | {**(variables or {})}
         if arguments.begun is not None:
             env[JOB_START_TIME_VARIABLE] = str(arguments.begun)
-        addresses = monitor_addresses(os.environ) if placement is None else placement.supervisor_addresses()
+        addresses = supervisor_addresses(os.environ) if placement is None else placement.supervisor_addresses()
         lease = arguments.lease or LEASE_SECONDS
         with create_temporary_job_folders(mpirun, env) as job, Monitor(ranks, addresses, lease) as monitor:
             env |= {**job.environment, **monitor.environment}
@@ -101,7 +101,7 @@ def may_span_machines(env: Mapping[str, str]) -> bool:
     return spans_nodes or any(name in env for name in (*_HOST_LIST_VARIABLES, *_HOST_FILE_VARIABLES))
 
 
-def monitor_addresses(env: Mapping[str, str]) -> list[str]:
+def supervisor_addresses(env: Mapping[str, str]) -> list[str]:
     """Return the addresses of this machine at which ranks reach their supervisor."""
     return list_own_addresses() if may_span_machines(env) else [LOOPBACK_ADDRESS]
 

@@ -106,7 +106,7 @@ class LCNLayer(Layer):
         return self.local_window.halos_by_method(input_shape)[method]
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return the reductions of the mean deviation, in fprop and bprop, if it is used."""
+        """Return the reductions of the mean deviation, in the forward and backward pass, if it is used."""
         directions = ("forward", "backward") if self.uses_mean_deviation else ()
         return [Reduction(direction, "tiles", result_elements_per_sample=1) for direction in directions]
 
@@ -174,7 +174,9 @@ class LCNLayer(Layer):
         _, dsigma = self._divisor_and_deviation_gradients(ctx, dy)
         if self.uses_mean_deviation:
             own_dsigma = ctx.owned(dsigma, ctx.output_box)
-            own_dsigma += self._image_mean(ctx, ctx.reduced)  # least rises with every deviation of the image
+            own_dsigma += self._image_mean(
+                ctx, ctx.reduced
+            )  # the minimum divisor rises with every deviation of the image
         dvariance = dsigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(
             self.channel_mean_square_array,
@@ -192,7 +194,7 @@ class LCNLayer(Layer):
         return dview
 
     def _divisor_and_deviation_gradients(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
-        """Return the gradients of max(least, deviation) and, through this maximum, of the deviation."""
+        """Return the gradients of max(minimum divisor, deviation) and, through this maximum, of the deviation."""
         dscale = self._channel_mean(dy * ctx.v[centred_slices(ctx.v, dy)]) * dy.shape[-1]
         ddivisor = -dscale * ctx.scale * ctx.scale
         return ddivisor, ctx.xp.where(ctx.sigma > ctx.least, ddivisor, 0)

@@ -72,7 +72,7 @@ class GradientSync(ABC):
         self.own_gradients_finite = True
 
     def record_finiteness(self, are_finite: Any) -> None:
-        """Record whether some of this rank's gradients are finite; all ranks learn of non-finite gradients."""
+        """Record whether a part of this rank's gradients is finite; all ranks learn of non-finite gradients."""
         self.own_gradients_finite = self.own_gradients_finite & are_finite
 
     @abstractmethod

@@ -20,7 +20,7 @@ SPARSE_HEADER_BYTES = 16  # bytes per rank of the header with the numbers of row
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """The trained parameters of a model of either kind on every rank of a grid.
+    """The trained parameters of a model of layers or a PyTorch module on every rank of a grid.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class ParameterPlan:
         return any(sum(box.size > 0 for box in share.boxes) > 1 for share in self.shares.values())
 
     def num_parameters_on(self, rank: int) -> int:
-        """Return the number of parameter elements on a rank: all, or only the elements of its tile."""
+        """Return the number of parameter elements on a rank: all of untiled parameters, and of tiled ones its tile."""
         return sum(item.elements_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
     def reduction_bytes(self, rank: int, num_norms: int = 0) -> int:

@@ -68,7 +68,7 @@ class Master(Service):
         self._lock = threading.Lock()
         self._queue: TaskQueue | None = None
         self._parameters: dict[str, int] = {}
-        self._minibatches_without_update: set[MinibatchId] = set()
+        self._skipped_minibatches: set[MinibatchId] = set()
         self._loss_and_samples_by_epoch: dict[int, tuple[float, int]] = {}
         self._workers: set[str] = set()
         self.servers_match_queue = self.results_saved = path is None
@@ -129,8 +129,8 @@ class Master(Service):
         minibatch = MinibatchId.parse(request.sequence("credit"))
         if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
             with self._lock:
-                self._minibatches_without_update.add(minibatch)
-                note_text = json.dumps(sorted(self._minibatches_without_update))
+                self._skipped_minibatches.add(minibatch)
+                note_text = json.dumps(sorted(self._skipped_minibatches))
                 self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, note_text)
         credited = self._require_queue().applied(task_id, upto)
         if credited and "loss" in request.fields:
@@ -250,8 +250,8 @@ class Master(Service):
         if counts["todo"] or counts["doing"]:
             return f"{expected_samples} of {records * epochs} records, each once"
         absent = sample_counts.keys() - set(applied)
-        if absent - self._minibatches_without_update:
-            num_missing = len(absent - self._minibatches_without_update)
+        if absent - self._skipped_minibatches:
+            num_missing = len(absent - self._skipped_minibatches)
             raise ServiceError(f"a server lacks {num_missing} of {len(sample_counts)} minibatches; start the job again")
         absent_text = counted(len(absent), "minibatch", "minibatches")
         suffix = f", but for {absent_text} whose gradients were not finite" if absent else ""
@@ -266,7 +266,7 @@ class Master(Service):
         )
         self._store_parameters()
         minibatches = json.loads(self._queue.load_note(_WITHOUT_UPDATE_NOTE) or "[]")
-        self._minibatches_without_update = {MinibatchId.parse(minibatch) for minibatch in minibatches}
+        self._skipped_minibatches = {MinibatchId.parse(minibatch) for minibatch in minibatches}
 
     def _store_parameters(self) -> None:
         queue = self._require_queue()

@@ -31,26 +31,26 @@ class MinibatchId(NamedTuple):
 class AppliedMinibatches:
     """Minibatches whose gradients have been applied.
 
-    All minibatches of epochs before `first_listed_epoch` have been applied, and are not listed.
+    All minibatches of epochs before `first_tracked_epoch` have been applied, and are not listed.
     """
 
     def __init__(self) -> None:
-        self.first_listed_epoch = 0
+        self.first_tracked_epoch = 0
         self._masks: dict[tuple[int, int], int] = {}
 
     def __contains__(self, minibatch: MinibatchId) -> bool:
         mask = self._masks.get(minibatch[:2], 0)
-        return minibatch.epoch < self.first_listed_epoch or bool(mask >> minibatch.index_in_task & 1)
+        return minibatch.epoch < self.first_tracked_epoch or bool(mask >> minibatch.index_in_task & 1)
 
     def add(self, minibatch: MinibatchId) -> None:
         """Record that a gradient has been applied."""
-        if minibatch.epoch >= self.first_listed_epoch:
+        if minibatch.epoch >= self.first_tracked_epoch:
             self._masks[minibatch[:2]] = self._masks.get(minibatch[:2], 0) | 1 << minibatch.index_in_task
 
     def drop_through_epoch(self, epoch: int) -> None:
         """Drop the entries of all epochs up to `epoch`, whose minibatches then count as applied."""
-        self.first_listed_epoch = max(self.first_listed_epoch, epoch + 1)
-        self._masks = {key: mask for key, mask in self._masks.items() if key[0] >= self.first_listed_epoch}
+        self.first_tracked_epoch = max(self.first_tracked_epoch, epoch + 1)
+        self._masks = {key: mask for key, mask in self._masks.items() if key[0] >= self.first_tracked_epoch}
 
     def to_list(self) -> list[MinibatchId]:
         """Return the listed minibatches, in order."""
@@ -64,14 +64,14 @@ class AppliedMinibatches:
     def to_json(self) -> dict[str, Any]:
         """Return a canonical JSON value that `parse` accepts."""
         masks = [[epoch, task, f"{mask:x}"] for (epoch, task), mask in sorted(self._masks.items())]
-        return {"first_listed_epoch": self.first_listed_epoch, "applied": masks}
+        return {"first_tracked_epoch": self.first_tracked_epoch, "applied": masks}
 
     @classmethod
     def parse(cls, fields: Any) -> AppliedMinibatches:
         """Return the minibatches in a JSON value; MessageError if it is invalid."""
         minibatches = cls()
         try:
-            minibatches.first_listed_epoch = int(fields["first_listed_epoch"])
+            minibatches.first_tracked_epoch = int(fields["first_tracked_epoch"])
             for epoch, task, mask in fields["applied"]:
                 minibatches._masks[int(epoch), int(task)] = int(mask, 16)
         except (TypeError, KeyError, ValueError):
@@ -81,9 +81,9 @@ class AppliedMinibatches:
     def union(self, other: AppliedMinibatches) -> AppliedMinibatches:
         """Return the minibatches in either of two sets."""
         combined = AppliedMinibatches()
-        combined.first_listed_epoch = max(self.first_listed_epoch, other.first_listed_epoch)
+        combined.first_tracked_epoch = max(self.first_tracked_epoch, other.first_tracked_epoch)
         for key in self._masks.keys() | other._masks.keys():
-            if key[0] >= combined.first_listed_epoch:
+            if key[0] >= combined.first_tracked_epoch:
                 combined._masks[key] = self._masks.get(key, 0) | other._masks.get(key, 0)
         return combined
 
@@ -91,8 +91,8 @@ class AppliedMinibatches:
     def intersection(sets: Sequence[AppliedMinibatches]) -> AppliedMinibatches:
         """Return the minibatches in all of several sets."""
         common = AppliedMinibatches()
-        earliest = min(sets, key=lambda minibatches: minibatches.first_listed_epoch)
-        common.first_listed_epoch = earliest.first_listed_epoch
+        earliest = min(sets, key=lambda minibatches: minibatches.first_tracked_epoch)
+        common.first_tracked_epoch = earliest.first_tracked_epoch
         for minibatch in earliest.to_list():  # lists all minibatches of these epochs
             if all(minibatch in minibatches for minibatches in sets):
                 common.add(minibatch)

@@ -16,7 +16,7 @@ from .state import EpochRecord
 from .svg_plot import line_plot_svg
 
 _MAX_TABLE_ROWS = 1000
-"""Limit of workers and servers in the tables."""
+"""Maximum number of workers or servers in a table."""
 
 
 def server_job_html(folder: Path, records: Sequence[EpochRecord]) -> list[str]:

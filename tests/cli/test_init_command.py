@@ -268,7 +268,7 @@ def test_init_recognises_folders_of_masks(tmp_path, monkeypatch, images, masks):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a/0.png": (16, 16, 3), "b/0.png": (16, 16)}, "convert it (neondist data convert --mode RGB), or remove it"),
+        ({"a/0.png": (16, 16, 3), "b/0.png": (16, 16)}, "remove it, or convert all (neondist data convert --mode RGB)"),
         ({"images/0.png": (16, 16), "images/1.png": (16, 16), "masks/0_mask.png": (16, 16)}, "no mask called 0"),
         ({"images/0.png": (16, 16), "images/1.png": (16, 16), "masks/1.png": (16, 16)}, "name masks like their images"),
         ({"images/0.png": (16, 16), "masks/0.png": (8, 8)}, "make them match"),

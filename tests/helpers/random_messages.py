@@ -65,8 +65,8 @@ FIELD_VALUES = (
     {"kind": "neondist", "name": "SGD", "arguments": {"learning_rate": "x"}},
     {"kind": "neondist", "name": "SGD", "arguments": {"what": 1}},
     {"kind": "neondist", "name": "os.system", "arguments": {}},
-    *({"sync": True, "grads_to_wait": 0}, {"first_listed_epoch": 0, "applied": []}),
-    {"first_listed_epoch": 0, "applied": [[0, 0, "zz"]]},
+    *({"sync": True, "grads_to_wait": 0}, {"first_tracked_epoch": 0, "applied": []}),
+    {"first_tracked_epoch": 0, "applied": [[0, 0, "zz"]]},
 )
 
 

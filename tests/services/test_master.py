@@ -105,7 +105,9 @@ def test_training_loss_of_all_workers():
             history=[EpochRecord(train_loss=own)],
         )
         hook, epochs = JobStatisticsHook(None), []
-        hook._query_master = lambda epoch, total=total, epochs=epochs: epochs.append(epoch) or {"train_loss": total}
+        hook._fetch_job_statistics = lambda epoch, total=total, epochs=epochs: (
+            epochs.append(epoch) or {"train_loss": total}
+        )
         hook.after_epoch(run)
         np.testing.assert_equal(run.history[0], {"train_loss": expected, "job": {"train_loss": total}})
         assert epochs == [2]

@@ -133,7 +133,7 @@ def test_invalid_credits_are_rejected(value):
 
 
 @pytest.mark.parametrize(
-    "value", [{}, {"first_listed_epoch": 0, "applied": [[1, 2]]}, {"first_listed_epoch": "x", "applied": []}]
+    "value", [{}, {"first_tracked_epoch": 0, "applied": [[1, 2]]}, {"first_tracked_epoch": "x", "applied": []}]
 )
 def test_invalid_descriptions_are_rejected(value):
     with pytest.raises(MessageError):

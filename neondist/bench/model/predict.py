@@ -51,11 +51,11 @@ def fastest_grid(
     shapes = candidate_grids(count, experiment())
     if len(shapes) == 1:
         return shapes[0]
-    times = [
+    predicted_seconds = [
         predict_step(shape, machine, profile(experiment(), shape, COMPARISON_SECONDS))["seconds_per_step"]
         for shape in shapes
     ]
-    return shapes[times.index(min(times))]
+    return shapes[predicted_seconds.index(min(predicted_seconds))]
 
 
 def profile_with_progress(progress: ProgressLine, num_profiles: int) -> ProfileFunction:

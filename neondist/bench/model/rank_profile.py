@@ -43,7 +43,7 @@ class RankProfile:
     message_log : messages that the rank would send
     held_bytes : memory of the rank in bytes
     memory_traffic : minimum bytes read and written by the computation
-    recomputed_fraction : products that strips compute twice, relative to the products of all layers computed once
+    recomputed_fraction : multiplications that strips repeat, relative to those of all layers computed once
     seconds_per_cell : seconds for one output cell of one sample, by layer
     """
 
@@ -130,7 +130,7 @@ def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
 
 
 def recomputed_fraction(plan: Plan, tile: int) -> float:
-    """Return the products that strips compute twice, relative to the products of all layers computed once."""
+    """Return the multiplications that strips repeat, relative to those of all layers computed once."""
     total = sum(count_multiplications(p) * p.layer.output_tile.size / max(1, prod(p.output_shape[:-1])) for p in plan)
     done = once = 0.0
     for segment in plan.segments:

@@ -127,7 +127,9 @@ def _read_array_info(path: Path, file: Any, group: str, name: str) -> ArrayInfo:
     full = f"{group.strip('/')}/{name}".lstrip("/")
     array = find_object(file, full)
     if array is None:
-        raise DataError(f"{path}: has no array '{full}'; it has {', '.join(array_names(file)) or 'none'}: choose one")
+        names = ", ".join(array_names(file))
+        remedy = f"choose one of {names}" if names else "it has no arrays: specify another file"
+        raise DataError(f"{path}: has no array '{full}'; {remedy}")
     if not isinstance(array, h5py.Dataset) or not is_numeric(array):
         raise DataError(f"{path}: '{full}' is not an array of numbers; specify one")
     if 0 in array.shape or not array.shape:

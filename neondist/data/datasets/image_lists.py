@@ -130,7 +130,7 @@ def require_same_format(items: Sequence[ImageEntry], extents: tuple[int, ...], w
         if (item.shape[-1], item.dtype, len(item.shape)) != (first.shape[-1], first.dtype, len(first.shape)):
             raise DataError(
                 f"{item.name}: is {_describe(item)}, but {first.name} is {_describe(first)}; all images must have the"
-                " same channels and dtype: convert it (neondist data convert --mode RGB), or remove it"
+                " same number of axes, channels and dtype: remove it, or convert all (neondist data convert --mode RGB)"
             )
         if whole_images and item.shape != first.shape:
             raise DataError(

@@ -95,8 +95,8 @@ class ChunkCheck:
         if size == 0:
             raise self._damage_error(offset, "is damaged")
         if size is not None and size != self._chunk_bytes:
-            size_text = size if size < self._chunk_bytes else "more"
-            raise self._damage_error(offset, f"unpacks to {size_text} instead of {self._chunk_bytes} bytes")
+            size_text = f"{size} instead of" if size < self._chunk_bytes else "more than"
+            raise self._damage_error(offset, f"unpacks to {size_text} {self._chunk_bytes} bytes")
 
     def _decompressed_size(self, compressed: bytes, filter_mask: int) -> int | None:
         """Return the decompressed size of a chunk, or any size above the limit; None if only HDF5 can determine it."""

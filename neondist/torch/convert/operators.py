@@ -46,7 +46,7 @@ def conversion_table() -> list[tuple[str, str, list[str]]]:
 
 
 def _count_spatial_axes(net: NetworkBuilder, x: TracedValue, expected_count: int = 0) -> int:
-    """Return the number of spatial axes; reject reshaped values, and numbers of axes other than `axes`, if given."""
+    """Return the number of spatial axes; reject reshaped values, and numbers other than `expected_count`, if given."""
     axis_count = len(x.shape) - 2
     if not x.matches_layer_axes or (expected_count and axis_count != expected_count):
         net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")

@@ -38,7 +38,7 @@ def trigger_recompute(ctx: Any) -> Any:
 
 
 class ExchangeView(torch.autograd.Function):
-    """View that a rank needs of a partitioned tensor; the adjoint sums the gradients of all views."""
+    """View of a partitioned tensor that a rank needs; the adjoint sums the gradients of all views."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class SumGradientOverRanks(torch.autograd.Function):
 
 
 class CountGradientOnce(torch.autograd.Function):
-    """Parameter used in replicated work: its gradient counts on only one of the ranks."""
+    """Parameter used in replicated work: its gradient is counted on only one of the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, is_counted: bool) -> torch.Tensor:
@@ -171,7 +171,7 @@ class SumParameterGradients(torch.autograd.Function):
     def forward(
         ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], are_unaliased: Sequence[bool], *tensors: torch.Tensor
     ) -> Any:
-        """Return the parameters, or this rank's parts of them; `unaliased`: whether each gradient may be modified."""
+        """Return the parameters, or this rank's parts of them; `are_unaliased`: whether gradients may be modified."""
         ctx.comm, ctx.parts, ctx.are_unaliased, ctx.shapes = (
             comm,
             parts,

@@ -124,7 +124,7 @@ class PlanCosts:
     def _count_flops(self, step: Step) -> tuple[int, int]:
         if step.kind == "ring":
             return self._ring_flops(step)
-        if step.kind != "local" or step.kind_args is not None:  # or this rank has an empty result
+        if step.kind != "local" or step.kind_args is not None:  # kind_args: the local result is empty
             return 0, 0
         assert step.run is not None
         if step.blocks is not None and prod(step.blocks.block_counts) > MAX_BLOCKS_TO_RUN:

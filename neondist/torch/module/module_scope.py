@@ -39,7 +39,9 @@ class ModuleScope:
         """Context that records each module to which a parameter or a submodule is added."""
 
         def record_module(module: nn.Module, name: str, value: Any) -> None:
-            if threading.get_ident() == self._thread_id and not self._is_distributing:  # not of other virtual ranks
+            if (
+                threading.get_ident() == self._thread_id and not self._is_distributing
+            ):  # other virtual ranks are other threads
                 self._is_submodule.setdefault(module, False)
                 if isinstance(value, nn.Module):
                     self._is_submodule[value] = True

@@ -32,7 +32,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     """Optimizer whose state is partitioned over the ranks."""
 
     def gather_slots(self, slot_names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-        """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `names`. Collective."""
+        """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `slot_names`. Collective."""
         raise NotImplementedError
 
     def load_slots(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -318,7 +318,7 @@ def _products_of_others(a: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 @rule("aten.renorm.default")
 def renorm(lowering: Lowering, x: Value, p: float, dim: int, maxnorm: float) -> Value:
-    """Decompose for slices longer than maxnorm only; for others, the decomposition's gradient may be NaN."""
+    """Decompose for slices whose norm exceeds maxnorm only; for others, the decomposition's gradient may be NaN."""
     decomposed = decomposition_table[torch.ops.aten.renorm.default]
     dims = set(range(len(x.shape))) - {dim % len(x.shape)}
 

@@ -182,14 +182,14 @@ class DistributedOptimizer(PartitionedOptimizer):
         return result | ({SYNCHRONISATION: sync_tensors} if sync_tensors else {})
 
     def slots(self, slot_names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
-        """Return the optimiser state of this rank's parts; first create the slots in `names`, 'PARAMETER/SLOT'."""
+        """Return the optimiser state of this rank's parts; first create those in `slot_names`, 'PARAMETER/SLOT'."""
         if self._overflow_parameter is not None:
             self._overflow_parameter.grad = None  # the step that creates slots must not update it
         create_optimizer_state(self.parameters.optimizer_parameters, self.optimizer, slot_names)
         return self.parameters.optimizer_slots(self.optimizer)
 
     def gather_slots(self, slot_names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-        """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `names`. Collective."""
+        """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `slot_names`. Collective."""
         return {shard.name: torch.from_numpy(shard.gather(array)) for shard, array in self.slots(slot_names)}
 
     def load_slots(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -99,7 +99,10 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         parameter_list = list(parameters)
         optimizer = call_checked("arguments", self.constructor, parameter_list, **self.options)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"name: must create a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            raise ConfigError(
+                f"name: returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; name a class or a"
+                " function that returns an optimizer"
+            )
         if not {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} <= {
             *map(id, parameter_list)
         }:

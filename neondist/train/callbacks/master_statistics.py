@@ -33,13 +33,13 @@ class JobStatisticsHook(Hook):
     def after_epoch(self, run: TrainState) -> None:
         """Add the statistics to the record."""
         record = run.history[-1]
-        statistics = self._query_master(run.epoch - 1) if run.is_first_rank else None
+        statistics = self._fetch_job_statistics(run.epoch - 1) if run.is_first_rank else None
         if statistics := run.grid.world.bcast(statistics):
             record[JOB_STATISTICS_KEY] = statistics
             if math.isnan(record["train_loss"]) and statistics["train_loss"] is not None:
                 record["train_loss"] = statistics["train_loss"]
 
-    def _query_master(self, epoch: int) -> dict[str, Any] | None:
+    def _fetch_job_statistics(self, epoch: int) -> dict[str, Any] | None:
         from ...services.wire import ServiceClient  # gRPC
 
         try:
