@@ -38,7 +38,7 @@ class OwnedParts:
         Owners' boxes of the parameters, which are contiguous in the flat arrays.
     sparse_row_lengths : sequence of int, optional
         Row length of each parameter; 0 if it is dense. Of sparse parameters, only rows of gradients that are not 0, and
-        rows of values that have changed, are sent.
+        rows of values that have changed, are sent, unless a part is not contiguous.
 
     Attributes
     ----------
@@ -62,16 +62,12 @@ class OwnedParts:
         ]
         own_ends = list(accumulate((part.part_size for part in self._parts[self.rank]), initial=0))
         self.own_spans, self.num_own_elements = list(pairwise(own_ends)), own_ends[-1]
-        ranks = range(reductions.grid.size)
-        flat_ranges_of = [[_contiguous_flat_range(share, rank) for rank in ranks] for share in shares]
-        sparse_tables = dict(enumerate(zip(sparse_row_lengths, flat_ranges_of, strict=False)))
         self._row_exchange = RowExchange(
             reductions,
             [
-                SparseTable(parameter_ends[at], row_length, flat_ranges)
-                for at, (row_length, ranges) in sparse_tables.items()
-                if row_length
-                if len(flat_ranges := [flat_range for flat_range in ranges if flat_range is not None]) == len(ranges)
+                SparseTable(start, row_length, flat_ranges)
+                for start, row_length, share in zip(parameter_ends, sparse_row_lengths, shares, strict=False)
+                if row_length and (flat_ranges := share.flat_ranges) is not None
             ],
         )
         sparse = {table.start for table in self._row_exchange.tables}
@@ -128,16 +124,6 @@ class OwnedParts:
         """Yield, for each round of messages, the parts of each rank that are sent in it."""
         for at in range(max(map(len, self._chunks))):
             yield [chunks[at] if at < len(chunks) else [] for chunks in self._chunks]
-
-
-def _contiguous_flat_range(share: OwnerBoxes, rank: int) -> tuple[int, int] | None:
-    """Return a rank's part as a range of the flat parameter; None if it is not contiguous."""
-    box, row_shape = share.boxes[rank], share.shape[1:]
-    if not box.size:
-        return 0, 0
-    if box.shape[1:] != row_shape:
-        return None
-    return box.lo[0] * prod(row_shape), box.hi[0] * prod(row_shape)
 
 
 def _group_into_chunks(parts: Sequence[_OwnedPart]) -> list[list[_OwnedPart]]:

@@ -144,10 +144,15 @@ class ParameterPlan:
 
         For sparse parameters the result is an upper bound, given the number of samples of the rank's replica.
         """
-        dense = [share for name, share in self.shares.items() if not self.parameters[name].max_rows_per_sample]
+        sparse_names = {
+            name
+            for name, item in self.untiled.items()
+            if item.max_rows_per_sample and (name not in self.shares or self.shares[name].flat_ranges is not None)
+        }
+        dense = [share for name, share in self.shares.items() if name not in sparse_names]
         num_owned, num_total = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
         args = self.grid, samples, self.dtype.itemsize
-        sparse = [(item, self.shares.get(name)) for name, item in self.untiled.items() if item.max_rows_per_sample]
+        sparse = [(self.untiled[name], self.shares.get(name)) for name in sparse_names]
         sparse_bytes = sum(_max_sparse_bytes_sent(item, share, rank, *args) for item, share in sparse)
         return self.dtype.itemsize * (num_total - num_owned + num_owned * (self.grid.size - 1)) + sparse_bytes
 

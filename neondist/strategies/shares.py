@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 from ..geometry import Box, part_range
 from .strategy import ParameterStrategy, Strategy
@@ -27,6 +28,16 @@ class OwnerBoxes:
 
     shape: Shape
     boxes: tuple[Box, ...]
+
+    @property
+    def flat_ranges(self) -> list[tuple[int, int]] | None:
+        """Range of each rank's box in the flat parameter; None if a box is not contiguous."""
+        ranges, row_shape = [], self.shape[1:]
+        for box in self.boxes:
+            if box.size and box.shape[1:] != row_shape:
+                return None
+            ranges.append((box.lo[0] * prod(row_shape), box.hi[0] * prod(row_shape)) if box.size else (0, 0))
+        return ranges
 
 
 def compute_owner_boxes(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, OwnerBoxes]:

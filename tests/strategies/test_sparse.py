@@ -1,9 +1,12 @@
 """Sparse gradients: results of dense gradients under every strategy, and bytes proportional to the rows used."""
 
+from math import prod
+from random import Random
+
 import numpy as np
 import pytest
-from builders import SYNCHRONOUS_STRATEGIES
-from hypothesis import given, settings
+from builders import SYNCHRONOUS_STRATEGIES, draw_strategy
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import neondist as nd
@@ -76,6 +79,23 @@ def test_results_match_one_process(strategy, optimizer, shape, grid):
         assert (sent <= bound).all()
         for name, array in expected.items():
             np.testing.assert_allclose(actual[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@settings(max_examples=12)
+@example(Random(12), (3, 1, 1), (1,))  # divides the rows of a table
+@given(st.randoms(use_true_random=False), st.sampled_from([(2, 1, 1), (3, 1, 1)]), st.sampled_from([(1,), (3, 2, 2)]))
+@pytest.mark.long
+def test_edited_strategies_match_one_process(random, grid, shape):
+    """Rows may be divided between owners; then whole parts are sent, as of dense parameters."""
+    tables = [lambda make: make("Embedding", ROWS, WIDTH)] * 2
+    serial = make_bag_of_words(False, tables, optimizer=nd.Adam(0.1))
+    expected, _ = train_steps(serial, shape, None)
+    strategy = draw_strategy(random, list(serial.compiled.parameters.strategy.specs.values()), prod(grid))
+    body = make_job(lambda: make_bag_of_words(True, tables, optimizer=nd.Adam(0.1), strategy=strategy), shape)
+    for actual, sent, bound in nd.loopback.run(prod(grid), lambda world: body(world, *grid)):
+        assert (sent <= bound).all()
+        for name, array in expected.items():
+            np.testing.assert_allclose(actual[name], array, rtol=1e-8, atol=1e-8, err_msg=name)
 
 
 def encode_one_hot(ids):
