@@ -72,7 +72,7 @@ def check_symbol_ranges(traced, rng, grids=2):
         each.source_atom.origin[1] > 1 or each.reach.out_partition.origin[1] > 1 for each in traced.dependences
     )
     for _ in range(grids):
-        mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial))))
+        mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in range(traced.spatial_ndim))))
         layouts = [even_layout(output, mesh) for output in traced.outputs]
         for rank in range(mesh.size):
             own = ranges_at(layouts, dict(enumerate(mesh.place(rank))))
