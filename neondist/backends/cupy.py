@@ -166,10 +166,8 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(x, y):
             super().normalise(x, norm, y)
             return
-        by_channel, (thread_ranges, threads, index_type) = (
-            self._contiguous_by_channel(norm[:3], x),
-            self._thread_ranges((x, y), len(norm.mean)),
-        )
+        by_channel = self._contiguous_by_channel(norm[:3], x)
+        thread_ranges, threads, index_type = self._thread_ranges((x, y), len(norm.mean))
         arguments = x, *by_channel, y, *thread_ranges, int(norm.fused_relu)
         self._launch(NORMALISE, C_TYPES[str(x.dtype)], "normalise", threads, *arguments, index_type=index_type)
 

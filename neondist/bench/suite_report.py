@@ -179,10 +179,8 @@ def _draw_bars(axes: Any, results: Results) -> None:
     }
     kinds = [kind for kind in labels if any(_bar_height(row, kind) is not None for row in rows)]
     if not kinds:  # neondist alone
-        kinds, labels = (
-            [s for s in NEONDIST_VARIANTS if s in results["variants"]],
-            {"ranks": "ranks, s", "one": "one process, s"},
-        )
+        kinds = [s for s in NEONDIST_VARIANTS if s in results["variants"]]
+        labels = {"ranks": "ranks, s", "one": "one process, s"}
         axes.set(yscale="log", title="a training step", ylabel="seconds")
     else:
         axes.axhline(1, color="k", linewidth=0.8)

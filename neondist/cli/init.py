@@ -194,10 +194,8 @@ def _hdf5_yaml(path: Path) -> str:
     with closing(dataset):
         labels = dataset.train.targets(range(0, len(dataset.train), -(-len(dataset.train) // 20)))
     dataset_yaml, split = f"!HDF5Dataset\n  path: {_quote_yaml(str(path))}", [*dataset.splits][:2][-1]
-    are_maps, are_classes = (
-        labels.ndim > 2,
-        labels.dtype.kind in "iub" and labels.ndim in (1, len(dataset.sample_shape)),
-    )
+    are_maps = labels.ndim > 2
+    are_classes = labels.dtype.kind in "iub" and labels.ndim in (1, len(dataset.sample_shape))
     outputs = labels.shape[-1] if not are_classes else dataset.classes or int(labels.max()) + 1
     if are_classes and are_maps:
         dataset_yaml += f"\n  classes: {outputs}"

@@ -59,10 +59,8 @@ class Redistribution:
         shapes = [cells_by_peer[peer].shape if peer in cells_by_peer else (0,) for peer in self.ranks]
         received_by_peer = dict(enumerate(self.all_to_all(list(sends_by_peer.values()), shapes)))
         for piece in self.plan.local:
-            cells_by_peer[piece.peer], received_by_peer[piece.peer] = (
-                result[_index_in_box(piece, target)],
-                array[_index_in_box(piece, box)],
-            )
+            cells_by_peer[piece.peer] = result[_index_in_box(piece, target)]
+            received_by_peer[piece.peer] = array[_index_in_box(piece, box)]
         for peer in sorted(cells_by_peer):
             yield cells_by_peer[peer], received_by_peer[peer]
 

@@ -241,11 +241,9 @@ class ZarrSink(DraftSink):
         return self._temp_path
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
-        level, stored, stored_box = (
-            self._levels[0],
-            self._stored_axes.to_file(array),
-            self._stored_axes.to_stored_order(cells),
-        )
+        level = self._levels[0]
+        stored = self._stored_axes.to_file(array)
+        stored_box = self._stored_axes.to_stored_order(cells)
         for part, complete in _split_by_chunks(stored_box, level.chunks, level.shape):
             array_part = relative_slices(part, stored_box)
             if complete:

@@ -193,8 +193,6 @@ def _max_sparse_bytes_sent(
     if share is None:
         return num_other_ranks * (SPARSE_HEADER_BYTES + row_message_bytes(num_used_rows, row_length, itemsize))
     own = min(num_rows, -(-share.boxes[rank].size // row_length) + 1)  # + 1: a part may begin and end within rows
-    gradient_bytes, value_bytes = (
-        row_message_bytes(num_used_rows + num_other_ranks, row_length, itemsize),
-        num_other_ranks * row_message_bytes(own, row_length, itemsize),
-    )
+    gradient_bytes = row_message_bytes(num_used_rows + num_other_ranks, row_length, itemsize)
+    value_bytes = num_other_ranks * row_message_bytes(own, row_length, itemsize)
     return 2 * num_other_ranks * SPARSE_HEADER_BYTES + gradient_bytes + value_bytes

@@ -191,11 +191,9 @@ class _ServerFile:
             header = parse_json(file.contents.texts["server"], dict)
             if header["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {header['format']} instead of {FORMAT_VERSION}")
-            self.save_id, self.version, self.samples = (
-                str(header["save"]),
-                int(header["version"]),
-                float(header["samples"]),
-            )
+            self.save_id = str(header["save"])
+            self.version = int(header["version"])
+            self.samples = float(header["samples"])
             self.applied_minibatches = AppliedMinibatches.parse(header["credits"])
             self.layout = ServerLayout.parse(header["layout"])
             self.optimizer = {"kind": str(header["optimizer"]["kind"]), "name": str(header["optimizer"]["name"])}

@@ -279,12 +279,10 @@ class ParameterServer(Service):
         self._state, self._sync_policy = state, policy
         self._staleness_bound = StalenessBound(None if policy.sync else policy.staleness)
         self._incarnation = secrets.token_hex(8)
-        self._pending_gradients, self._gradients_in_round, self._last_push_numbers, self._cached_values_reply = (
-            [],
-            0,
-            {},
-            None,
-        )
+        self._pending_gradients = []
+        self._gradients_in_round = 0
+        self._last_push_numbers = {}
+        self._cached_values_reply = None
         self._hold_deadline = 0.0
 
     def _require_state(self) -> ServerState:

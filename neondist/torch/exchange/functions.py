@@ -172,12 +172,10 @@ class SumParameterGradients(torch.autograd.Function):
         ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], are_unaliased: Sequence[bool], *tensors: torch.Tensor
     ) -> Any:
         """Return the parameters, or this rank's parts of them; `are_unaliased`: whether gradients may be modified."""
-        ctx.comm, ctx.parts, ctx.are_unaliased, ctx.shapes = (
-            comm,
-            parts,
-            are_unaliased,
-            [tensor.shape for tensor in tensors],
-        )
+        ctx.comm = comm
+        ctx.parts = parts
+        ctx.are_unaliased = are_unaliased
+        ctx.shapes = [tensor.shape for tensor in tensors]
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
         tensors_and_parts = zip(tensors, parts, strict=True)

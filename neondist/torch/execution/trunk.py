@@ -320,10 +320,8 @@ def _divide_trunk_to_fit_memory(
             or peak_bytes >= previous_peak
         ):
             return peaks
-        block_counts[longest_axis], previous_peak = (
-            min(2 * block_counts[longest_axis], extents[longest_axis]),
-            peak_bytes,
-        )
+        block_counts[longest_axis] = min(2 * block_counts[longest_axis], extents[longest_axis])
+        previous_peak = peak_bytes
 
 
 def _peak_with_few_blocks(peaks: Mapping[tuple[int, ...], int]) -> int:

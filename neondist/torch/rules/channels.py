@@ -59,10 +59,8 @@ def partition_channel_operands(
         input_channels = merge_atoms((*tiled_dim, Atom(in_channels)))
         if not lowering.is_whole(x, 1) and x.layout[1] != input_channels:
             x = lowering.gather(x, [1])
-        x, channels = (
-            lowering.partition_as(x, replace_dim(x.layout, 1, *input_channels)),
-            merge_atoms((*tiled_dim, Atom(out_channels // groups))),
-        )
+        x = lowering.partition_as(x, replace_dim(x.layout, 1, *input_channels))
+        channels = merge_atoms((*tiled_dim, Atom(out_channels // groups)))
     weight = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 0, *channels))
     return ChannelOperands(x, weight, None if bias is None else lowering.partition_as(bias, (channels,)), channels)
 
