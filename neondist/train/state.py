@@ -81,7 +81,8 @@ class EpochTotals:
     sent_before_resume, summed_before_resume : bytes that all ranks sent, and reduced, before a resume
     sent, summed : bytes that this rank has sent, and reduced, since then
     skipped_samples : samples of steps with a non-finite loss, which are not included in `loss`
-    samples_of_other_workers : samples of other workers, which are not included in `loss` either
+    samples_of_other_workers : samples of other workers, which are not included in `loss` either, minus this worker's
+        samples of earlier epochs, which are included
     """
 
     loss: float = 0.0

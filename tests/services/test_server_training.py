@@ -10,7 +10,9 @@ from parameter_servers import Servers
 import neondist as nd
 from neondist.comm import ProcessGrid, loopback
 from neondist.services.client import ParameterClient
+from neondist.services.progress import AppliedMinibatches
 from neondist.services.training import AsyncWorkerSpec
+from neondist.train.state import Stop
 
 SAMPLES, BATCH_SIZE, EPOCHS = 24, 8, 2
 
@@ -139,6 +141,35 @@ def test_optimizer_state_moves_to_and_from_servers(tmp_path, model, strategies, 
         assert values.keys() == reference.keys()
         for name, value in reference.items():
             np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-12, err_msg=str(name))
+
+
+class StopInEarlierEpoch(nd.Hook):
+    """Return the tasks of the first epoch to the queue, as restored servers do, and stop after the next of them."""
+
+    def __init__(self, job):
+        self.job = job
+
+    def after_epoch(self, run):
+        if run.epoch == 1:
+            self.job.master.reset_tasks(AppliedMinibatches(), [])
+
+    def after_step(self, run):
+        if run.totals.samples_of_other_workers < 0:
+            run.stop = Stop("test")
+
+
+@pytest.mark.long
+def test_run_that_stopped_in_tasks_of_an_earlier_epoch_resumes(tmp_path):
+    def train(*hooks):
+        experiment = make_experiment(make_model, "PS(sync=False)")
+        worker = place_worker(job)
+        return experiment.run(ProcessGrid.serial(), hooks=hooks, worker=worker, output=tmp_path / "run", resume="auto")
+
+    with Servers(1, tmp_path, recover=True) as job:
+        assert train(StopInEarlierEpoch(job)).stop is not None
+        history = train().history
+    assert [record["epoch"] for record in history] == [1, 2]
+    assert all(0 < record["train_loss"] < 2 for record in history)
 
 
 def test_resumed_worker_needs_a_whole_number_of_minibatches(tmp_path):

@@ -118,7 +118,8 @@ class RunProgress:
             require_json_integer(f"'{name}'", values[name])
         for name, value in totals.items():
             if name not in ("loss", "seconds"):
-                require_json_integer(f"'totals.{name}'", value)
+                minimum = 1 - MAX_EXACT_INTEGER if name == "samples_of_other_workers" else 0
+                require_json_integer(f"'totals.{name}'", value, minimum)
             elif type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"'totals.{name}' is not a finite number")
         for part, total in (("steps_without_optimizer", "step"), ("seen", "samples")):
