@@ -43,6 +43,7 @@ _DICTIONARY_ERRORS = (
 )  # fmt: skip
 _TRANSFORM_ERRORS = "Cannot access data pointer", "Cannot access storage"
 _DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
+_OUTPUT_CLASS_PATTERN = re.compile("Found <class '([^']+)'> in output, which is not a known type")
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
@@ -193,6 +194,11 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     if "DynamicOutputShape" in name or "PendingUnbackedSymbol" in name or "(Size-like symbols: u" in first_line:
         operator = f" of {first_line}" if first_line.startswith("aten.") else ""
         why = f"the shape of a result{operator} depends on the values of tensors; {SHAPE_REMEDY}"
+    if output_class := _OUTPUT_CLASS_PATTERN.search(first_line):
+        why = (
+            f"the output contains an object of class {output_class[1]}; return tensors, or tuples, lists, dictionaries"
+            " or dataclasses of tensors"
+        )
     if "UncapturedHigherOrderOp" in name:
         why = "torch.cond, loops and maps of PyTorch's higher-order operators are not recorded; use torch.where instead"
     if any(text in first_line for text in _TRANSFORM_ERRORS):

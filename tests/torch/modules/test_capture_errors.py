@@ -163,6 +163,22 @@ def test_python_errors_of_the_module():
         assert "values" not in message
 
 
+@pytest.mark.parametrize(
+    ("convert", "name"),
+    [
+        (lambda y: (y for _ in range(2)), "generator"),
+        (lambda y: {"image": y, "function": len}, "builtin_function_or_method"),
+        (lambda y: [torch.distributions.Normal(y, 1.0)], "torch.distributions.normal.Normal"),
+    ],
+)
+def test_outputs_of_other_classes(convert, name):
+    check_rejected(
+        lambda grid: ndt.distribute(FunctionModule(convert), IMAGES, grid),
+        f"shape {IMAGES}: the output contains an object of class {name}; return tensors, or tuples, lists, dictionaries"
+        " or dataclasses of tensors",
+    )
+
+
 @torch.library.custom_op("tests::smoothed", mutates_args=())
 def smooth(x: torch.Tensor) -> torch.Tensor:
     return x + x.roll(1, 2)
