@@ -84,7 +84,11 @@ def sweep(arguments: argparse.Namespace) -> int:
         raise LaunchError("sweep starts the ranks of each trial itself; run it outside an MPI job, with -n RANKS")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     needs_launch(arguments, None)
-    spaces = dict(map(parse_space, arguments.spaces))
+    spaces: dict[str, BaseDistribution] = {}
+    for key, domain in map(parse_space, arguments.spaces):
+        if key in spaces:
+            raise ConfigError(f"--vary {key}: given twice; give all values of a field in one list or range")
+        spaces[key] = domain
     with preparation_progress(owns_process=arguments.signals.owns_process):
         experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()

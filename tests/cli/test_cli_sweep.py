@@ -194,6 +194,7 @@ def test_stopped_sweep_ends_its_trials_and_resumes(run_sweep, capsys, monkeypatc
 def test_errors_before_training(run_sweep, capsys, tmp_path):
     for words, message in {
         ("model.optimizer.rate=0..1",): "--set model.optimizer.rate=1: model.optimizer.rate: SGD has no field 'rate'",
+        ("epochs=1..2", "--vary", "epochs=[3]"): "--vary epochs: given twice; give all values",
         ("epochs=0..2",): "--set epochs=0: epochs",
         (
             LEARNING_RATE_SPACE,
