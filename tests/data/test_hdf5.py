@@ -207,7 +207,7 @@ def set_attributes(name, **values):
 
 
 FAULTS = {
-    "no images": (replace("train/images", None), r"has no array 'train/images'; it has test/images, test/labels, tr"),
+    "no images": (replace("train/images", None), r"has no array 'train/images'; choose one of test/images, test/la"),
     "no labels": (replace("test/labels", None), "has no array 'test/labels'"),
     "no group": (replace("train", None), "has no group 'train'"),
     "flat": (replace("train/images", np.zeros((20, 5))), r"shape \(20, 5\); images are"),
