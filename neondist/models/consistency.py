@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from ..arrays.namespace import to_host
 from ..comm.agreement import checksum_of
 from ..comm.argument_text import describe_object, format_arguments
@@ -10,6 +14,35 @@ from ..halo import scheme_text
 from ..parallel import LayerParameters, ParameterShard
 from ..plan import ModelPlan
 from .trainable import TrainableModel
+
+
+@dataclass
+class CallComparison:
+    """Comparison of collective calls across ranks; a call after a change of the model also compares the change.
+
+    Attributes
+    ----------
+    includes_settings : whether the next call compares the settings of the model, which is new
+    includes_weights : whether the next call compares the initial or loaded weights
+    """
+
+    includes_settings: bool = False
+    includes_weights: bool = False
+
+    def compare(
+        self, model: TrainableModel, parameters: LayerParameters, call_name: str, values: Mapping[str, Any]
+    ) -> None:
+        """Raise an error on all ranks if the call, its values or the change of the model differ. Collective."""
+        compared = dict(values)
+        if self.includes_settings and model.grid.size > 1:
+            compared |= {f"the {name}": text for name, text in settings_to_compare(model, model.compiled).items()}
+        if self.includes_weights and model.grid.size > 1:
+            checksums = replicated_checksums(parameters).items()
+            compared |= {
+                f"the initial or loaded '{shard.full_name}'": f"of checksum {value:08x}" for shard, value in checksums
+            }
+        model.grid.check(call_name, compared)
+        self.includes_settings = self.includes_weights = False
 
 
 def settings_to_compare(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:

@@ -14,7 +14,7 @@ from ..arrays.precision import FLOAT32, ComputePrecision, PrecisionName
 from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
-from ..errors import ConfigError, GridError, PassOrderError, ShapeError
+from ..errors import ConfigError, PassOrderError, ShapeError
 from ..formats.fields import FieldMetadata
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in_precision, scheme_text
@@ -31,7 +31,8 @@ from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes, process_overhead_bytes
 from ..terminal.console import counted
-from .consistency import replicated_checksums, settings_to_compare
+from .consistency import CallComparison
+from .layer_checks import check_grid_and_batch_size, name_layers
 from .layer_model import LayerModel
 from .passes import ModelPass, to_backend_images
 from .scope import resolve_model_class
@@ -157,9 +158,9 @@ class Model(LayerModel):
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: LayerParameters | None = None
         self.pending_state: dict[str, Any] | None = None
-        self._parts_to_compare_across_ranks = set[str]()  # of 'model' and 'weights'
+        self._call_comparison = CallComparison()
         self.last_pass: ModelPass | None = None
-        self._name_layers()
+        name_layers(self.layers, self.leaves)
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
@@ -254,7 +255,7 @@ class Model(LayerModel):
         """
         self.grid = grid or (ProcessGrid() if self.distributed else ProcessGrid.serial())
         self.input_shape, self.batch_size = tuple(map(int, input_shape)), int(batch_size)
-        self._check_grid_and_batch_size(batch_size)
+        check_grid_and_batch_size(self, self.grid, batch_size)
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
             raise ConfigError("plan: made for another input_shape, grid or batch_size; leave plan out, or plan again")
@@ -276,7 +277,7 @@ class Model(LayerModel):
         max_samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, max_samples)
         self.slots = self.parameters.create_slots(self.optimizer)
-        self._parts_to_compare_across_ranks = {"model", "weights"}
+        self._call_comparison = CallComparison(includes_settings=True, includes_weights=True)
         if self.pending_state is not None:
             self.load_state(self.pending_state)
 
@@ -447,7 +448,7 @@ class Model(LayerModel):
             }
         else:
             self.parameters.version += 1
-            self._parts_to_compare_across_ranks.add("weights")
+            self._call_comparison.includes_weights = True
             load_arrays(self.built_parameters.arrays(), state, "state")
 
     def gradients(self) -> dict[str, Any]:
@@ -474,46 +475,8 @@ class Model(LayerModel):
         _ = self.built_parameters
         return self
 
-    def _name_layers(self) -> None:
-        name_counts: dict[str, int] = {}
-        for layer in self.layers:
-            layer.assign_names("", name_counts)
-        names = [layer.name for layer in self.leaves]
-        repeated = {name for name in names if names.count(name) > 1}
-        if len(set(map(id, self.leaves))) < len(names):
-            raise ConfigError(f"layers: layer '{min(map(str, repeated))}' is used twice; create a layer for each place")
-        if repeated:
-            raise ConfigError(f"layers: the name '{min(map(str, repeated))}' is given twice; use unique names")
-
-    def _check_grid_and_batch_size(self, batch_size: int) -> None:
-        grid, name = self.grid, type(self).__name__
-        if not self.distributed and grid.size > 1:
-            raise GridError(f"{name} is serial, but the grid has {grid.size} ranks; use {name}Dist or nd.distribute")
-        if batch_size < grid.replicas:
-            raise ConfigError(
-                f"batch_size {batch_size} is less than replicas {grid.replicas}; give each replica at least one sample"
-            )
-        for layer in self.leaves:
-            if layer.distributed != self.distributed:
-                layer_kind = "serial" if self.distributed else "distributed"
-                raise ConfigError(
-                    f"layer '{layer.name}' ({type(layer).__name__}) is {layer_kind}, but {name} is not;"
-                    f" use the {'distributed' if self.distributed else 'serial'} class of the layer, or nd.distribute"
-                )
-
     def _compare_call_across_ranks(self, call_name: str, values: dict[str, Any]) -> None:
-        """Compare a call across ranks, together with a new model and loaded weights."""
-        if self._parts_to_compare_across_ranks and self.grid.size > 1:
-            if "model" in self._parts_to_compare_across_ranks:
-                values |= {f"the {name}": value for name, value in settings_to_compare(self, self.compiled).items()}
-            if "weights" in self._parts_to_compare_across_ranks:
-                checksums = replicated_checksums(self.built_parameters).items()
-                values |= {
-                    f"the initial or loaded '{shard.full_name}'": f"of checksum {value:08x}"
-                    for shard, value in checksums
-                }
-        self.grid.check(call_name, values)
-        self._parts_to_compare_across_ranks.clear()
+        self._call_comparison.compare(self, self.built_parameters, call_name, values)
 
     def _global_batch_size(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas; raise ShapeError if x is not this rank's share."""
