@@ -31,6 +31,9 @@ def feed(records, mode):
     features = values[:, :16].reshape(-1, 1, 4, 4)
     return features if mode == "prediction" else (features, values[:, 16].astype(np.int64))
 """
+DATA_OPTIONS = "--training-data", "train.csv", "--validation-data", "test.csv"
+SERVER_OPTIONS = "--distribution-strategy", "ParameterServerStrategy", "--num-workers", "2"
+ELASTIC_OPTIONS = SERVER_OPTIONS[:-1]
 
 
 def draw_records(count, seed=0):
@@ -43,4 +46,11 @@ def draw_records(count, seed=0):
 def write_csv(path, records, header=""):
     """Write records to a CSV file."""
     np.savetxt(path, records, fmt="%g", delimiter=",", header=header, comments="")
+    return str(path)
+
+
+def write_model(project, text=None, name=None):
+    """Write a model definition to a file of the working directory `project`; return its path."""
+    path = project / f"{name or 'model'}_{project.name}.py"
+    path.write_text(MODEL_DEFINITION if text is None else text)
     return str(path)
