@@ -97,4 +97,4 @@ def _find_nested_field(node: Node, name: str, path: str) -> str:
         cls = registered_classes().get(child.tag or "")
         if name in child.value or (cls is not None and name in constructor_fields(cls)):  # type: ignore[operator]
             return join_path(child_path, name)
-    return next(filter(None, (_find_nested_field(child, name, place) for place, child in objects)), "")
+    return next(filter(None, (_find_nested_field(child, name, child_path) for child_path, child in objects)), "")

@@ -249,7 +249,7 @@ class TileSink(ABC):
     """
 
     resumed: bool = False
-    _is_complete = False
+    _is_finished = False
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class TileSink(ABC):
         NotReadyError
             After `commit`, or after the sink's `with` block.
         """
-        self._require_incomplete()
+        self._require_unfinished()
         cells = box_to_slices(box, self.shape, str(self.path))
         shape = tuple(cut.stop - cut.start for cut in cells)
         if np.ma.is_masked(array):
@@ -293,17 +293,17 @@ class TileSink(ABC):
 
     def commit(self) -> None:
         """Give the file its final name; call after all boxes are written. Collective over the sink's grid, if any."""
-        self._require_incomplete()
+        self._require_unfinished()
         with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             self.flush()
         self._on_all_cells_written()
         with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
             if self.grid is None or self.grid.rank == 0:
                 self._publish()
-        self._is_complete = True
+        self._is_finished = True
 
-    def _require_incomplete(self) -> None:
-        if self._is_complete:
+    def _require_unfinished(self) -> None:
+        if self._is_finished:
             raise NotReadyError(f"{self.path}: the sink is committed or closed; create another with nd.create_sink")
 
     @abstractmethod
@@ -329,7 +329,7 @@ class TileSink(ABC):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_complete = True
+        self._is_finished = True
         self.close()
 
 

@@ -220,18 +220,18 @@ def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable
 
 
 def _resolve_conflicts(
-    names: Sequence[str], candidates: Sequence[_InferredAxis], ambiguity_error: Callable[[str], DataError]
+    names: Sequence[str], inferred: Sequence[_InferredAxis], ambiguity_error: Callable[[str], DataError]
 ) -> list[str]:
     """Return the letter of each axis: '-' for an axis that counts as samples, '' if unknown."""
-    axes = [candidate.letter for candidate in candidates]
+    axes = [one.letter for one in inferred]
     for letter in "TNC" + "ZYX":
-        matching_axes = [at for at, candidate in enumerate(candidates) if candidate.letter == letter]
-        min_evidence = min((candidates[at].evidence for at in matching_axes), default=0)
-        best_axes = [at for at in matching_axes if candidates[at].evidence == min_evidence]
-        if len(best_axes) > 1 and letter not in "TN":
-            raise ambiguity_error(f"{' and '.join(repr(names[at]) for at in best_axes)} are both {letter}")
-        for at in matching_axes:
-            axes[at] = letter if at == best_axes[0] else "-"
+        matching = [axis for axis, one in enumerate(inferred) if one.letter == letter]
+        min_evidence = min((inferred[axis].evidence for axis in matching), default=0)
+        best = [axis for axis in matching if inferred[axis].evidence == min_evidence]
+        if len(best) > 1 and letter not in "TN":
+            raise ambiguity_error(f"{' and '.join(repr(names[axis]) for axis in best)} are both {letter}")
+        for axis in matching:
+            axes[axis] = letter if axis == best[0] else "-"
     return axes
 
 

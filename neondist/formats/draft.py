@@ -130,8 +130,8 @@ class DraftSink(TileSink):
             open_arguments = self._create_empty_file(like)
             if like is not None:
                 self._list_lost_metadata(like)
-            file_state = {"resumed": False, "chunks": self.chunks, "facts": open_arguments, "lost": self.lost_metadata}
-            write_text(self._description_path, json.dumps({"asked": request} | file_state))
+            state = {"resumed": False, "chunks": self.chunks, "facts": open_arguments, "lost": self.lost_metadata}
+            write_text(self._description_path, json.dumps({"asked": request} | state))
         except BaseException:
             self._remove_files()
             raise

@@ -196,8 +196,9 @@ def _check_bit_depth(path: Path, image: Any) -> None:
     """Raise DataError for pixels whose values Pillow would truncate."""
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
     args = image.tile[0].args if image.tile else ()
-    most = args[1] if image.format == "PPM" and isinstance(args, tuple) and len(args) > 1 else 0
-    if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # BGR;16 has 5 or 6 bits each
+    max_value = args[1] if image.format == "PPM" and isinstance(args, tuple) and len(args) > 1 else 0
+    # BGR;16 has 5 or 6 bits per channel
+    if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or max_value > 255):
         raise DataError(
             f"{path}: has 16 bits per channel, of which only 8 would be kept; save it as .npy, or with 8 bits"
         )

@@ -11,7 +11,7 @@ import numpy as np
 from .cf_time import month_containing, start_of_month
 
 _DAY_SECONDS = 86400.0
-_TOLERANCE_SECONDS = 3600.0  # seconds; float32 coordinates are inexact
+_TOLERANCE_SECONDS = 3600.0  # float32 coordinates are inexact
 _PLACE_RULES: dict[str, tuple[Callable[[float], float], tuple[float, float], float]] = {
     "end": (lambda length: length, (-_DAY_SECONDS, 0), _TOLERANCE_SECONDS),
     "middle": (lambda length: length / 2, (0, 0), _TOLERANCE_SECONDS),

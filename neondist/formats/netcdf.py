@@ -166,8 +166,9 @@ class NetCDFSource(HDF5Source):
         ids = np.ravel(array.attrs[_DIMENSION_IDS]).tolist() if _has_numeric_attribute(array, _DIMENSION_IDS) else []
         ids = ids if "CLASS" in array.attrs and len(ids) == array.ndim else []
         for group in self._enclosing_groups():
-            users, scales = self._dimensions_of_group(group)
-            for axis, scale in [*users.get(addr, ()), *((at, scales[id]) for at, id in enumerate(ids) if id in scales)]:
+            scales_by_user, scale_by_id = self._dimensions_of_group(group)
+            own_scales = ((axis, scale_by_id[id]) for axis, id in enumerate(ids) if id in scale_by_id)
+            for axis, scale in (*scales_by_user.get(addr, ()), *own_scales):
                 scale_by_axis.setdefault(axis, scale)
         if not scale_by_axis and array.ndim == 1 and "CLASS" in array.attrs:
             scale_by_axis[0] = (array.name.rpartition("/")[2], array)
@@ -178,13 +179,13 @@ class NetCDFSource(HDF5Source):
         """Return the dimensions of a group: by address of each variable that uses them, and by number."""
         if group not in self._scales_by_group:
             scales_by_user = dict[int, list[tuple[int, Any]]]()
-            scales_by_id = dict[int, Any]()
-            self._scales_by_group[group] = scales_by_user, scales_by_id
+            scale_by_id = dict[int, Any]()
+            self._scales_by_group[group] = scales_by_user, scale_by_id
             for name, scale in iter_arrays(find_object(self._file, group)):
                 for at, axis in _addresses_of_dimension_users(scale):
                     scales_by_user.setdefault(at, []).append((axis, (name, scale)))
                 if "CLASS" in scale.attrs and _has_numeric_attribute(scale, _DIMENSION_ID):
-                    scales_by_id.setdefault(int(np.ravel(scale.attrs[_DIMENSION_ID])[0]), (name, scale))
+                    scale_by_id.setdefault(int(np.ravel(scale.attrs[_DIMENSION_ID])[0]), (name, scale))
         return self._scales_by_group[group]
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
@@ -294,8 +295,8 @@ class NetCDFSink(HDF5Sink):
 
     def _dimension_sizes(self, names: Mapping[str, str]) -> dict[str, int]:
         """Return the extent of each dimension by name; `names` are those of the `like` variable by letter."""
-        default = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
-        sizes = {names.get(one, default.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
+        names = {**dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True)), **names}
+        sizes = {names.get(axis, axis.lower()): n for axis, n in zip(self.axes, self.shape, strict=True)}
         if self.one_array_per_channel:
             sizes.popitem()  # channels
         return sizes
@@ -316,16 +317,16 @@ class NetCDFSink(HDF5Sink):
                     self.lost_metadata.append(one.name)
         return written
 
-    def _write_attributes(self, objects: Sequence[Any], variable: AuxiliaryVariable, kept_names: set[str]) -> None:
-        """Write a variable's attributes, except those that refer to variables that are not kept."""
+    def _write_attributes(self, objects: Sequence[Any], variable: AuxiliaryVariable, written: set[str]) -> None:
+        """Write a variable's attributes, except those that refer to variables that are not written."""
         for key, value in variable.attributes.items():
             referenced = referenced_variables({key: value})
-            if key == "coordinates" and not {*referenced} <= kept_names:
-                referenced = [name for name in referenced if name in kept_names]
+            if key == "coordinates" and not {*referenced} <= written:
+                referenced = [name for name in referenced if name in written]
                 value = np.bytes_(" ".join(referenced)) if referenced else None
-            if value is not None and {*referenced} <= kept_names:
-                for target in objects:
-                    target.attrs[key] = value
+            if value is not None and {*referenced} <= written:
+                for item in objects:
+                    item.attrs[key] = value
             else:
                 self.lost_metadata.append(f"{variable.name}:{key}" if variable.name else key)
 

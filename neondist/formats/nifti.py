@@ -75,9 +75,10 @@ class NIfTISource(TileSource):
             self._array_proxy, self._stored_axes = array_proxy, kept
             is_scaled = (array_proxy.slope, array_proxy.inter) != (1, 0)
             self._value_dtype = np.dtype(np.float64) if is_scaled else stored_dtype
-            names = "".join(_NIFTI_AXES[axis] for axis in kept)
-            metadata = _volume_metadata(image.header, kept, axes or names, names)
-            super().__init__(path, axes or names, [shape[axis] for axis in kept], self._value_dtype, metadata=metadata)
+            default_axes = "".join(_NIFTI_AXES[axis] for axis in kept)
+            axes = axes or default_axes
+            metadata = _volume_metadata(image.header, kept, axes, default_axes)
+            super().__init__(path, axes, [shape[axis] for axis in kept], self._value_dtype, metadata=metadata)
 
     def _read(self, cells: Cells) -> np.ndarray:
         index: list[Any] = [0] * len(self._array_proxy.shape)

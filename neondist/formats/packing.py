@@ -57,15 +57,15 @@ class Packing:
         self._signed_dtype, self._stored_dtype = stored_dtype, self._apply_unsigned(stored_dtype)
         self._scale, self._offset = self._scalar_attribute("scale_factor"), self._scalar_attribute("add_offset")
         pack_dtypes = [one.dtype for one in (self._scale, self._offset) if one is not None]
+        float_dtypes = [dtype if dtype.kind == "f" else np.dtype(np.float64) for dtype in pack_dtypes]
         self.dtype = self._stored_dtype.newbyteorder("=")
         self._missing_values, self._valid_min, self._valid_max = np.empty(0, self._stored_dtype), None, None
-        if pack_dtypes and stored_dtype.kind in "iub":
-            float_dtypes = [kind if kind.kind == "f" else np.dtype(np.float64) for kind in pack_dtypes]
+        if float_dtypes and stored_dtype.kind in "iub":
             self.dtype = np.result_type(np.float32, self.dtype, *float_dtypes)
-        elif pack_dtypes and stored_dtype.kind == "f":
-            self.dtype = np.result_type(self.dtype, *(kind if kind.kind == "f" else np.float64 for kind in pack_dtypes))
+        elif float_dtypes and stored_dtype.kind == "f":
+            self.dtype = np.result_type(self.dtype, *float_dtypes)
         if self.dtype.kind == "f":
-            self._set_missing_values(has_default_fill, bool(pack_dtypes))
+            self._set_missing_values(has_default_fill, bool(float_dtypes))
 
     def decode(self, raw: np.ndarray) -> np.ndarray:
         """Return the values of stored numbers."""

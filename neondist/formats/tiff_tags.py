@@ -82,8 +82,8 @@ def pixel_sizes_from_resolution(resolution_tags: tuple[Any, Any, int | None] | N
     """Return the pixel sizes in micrometres for a resolution per centimetre (slide scanners); {} for other units."""
     if resolution_tags is None or resolution_tags[2] != CENTIMETER_UNIT_CODE:
         return {}
-    resolutions = [_to_float(count) if isinstance(count, tuple) else count for count in resolution_tags[:2]]
-    return {axis: 1e4 / count for axis, count in zip("XY", resolutions, strict=True)} if all(resolutions) else {}
+    resolutions = [_to_float(one) if isinstance(one, tuple) else one for one in resolution_tags[:2]]
+    return {axis: 1e4 / one for axis, one in zip("XY", resolutions, strict=True)} if all(resolutions) else {}
 
 
 def resolution_from_sizes(metadata: Mapping[str, Any]) -> tuple[float, float] | None:

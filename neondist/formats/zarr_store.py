@@ -82,7 +82,7 @@ class FolderStore(LocalStore):
         chunks = [raw]
         if self.shard_index is not None:
             is_index = byte_range is not None and (
-                not hasattr(byte_range, "end") or (byte_range.start == 0 and self.shard_index.index_at_start)
+                not hasattr(byte_range, "end") or (byte_range.start == 0 and self.shard_index.is_at_start)
             )
             if byte_range is None or is_index:
                 chunk_ranges = self.shard_index.chunk_ranges(raw)
@@ -97,8 +97,8 @@ class FolderStore(LocalStore):
                 chunks = [raw[start : start + length] for start, length in chunk_ranges.tolist()]
             elif not 0 < byte_range.end - byte_range.start == len(raw):
                 raise self._damage_error(key, _OUTSIDE_MESSAGE)
-        for piece in chunks:
-            if self._decompressed_size(piece) > self.max_chunk_bytes:
+        for chunk in chunks:
+            if self._decompressed_size(chunk) > self.max_chunk_bytes:
                 raise self._damage_error(
                     key, f"unpacks to more than {format_bytes(self.max_chunk_bytes)}, the limit for its shape"
                 )
@@ -124,13 +124,13 @@ class ShardIndex:
 
     Attributes
     ----------
-    index_at_start : bool
+    is_at_start : bool
         Whether the index precedes the chunks.
     """
 
     def __init__(self, codec: Any, num_chunks: int) -> None:
         codecs = [one.to_dict() for one in codec.index_codecs]
-        self.index_at_start = codec.index_location.value == "start"
+        self.is_at_start = codec.index_location.value == "start"
         self._chunk_count, self._checksum_bytes = num_chunks, sum(4 for one in codecs if one["name"] == "crc32c")
         self._has_usual_codecs = {one["name"] for one in codecs} <= {"bytes", "crc32c"}
         is_big_endian = any(one.get("configuration", {}).get("endian") == "big" for one in codecs)
@@ -142,7 +142,7 @@ class ShardIndex:
         The result is empty for unusual codecs, and for an incomplete index, which zarr reports.
         """
         index_bytes = 16 * self._chunk_count
-        index_start = 0 if self.index_at_start else len(raw) - index_bytes - self._checksum_bytes
+        index_start = 0 if self.is_at_start else len(raw) - index_bytes - self._checksum_bytes
         if not self._has_usual_codecs or index_start < 0 or index_bytes > len(raw):
             return np.empty((0, 2), np.uint64)
         ranges = np.frombuffer(raw[index_start : index_start + index_bytes], self._dtype).reshape(-1, 2)

@@ -39,13 +39,13 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
     DataError
         If the path is a pipe, a socket or a device, or lies outside `root`.
     """
-    real_path = os.fspath(path)
+    target = os.fspath(path)
     if root is not None:
-        real_path, real_root = os.path.realpath(path), os.path.realpath(root)
-        if not Path(real_path).is_relative_to(real_root):
+        target, real_root = os.path.realpath(path), os.path.realpath(root)
+        if not Path(target).is_relative_to(real_root):
             raise DataError(f"{path}: is a link that points outside {root}; put the file itself there")
-    _require_regular(path, os.stat(real_path))  # before opening, which would rewind a tape
-    file = open(real_path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN_FLAGS))  # noqa: SIM115
+    _require_regular(path, os.stat(target))  # before opening, which would rewind a tape
+    file = open(target, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN_FLAGS))  # noqa: SIM115
     try:
         _require_regular(path, os.fstat(file.fileno()))
     except BaseException:

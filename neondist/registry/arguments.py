@@ -94,7 +94,7 @@ def in_range_of_hint(value: Any, hint: Any) -> bool:
 def predicate_for_hint(hint: Any) -> Predicate:
     """Return the predicate for values that match a type hint, computed once per hint."""
     members, ranges = union_members(hint), ranges_in_hint(hint)
-    checks = [_predicate_for_member(kind) for kind in members]
+    checks = [_predicate_for_member(member) for member in members]
     exact_types = frozenset() if ranges else _TYPES_WITHOUT_FURTHER_CHECK.intersection(members)
 
     def check(value: Any) -> bool:

@@ -67,7 +67,7 @@ def ranges_in_hint(hint: Any) -> tuple[Range, ...]:
     """Return the ranges of numbers in a hint."""
     if typing.get_origin(hint) is typing.Annotated:
         base, *metadata = typing.get_args(hint)
-        return (*(note for note in metadata if isinstance(note, Range)), *ranges_in_hint(base))
+        return (*(item for item in metadata if isinstance(item, Range)), *ranges_in_hint(base))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(limit for part in typing.get_args(hint) for limit in ranges_in_hint(part))
     return ()

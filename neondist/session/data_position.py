@@ -65,7 +65,7 @@ class DataPosition:
         losses = [] if model is None else selection_losses(state)
         remaining = self.remaining_batches()
         is_lazy = model is not None and model.is_streamed
-        with closing(split.batches((part for _, part in remaining), state.model.dtype, is_lazy)) as reader:
+        with closing(split.batches((indices for _, indices in remaining), state.model.dtype, is_lazy)) as reader:
             for (size, _), (x, targets) in zip(remaining, reader, strict=True):
                 if model is not None and model.optimizer.schedule is not None:
                     set_scheduled_rate_and_momentum(state, state.epoch + state.samples_seen / state.epoch_size, losses)

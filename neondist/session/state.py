@@ -156,22 +156,22 @@ def create_session_state(model: Any) -> SessionState:
         If there are several models, a model is not distributed or not built, or an object has no `state_dict`.
     """
     objects = list(model) if isinstance(model, (list, tuple)) else [] if model is None else [model]
-    models: list[Any] = [part for part in objects if isinstance(part, TrainableModel | TrainingScriptAdapter)]
-    other_objects = [part for part in objects if not isinstance(part, TrainableModel | TrainingScriptAdapter)]
-    for part in objects:
-        if isinstance(part, TrainableModel):
-            _ = part.built_parameters
+    models: list[Any] = [item for item in objects if isinstance(item, TrainableModel | TrainingScriptAdapter)]
+    other_objects = [item for item in objects if not isinstance(item, TrainableModel | TrainingScriptAdapter)]
+    for item in objects:
+        if isinstance(item, TrainableModel):
+            _ = item.built_parameters
     if other_objects and "torch" in sys.modules:
         with suppress(ImportError):
             from ..torch.training.script import ModuleScriptAdapter
 
             script, other_objects = ModuleScriptAdapter.from_objects(other_objects)
             models += [] if script is None else [script]
-    for part in other_objects:
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+    for item in other_objects:
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ConfigError(
                 "model: expected a neondist model, a distributed module, or objects with state_dict and"
-                f" load_state_dict, got {type(part).__name__}"
+                f" load_state_dict, got {type(item).__name__}"
             )
     if len(models) > 1:
         raise ConfigError("model: a session trains one model; combine them into one, or use one session for each")

@@ -90,9 +90,8 @@ class TrainingRole:
             if folder is not None:
                 if self.writes_checkpoints:
                     stack.enter_context(lock_folder(world, folder, "auto"))
-                restores_checkpoint = (
-                    self.servers is None or self.writes_checkpoints
-                )  # other workers pull the values from the servers
+                # workers that write no checkpoints pull the values from the servers
+                restores_checkpoint = self.servers is None or self.writes_checkpoints
                 if restores_checkpoint and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore_checkpoint(folder / CHECKPOINT, state, remedy="give another checkpoint_dir")
                     state.start_messages.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")

@@ -137,7 +137,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
         own_batches = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
         last_batch: list[np.ndarray] = []
         locator, reader = _locate_nonfinite_samples(model, split, last_batch), _read_batches(model, split, own_batches)
-        with locator, closing(reader) as read:
+        with locator, closing(reader):
             for first, upto, batch in batches:
                 if run.stop is not None:
                     return
@@ -146,7 +146,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                     master.begin_minibatch(first, upto, len(batch))
                 # no variable refers to the images, so their memory is free while the next batch is read
                 last_batch[:] = [batch]
-                run.loss = float(model.train_batch(*next(read), batch_size=len(batch)))
+                run.loss = float(model.train_batch(*next(reader), batch_size=len(batch)))
                 is_credited = master is None or master.finish_minibatch(run.loss)
                 if is_credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
@@ -257,6 +257,7 @@ def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> 
 def record_epoch_and_reset_totals(run: TrainState, evaluation: EpochRecord) -> None:
     """Count the epoch, append its record, with the results of its evaluation, and reset the totals."""
     totals, trained_samples = run.totals, run.samples_seen - run.totals.samples_of_other_workers
+    loss_samples = trained_samples - totals.skipped_samples
     sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
     scaler, scale_fields = run.model.whole_model.loss_scaler, {}
     if scaler is not None:
@@ -267,9 +268,7 @@ def record_epoch_and_reset_totals(run: TrainState, evaluation: EpochRecord) -> N
         EpochRecord(
             epoch=run.epoch,
             step=run.step,
-            train_loss=totals.loss / (trained_samples - totals.skipped_samples)
-            if trained_samples > totals.skipped_samples
-            else math.nan,
+            train_loss=totals.loss / loss_samples if loss_samples > 0 else math.nan,
             **evaluation,
             seconds=totals.seconds,
             samples_per_second=trained_samples / max(totals.seconds, 1e-9),
@@ -326,9 +325,9 @@ def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterato
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     own_numbers = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]
-    with closing(_read_batches(model, split, own_numbers)) as read:
+    with closing(_read_batches(model, split, own_numbers)) as reader:
         for sample_numbers, count in zip(own_numbers, counts, strict=True):
-            yield sample_numbers, *model.evaluate_batch(*next(read), count)
+            yield sample_numbers, *model.evaluate_batch(*next(reader), count)
 
 
 def _output_layout(model: Trainable, split: Split) -> OutputLayout:

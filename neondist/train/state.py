@@ -202,8 +202,8 @@ class TrainState:
         """Return the texts of a checkpoint: normalisation, fields and names of classes. Collective."""
         train_split = self.dataset.train
         factor, offset = train_split.factor_and_subtrahend
-        record = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train_split.fill}
-        texts = {"images": json.dumps(record), **class_name_texts(self.dataset)}
+        images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train_split.fill}
+        texts = {"images": json.dumps(images), **class_name_texts(self.dataset)}
         if (remote := self.model.whole_model.remote_update) is not None:
             texts[SERVER_UPDATES_TEXT] = str(remote.version)
         return texts | field_metadata_texts(getattr(train_split, "fields", None))

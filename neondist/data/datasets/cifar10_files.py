@@ -94,9 +94,8 @@ class CIFAR10Files:
             with open_regular(self.folder_or_archive) as file, tarfile.open(fileobj=file) as archive:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(
-                ":"
-            )  # tarfile's message has a line per compression that it tried
+            # tarfile's message has a line per compression that it tried
+            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")
             raise DataError(
                 f"{self.folder_or_archive}: is not a valid .tar.gz ({reason}); download it again"
             ) from error

@@ -108,9 +108,9 @@ class FieldSeries:
         out = np.empty((len(times), *extents, len(channel_indices)), self.dtype)
         if not out.size:
             return out
-        for start, number, first, count in self._contiguous_reads(times):
+        for start, file_index, first, count in self._contiguous_reads(times):
             for variable, selection in self._group_by_variable(channel_indices).items():
-                source = self._open_variable(number, variable)
+                source = self._open_variable(file_index, variable)
                 for index, channel in selection:
                     box = self._source_slices(source, slice(first, first + count), cells, channel)
                     values = source.read(box).reshape(count, *extents)
@@ -168,7 +168,7 @@ class FieldSeries:
         return int(np.searchsorted(self._file_offsets, time_index, "right")) - 1
 
     def _contiguous_reads(self, time_indices: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (position, file, first time in the file, count) of each run of times that is read at once."""
+        """Yield (position, file index, first time in the file, count) of each run of times that is read at once."""
         for start, first, count in contiguous_runs(np.asarray(time_indices)):
             position = start
             while count:
@@ -264,10 +264,9 @@ class FieldSeries:
         count = dict(zip(source.axes, source.shape, strict=True)).get("Z")
         if count is None or (count == 1 and requested is None):
             return None
-        axis = coordinate_along_axis(source, "Z", auxiliaries)
-        level_values = (
-            np.arange(count, dtype=np.float64) if axis is None else np.asarray(unpacked_values(source.path, axis), "f8")
-        )
+        coord = coordinate_along_axis(source, "Z", auxiliaries)
+        level_values = np.arange(count) if coord is None else unpacked_values(source.path, coord)
+        level_values = np.asarray(level_values, np.float64)
         listed = ", ".join(f"{value:g}" for value in level_values.tolist())
         if requested is None:
             raise DataError(f"{source.path}: has {count} levels; choose some with levels: {listed}")

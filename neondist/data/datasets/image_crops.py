@@ -173,13 +173,13 @@ class RandomCropTileReader:
             count, ignored_label = self._classes
             if cells.min() >= 0 and cells.max() < count:  # the common case, and cheaper
                 return cells
-            wrong = cells[(cells < 0) | (cells >= count)]
-            wrong = wrong if ignored_label is None else wrong[wrong != ignored_label]
-            if wrong.size:
+            bad_labels = cells[(cells < 0) | (cells >= count)]
+            bad_labels = bad_labels if ignored_label is None else bad_labels[bad_labels != ignored_label]
+            if bad_labels.size:
                 raise DataError(
-                    f"{item.name}: contains label {wrong.flat[0]}; labels must be 0 to {count - 1}; correct the mask,"
-                    " increase `classes`, list the masks' values in class_values, such as [0, 255], or set"
-                    f" ignore_index: {wrong.flat[0]} in the data set and in the cost"
+                    f"{item.name}: contains label {bad_labels.flat[0]}; labels must be 0 to {count - 1}; correct the"
+                    " mask, increase `classes`, list the masks' values in class_values, such as [0, 255], or set"
+                    f" ignore_index: {bad_labels.flat[0]} in the data set and in the cost"
                 )
         return cells
 
@@ -191,7 +191,7 @@ class CropSplit(PrefetchingSplit):
         self, crops: RandomCropPositions, tiles: RandomCropTileReader, labels: Any, prefetch: bool, **normalisation: Any
     ) -> None:
         self._crop_positions, self.fill = crops, tiles.fill
-        self._tile_readers = [part for part in (tiles, labels) if isinstance(part, RandomCropTileReader)]
+        self._tile_readers = [reader for reader in (tiles, labels) if isinstance(reader, RandomCropTileReader)]
         super().__init__(tiles, labels, prefetch, **normalisation)
 
     @property
@@ -205,4 +205,4 @@ class CropSplit(PrefetchingSplit):
 
     def bytes_to_be_cached(self, epochs: int) -> int:
         """Return the bytes that reading all crops of the first `epochs` epochs adds to the caches of decoded chunks."""
-        return sum(part.bytes_to_be_cached(epochs) for part in self._tile_readers)
+        return sum(reader.bytes_to_be_cached(epochs) for reader in self._tile_readers)

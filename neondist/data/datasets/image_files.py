@@ -242,14 +242,15 @@ class ImageFiles(Dataset):
         training = self._image_numbers["train"]
         count = len(training)
         shuffled = training[rng.uniform(rng.key(self.seed, "validation"), np.arange(count)).argsort(kind="stable")]
-        first = 0 if self._validation_share is None else self.count_validation_samples(count)
-        num_held_out = first + (0 if self._test_share is None else count_held_out("test", self._test_share, count))
-        if num_held_out >= count:
+        num_validation = 0 if self._validation_share is None else self.count_validation_samples(count)
+        num_test = 0 if self._test_share is None else count_held_out("test", self._test_share, count)
+        if num_validation + num_test >= count:
             raise DataError(
-                f"test: {counted(first, 'image')} for validation and {num_held_out - first} for test leave no training"
+                f"test: {counted(num_validation, 'image')} for validation and {num_test} for test leave no training"
                 " images; hold out fewer"
             )
-        parts = {"train": shuffled[num_held_out:], "validation": shuffled[:first], "test": shuffled[first:num_held_out]}
+        validation, test, train = np.split(shuffled, [num_validation, num_validation + num_test])
+        parts = {"train": train, "validation": validation, "test": test}
         parts |= {split: numbers for split, numbers in self._image_numbers.items() if split != "train"}
         return [np.sort(parts[split]) for split in SPLITS]
 

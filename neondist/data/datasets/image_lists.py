@@ -73,11 +73,11 @@ def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list
         names_by_pattern.append(sorted({*names} - {*masks}) or names)
     if len(names_by_pattern) == 1:
         return names_by_pattern[0]
-    keys = [_varying_parts(column) for column in names_by_pattern]
-    for pattern, column, own_keys in zip(patterns, names_by_pattern, keys, strict=True):
-        if commas := [name for name in column if "," in name]:
+    keys = [_varying_parts(names) for names in names_by_pattern]
+    for pattern, names, own_keys in zip(patterns, names_by_pattern, keys, strict=True):
+        if commas := [name for name in names if "," in name]:
             raise DataError(f"{commas[0]}: has a comma in its name, where commas separate files of an image; rename it")
-        for name, key in zip(names_by_pattern[0] + column, keys[0] + own_keys, strict=True):
+        for name, key in zip(names_by_pattern[0] + names, keys[0] + own_keys, strict=True):
             if (key in keys[0]) != (key in own_keys):
                 raise DataError(
                     f"{name}: has no counterpart in {pattern if key in keys[0] else patterns[0]}; name the files of an"
@@ -85,7 +85,7 @@ def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list
                 )
         if len({*own_keys}) < len(own_keys):
             raise DataError(f"{field}: several files of {pattern} belong to the same image; correct the pattern")
-    files = [dict(zip(own_keys, column, strict=True)) for own_keys, column in zip(keys, names_by_pattern, strict=True)]
+    files = [dict(zip(own_keys, names, strict=True)) for own_keys, names in zip(keys, names_by_pattern, strict=True)]
     return [",".join(by_key[key] for by_key in files) for key in keys[0]]
 
 
@@ -203,13 +203,13 @@ def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list
     image_names = list(dict.fromkeys(item.name for item in items))
     files = [split_stack_name(name)[0] for name in image_names]
     is_pair = len(image_names) == len(names) == 1
-    mask_by_first = dict(zip(files, names, strict=True)) if is_pair else _match_masks_by_stem(files, names, pattern)
-    mask_by_image = {name: mask_by_first[first] for name, first in zip(image_names, files, strict=True)}
-    masks_by_image = {name: list_images([mask_by_image[name]], num_axes, masks=True) for name in image_names}
-    samples_by_image = Counter(item.name for item in items)
+    mask_by_file = dict(zip(files, names, strict=True)) if is_pair else _match_masks_by_stem(files, names, pattern)
+    mask_by_image = {name: mask_by_file[file] for name, file in zip(image_names, files, strict=True)}
+    masks_by_image = {name: list_images([mask], num_axes, masks=True) for name, mask in mask_by_image.items()}
+    sample_counts = Counter(item.name for item in items)
     for name, group in masks_by_image.items():
-        if len(group) != samples_by_image[name]:
-            image = f"its image {name} has {counted(samples_by_image[name], 'sample')}"
+        if len(group) != sample_counts[name]:
+            image = f"its image {name} has {counted(sample_counts[name], 'sample')}"
             problem = f"{counted(len(group), 'mask')} of {_describe(group[0])}, but {image}"
             raise DataError(f"{group[0].name}: has {problem}; give a mask for each slice, page or time")
     all_masks = [mask for group in masks_by_image.values() for mask in group]

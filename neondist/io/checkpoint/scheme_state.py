@@ -116,9 +116,9 @@ def restore_scheme_state(
     error: Exception | None = None
     try:
         for (name, ranks), piece in zip(entries_by_layer.items(), pieces, strict=True):
-            for at, memory in _split_scheme_state(ranks[world.rank], piece.local_array).items():
-                array = exchanged_arrays[name][at]
-                array.restore_scheme_state({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
+            for array_index, state in _split_scheme_state(ranks[world.rank], piece.local_array).items():
+                array = exchanged_arrays[name][array_index]
+                array.restore_scheme_state({key: [*map(array.backend.from_host, flat)] for key, flat in state.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
         error = DataError(
             f"{file.contents.path}: its border schemes do not match the model ({problem}); specify another checkpoint"
@@ -130,10 +130,10 @@ def restore_scheme_state(
 def _split_scheme_state(
     entries: list[SchemeStateEntry], flat_values: Any
 ) -> dict[int, dict[tuple[int, str], list[Any]]]:
-    ends, state_by_array = accumulate(elements for *_, elements in entries), defaultdict(dict)  # type: Any, Any
-    for (array_index, samples, direction, num_arrays, elements), end in zip(entries, ends, strict=True):
-        state_by_array[array_index][samples, direction] = np.split(flat_values[end - elements : end], num_arrays)
-    return state_by_array
+    ends, states = accumulate(num_elements for *_, num_elements in entries), defaultdict(dict)  # type: Any, Any
+    for (array_index, num_samples, direction, num_arrays, num_elements), end in zip(entries, ends, strict=True):
+        states[array_index][num_samples, direction] = np.split(flat_values[end - num_elements : end], num_arrays)
+    return states
 
 
 def _check_scheme_state_entry(name: str, entry: Any, array_count: int) -> None:

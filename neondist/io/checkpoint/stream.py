@@ -55,11 +55,10 @@ def scatter_from_root(
                 continue
             root_boxes = _boxes_on_root(world, block, root)
             rank_boxes = [box.intersect(block) for box in piece.boxes]
-            root_values = (
-                read_block(piece, block, file_slices)
-                if world.rank == root
-                else np.zeros(root_boxes[world.rank].shape, piece.dtype)
-            )
+            if world.rank == root:
+                root_values = read_block(piece, block, file_slices)
+            else:
+                root_values = np.zeros(root_boxes[world.rank].shape, piece.dtype)
             values = Redistribution(world.all_to_all, world.rank, root_boxes, rank_boxes).forward(root_values)
             if values.size:
                 _own_part_of_block(piece, world.rank, rank_boxes)[...] = namespace(piece.local_array).asarray(values)

@@ -63,7 +63,7 @@ def write_checkpoint(
                 error = error or problem
     finally:
         if draft is not None:
-            draft.draft.discard()
+            draft.discard()
     raise_if_any_failed(world, error and _to_output_error(path, error))
 
 
@@ -77,12 +77,12 @@ class _CheckpointDraft:
             raise OutputError(
                 _write_error_message(path, f"it needs {nbytes / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free")
             )
-        self.draft = DraftFile(path)
+        self._draft_file = DraftFile(path)
         try:
-            self.file = DeferredErrorHDF5File(self.draft.file, userblock_size=USER_BLOCK_SIZE)
+            self.file = DeferredErrorHDF5File(self._draft_file.file, userblock_size=USER_BLOCK_SIZE)
             self._create_arrays(pieces, texts)
         except BaseException:
-            self.draft.discard()
+            self.discard()
             raise
 
     def _create_arrays(self, pieces: Sequence[ArrayPart], texts: Mapping[str, str]) -> None:
@@ -104,10 +104,13 @@ class _CheckpointDraft:
 
     def finish(self, keep: int, step: int) -> None:
         """Add the checksum to the closed file, publish it, and then keep a copy named by its step."""
-        add_checksum(self.draft.file)
-        self.draft.finish()
+        add_checksum(self._draft_file.file)
+        self._draft_file.finish()
         if keep > 1:
-            keep_copy_by_step(self.draft.path, keep, step)
+            keep_copy_by_step(self._draft_file.path, keep, step)
+
+    def discard(self) -> None:
+        self._draft_file.discard()
 
 
 def _to_output_error(path: Path, error: Exception) -> Exception:

@@ -140,14 +140,15 @@ class CheckedArray:
         """Yield ranges of samples and rows, in whole blocks, that are read at once."""
         block_samples, block_rows = self.block[:2]
         row_range = self._block_aligned_tile[0]
-        row = max(1, prod(w.stop - w.start for w in self._block_aligned_tile[1:]) * self.dtype.itemsize)
-        batch_rows = max(1, _BATCH_BYTES // (row * block_rows * block_samples)) * block_rows
-        num_samples = max(1, _BATCH_BYTES // (row * (row_range.stop - row_range.start) * block_samples)) * block_samples
+        row_bytes = max(1, prod(w.stop - w.start for w in self._block_aligned_tile[1:]) * self.dtype.itemsize)
+        batch_rows = max(1, _BATCH_BYTES // (row_bytes * block_rows * block_samples)) * block_rows
+        sample_bytes = row_bytes * (row_range.stop - row_range.start)
+        batch_samples = max(1, _BATCH_BYTES // (sample_bytes * block_samples)) * block_samples
         start = first_sample // block_samples * block_samples
         stop = min(self.shape[0], ceil(stop_sample / block_samples) * block_samples)
-        for at in range(start, stop, num_samples):
+        for at in range(start, stop, batch_samples):
             for top in range(row_range.start, row_range.stop, batch_rows):
-                yield slice(at, min(at + num_samples, stop)), slice(top, min(top + batch_rows, row_range.stop))
+                yield slice(at, min(at + batch_samples, stop)), slice(top, min(top + batch_rows, row_range.stop))
 
 
 def read_verified_array(file: Any, name: str) -> np.ndarray:

@@ -134,9 +134,8 @@ def write_picture_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> No
 
 def write_filter_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
     """Write blocks by (row, column), each with pictures (h, w, C, n) in one scale of values, centred at 0."""
-    row_numbers = sorted({place[0] for place in blocks})
     row_pixels = []
-    for row in row_numbers:
+    for row in sorted({place[0] for place in blocks}):
         row_blocks = [_arrange_in_square(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]
         row_pixels.append(np.concatenate([_add_gap(block, 2) for block in row_blocks], axis=1))
     _write_figure(path, np.concatenate(row_pixels), title)

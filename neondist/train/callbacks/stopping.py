@@ -131,11 +131,13 @@ class TimeLimit(Hook):
     def seconds_needed_to_stop(self, run: TrainState) -> float:
         """Return the seconds to reserve for stopping the run."""
         step_seconds = max(self.recent_step_seconds, default=self.max_checkpoint_seconds)
-        saving, epoch_end_seconds = self.max_checkpoint_seconds or _estimate_checkpoint_seconds(run), 0.0
+        checkpoint_seconds = self.max_checkpoint_seconds or _estimate_checkpoint_seconds(run)
+        epoch_end_seconds = 0.0
         if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before all ranks know
-            samples = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
-            epoch_end_seconds = saving + (self.max_evaluation_seconds or step_seconds * -(-samples // run.batch_size))
-        return 1.0 + 2 * step_seconds + epoch_end_seconds + saving
+            num_samples = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
+            evaluation_seconds = self.max_evaluation_seconds or step_seconds * -(-num_samples // run.batch_size)
+            epoch_end_seconds = checkpoint_seconds + evaluation_seconds
+        return 1.0 + 2 * step_seconds + epoch_end_seconds + checkpoint_seconds
 
     def _seconds_since_last_call(self) -> float:
         previous_time, self.last_call_time = self.last_call_time, self.clock()

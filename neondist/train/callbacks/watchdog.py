@@ -151,9 +151,10 @@ class Watchdog(Hook):
     def _stall_report(self) -> str:
         location = "outside steps" if self.current_run is None else f"step {self.current_run.step + 1}"
         headline = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {location}"
-        activity, is_waiting = ("", False) if (work := self.current_activity) is None else (str(work), work.is_waiting)
-        lines = [f"{headline}: {activity}" if activity else headline]
-        if not is_waiting:
+        activity = self.current_activity
+        activity_text = "" if activity is None else str(activity)
+        lines = [f"{headline}: {activity_text}" if activity_text else headline]
+        if activity is None or not activity.is_waiting:
             call_stack = innermost_calls(self.watched_thread_id) or "  none: the watched thread has ended"
             lines = [f"{lines[0]}; most recent call first:", call_stack]
         elif self.rank == 0:

@@ -134,7 +134,8 @@ def _assemble_middle_slices(
     if not extent:
         return assemble_subsampled_images(grid, box, extent, 1, cells, first_sample)
     row_axis, step = box.ndim - 2, subsampling_step(extent[-2:], max_extent)
-    rows, columns = sampled_slices(Box(box.lo[row_axis:], box.hi[row_axis:]), step)
+    plane = Box(box.lo[row_axis:], box.hi[row_axis:])
+    rows, columns = sampled_slices(plane, step)
     middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:row_axis], box.lo, strict=False)]
     row_numbers = range(*rows.indices(box.shape[row_axis]))
     if any(cut.start not in range(n) for cut, n in zip(middle, box.shape, strict=False)) or not row_numbers:
@@ -143,6 +144,4 @@ def _assemble_middle_slices(
         arrays = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in row_numbers]
         selection: tuple[Any, ...] = (slice(None), *(0 for _ in middle), slice(None), columns)
         pixels = np.concatenate(arrays, axis=1 + row_axis)[selection]
-    return assemble_subsampled_images(
-        grid, Box(box.lo[row_axis:], box.hi[row_axis:]), extent[row_axis:], step, pixels, first_sample
-    )
+    return assemble_subsampled_images(grid, plane, extent[row_axis:], step, pixels, first_sample)

@@ -296,15 +296,15 @@ def _open_forecast_sink(
     overwrite: bool,
 ) -> Iterator[Any]:
     """Yield the output file of forecasts at the given times in seconds."""
-    coords, attributes = None, list[tuple[str, Mapping[str, Any]]]()
+    coords, variables = None, list[tuple[str, Mapping[str, Any]]]()
     with all_or_none(grid.world):
         source = series.source_containing(len(series) - 1)
         coords = ForecastCoordinates(source, _encode_times(source, series.times[-1], times))
         for channel in fields.channels:
-            attributes.append((channel.name, _output_attributes(series, channel.name, channel.units)))
+            variables.append((channel.name, _output_attributes(series, channel.name, channel.units)))
     assert coords is not None
     shape = len(times), *series.extent, len(fields.channels)
-    file = create_sink(target, shape, dtype, "TYXC", like=coords, overwrite=overwrite, grid=grid, variables=attributes)
+    file = create_sink(target, shape, dtype, "TYXC", like=coords, overwrite=overwrite, grid=grid, variables=variables)
     with closing(file) as sink:
         yield sink
 

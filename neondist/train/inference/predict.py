@@ -287,7 +287,7 @@ def _open_sinks(
     If all ranks fail before any part is done, all these files are removed.
     """
     *extent, channels = method.output_shape
-    source, like_source, sinks = images.source, method.source_aligned_with_output(), {}
+    source, like, sinks = images.source, method.source_aligned_with_output(), {}
     axes = source.axes[: len(images.sample_extents)] + source.axes[len(images.sample_extents) : -1][: len(extent)] + "C"
     factories: list[Callable[..., TileSink]] = []
     published_kinds: list[str] = []  # renamed by a job that was interrupted before it deleted the journal
@@ -303,13 +303,13 @@ def _open_sinks(
             shape = (*images.sample_extents, *extent, output_kinds.count_output_channels(kind, channels))
             sink_args = shape, output_kinds.output_dtype(kind, channels, method.dtype), axes
             options = output_kinds.sink_options(kind, channels, path)
-            make = partial(create_sink, path, *sink_args, like=like_source, overwrite=overwrite, grid=grid, **options)
-            factories.append(make)
+            open_sink = partial(create_sink, path, *sink_args, like=like, overwrite=overwrite, grid=grid, **options)
+            factories.append(open_sink)
             if not done_parts:
-                with closing(make(resume=False)) as sink:
+                with closing(open_sink(resume=False)) as sink:
                     if sink.lost_metadata and grid.rank == 0:
                         say(f"note: {path} does not include {', '.join(sink.lost_metadata)} of {source.path}")
-            sink = stack.enter_context(closing(make(resume=True)))
+            sink = stack.enter_context(closing(open_sink(resume=True)))
             if done_parts and not sink.resumed:
                 raise OutputError(
                     f"{path}: the partial output of the earlier job is missing; start again with overwrite"

@@ -286,9 +286,8 @@ def _choose_torch_module_method(
         remedy = f"leave out block: {needed_text}"
     traced, cache = model.trace_for_blocks(shape, remedy), chunk_cache_bytes(images, limit)
     max_extents, budget_bytes = _max_block_extents(block, len(traced.extent)), limit - cache - plan.weights_bytes
-    blocks = shrink_blocks_to_fit(
-        partial(traced.divide_into_blocks, overlap=extra_cells), traced.extent, max_extents, budget_bytes
-    )
+    divide_into_blocks = partial(traced.divide_into_blocks, overlap=extra_cells)
+    blocks = shrink_blocks_to_fit(divide_into_blocks, traced.extent, max_extents, budget_bytes)
     model.build(shape, 1, ProcessGrid.serial())
     return BlockwisePrediction(images, blocks, partial(model.run_block, blocks), cache, model.output_shape, model.dtype)
 
