@@ -133,7 +133,7 @@ class BlockPlan(OutputBlocks):
 
     def layer_with_largest_arrays(self) -> str:
         """Return the name of the layer whose arrays are the largest."""
-        steps = [largest_step for largest_step in self.graph.steps if largest_step.layer is not None]
+        steps = [step for step in self.graph.steps if step.layer is not None]
         largest_step = max(
             steps, key=lambda s: sum(self._num_elements_in_block(value, 0) for value in (*s.inputs, s.output_value))
         )

@@ -54,18 +54,18 @@ def compile_plan(
         _, last_idle_value = network.node_ends[idle]
         for step in network.steps:
             if (layer := step.layer) is not None:
-                in_and_out_shapes = network.shapes[step.inputs[0]], network.shapes[step.output_value]
+                input_shape, output_shape = network.shapes[step.inputs[0]], network.shapes[step.output_value]
                 needs_gradient = step.inputs[0] > last_idle_value
                 cells = layer_regions.get(id(layer), (None, None))
                 moves = network.redistributions(step, needs_gradient)
-                moves = [cut for cut in moves if step.output_value > last_idle_value or cut.direction == "forward"]
+                moves = [move for move in moves if step.output_value > last_idle_value or move.direction == "forward"]
                 with _prefix_errors_with_layer(chain, layer):
                     if layer.splits_outputs and step.output_value not in network.sharded_vectors:
                         raise ConfigError(
                             "'split: outputs' requires an elementwise activation, and fully connected layers with"
                             " 'split: inputs' as the next layers; otherwise use 'split: inputs' in this layer"
                         )
-                    plans.append(LayerPlan(layer, *in_and_out_shapes, grid, cells, needs_gradient, moves))
+                    plans.append(LayerPlan(layer, input_shape, output_shape, grid, cells, needs_gradient, moves))
         return Plan(
             network, plans, grid, batch_size or grid.replicas, training, stream=stream, num_nodes_without_backward=idle
         )
@@ -114,8 +114,8 @@ def fit_plan_in_memory(plan: Plan, compile_stream: StreamCompiler, regions: Laye
     best_plan, candidates = search(exhaustive=True)
     if best_plan is not None:
         return best_plan
-    needed_bytes = [(streamed.needed_bytes_with(stream), streamed) for streamed, stream in candidates]
-    min_bytes, smallest_plan = min([(plan.needed_bytes, plan), *needed_bytes], key=lambda pair: pair[0])
+    bytes_and_plans = [(candidate.needed_bytes_with(stream), candidate) for candidate, stream in candidates]
+    min_bytes, smallest_plan = min([(plan.needed_bytes, plan), *bytes_and_plans], key=lambda pair: pair[0])
     largest, _ = max(smallest_plan.memory_by_layer(), key=lambda pair: pair[1])
     sufficient_limit = format_limit_for(min_bytes, plan.grid.size, plan.training.backend)
     raise ConfigError(
@@ -169,10 +169,7 @@ def _find_fastest_stream_plan(
         if _can_run_nodes_in_strips(graph, nodes, plan.grid, regions)
     ]
     one_strip_streams = {nodes: StripwisePlan.of(graph, nodes, plan.grid, 1) for nodes in lengths}
-    min_work = {
-        nodes: multiplications_per_sample(graph, _with_all_checkpoints(stream))
-        for nodes, stream in one_strip_streams.items()
-    }
+    min_work = {n: multiplications_per_sample(graph, _with_all_checkpoints(s)) for n, s in one_strip_streams.items()}
     for nodes in lengths if rows_per_strip is not None else sorted(lengths, key=lambda nodes: min_work[nodes]):
         if min_work[nodes] >= max_work:
             continue
@@ -180,9 +177,8 @@ def _find_fastest_stream_plan(
         if isinstance(rows_per_strip, int):
             stream = stream.with_strips(-(-stream.rows // rows_per_strip))
         if exhaustive or candidate.needed_bytes_with(None) < max_bytes:
-            stream = _stream_with_fewest_strips(
-                candidate, stream, max_bytes, 0 if fixed_strips else stream.rows, exhaustive
-            )
+            max_strips = 0 if fixed_strips else stream.rows
+            stream = _stream_with_fewest_strips(candidate, stream, max_bytes, max_strips, exhaustive)
         candidates.append((candidate, stream))
         for work, fitting_stream in _fitting_streams(candidate, stream, max_bytes, max_work, fixed_strips):
             if (candidate := compile_stream(fitting_stream)).needed_bytes <= max_bytes:
@@ -255,23 +251,24 @@ def _fitting_streams(
             work_and_streams.append((work, stream))
 
     while multiplications_per_sample(plan.graph, _with_all_checkpoints(stream)) < max_work:
-        strips, cut_bytes, free = stream.grid.strips, stream.possible_cuts(), max_bytes - plan.needed_bytes_with(stream)
-        if free < 0:
+        strips, elements_by_cut = stream.grid.strips, stream.possible_cuts()
+        free_bytes = max_bytes - plan.needed_bytes_with(stream)
+        if free_bytes < 0:
             break
         saved_bytes = samples * max(stream.with_checkpoints(strips).saved_bytes(tile, itemsize) for tile in tiles)
-        checkpointed_strips = _count_strips_that_fit(strips, saved_bytes, free)
+        checkpointed_strips = _count_strips_that_fit(strips, saved_bytes, free_bytes)
         add(stream.with_checkpoints(checkpointed_strips))
-        free -= saved_bytes * checkpointed_strips // strips
-        for largest in sorted(set(cut_bytes.values())):
-            cut_nodes = tuple(sorted(nodes for nodes, size in cut_bytes.items() if size <= largest))
+        free_bytes -= saved_bytes * checkpointed_strips // strips
+        for largest in sorted(set(elements_by_cut.values())):
+            cut_nodes = tuple(sorted(nodes for nodes, size in elements_by_cut.items() if size <= largest))
             num_cut_strips = strips
             while num_cut_strips:  # memory falls less than proportionally: strips keep cells around their own
                 cut_stream = stream.with_checkpoints(checkpointed_strips, cut_nodes, num_cut_strips)
                 kept_bytes = samples * itemsize * max(cut_stream.kept_gradient_elements(tile) for tile in tiles)
-                if kept_bytes <= free:
+                if kept_bytes <= free_bytes:
                     add(cut_stream)
                     break
-                num_cut_strips = num_cut_strips * free // kept_bytes
+                num_cut_strips = num_cut_strips * free_bytes // kept_bytes
         if fixed_strips or strips >= stream.rows:
             break
         max_work = min([max_work, *(work for work, _ in work_and_streams)])
@@ -292,19 +289,18 @@ def _stream_with_fewest_strips(
     If none is likely to fit, return a stream that does not fit. With `exhaustive`, a stream that does not fit is
     returned only if none fits.
     """
-    if (
-        exhaustive
-        and plan.needed_bytes_with(shortest := stream.with_strips(max(max_strips, stream.grid.strips))) > max_bytes
-    ):
+    shortest = stream.with_strips(max(max_strips, stream.grid.strips))
+    if exhaustive and plan.needed_bytes_with(shortest) > max_bytes:
         return shortest
     base_bytes = plan.needed_bytes_with(None)
-    strips, free_bytes, last_try = stream.grid.strips, max(1, max_bytes - base_bytes), (0, 0)
+    strips, free_bytes = stream.grid.strips, max(1, max_bytes - base_bytes)
+    last_strips, last_bytes = 0, 0
     while (stream_bytes := plan.needed_bytes_with(stream) - base_bytes) > free_bytes and strips < max_strips:
         # memory independent of strips
-        fixed_bytes = (strips * stream_bytes - last_try[0] * last_try[1]) / (strips - last_try[0])
-        if last_try[0] and fixed_bytes > 2 * free_bytes and not exhaustive:
+        fixed_bytes = (strips * stream_bytes - last_strips * last_bytes) / (strips - last_strips)
+        if last_strips and fixed_bytes > 2 * free_bytes and not exhaustive:
             break
-        last_try = strips, stream_bytes
+        last_strips, last_bytes = strips, stream_bytes
         strips = min(max_strips, 8 * strips, max(strips + 1, int(strips * stream_bytes / free_bytes)))
         strips = -(-stream.rows // (stream.rows // strips))  # the fewest strips of this length
         stream = stream.with_strips(strips)

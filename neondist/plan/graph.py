@@ -92,23 +92,23 @@ class Graph:
         self.input_recomputation_steps: dict[int, int] = {}
         for at in range(len(self.steps)):
             recomputer = self._find_input_recomputation_step(at)
-            if (
-                recomputer is not None and recomputer not in self.input_recomputation_steps
-            ):  # it recomputes from its own input
+            # a step recomputes from its own input, which must not be recomputed itself
+            if recomputer is not None and recomputer not in self.input_recomputation_steps:
                 self.input_recomputation_steps[at] = recomputer
         self.sharded_vectors = {step.output_value for step in self.steps if self._stays_sharded(step)}
 
     def _is_fused(self, index: int) -> bool:
-        layer, prior_step = self.steps[index].layer, self.steps[index - 1]
-        sole_reader = self.readers[prior_step.output_value] == [index] and len(self.shapes[prior_step.output_value]) > 1
+        layer, previous_step = self.steps[index].layer, self.steps[index - 1]
+        value = previous_step.output_value
         if (
             layer is None
-            or not sole_reader
+            or self.readers[value] != [index]
+            or len(self.shapes[value]) < 2
             or not layer.is_activation_only
             or not declared_with(layer, "is_activation_only", "forward")
         ):
             return False
-        producer = prior_step.layer or prior_step.join
+        producer = previous_step.layer or previous_step.join
         return producer is not None and layer.activation is not None and producer.can_fuse_activation(layer.activation)
 
     def _find_deferred_relu_gradient(self, index: int) -> tuple[int, int] | None:
@@ -129,15 +129,15 @@ class Graph:
 
     def _find_input_recomputation_step(self, index: int) -> int | None:
         layer, (value, *_) = self.steps[index].layer, self.steps[index].inputs
-        producer = self.producers.get(value)
-        maker_layer = None if producer is None else self.steps[producer].layer
+        producer_index = self.producers.get(value)
+        producer = None if producer_index is None else self.steps[producer_index].layer
         saving_readers = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
-        if layer is None or maker_layer is None or saving_readers != [index] or self.producer_reads_output(value):
+        if layer is None or producer is None or saving_readers != [index] or self.producer_reads_output(value):
             return None
         attribute = "saved_bytes_and_elements"
         saves_input_only = layer.saved_bytes_and_elements == (0, 0) == declared_with(layer, attribute, "forward")
-        restores = maker_layer.can_recompute_output and declared_with(maker_layer, "can_recompute_output", "forward")
-        return producer if saves_input_only and restores else None
+        restores = producer.can_recompute_output and declared_with(producer, "can_recompute_output", "forward")
+        return producer_index if saves_input_only and restores else None
 
     def _stays_sharded(self, step: Step) -> bool:
         readers = self.readers[step.output_value]

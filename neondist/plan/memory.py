@@ -42,8 +42,8 @@ def pack_ranges(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
     live = (sum(r.elements_per_sample for r in ranges if r.first_time <= at <= r.last_time) for at in first_times)
     min_length = max(live, default=0)
     layouts: list[tuple[list[int], int]] = []
-    for order in sort_keys:
-        layouts.append(_place_in_order(ranges, sorted(range(len(ranges)), key=lambda at: order(ranges[at]))))
+    for sort_key in sort_keys:
+        layouts.append(_place_in_order(ranges, sorted(range(len(ranges)), key=lambda at: sort_key(ranges[at]))))
         if layouts[-1][1] == min_length:
             break
     return min(layouts, key=lambda placed: placed[1])
@@ -54,9 +54,8 @@ def _place_in_order(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[
     for at in order:
         start = 0
         overlapping = [other for other in offsets if ranges[at].overlaps(ranges[other])]
-        for lo, hi in sorted(
-            (offsets[other], offsets[other] + ranges[other].elements_per_sample) for other in overlapping
-        ):
+        occupied = ((offsets[other], offsets[other] + ranges[other].elements_per_sample) for other in overlapping)
+        for lo, hi in sorted(occupied):
             if start + ranges[at].elements_per_sample <= lo:
                 break
             start = max(start, hi)
@@ -238,10 +237,11 @@ class MemoryPlanner:
         if windowed_readers and (value or len(readers) == 1):
             plan.view_of_value[value] = max(windowed_readers, key=lambda at: self.graph.steps[at].saves_input)
         elif value and value not in self._absorbed:
-            start = self.graph.producers[value]
+            first_time = self.graph.producers[value]
             saved_times = [self._end - at for at in readers if not self.has_window[at] and self._saves_input[at]]
             kept_times = [*saved_times, *self._producer_reread_times(value)] if self.backward else []
-            plan.value_ranges[value] = plan.add(self.value_elements[value], start, max([start, *readers, *kept_times]))
+            last_time = max([first_time, *readers, *kept_times])
+            plan.value_ranges[value] = plan.add(self.value_elements[value], first_time, last_time)
 
     def _add_gradient_sum(self, plan: MemoryPlan, value: int) -> None:
         """Add the sum of the gradients from several readers of a value."""
@@ -252,10 +252,10 @@ class MemoryPlanner:
             last_time = self._gradients.last_read(value)
             plan.gradient_sum_ranges[value] = plan.add(self.value_elements[value], first_time, last_time)
 
-    def _reads_own_view(self, step_index: int) -> bool:
+    def _reads_own_view(self, index: int) -> bool:
         """Return whether a step is a layer that is not computed in place by the step before it."""
-        graph, step = self.graph, self.graph.steps[step_index]
-        fusing_step = graph.fused_activations.get(step_index)
+        graph, step = self.graph, self.graph.steps[index]
+        fusing_step = graph.fused_activations.get(index)
         if step.layer is None or fusing_step is None:
             return step.layer is not None
         is_join = graph.steps[fusing_step].join is not None and fusing_step not in graph.deferred_relu_gradients
@@ -280,13 +280,13 @@ class MemoryPlanner:
                 border_elements = self.view_elements[index] - self.value_elements[value]
                 plan.border_ranges[index] = plan.add(border_elements, index, backward_time)
 
-    def _add_gradient(self, plan: MemoryPlan, step_index: int) -> None:
+    def _add_gradient(self, plan: MemoryPlan, index: int) -> None:
         """Add the gradient of a step's view: over the view where the step may overwrite it."""
-        (value,) = self.graph.steps[step_index].inputs
-        start = self._end - step_index
-        last_time = self._gradients.last_read(value) if self._gradients.stays_in_place(value, step_index) else start
-        view = plan.rebuilt_view_ranges.get(step_index, plan.view_ranges.get(step_index, plan.value_ranges.get(value)))
-        if view is not None and self.gradient_can_overwrite_view[step_index] and plan.ranges[view].last_time == start:
-            plan.gradient_ranges[step_index], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last_time)
+        (value,) = self.graph.steps[index].inputs
+        first_time = self._end - index
+        last_time = self._gradients.last_read(value) if self._gradients.stays_in_place(value, index) else first_time
+        view = plan.rebuilt_view_ranges.get(index, plan.view_ranges.get(index, plan.value_ranges.get(value)))
+        if view is not None and self.gradient_can_overwrite_view[index] and plan.ranges[view].last_time == first_time:
+            plan.gradient_ranges[index], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last_time)
         else:
-            plan.gradient_ranges[step_index] = plan.add(self.view_elements[step_index], start, last_time)
+            plan.gradient_ranges[index] = plan.add(self.view_elements[index], first_time, last_time)

@@ -86,8 +86,7 @@ class ParameterPlan:
 
     @property
     def _compressors_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        named_compressors = self.compressors.items()
-        return [(kind, self.untiled[name].shape) for name, kind in named_compressors if kind != ROWS_COMPRESSOR]
+        return [(kind, self.untiled[name].shape) for name, kind in self.compressors.items() if kind != ROWS_COMPRESSOR]
 
     @cached_property
     def untiled(self) -> dict[str, Parameter]:
@@ -131,11 +130,11 @@ class ParameterPlan:
             for tiled in (False, True)
         )
         untiled_elements -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
+        untiled_elements -= self.num_elements_with_owners
         itemsize = self.dtype.itemsize
         packed = sum(compressed_bytes_if_smaller(*each, itemsize) or 0 for each in self._compressors_and_shapes)
-        summed_elements = (FLAG_HEADER_LENGTH + untiled_elements - self.num_elements_with_owners) * (
-            self.grid.size > 1
-        ) + tiled_elements * (self.grid.replicas > 1)
+        summed_elements = (FLAG_HEADER_LENGTH + untiled_elements) * (self.grid.size > 1)
+        summed_elements += tiled_elements * (self.grid.replicas > 1)
         sums_norms = (self.grid.size if self.shares else self.grid.tiles) > 1
         return itemsize * summed_elements + packed * (self.grid.size > 1) + 8 * num_norms * sums_norms
 

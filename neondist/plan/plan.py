@@ -187,14 +187,15 @@ class Plan(Sequence[LayerPlan]):
         The keys are the names of layers, 'gradients' and 'loss', as in the ledger; zeros are omitted.
         """
         itemsize, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
-        ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        num_calls = len(micro_batch_ranges(samples, self.training.accumulate))
-        nbytes = {plan.name: plan.reduction_bytes_per_rank(samples, itemsize, ranks, num_calls) for plan in self}
+        group_sizes = self._group_sizes
+        num_micro_batches = len(micro_batch_ranges(samples, self.training.accumulate))
+        nbytes = {p.name: p.reduction_bytes_per_rank(samples, itemsize, group_sizes, num_micro_batches) for p in self}
         num_norms = self.training.optimizer.num_reduced_norms(self.parameters.num_split_parameters)
         nbytes[GRADIENTS] = self.parameters.reduction_bytes(rank, num_norms)
         is_image = len(self.output_shape) > 1
         batch_group, sample_group = (reduction_group(is_image, over_replicas) for over_replicas in (True, False))
-        sums_batch, per_sample = ranks[batch_group or "tiles"] > 1, sample_group is not None and ranks[sample_group] > 1
+        sums_batch = group_sizes[batch_group or "tiles"] > 1
+        per_sample = sample_group is not None and group_sizes[sample_group] > 1
         cost_parts = [part for _, part in parts_of(self.training.cost)]
         num_sums = sum(part.reduced_elements_per_sample(self.output_shape) for part in cost_parts)
         nbytes[LOSS] = 8 * (
@@ -210,7 +211,7 @@ class Plan(Sequence[LayerPlan]):
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
         elements_by_layer = {
-            plan.name: sum(cut.elements_sent_by(self.grid.tiles, tile) for cut in plan.redistributions) for plan in self
+            plan.name: sum(r.elements_sent_by(self.grid.tiles, tile) for r in plan.redistributions) for plan in self
         }
         nbytes = {name: elements * samples * self.itemsize for name, elements in elements_by_layer.items()}
         nbytes[GRADIENTS] = self.parameters.redistribution_bytes(rank, samples)
@@ -231,15 +232,15 @@ class Plan(Sequence[LayerPlan]):
     def workload(self) -> Workload:
         """Workload of the busiest rank in a step: the maximum of cells and messages in each layer."""
         samples = self.samples(0)
-        flops = sum(
-            2 * samples * (3 if plan.needs_input_gradient else 2) * plan.forward_multiplications(0) for plan in self
-        )
         work_factor = (
             1.0
             if self.stream is None
             else multiplications_per_sample(self.graph, self.stream) / multiplications_per_sample(self.graph, None)
         )
-        traffic_bytes = self.memory_traffic(0) - self.parameters.memory_traffic(0)
+        flops = work_factor * sum(
+            2 * samples * (3 if plan.needs_input_gradient else 2) * plan.forward_multiplications(0) for plan in self
+        )
+        traffic_bytes = work_factor * (self.memory_traffic(0) - self.parameters.memory_traffic(0))
         sent = sum(
             max(plan.halo_bytes_of(t, samples, *self._halo_bytes_args(plan)) for t in plan.classes.representatives)
             for plan in self
@@ -247,20 +248,9 @@ class Plan(Sequence[LayerPlan]):
         messages = sum(
             max(sum(map(len, plan.sent_message_sizes(t))) for t in plan.classes.representatives) for plan in self
         )
-        ranks_by_group = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        num_reductions = sum(
-            ranks_by_group[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group
-        )
+        num_reductions = sum(self._group_sizes[r.group] > 1 for plan in self for r in plan.reductions if r.group)
         reduction_bytes = sum(count for name, count in self.reduction_bytes(0).items() if name not in (GRADIENTS, LOSS))
-        return Workload(
-            flops * work_factor,
-            traffic_bytes * work_factor,
-            messages,
-            sent,
-            num_reductions,
-            reduction_bytes,
-            self.parameters,
-        )
+        return Workload(flops, traffic_bytes, messages, sent, num_reductions, reduction_bytes, self.parameters)
 
     def pretraining_bytes_sent(self) -> list[tuple[str, int, int]]:
         """Return each pretraining stage with the bytes per step sent by the busiest rank and by all ranks."""
@@ -330,9 +320,10 @@ class Plan(Sequence[LayerPlan]):
             section_inputs = self.sections[self.stream is None :]
             kept_elements = sum(prod(section.tile_shapes(tile)[0]) for section in section_inputs)
             arena_elements = max((section.memory_plan(tile).num_elements for section in self.sections), default=0)
-            num_strip = max((segment.max_strip_buffer_elements(tile) for segment in self.segments), default=0)
+            strip_elements = max((segment.max_strip_buffer_elements(tile) for segment in self.segments), default=0)
             saved = max((sum(section.saved_bytes(tile, self.itemsize)) for section in self.sections), default=0)
-            self._bytes_per_sample_by_tile[tile] = (arena_elements + num_strip + kept_elements) * self.itemsize + saved
+            elements = arena_elements + strip_elements + kept_elements
+            self._bytes_per_sample_by_tile[tile] = elements * self.itemsize + saved
         return self._bytes_per_sample_by_tile[tile] * self.max_live_samples(replica)
 
     @property
@@ -359,19 +350,16 @@ class Plan(Sequence[LayerPlan]):
         num_nodes = len(self.graph.node_ends) - 1 - start
         # nodes without steps are not a section of their own
         ends, sharded_vectors = self.graph.node_ends, self.graph.sharded_vectors
-        costs = [
-            inf if ends[at] == ends[start] or ends[at][1] in sharded_vectors else 0
-            for at in range(start, start + num_nodes)
-        ]
+        nodes = range(start, start + num_nodes)
+        costs = [inf if ends[at] == ends[start] or ends[at][1] in sharded_vectors else 0 for at in nodes]
         cuts = [start + at for at in (recompute_cuts(costs) if self.training.recompute else (0, num_nodes))]
         plan_by_layer_id = {id(plan.layer): plan for plan in self}
         sections = []
         for first, last in pairwise(cuts) if num_nodes else ():
             graph, segments = self.graph.subgraph(first, last), dict[int, Segment]()
             if self.training.strips is not None:
-                graph, segments = group_into_segments(
-                    graph, plan_by_layer_id, self.grid, self.training.strips, self.itemsize
-                )
+                rows = self.training.strips
+                graph, segments = group_into_segments(graph, plan_by_layer_id, self.grid, rows, self.itemsize)
             begin_step, _ = self.graph.node_ends[first]
             first_plan = next((plan_by_layer_id.get(id(step.layer)) for step in self.graph.steps[begin_step:]), None)
             extended_input = None if first_plan is None else first_plan.regions[0]
@@ -444,6 +432,10 @@ class Plan(Sequence[LayerPlan]):
     def itemsize(self) -> int:
         """Bytes of an element."""
         return self.training.dtype.itemsize
+
+    @property
+    def _group_sizes(self) -> dict[str, int]:
+        return {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
 
     def _halo_bytes_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
         """Return the arguments of `LayerPlan.halo_bytes_of`: item size, gradient, and number of forward exchanges."""

@@ -61,7 +61,7 @@ def recompute_cuts(costs: Sequence[float]) -> list[int]:
 
 
 def overhead_seconds(
-    profile: MachineProfile, segment: Sequence[LayerWithRegions], grid: GridShape, needs_gradient: bool = True
+    profile: MachineProfile, segment: Sequence[LayerWithRegions], grid: GridShape, needs_dx: bool = True
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
@@ -70,23 +70,23 @@ def overhead_seconds(
 
     Parameters
     ----------
-    needs_gradient : bool
+    needs_dx : bool
         Whether the segment's input needs a gradient.
     """
     tile = _central_tile(grid, len(segment[0].input_shape) - 1)
     first_layer, shape, (inputs, outputs) = segment[0]
-    seconds = [_redundant_computation_seconds(profile, placed, grid) for placed in segment]
+    seconds = [_redundant_computation_seconds(profile, placed_layer, grid) for placed_layer in segment]
     if inputs is None:
         for array, window in first_layer.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
-            returns_dx = needs_gradient or first_layer.adds_output_halo
+            returns_dx = needs_dx or first_layer.adds_output_halo
             seconds[0] += profile.message_seconds(len(plan.sends), plan.halo_volume * array[-1]) * (1 + returns_dx)
     return seconds
 
 
-def halo_seconds_if_gathered(profile: MachineProfile, layer_with_regions: LayerWithRegions, grid: GridShape) -> float:
+def halo_seconds_if_gathered(profile: MachineProfile, placed_layer: LayerWithRegions, grid: GridShape) -> float:
     """Return the seconds of a layer's exchanges if it gathers gradients in bprop; inf if this is not possible."""
-    layer, shape, _ = layer_with_regions
+    layer, shape, _ = placed_layer
     gathered_gradient = layer.gradient_shape_and_window_if_gathered(shape)
     if gathered_gradient is None:
         return inf
@@ -104,9 +104,9 @@ def can_compute_halo_cells(layer: Layer, input_shape: Shape) -> bool:
     return not layer.recompute_blocker_for(input_shape) and (window is None or not window.wraps)
 
 
-def _redundant_computation_seconds(profile: MachineProfile, layer_plan: LayerWithRegions, grid: GridShape) -> float:
+def _redundant_computation_seconds(profile: MachineProfile, placed_layer: LayerWithRegions, grid: GridShape) -> float:
     """Return the seconds that the largest tile of a layer spends on cells beyond its own."""
-    layer, shape, (_, outputs) = layer_plan
+    layer, shape, (_, outputs) = placed_layer
     if outputs is None:
         return 0.0
     extra_cells = outputs.max_tile_size - grid.partition(layer.output_shape_for(shape)[:-1]).max_tile_size

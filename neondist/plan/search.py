@@ -118,9 +118,8 @@ def sort_choices(
                 strategies[strategy_key].check_parameters_match(specs)
                 strategies[strategy_key].check_owners_exist(ranks)
             sync = estimate_sync_costs(strategies[strategy_key].parameters, untiled_specs, ranks, num_slots, machine)
-            seconds = dict(
-                zip(STEP_PARTS, (*_step_part_seconds(workload, plan.grid, machine), sync.seconds), strict=True)
-            )
+            part_seconds = *_step_part_seconds(workload, plan.grid, machine), sync.seconds
+            seconds = dict(zip(STEP_PARTS, part_seconds, strict=True))
             strategy = replace(strategies[strategy_key], grid=_grid_factors(plan.grid), schemes=schemes)
             candidates.append(GridChoice(plan, strategy, seconds, sync))
     return sorted(candidates, key=lambda choice: choice.sort_key)
@@ -235,7 +234,7 @@ def choice_table(choice: GridChoice, runner_up: GridChoice | None, reasons: Sequ
     for name, scheme in (choice.strategy.schemes or {}).items():
         layers_by_scheme[scheme].append(name)
     notes = [f"scheme {scheme}: {', '.join(names)}" for scheme, names in layers_by_scheme.items()]
-    notes += [choice_reason(choice, runner_up), *(f"excluded: {cause}" for cause in reasons[:3])]
+    notes += [choice_reason(choice, runner_up), *(f"excluded: {reason}" for reason in reasons[:3])]
     if len(reasons) > 3:
         notes.append(f"excluded: {len(reasons) - 3} more that need too much memory")
     stream = getattr(choice.plan, "stream", None)

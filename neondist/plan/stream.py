@@ -117,9 +117,9 @@ class StripwisePlan:
                 if part.stream_below_cut is None
                 else part._num_kept_strips / (part.grid.num_last_strips or part.grid.strips)
             )
-            multiplications += kept_share * part._backward_multiplications(part.backward_sweep_stops) + (
-                1 - kept_share
-            ) * part._backward_multiplications(part._backward_sweep_ends_without_cuts)
+            with_cut = part._backward_multiplications(part.backward_sweep_stops)
+            without_cut = part._backward_multiplications(part._backward_sweep_ends_without_cuts)
+            multiplications += kept_share * with_cut + (1 - kept_share) * without_cut
         return multiplications
 
     def _backward_multiplications(self, sweeps: Sequence[int]) -> float:
