@@ -54,9 +54,9 @@ class CellKernels:
             target[...] = source
 
     def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], addends: Sequence[Any]) -> None:
-        """Add each part to its box of an array, in this order; boxes may overlap. On a device, all in one launch."""
-        for box, part in zip(boxes, addends, strict=True):
-            array[box] += part
+        """Add each addend to its box of an array, in this order; boxes may overlap. On a device, all in one launch."""
+        for box, addend in zip(boxes, addends, strict=True):
+            array[box] += addend
 
     def contiguous(self, x: Any) -> Any:
         """Return x if it is contiguous, else a contiguous copy."""
@@ -146,7 +146,7 @@ class CellKernels:
         return mean, affine[0] * inverse_std, affine[1].copy(), inverse_std
 
     def batch_scale_and_shift(
-        self, moments: Any, running_moments: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
+        self, moments: Any, running_stats: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
         """Return the `scale_and_shift` of a batch, and update the running mean and variance.
 
@@ -156,7 +156,7 @@ class CellKernels:
             Number of cells, means, and sums of squared differences from the means.
         """
         count, (mean, square_sums) = moments[0], moments[1:].reshape(2, -1)
-        for kept, new in zip(running_moments, (mean, square_sums / self.xp.maximum(count - 1, 1)), strict=True):
+        for kept, new in zip(running_stats, (mean, square_sums / self.xp.maximum(count - 1, 1)), strict=True):
             kept += momentum * (new - kept)
         return self.scale_and_shift(mean.copy(), square_sums / count, affine, eps)
 

@@ -133,9 +133,9 @@ class CupyKernels(Kernels):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         dx = self.xp.empty(shape, dy.dtype)
         pool = pool_geometry_table(extent, dy.shape[1:-1], kernel, stride, groups, _strides(dx))
-        table, index = self._device_table(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
-        arguments = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
-        self._launch(DEPTHWISE_BACK, C_TYPES[str(dy.dtype)], "depthwise_back", dx.size, *arguments, index_type=index)
+        table, index_type = self._device_table(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
+        arguments, c_type = (*map(self.xp.ascontiguousarray, (dy, weights)), dx, table), C_TYPES[str(dy.dtype)]
+        self._launch(DEPTHWISE_BACK, c_type, "depthwise_back", dx.size, *arguments, index_type=index_type)
         return crop_borders(dx, crop)
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
@@ -143,12 +143,12 @@ class CupyKernels(Kernels):
         out_extent, xp = output_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
         if not self._has_window_kernel(x.dtype, kernel, (len(x), *out_extent, x.shape[-1])):
             return super().max_pool(x, kernel, stride)
-        best, place = (xp.empty((len(x), *out_extent, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
-        table, index = self._device_table(
-            pool_geometry_table(x.shape[1:-1], out_extent, kernel, stride, x.shape[-1], _strides(x)), x, best
-        )
-        self._launch(MAX_POOL, C_TYPES[str(x.dtype)], "max_pool", best.size, x, best, place, table, index_type=index)
-        return best, place
+        maxima, positions = (xp.empty((len(x), *out_extent, x.shape[-1]), dtype) for dtype in (x.dtype, xp.uint8))
+        pool = pool_geometry_table(x.shape[1:-1], out_extent, kernel, stride, x.shape[-1], _strides(x))
+        table, index_type = self._device_table(pool, x, maxima)
+        arguments, c_type = (x, maxima, positions, table), C_TYPES[str(x.dtype)]
+        self._launch(MAX_POOL, c_type, "max_pool", maxima.size, *arguments, index_type=index_type)
+        return maxima, positions
 
     def max_pool_backward(self, dy: Any, max_positions: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
         """Return the gradient of x, in one launch; deterministic: one thread sums all contributions to a cell."""
@@ -157,8 +157,9 @@ class CupyKernels(Kernels):
             return super().max_pool_backward(dy, max_positions, extent, kernel, stride)
         dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
         pool = pool_geometry_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _strides(dx))
-        (table, index), c_type = self._device_table(pool, dx, dy), C_TYPES[str(dy.dtype)]
-        self._launch(MAX_POOL_BACK, c_type, "max_pool_back", dx.size, dy, max_positions, dx, table, index_type=index)
+        table, index_type = self._device_table(pool, dx, dy)
+        arguments, c_type = (dy, max_positions, dx, table), C_TYPES[str(dy.dtype)]
+        self._launch(MAX_POOL_BACK, c_type, "max_pool_back", dx.size, *arguments, index_type=index_type)
         return dx
 
     def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
@@ -177,9 +178,9 @@ class CupyKernels(Kernels):
             super().normalise_backward(x, dy, norm, coefficients, dx)
             return
         by_channel = self._contiguous_by_channel((*norm[:3], *coefficients), x)
-        thread_ranges, threads, index = self._thread_ranges((x, dy, dx), len(norm.mean))
-        arguments = x, dy, *by_channel, dx, *thread_ranges, int(norm.fused_relu)
-        self._launch(NORMALISE_BACK, C_TYPES[str(x.dtype)], "normalise_back", threads, *arguments, index_type=index)
+        thread_ranges, threads, index_type = self._thread_ranges((x, dy, dx), len(norm.mean))
+        arguments, c_type = (x, dy, *by_channel, dx, *thread_ranges, int(norm.fused_relu)), C_TYPES[str(x.dtype)]
+        self._launch(NORMALISE_BACK, c_type, "normalise_back", threads, *arguments, index_type=index_type)
 
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over all axes but the channels, (C,)."""
@@ -211,18 +212,18 @@ class CupyKernels(Kernels):
         if not self._has_cell_kernel(moments, *running_stats, *affine):
             return super().batch_scale_and_shift(moments, running_stats, affine, momentum, eps)
         factors, scalars = self.xp.empty((4, len(affine[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
-        arguments, number = (moments, *running_stats, *affine, factors, *scalars), C_TYPES[str(moments.dtype)]
-        self._launch(BATCH_NORM_SCALE_SHIFT, number, "batch_scale_shift", factors[0].size, *arguments)
+        arguments, c_type = (moments, *running_stats, *affine, factors, *scalars), C_TYPES[str(moments.dtype)]
+        self._launch(BATCH_NORM_SCALE_SHIFT, c_type, "batch_scale_shift", factors[0].size, *arguments)
         return factors[0], factors[1], factors[2], factors[3]
 
     def batch_gradient_factors(self, sums: Any, count: Any, gamma: Any, inverse_std: Any) -> tuple[Any, Any, Any]:
         """Return the coefficients of `normalise_backward`, in one launch."""
         if not self._has_cell_kernel(sums, count, gamma, inverse_std):
             return super().batch_gradient_factors(sums, count, gamma, inverse_std)
-        result = self.xp.empty((3, len(gamma)), sums.dtype)
-        arguments, number = (sums, count, gamma, inverse_std, result), C_TYPES[str(sums.dtype)]
-        self._launch(BATCH_NORM_GRADIENT_FACTORS, number, "batch_gradient_factors", result[0].size, *arguments)
-        return result[0], result[1], result[2]
+        factors = self.xp.empty((3, len(gamma)), sums.dtype)
+        arguments, c_type = (sums, count, gamma, inverse_std, factors), C_TYPES[str(sums.dtype)]
+        self._launch(BATCH_NORM_GRADIENT_FACTORS, c_type, "batch_gradient_factors", factors[0].size, *arguments)
+        return factors[0], factors[1], factors[2]
 
     def _reduce_sums(
         self,
@@ -242,24 +243,23 @@ class CupyKernels(Kernels):
         """
         num_groups, num_sums = len(x) if by_sample else 1, 1 if kind == SUMS_KIND else 2
         arrays = x, x if dy is None else dy
-        ranges, threads, index = self._thread_ranges(arrays, num_groups)
-        (table, num_axes, _, lanes), width, c_type = ranges, num_groups * x.shape[-1], C_TYPES[str(x.dtype)]
+        thread_ranges, threads, index_type = self._thread_ranges(arrays, num_groups)
+        (table, num_axes, _, lanes), width, c_type = thread_ranges, num_groups * x.shape[-1], C_TYPES[str(x.dtype)]
         sums = self.xp.empty((num_sums, lanes, width), "f8")
-        arguments = *arrays, *(*by_channel, x, x, x)[:3], sums, *ranges, kind, int(clip)
-        self._launch(CELL_SUMS, c_type, "cell_sums", threads, *arguments, index_type=index)
+        arguments = *arrays, *(*by_channel, x, x, x)[:3], sums, *thread_ranges, kind, int(clip)
+        self._launch(CELL_SUMS, c_type, "cell_sums", threads, *arguments, index_type=index_type)
         while lanes > _MAX_LAST_LANES:
             num_folded = -(-lanes // _LANES_PER_THREAD)
             folded = self.xp.empty((num_sums, num_folded, width), "f8")
-            self._launch(
-                FOLD_SUMS, c_type, "fold_sums", folded.size, sums, folded, lanes, num_folded, width, index_type=index
-            )
+            arguments = sums, folded, lanes, num_folded, width
+            self._launch(FOLD_SUMS, c_type, "fold_sums", folded.size, *arguments, index_type=index_type)
             sums, lanes = folded, num_folded
         result = self.xp.empty((num_sums, num_groups, x.shape[-1]), x.dtype)
         if kind == MOMENTS_KIND:
             arguments = sums, x, result, table, num_axes, lanes, x.size // width
-            self._launch(LAST_MOMENTS, c_type, "last_moments", width, *arguments, index_type=index)
+            self._launch(LAST_MOMENTS, c_type, "last_moments", width, *arguments, index_type=index_type)
         else:
-            self._launch(LAST_SUMS, c_type, "last_sums", result.size, sums, result, lanes, width, index_type=index)
+            self._launch(LAST_SUMS, c_type, "last_sums", result.size, sums, result, lanes, width, index_type=index_type)
         return result
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
@@ -335,8 +335,8 @@ class CupyKernels(Kernels):
     def _cached_table(self, table: tuple[int, ...], index_type: str = "long long") -> Any:
         """Return a table on the device, cached, since the launches of every step need the same tables."""
         device_table = self._cached_upload(table, index_type)
-        for kept in self._captured_tables:
-            kept.append(device_table)
+        for tables in self._captured_tables:
+            tables.append(device_table)
         return device_table
 
     def _upload_table(self, table: tuple[int, ...], index_type: str) -> Any:

@@ -201,7 +201,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
             cells, dx_and_stride = strided_index(stride), dx if dx is None else (dx, stride)
             dx, x, stride, zero_sides = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
         row_zeros, *columns = zero_sides or ((0, 0),) * len(kernel)
-        dweights, bias_gradient = None, self.xp.zeros(weights.shape[-1:], x.dtype)
+        dweights, dbias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
         inner_dx = None if dx is None else zero_borders(dx, (row_zeros, *columns))
         accumulator = None
         if inner_dx is not None:
@@ -217,12 +217,12 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
                 partial = self.conv_backward_weights(x_strip, dz, kernel, *conv_args, zeros)
                 dweights = partial if dweights is None else self.xp.add(dweights, partial, out=dweights)
             if needs_weights and needs_bias:
-                bias_gradient += self.channel_sum(dz)
+                dbias += self.channel_sum(dz)
             if accumulator is not None:
                 accumulator.add(strip, self.conv_backward_input(dz, weights, x_strip.shape[1:-1], *conv_args, zeros))
         if dx_and_stride is not None:
             zero_cells_between_strides(*dx_and_stride)
-        return self.xp.zeros(weights.shape, x.dtype) if dweights is None else dweights, bias_gradient
+        return self.xp.zeros(weights.shape, x.dtype) if dweights is None else dweights, dbias
 
     def _relu_gradient_writer(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         """Return a function that writes a part of a gradient into dx; if x is given, zero where x is not positive."""

@@ -142,7 +142,7 @@ class RowKernels(CompiledCells, Kernels):
                 dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
             )
         sides, row_stride, row_reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
-        weight_gradient, bias_gradient = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
+        dweights, dbias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
         inner_dx = None if dx is None else zero_borders(dx, sides)
         (num_skipped_rows, _), *column_sides = sides
         for strip in split_into_strips(x, dy, kernel, *args[:2], self._conv_strip_size(x, dy, weights, *args[:2])):
@@ -151,8 +151,8 @@ class RowKernels(CompiledCells, Kernels):
             dz = output_gradient((strip.samples, slice(first_dy_row, rows.stop)))
             if needs_weights:
                 own_dz = dz[:, rows.start - first_dy_row :]
-                weight_gradient += self.conv_backward_weights(x[strip.index_in_view], own_dz, kernel, *args)
-                bias_gradient += self.channel_sum(own_dz) if needs_bias else 0
+                dweights += self.conv_backward_weights(x[strip.index_in_view], own_dz, kernel, *args)
+                dbias += self.channel_sum(own_dz) if needs_bias else 0
             if inner_dx is not None:
                 stop_row = None if strip.is_last else max(0, rows.stop * row_stride - num_skipped_rows)
                 rows = slice(max(0, rows.start * row_stride - num_skipped_rows), stop_row)
@@ -166,7 +166,7 @@ class RowKernels(CompiledCells, Kernels):
                 return super().conv_backward_into(
                     dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
                 )
-        return weight_gradient, bias_gradient
+        return dweights, dbias
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product, on the convolutions' threads: NumPy's would compete for cores (both spin)."""
@@ -268,8 +268,8 @@ def has_vector_aligned_channels(cells: np.ndarray) -> bool:
 def _stride_phases(extent: int, kernel: int, step: int, dilation: int, crop: int) -> Iterator[tuple[slice, slice, int]]:
     """Yield, for each phase of the stride, its cells of dx, the kernel cells that see them, and the offset in dy."""
     for phase in range(min(step, extent)):
-        dy_offset, first_tap = divmod(phase + crop, step)
+        num_skipped, first_tap = divmod(phase + crop, step)
         num_taps = len(range(first_tap, kernel, step))
         last_tap = first_tap + (num_taps - 1) * step
         seen = slice(last_tap, first_tap - step if first_tap >= step else None, -step) if num_taps else slice(0, 0)
-        yield slice(phase, None, step), seen, (num_taps - 1) * dilation - dy_offset
+        yield slice(phase, None, step), seen, (num_taps - 1) * dilation - num_skipped

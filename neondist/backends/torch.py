@@ -51,9 +51,8 @@ class TorchKernelMixin(Kernels):
             return None
         num_threads_before = torch.get_num_threads()
         self._cleanup.callback(torch.set_num_threads, num_threads_before)
-        torch.set_num_threads(
-            min(default_thread_count(), num_threads_before)
-        )  # torch may have been imported before the launcher limited its threads
+        # torch may have been imported before the launcher limited its threads
+        torch.set_num_threads(min(default_thread_count(), num_threads_before))
         return TorchKernelModules(torch_conv, torch_pool, matmul, torch_narrow)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -107,8 +106,8 @@ class TorchKernelMixin(Kernels):
         zero_sides: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights; speed-up 1 to 1.5, with few channels 2 to 4, depthwise 15."""
-        few = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_torch_elements
-        if few or not self._prefers_torch_conv(x, dy.shape, kernel, stride):
+        is_small = prod(kernel) * x.shape[-1] // groups * dy.size < self.min_torch_elements
+        if is_small or not self._prefers_torch_conv(x, dy.shape, kernel, stride):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zero_sides)
         sides = zero_sides or ((0, 0),) * len(stride)
         return self.torch_calls.conv.backward_weights(x, dy, kernel, stride, dilation, groups, sides)
@@ -122,9 +121,9 @@ class TorchKernelMixin(Kernels):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, as the base class does, with the weights reordered once."""
         dweights, dbias = super().conv_backward_into(dx, x, dy, self._reorder_weights_if_faster(x, weights), *args)
-        return (
-            dweights if dweights.flags.c_contiguous else self.torch_calls.conv.restore_weight_order(dweights)
-        ), dbias
+        if not dweights.flags.c_contiguous:
+            dweights = self.torch_calls.conv.restore_weight_order(dweights)
+        return dweights, dbias
 
     def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, Any]:
         """Return the maxima and their positions; speed-up 4 to 14."""
@@ -145,12 +144,12 @@ class TorchKernelMixin(Kernels):
     ) -> None:
         """Write the gradient of x into dx: without a copy if dx is contiguous and strips are whole images."""
         strips = list(split_into_strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip_elements))
-        whole = dx.flags.c_contiguous and all(part.is_last and not part.output_rows.start for part in strips)
+        whole = dx.flags.c_contiguous and all(strip.is_last and not strip.output_rows.start for strip in strips)
         whole = whole and isinstance(max_positions, list) and all(positive is None for _, positive in max_positions)
         if not whole or not self._prefers_torch_pool(dy, dy.shape[1:-1]):
             return super().max_pool_backward_into(dx, dy, max_positions, kernel, stride)
-        for part, (place, _) in zip(strips, max_positions, strict=True):
-            self.torch_calls.pool.max_backward_into(dx[part.samples], dy[part.samples], place, kernel, stride)
+        for strip, (positions, _) in zip(strips, max_positions, strict=True):
+            self.torch_calls.pool.max_backward_into(dx[strip.samples], dy[strip.samples], positions, kernel, stride)
 
     def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
         """Return the sum over every window; speed-up 1.2 to 3."""

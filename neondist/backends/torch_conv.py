@@ -79,10 +79,10 @@ def backward_weights(
         if axis:
             x, dy = _split_in_halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)
     output_padding, output_mask = (0,) * len(stride), (False, True, False)
-    seen = to_channels_first(x)
-    like = seen.new_empty((dy.shape[-1], x.shape[-1] // groups, *kernel))
+    x_tensor, dy_tensor = to_channels_first(x), to_channels_first(dy)
+    like = x_tensor.new_empty((dy.shape[-1], x.shape[-1] // groups, *kernel))
     _, gradient, _ = _aten.convolution_backward(
-        to_channels_first(dy), seen, like, None, stride, padding, dilation, False, output_padding, groups, output_mask
+        dy_tensor, x_tensor, like, None, stride, padding, dilation, False, output_padding, groups, output_mask
     )
     return array_like(x, gradient.movedim((0, 1), (-1, -2)))
 

@@ -143,7 +143,7 @@ class LCNLayer(Layer):
         min_divisor = self._image_mean(ctx, ctx.reduced) if self.uses_mean_deviation else self.min_deviation
         divisor = ctx.xp.maximum(ctx.sigma, min_divisor)
         scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a constant image becomes 0
-        ctx.save(least=min_divisor, scale=scale)
+        ctx.save(min_divisor=min_divisor, scale=scale)
         y = ctx.out
         ctx.xp.multiply(ctx.v[centred_slices(ctx.v, divisor)], scale, out=y)
         return y
@@ -174,9 +174,8 @@ class LCNLayer(Layer):
         _, dsigma = self._divisor_and_deviation_gradients(ctx, dy)
         if self.uses_mean_deviation:
             own_dsigma = ctx.owned(dsigma, ctx.output_box)
-            own_dsigma += self._image_mean(
-                ctx, ctx.reduced
-            )  # the minimum divisor rises with every deviation of the image
+            # the minimum divisor rises with every deviation of the image
+            own_dsigma += self._image_mean(ctx, ctx.reduced)
         dvariance = dsigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(
             self.channel_mean_square_array,
@@ -197,7 +196,7 @@ class LCNLayer(Layer):
         """Return the gradients of max(minimum divisor, deviation) and, through this maximum, of the deviation."""
         dscale = self._channel_mean(dy * ctx.v[centred_slices(ctx.v, dy)]) * dy.shape[-1]
         ddivisor = -dscale * ctx.scale * ctx.scale
-        return ddivisor, ctx.xp.where(ctx.sigma > ctx.least, ddivisor, 0)
+        return ddivisor, ctx.xp.where(ctx.sigma > ctx.min_divisor, ddivisor, 0)
 
     def _channel_mean(self, x: Any) -> Any:
         """Return the mean over the channels, (n, *cells, 1), by GEMM, measured as 4 to 20 times faster than `mean`."""
