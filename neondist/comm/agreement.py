@@ -94,9 +94,9 @@ def check_equal_on_ranks(
     world.begin_call(texts.get(CALL_KEY, ""))
     digest = hashlib.sha256(repr((texts, tuple(versions))).encode()).digest()
     digest_number = int.from_bytes(digest[:7], "little")
-    min_and_max = np.array([digest_number, -digest_number] if error is None else [2**62, 2**62])
-    world.allreduce(min_and_max, "max")
-    if min_and_max[0] == -min_and_max[1]:
+    max_and_negated_min = np.array([digest_number, -digest_number] if error is None else [2**62, 2**62])
+    world.allreduce(max_and_negated_min, "max")
+    if max_and_negated_min[0] == -max_and_negated_min[1]:
         return True
     raise_if_any_failed(world, error)
     first, *others = world.allgather(texts)

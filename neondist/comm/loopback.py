@@ -73,15 +73,15 @@ class _SharedState:
         """Record that a rank has ended, and release the ranks that wait for it."""
         with self.turns.lock:
             self._ended_ranks.add(rank)
-            for box in [box for box, sender in self._sender_by_waiting_mailbox.items() if sender == rank]:
-                self._wake_receiver(box)
+            for mailbox in [box for box, sender in self._sender_by_waiting_mailbox.items() if sender == rank]:
+                self._wake_receiver(mailbox)
 
     def fail_waiting_ranks(self) -> None:
         """Record that a rank has failed, and wake the ranks that wait, which then raise RemoteError."""
         with self.turns.lock:
             self.failed = True
-            for box in list(self._sender_by_waiting_mailbox):
-                self._wake_receiver(box)
+            for mailbox in list(self._sender_by_waiting_mailbox):
+                self._wake_receiver(mailbox)
 
     def _wake_receiver(self, mailbox: _Mailbox) -> None:
         if mailbox.gate is not None:

@@ -39,8 +39,8 @@ class Dice(Cost):
 
     def sums_per_sample(self, y: Any, targets: Any) -> Any:
         """Return the sums of p + t and of p t of each sample and class, (n, 2 C)."""
-        p, t, valid_mask = softmax(y), *self._one_hot_and_mask(y, targets)
-        return namespace(y).concatenate([_sum_over_cells((p + t) * valid_mask), _sum_over_cells(p * t)], axis=1)
+        p, t, mask = softmax(y), *self._one_hot_and_mask(y, targets)
+        return namespace(y).concatenate([_sum_over_cells((p + t) * mask), _sum_over_cells(p * t)], axis=1)
 
     def losses_from_sums(self, sums: Any, totals: Any | None = None) -> Any:
         """Return each sample's loss (n,), or, given the sums `totals` of p + t over the image, this part's share."""

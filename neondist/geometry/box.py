@@ -22,8 +22,8 @@ class Box:
     @classmethod
     def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Box:
         """Return the box with the given range [lo, hi) along every axis."""
-        range_list = tuple(ranges)
-        return cls(tuple(lo for lo, _ in range_list), tuple(hi for _, hi in range_list))
+        axis_ranges = tuple(ranges)
+        return cls(tuple(lo for lo, _ in axis_ranges), tuple(hi for _, hi in axis_ranges))
 
     @property
     def ndim(self) -> int:

@@ -182,11 +182,11 @@ class ViewTransfer:
 
     def local(self, rank: int) -> list[Piece]:
         """Return the pieces of a rank's view that the rank owns, including cells that it does not use."""
-        place, own = coords_of(self.parts, rank), []
+        coords, own = coords_of(self.parts, rank), []
         for request in self.requests:
-            axis, overlaps = request.source.axis, request.overlaps(request.part(place), include_unused=True)
-            own.append([overlap for overlap in overlaps if axis is None or overlap.part == place[axis]])
-        return self._pieces(place, own)
+            axis, overlaps = request.source.axis, request.overlaps(request.part(coords), include_unused=True)
+            own.append([overlap for overlap in overlaps if axis is None or overlap.part == coords[axis]])
+        return self._pieces(coords, own)
 
     def view_includes_own_part(self, rank: int) -> bool:
         """Return whether a rank's view contains all cells of its own part, in their order."""
@@ -199,17 +199,17 @@ class ViewTransfer:
         """Return the pieces that other ranks need from a rank."""
         if not self.is_separable:
             return self._sends.get(rank, [])
-        place = coords_of(self.parts, rank)
+        coords = coords_of(self.parts, rank)
         sent = [
-            request.overlaps_by_sender[next((place[axis] for axis in request.axes), 0)] for request in self.requests
+            request.overlaps_by_sender[next((coords[axis] for axis in request.axes), 0)] for request in self.requests
         ]
-        return sorted((p for p in self._pieces(place, sent) if p.peer != rank), key=lambda piece: piece.peer)
+        return sorted((p for p in self._pieces(coords, sent) if p.peer != rank), key=lambda piece: piece.peer)
 
-    def _pieces(self, sender_coords: Sequence[int], overlaps_by_dim: Sequence[Sequence[AxisOverlap]]) -> list[Piece]:
+    def _pieces(self, coords: Sequence[int], overlaps_by_dim: Sequence[Sequence[AxisOverlap]]) -> list[Piece]:
         """Return the products of overlaps, in the same order at both ends of a message."""
         pieces, axes = [], [request.source.axis for request in self.requests]
         for combination in product(*overlaps_by_dim):
-            peer = list(sender_coords)
+            peer = list(coords)
             for axis, overlap in zip(axes, combination, strict=True):
                 if axis is not None:
                     peer[axis] = overlap.part

@@ -72,9 +72,9 @@ def replicated_checksums(parameters: LayerParameters) -> dict[ParameterShard, in
 def check_replicated_arrays(parameters: LayerParameters, step: int) -> None:
     """Raise HaloError on all ranks if an array that is whole on every rank differs between ranks. Collective."""
     checksums = replicated_checksums(parameters)
-    first_rank, *other_ranks = parameters.context.grid.world.allgather([*checksums.values()])
-    for rank, other in enumerate(other_ranks, 1):
-        for shard, expected, actual in zip(checksums, first_rank, other, strict=True):
+    first_checksums, *other_checksums = parameters.context.grid.world.allgather([*checksums.values()])
+    for rank, other in enumerate(other_checksums, 1):
+        for shard, expected, actual in zip(checksums, first_checksums, other, strict=True):
             if actual != expected:
                 layer = parameters.layers[shard.layer_name]
                 error = HaloError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-MODEL_CLASS_SELECTOR: ContextVar[Callable[[type], type] | None] = ContextVar("resolve_model_class", default=None)
+MODEL_CLASS_SELECTOR: ContextVar[Callable[[type], type] | None] = ContextVar("model_class_selector", default=None)
 """Function from the class of a model to the class to create; set by `distribute_created_models`."""
 
 

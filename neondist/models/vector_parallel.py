@@ -15,24 +15,24 @@ def alternate_output_and_input_splits(nodes: Sequence[Any], input_shape: Shape) 
 
     A layer that reads an image is divided by inputs: each rank has its tile.
     """
-    shape, consecutive = input_shape, []  # type: Shape, list[tuple[Any, Shape]]
+    shape, layer_run = input_shape, []  # type: Shape, list[tuple[Any, Shape]]
     for node in nodes:
         if getattr(node, "can_split_outputs", False):
-            consecutive.append((node, shape))
+            layer_run.append((node, shape))
         else:
-            _set_alternating_splits(consecutive)
-            consecutive = []
+            _set_alternating_splits(layer_run)
+            layer_run = []
         try:
             shape = node.output_shape_for(shape)
         except UserError:  # the plan reports the layer
             break
-    _set_alternating_splits(consecutive)
+    _set_alternating_splits(layer_run)
 
 
-def _set_alternating_splits(consecutive: Sequence[tuple[Any, Shape]]) -> None:
+def _set_alternating_splits(layer_run: Sequence[tuple[Any, Shape]]) -> None:
     """Divide consecutive layers, given with the shapes of their inputs."""
     next_splits_inputs = False  # whether the following layer is divided by inputs
-    for layer, shape in reversed(consecutive):
+    for layer, shape in reversed(layer_run):
         splits_outputs = next_splits_inputs and len(shape) == 1 and layer.output_may_stay_sharded
         layer.set_split("outputs" if splits_outputs else "inputs")
         next_splits_inputs = not splits_outputs

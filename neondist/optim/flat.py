@@ -61,8 +61,8 @@ class FlatLayout:
     def global_square_norms(self, array: Any) -> Any:
         """Return the squared norm of each parameter, summed over all its parts, in float64. Collective."""
         xp = namespace(array)
-        local_norms = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
-        sums = xp.stack(local_norms) if local_norms else xp.zeros(0)
+        local_sums = [_sum_of_squares(array[start:stop]) for start, stop in self.spans]
+        sums = xp.stack(local_sums) if local_sums else xp.zeros(0)
         if self.num_replicated_parameters < len(self.spans) and self.sum_over_parts is not None:
             sums[self.num_replicated_parameters :] = self.sum_over_parts(sums[self.num_replicated_parameters :].copy())
         return sums

@@ -34,12 +34,13 @@ class CompressedAllReduce:
         self.reductions, self.gradients = reductions, gradients
         self.compressors_with_start: list[tuple[int, Compressor]] = []
         sparse_tables, start, num_ranks = [], 0, reductions.grid.size
-        for text, group in groupby(parameters, lambda parameter: parameter[2]):
+        for specification, group in groupby(parameters, lambda parameter: parameter[2]):
             shapes = {name: shape for name, shape, _ in group}
-            if text != ROWS_COMPRESSOR:
-                self.compressors_with_start.append((start, create_compressor(text, shapes, np.dtype(gradients.dtype))))
+            if specification != ROWS_COMPRESSOR:
+                compressor = create_compressor(specification, shapes, np.dtype(gradients.dtype))
+                self.compressors_with_start.append((start, compressor))
             for shape in shapes.values():
-                if text == ROWS_COMPRESSOR:
+                if specification == ROWS_COMPRESSOR:
                     sparse_tables.append(SparseTable(start, prod(shape[1:]), [(0, prod(shape))] * num_ranks))
                 start += prod(shape)
         self.row_exchange = RowExchange(reductions, sparse_tables if num_ranks > 1 else [])

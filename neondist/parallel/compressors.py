@@ -185,12 +185,12 @@ class PowerSGD(Compressor):
         named_gradients = self.split_by_parameter(gradients)
         matrices = {name: part.reshape(_matrix_shape(part.shape)) for name, part in named_gradients}
         lefts = self._sum_factors_over_ranks(
-            reductions, {name: share @ self.right_factors[name] for name, share in matrices.items()}
+            reductions, {name: matrix @ self.right_factors[name] for name, matrix in matrices.items()}
         )
         lefts = {name: np.linalg.qr(left.astype(np.float64))[0].astype(self.dtype) for name, left in lefts.items()}
         right_factors = {name: matrices[name].T @ left for name, left in lefts.items()}
-        for name, share in matrices.items():
-            share -= lefts[name] @ right_factors[name].T
+        for name, matrix in matrices.items():
+            matrix -= lefts[name] @ right_factors[name].T
         self._last_right_factors = self._sum_factors_over_ranks(reductions, right_factors)
         return np.concatenate(
             [(lefts[name] @ right.T).ravel() for name, right in self._last_right_factors.items()]

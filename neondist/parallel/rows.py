@@ -115,12 +115,12 @@ class RowExchange:
         message_bytes = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in counts_received]
         messages = self.reductions.all_to_all("world", packed_messages, [(length,) for length in message_bytes])
         for count, message in zip(counts_received, messages, strict=True):
-            received_messages, start = [], 0
-            for rows, elements in count.tolist():
-                ids_end, stop = start + 8 * rows, start + 8 * rows + dtype.itemsize * elements
-                received_messages.append((message[start:ids_end].view(np.int64), message[ids_end:stop].view(dtype)))
+            rows_by_table, start = [], 0
+            for num_rows, num_elements in count.tolist():
+                ids_end, stop = start + 8 * num_rows, start + 8 * num_rows + dtype.itemsize * num_elements
+                rows_by_table.append((message[start:ids_end].view(np.int64), message[ids_end:stop].view(dtype)))
                 start = stop
-            yield received_messages
+            yield rows_by_table
 
 
 def row_message_bytes(num_rows: int, row_length: int, itemsize: int) -> int:

@@ -75,8 +75,8 @@ class LayerTask(Task):
 
     def _forward(self, passes: Passes, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         ctxs_and_views = [self.begin_forward(run, x) for run, (x,) in zip(passes, inputs, strict=True)]
-        known_results = [results[self.index] for run in passes if (results := run.known_forward_reductions) is not None]
-        self._reduce("forward", ctxs_and_views, known_results)
+        known = [results[self.index] for run in passes if (results := run.known_forward_reductions) is not None]
+        self._reduce("forward", ctxs_and_views, known)
         return [self.finish_forward(ctx, view) for ctx, view in ctxs_and_views]
 
     def begin_forward(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
@@ -156,13 +156,13 @@ class LayerTask(Task):
         return y
 
     def _backward(self, passes: Passes, dys: Sequence[Any], needs_dx: bool) -> list[Sequence[Any]]:
-        calls = [self.begin_backward(run, dy, needs_dx) for run, dy in zip(passes, dys, strict=True)]
+        ctxs_and_dys = [self.begin_backward(run, dy, needs_dx) for run, dy in zip(passes, dys, strict=True)]
         known = [results[self.index] for run in passes if (results := run.known_backward_reductions) is not None]
-        self._reduce("backward", calls, known)
-        for run, (ctx, _) in zip(passes, calls, strict=True):
+        self._reduce("backward", ctxs_and_dys, known)
+        for run, (ctx, _) in zip(passes, ctxs_and_dys, strict=True):
             # the strips that computed the reduction stopped before `backward`
             ctx.needs_weight_gradients = self.index <= run.first_accumulated_step
-        return [[self._finish_backward(run, *call)] for run, call in zip(passes, calls, strict=True)]
+        return [[self._finish_backward(run, ctx, dy)] for run, (ctx, dy) in zip(passes, ctxs_and_dys, strict=True)]
 
     def begin_backward(self, run: SectionPass, dy: Any, needs_dx: bool) -> tuple[StepContext, Any]:
         """Return a call's ctx and the gradient of its output before the activation."""
@@ -262,8 +262,9 @@ class LayerTask(Task):
             for ctx, _ in ctx_arrays:
                 ctx.reduced = None
             return
-        is_known = known and not self._recomputes_partial_result[direction]
-        partials = [] if is_known else [self.compute_partial_result(direction, ctx, array) for ctx, array in ctx_arrays]
+        partials: list[Any] = []
+        if not known or self._recomputes_partial_result[direction]:
+            partials = [self.compute_partial_result(direction, ctx, array) for ctx, array in ctx_arrays]
         if known:
             for (ctx, _), reduced in zip(ctx_arrays, known, strict=True):
                 ctx.reduced = reduced

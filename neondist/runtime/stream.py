@@ -178,10 +178,9 @@ class StripwiseSection:
             for run, partials in zip(passes, partials_by_pass, strict=True):
                 strip_pass = self._new_strip_pass(section, run)
                 strip_pass.keeps_states = is_last and run.phase.training and strip in self._checkpointed_strips
-                ctx, view, part = section.run_to_reduction(
-                    strip_pass, self._image_of_strip(run.x, strip), reduction_step
-                )
-                partials.append(part)
+                image = self._image_of_strip(run.x, strip)
+                ctx, view, partial_result = section.run_to_reduction(strip_pass, image, reduction_step)
+                partials.append(partial_result)
                 if strip_pass.keeps_states:
                     run.saved_states_by_strip[strip] = section.saved_states(strip_pass, self.planned.recomputed_steps)
                 if is_last and strip == self.strip_numbers[-1]:
@@ -261,13 +260,14 @@ class StripwiseSection:
                 yield strip, *items_of_pass
 
     def _combine_reductions(
-        self, direction: str, reduction_step: int, passes: Sequence[StripwisePass], pass_parts: Sequence[Sequence[Any]]
+        self, direction: str, step: int, passes: Sequence[StripwisePass], partials_by_pass: Sequence[Sequence[Any]]
     ) -> None:
-        task = self.tasks[reduction_step]
-        partials = [combine_micro_batches(task.reductions[direction], pass_partials) for pass_partials in pass_parts]
+        task = self.tasks[step]
+        reduction = task.reductions[direction]
+        partials = [combine_micro_batches(reduction, strip_partials) for strip_partials in partials_by_pass]
         results = task.combine_partials(direction, partials, [run.samples for run in passes])
         for run, reduced in zip(passes, results, strict=True):
-            run.reduced[direction][reduction_step] = reduced
+            run.reduced[direction][step] = reduced
 
     def _compute_output_strips(self, passes: Sequence[StripwisePass]) -> None:
         """Write the output, strip by strip."""

@@ -39,12 +39,12 @@ class SegmentExecutor:
         self.output_tile, self.output_shape = last_layer.output_tile, last_layer.output_shape
         self.params: dict[str, Any] = {}
         self.grads, self.state = self.params, self.params
-        self.strips: list[tuple[tuple[Slices, Slices], Section]] = []
+        self.strips: list[tuple[Slices, Slices, Section]] = []
         for at, planned in segment.strips(context.grid.tile):
             view_cells = planned.placed[id(first_layer)].view(at).need.relative_to(self.input.need)
             tile_cells = planned.placed[id(last_layer)].tile(at).relative_to(self.output_tile)
-            view_and_tile_index = (slice(None), *view_cells.slices), (slice(None), *tile_cells.slices)
-            self.strips.append((view_and_tile_index, section_of_strip_or_block(planned, context, at, blocks)))
+            view_slices, tile_slices = (slice(None), *view_cells.slices), (slice(None), *tile_cells.slices)
+            self.strips.append((view_slices, tile_slices, section_of_strip_or_block(planned, context, at, blocks)))
 
     def reductions_for(self, input_shape: tuple[int, ...]) -> list[Any]:
         """Return an empty list: no layer of a segment has reductions."""
@@ -53,7 +53,7 @@ class SegmentExecutor:
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs, computed strip by strip."""
         y = ctx.out
-        for (view_slices, tile_slices), section in self.strips:
+        for view_slices, tile_slices, section in self.strips:
             (strip_pass,) = section.forward([view[view_slices]], [ctx.phase])
             self.kernels.copy(strip_pass.output, y[tile_slices])
             strip_pass.close()
@@ -66,7 +66,7 @@ class SegmentExecutor:
         dview = ctx.out if needs_dx else None
         if dview is not None:
             dview[...] = 0
-        for (view_slices, tile_slices), section in self.strips:
+        for view_slices, tile_slices, section in self.strips:
             passes = section.forward([ctx.view[view_slices]], [ctx.phase], reduced=[[None] * len(section.tasks)])
             (view_gradient,) = section.backward(passes, [dy[tile_slices].copy()], need_dx=needs_dx)
             if dview is not None:
@@ -110,7 +110,7 @@ def layer_on_strip(layer: Layer, layer_plan: Any, strip: int, context: ModelCont
             strip_slices = layout.box(shape, context.grid.shape, strip).relative_to(tile_box).slices
             strip_parts[name] = tile_box.shape, strip_slices, layout.shape_on(shape, context.grid.shape, strip)
     if strip_parts:
-        strip_arrays = {name: _strip_part(layer.params[name], cut) for name, cut in strip_parts.items()}
+        strip_arrays = {name: _strip_part(layer.params[name], part) for name, part in strip_parts.items()}
         clone.params, clone.grads = dict(layer.params) | strip_arrays, _StripGradients(layer.grads, strip_parts)
     clone.prepare_for_tile()
     return clone

@@ -34,11 +34,9 @@ class Workspace:
         """Return the buffer of a step's view for batches of this size."""
         key, array = (step, samples), self.inputs[step]
         if key not in self._views and array is not None:
-            view_slot, gradient_slot = self.plan.view_ranges[step], self.plan.gradient_ranges.get(step)
-            slots = (
-                partial(self.arena.array, view_slot),
-                None if gradient_slot is None else partial(self.arena.array, gradient_slot),
-            )
+            gradient_range = self.plan.gradient_ranges.get(step)
+            gradient_slot = None if gradient_range is None else partial(self.arena.array, gradient_range)
+            slots = partial(self.arena.array, self.plan.view_ranges[step]), gradient_slot
             self._views[key] = array.buffer(samples, self.arena.block_number, slots)
         return self._views[key]
 

@@ -46,8 +46,8 @@ def balance_owners(sizes_by_name: Mapping[str, Sequence[int]], num_owners: int) 
     sizes_by_name : mapping of parameter name to the sizes of its parts in bytes
     """
     bytes_by_owner, owners_by_name = [0] * num_owners, {name: [0] * len(sizes) for name, sizes in sizes_by_name.items()}
-    nbytes_name_index = [(nbytes, name, at) for name, sizes in sizes_by_name.items() for at, nbytes in enumerate(sizes)]
-    for nbytes, name, at in sorted(nbytes_name_index, key=lambda part: -part[0]):
+    parts = [(nbytes, name, at) for name, sizes in sizes_by_name.items() for at, nbytes in enumerate(sizes)]
+    for nbytes, name, at in sorted(parts, key=lambda part: -part[0]):
         owner = bytes_by_owner.index(min(bytes_by_owner))
         bytes_by_owner[owner] += nbytes
         owners_by_name[name][at] = owner

@@ -20,8 +20,8 @@ class OwnerBoxes:
     Attributes
     ----------
     shape : tuple of int
-        The shape in which parts are boxes: the parameter's shape, (1,) for a scalar, or (size,) if
-        parts are ranges of the flat array.
+        The shape in which parts are boxes: the parameter's shape, (1,) for a scalar, or (size,) if parts are ranges of
+        the flat array.
     boxes : tuple of Box
         The box of each rank; empty if the rank owns nothing.
     """

@@ -35,7 +35,7 @@ class Quantised(ExchangePolicy):
         xp = namespace(halo.array)
         if halo.training and "rest" in memory:
             residuals = xp.split(memory["rest"], list(accumulate(cells.size for cells in flat_cells))[:-1])
-            flat_cells = [cells + rest for cells, rest in zip(flat_cells, residuals, strict=False)]
+            flat_cells = [cells + residual for cells, residual in zip(flat_cells, residuals, strict=False)]
         messages = [self._pack(cells, xp) if len(cells) else cells for cells in flat_cells]
         if self.feedback and halo.training and halo.direction == "backward":
             residuals = [cells - self._unpack(message) for cells, message in zip(flat_cells, messages, strict=True)]

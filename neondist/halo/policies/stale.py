@@ -32,13 +32,13 @@ class Stale(ExchangePolicy):
             return
         exchanges_in_flight: deque = halo.memory.setdefault("travelling", deque())
         if len(exchanges_in_flight) == self.steps:
-            oldest_exchange = exchanges_in_flight.popleft()
-            halo.unpack(oldest_exchange.wait())
+            packed_exchange = exchanges_in_flight.popleft()
+            halo.unpack(packed_exchange.wait())
         else:
-            oldest_exchange = halo.packed()
+            packed_exchange = halo.packed()
             halo.exchange()
-        oldest_exchange.start(halo.outgoing())  # receiving has not changed the outgoing cells
-        exchanges_in_flight.append(oldest_exchange)
+        packed_exchange.start(halo.outgoing())  # receiving has not changed the outgoing cells
+        exchanges_in_flight.append(packed_exchange)
 
     backward = forward
 
