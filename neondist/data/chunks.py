@@ -31,7 +31,7 @@ def chunk_shape(spatial_shape: Sequence[int], channels: int, itemsize: int) -> t
 def count_cells_read(extent: int, chunk: int, num_tiles: int) -> int:
     """Return the number of cells read by `num_tiles` tiles of an axis of `extent` cells in chunks of `chunk` cells."""
     cells_read = 0
-    for lo, hi in (part_range(extent, num_tiles, part) for part in range(num_tiles)):
+    for lo, hi in (part_range(extent, num_tiles, tile) for tile in range(num_tiles)):
         if hi > lo:
             cells_read += min(extent, ceil(hi / chunk) * chunk) - lo // chunk * chunk
     return cells_read

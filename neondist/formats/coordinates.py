@@ -16,8 +16,8 @@ from .packing import PACKING_ATTRIBUTES, Packing
 
 def dimension_name(source: TileSource, axis_letter: str) -> str:
     """Return the name of the dimension along an axis; '' if the dimension is unnamed."""
-    names_by_letter = dict(zip(source.stored_axes.letters, source.metadata.get("dimensions", ()), strict=False))
-    return str(names_by_letter.get(axis_letter, ""))
+    name_by_letter = dict(zip(source.stored_axes.letters, source.metadata.get("dimensions", ()), strict=False))
+    return str(name_by_letter.get(axis_letter, ""))
 
 
 def coordinate_along_axis(

@@ -122,9 +122,10 @@ def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
     if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE_SECONDS:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())
+    months = second - first
     # times at a constant distance may be near the middle of some months by chance
     places = [place for place in _PLACE_RULES if place != "near middle" or np.ptp(np.diff(times)) > _TOLERANCE_SECONDS]
-    periods_of = {place: {1, second - first} if "middle" in place else {1} for place in places if second > first}
-    candidates = [MonthStep(second - first, place, period=n) for place in periods_of for n in sorted(periods_of[place])]
+    periods = {place: {1, months} if "middle" in place else {1} for place in places if months > 0}
+    candidates = [MonthStep(months, place, period=n) for place in periods for n in sorted(periods[place])]
     step = next((step for step in candidates if step.matches_times(times, calendar)), None)
     return None if step is None else step.with_stamps(times, calendar)

@@ -311,13 +311,15 @@ def _open_forecast_sink(
 
 def _encode_times(source: TileSource, last_input_seconds: float, seconds: Sequence[float]) -> np.ndarray:
     """Return times in the units and integer type of a file's time coordinate."""
-    axis = coordinate_along_axis(source, "T", source.auxiliary_variables()[0])
-    assert axis is not None
-    stored_times = unpacked_values(source.path, axis)
-    zero, unit = times_in_seconds(source.path, replace(axis, values=np.arange(2.0), attributes=_unit_attributes(axis)))
+    coord = coordinate_along_axis(source, "T", source.auxiliary_variables()[0])
+    assert coord is not None
+    stored_times = unpacked_values(source.path, coord)
+    unit_coord = replace(coord, values=np.arange(2.0), attributes=_unit_attributes(coord))
+    zero, unit = times_in_seconds(source.path, unit_coord)
     times = float(stored_times[-1]) + (np.asarray(seconds) - last_input_seconds) / (unit - zero)
-    whole = axis.values is not None and axis.values.dtype.kind in "iu" and np.allclose(times, np.rint(times), atol=1e-6)
-    return np.rint(times).astype(np.int64) if whole else times
+    rounded = np.rint(times)
+    has_integers = coord.values is not None and coord.values.dtype.kind in "iu"
+    return rounded.astype(np.int64) if has_integers and np.allclose(times, rounded, atol=1e-6) else times
 
 
 def _unit_attributes(variable: AuxiliaryVariable) -> dict[str, Any]:
